@@ -1,0 +1,75 @@
+# Two commands matter: `make demo` and `make test`. Each installs what it needs into .venv first.
+.PHONY: demo test lint format test-checkout test-wheel test-search install test-chaos bench-loop bench-buffer clean
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3.11
+SEEDS ?= 0
+# For a machine whose package index gives torch with CUDA: TORCH_PIP_ARGS="--index-url <CPU index>"
+TORCH_PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+PYTEST := -m pytest -n 2 --dist worksteal
+
+install: $(STAMP)
+
+# torch first and by its exact version: a range would pull the newest CUDA build.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_PIP_ARGS) torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[laptop,dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	SEEDS=$(SEEDS) $(BIN)/python examples/calculator/demo.py
+
+test: lint test-checkout test-wheel
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --config pyproject.toml
+	$(BIN)/python -m pytest tests/test_size.py
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test-checkout: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests
+
+# Property tests on examples drawn anew; what it finds becomes an @example or a fix.
+test-search: $(STAMP)
+	$(ONE_THREAD) OUTLOOP_EXAMPLES=search $(BIN)/python $(PYTEST) tests -m "not e2e and not clients"
+
+# The wheel is unpacked beside the checkout and put before it on the path; child processes inherit it.
+test-wheel: $(STAMP)
+	rm -rf build/wheel build/site build/lib
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/site build/wheel/outloop-*.whl
+	$(ONE_THREAD) OUTLOOP_TEST_SITE=$(CURDIR)/build/site PYTHONPATH=$(CURDIR)/build/site $(BIN)/python $(PYTEST) tests -m "not e2e and not clients" --ignore=tests/test_size.py
+
+# Other projects' agents pin what we do not want beside us, so they live in an environment of their own.
+CLIENTS := .venv-clients
+$(CLIENTS)/.installed: Makefile
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check openai-agents 'pydantic-ai-slim[openai,anthropic]' 'smolagents[openai]' langgraph langchain-openai
+	npm install --silent --no-fund --no-audit --prefix $(CLIENTS) @openai/codex @qwen-code/qwen-code
+	touch $@
+
+test-clients: $(STAMP) $(CLIENTS)/.installed
+	OUTLOOP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python OUTLOOP_CODEX=$(CURDIR)/$(CLIENTS)/node_modules/.bin/codex OUTLOOP_QWEN=$(CURDIR)/$(CLIENTS)/node_modules/.bin/qwen $(BIN)/python -m pytest -m clients tests/router/test_clients.py
+
+test-chaos: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python tests/chaos/chaos.py
+
+bench-loop: $(STAMP)
+	$(BIN)/python tests/bench/loop.py
+
+bench-buffer: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python tests/bench/buffer.py
+
+clean:
+	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,215 @@
+"""A run's trajectories, to and from files.
+
+Owns: which trajectories a run still holds, and where imported ones go. Does not own: their text
+form (jsonl). Invariant: an episode is read with its group or not at all, also while the run goes
+on; an import of a file with a bad line changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+import structlog
+
+from outloop.buffer import codec
+from outloop.buffer.connect import translated
+from outloop.buffer.errors import RecordError, SettingsError
+from outloop.buffer.jsonl import format_line, read_lines
+from outloop.buffer.records import Trajectory
+from outloop.buffer.scripts import SyncScripts
+from outloop.buffer.stored import EPISODE_FIELDS, trajectory_from
+
+_CHUNK = 64
+_CHUNK_BYTES = 8 * 2**20
+_MAX_NAMED_LINES = 10
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportReport:
+    """What an import did."""
+
+    num_for_sft: int
+    """Trajectories with purpose sft: the trainer of an SFT run trains them."""
+    num_kept: int
+    """Others: kept to be looked at and exported again; never trained."""
+    num_bad: int
+    """Lines left out."""
+
+
+class Archive:
+    """Whole trajectories of one run, read and written."""
+
+    def __init__(self, client: redis.Redis, prefix: str, scripts: SyncScripts) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._scripts = scripts
+
+    def trajectories(self) -> Iterator[Trajectory | RecordError]:
+        """Every scored episode that Redis holds: of live groups by slot, evaluations, dead letters,
+        then those for SFT, then imported ones; an error in the place of a damaged one.
+
+        What a checkpoint contains was freed and is not among them.
+
+        Raises:
+            SchemaMismatch: a record was written by another release.
+        """
+        for name in self._lists():
+            yield from self._episodes_of(name)
+        yield from self._of_stream()
+        with translated("reading imported trajectories"):
+            for _, record in self._client.hscan_iter(f"{self._prefix}imported", count=_CHUNK):
+                yield _decoded(record)
+
+    def find_imported(self, episode_id: str) -> Trajectory | None:
+        """An imported trajectory, or None."""
+        with translated(f"reading episode_id={episode_id}"):
+            record: Any = self._client.hget(f"{self._prefix}imported", episode_id)
+        return None if record is None else codec.decode_trajectory(record)
+
+    def write(self, path: Path) -> tuple[int, int]:
+        """Write them to `path` as JSONL; (number written, number of damaged ones left out).
+
+        `path` appears when it is complete.
+
+        Raises:
+            SettingsError: it cannot be written.
+        """
+        partial = path.with_name(path.name + ".partial")
+        num_written = num_damaged = 0
+        try:
+            with partial.open("wb") as file:
+                for item in self.trajectories():
+                    if isinstance(item, Trajectory):
+                        file.write(format_line(item))
+                        num_written += 1
+                    else:
+                        _log.warning("trajectory_left_out", error=str(item))
+                        num_damaged += 1
+            os.replace(partial, path)
+        except OSError as error:
+            raise SettingsError(f"path={str(path)!r} cannot be written: {error}") from error
+        finally:
+            partial.unlink(missing_ok=True)
+        return num_written, num_damaged
+
+    def read(self, path: Path, *, skip_bad: bool = False, final: bool = False) -> ImportReport:
+        """Store the trajectories of a JSONL file; the same file again changes nothing.
+
+        `final`: no more trajectories for SFT will come.
+
+        Raises:
+            RecordError: lines are not trajectories and `skip_bad` is off; names them.
+            Conflict: an episode_id was imported with another content.
+            BufferUnavailable: Redis is full; what was stored before stays.
+        """
+        bad = [(number, item) for number, item in read_lines(path) if isinstance(item, Exception)]
+        if bad and not skip_bad:
+            named = "; ".join(f"line {number}: {error}" for number, error in bad[:_MAX_NAMED_LINES])
+            more = f"; and {len(bad) - _MAX_NAMED_LINES} more" * (len(bad) > _MAX_NAMED_LINES)
+            raise RecordError(
+                f"path={str(path)!r} has {len(bad)} bad lines, nothing was imported; mend or skip "
+                f"them: {named}{more}"
+            )
+        for number, error in bad:
+            _log.warning("line_left_out", line=number, error=str(error))
+        num_for_sft = num_kept = 0
+        with closing(read_lines(path)) as lines:
+            good = (item for _, item in lines if isinstance(item, Trajectory))
+            for chunk in _chunks(good):
+                for_sft = [record for t, record in chunk if t.episode.purpose == "sft"]
+                others = [(t, record) for t, record in chunk if t.episode.purpose != "sft"]
+                if for_sft:
+                    self._store_for_sft(for_sft, final=False)
+                if others:
+                    self._keep(others)
+                num_for_sft += len(for_sft)
+                num_kept += len(others)
+        if final:
+            self._store_for_sft([], final=True)
+        return ImportReport(num_for_sft=num_for_sft, num_kept=num_kept, num_bad=len(bad))
+
+    def _store_for_sft(self, records: list[bytes], *, final: bool) -> None:
+        key = "import:" + hashlib.sha256(b"".join(records)).hexdigest()
+        what = "importing trajectories for SFT"
+        self._scripts.call("put_trajectories", key, int(final), *records, what=what)
+
+    def _keep(self, chunk: list[tuple[Trajectory, bytes]]) -> None:
+        words = [word for t, record in chunk for word in (t.episode.episode_id, record)]
+        self._scripts.call("import_trajectories", *words, what="importing trajectories")
+
+    def _lists(self) -> list[str]:
+        """Keys of the lists of episode ids."""
+        with (
+            translated("listing trajectories"),
+            self._client.pipeline(transaction=True) as pipeline,
+        ):
+            pipeline.zrange(f"{self._prefix}groups", 0, -1)
+            pipeline.lrange(f"{self._prefix}evals", 0, -1)
+            pipeline.lrange(f"{self._prefix}dead", 0, -1)
+            found = pipeline.execute()
+        return [
+            f"{self._prefix}{kind}:{name.decode()}:episodes"
+            for kind, names in zip(("group", "eval", "dead"), found, strict=True)
+            for name in names
+        ]
+
+    def _episodes_of(self, name: str) -> Iterator[Trajectory | RecordError]:
+        with translated("reading trajectories"):
+            ids: Any = self._client.lrange(name, 0, -1)
+            with self._client.pipeline(transaction=True) as pipeline:
+                for episode_id in ids:
+                    episode = f"{self._prefix}episode:{episode_id.decode()}"
+                    pipeline.hmget(episode, list(EPISODE_FIELDS))
+                    pipeline.lrange(f"{episode}:turns", 0, -1)
+                pipeline.exists(name)
+                *found, is_there = pipeline.execute()
+        if not is_there:
+            # Acknowledged or dropped meanwhile: its turns may be gone already.
+            return
+        stored = iter(found)
+        for episode_id in ids:
+            try:
+                yield trajectory_from(episode_id.decode(), next(stored), next(stored))
+            except RecordError as error:
+                yield error
+
+    def _of_stream(self) -> Iterator[Trajectory | RecordError]:
+        start = "-"
+        while True:
+            with translated("reading trajectories"):
+                rows: Any = self._client.xrange(f"{self._prefix}sft", min=start, count=_CHUNK)
+            for entry_id, fields in rows:
+                yield _decoded(fields[b"d"])
+                start = f"({entry_id.decode()}"
+            if len(rows) < _CHUNK:
+                return
+
+
+def _decoded(record: bytes) -> Trajectory | RecordError:
+    try:
+        return codec.decode_trajectory(record)
+    except RecordError as error:
+        return error
+
+
+def _chunks(trajectories: Iterator[Trajectory]) -> Iterator[list[tuple[Trajectory, bytes]]]:
+    chunk: list[tuple[Trajectory, bytes]] = []
+    num_bytes = 0
+    for trajectory in trajectories:
+        record = codec.encode_trajectory(trajectory)
+        chunk.append((trajectory, record))
+        num_bytes += len(record)
+        if len(chunk) >= _CHUNK or num_bytes >= _CHUNK_BYTES:
+            yield chunk
+            chunk, num_bytes = [], 0
+    if chunk:
+        yield chunk

@@ -1,0 +1,109 @@
+"""Clients of Redis, made in one place.
+
+Owns: every option of the redis-py clients, and the translation of its errors. Does not own: keys
+or scripts. Invariant: no client retries a command by itself (a retried write may be applied
+twice), and no redis-py exception leaves this package untranslated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from outloop.buffer.errors import BufferUnavailable, SettingsError
+
+SOCKET_TIMEOUT_S = 30.0
+"""Longest silence of the server in one command; blocking commands must ask for much less."""
+CONNECT_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 64
+"""Per process and event loop; further commands wait for a free connection."""
+
+_ADVICE = (
+    (
+        "maxmemory",
+        "; it is full: raise buffer.max_memory_mb (or the server's maxmemory), or let the trainer "
+        "catch up. Nothing was evicted",
+    ),
+    ("MISCONF", "; it cannot write to its disk: free space where its data folder is"),
+    ("read only replica", "; point buffer.redis_url at the primary"),
+)
+"""What the error's text holds, and what to do then."""
+
+
+def connect_sync(url: str) -> redis.Redis:
+    """A blocking client for `url` (redis://, rediss:// or unix://); connects at the first command.
+
+    Raises:
+        SettingsError: the URL cannot be read.
+    """
+    try:
+        pool = redis.BlockingConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **_options())
+    except ValueError as error:
+        raise _bad_url(url, error) from error
+    return redis.Redis.from_pool(pool)
+
+
+def connect_async(url: str) -> redis.asyncio.Redis:
+    """An asyncio client for `url`; belongs to the event loop that uses it first.
+
+    Raises:
+        SettingsError: the URL cannot be read.
+    """
+    try:
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            url, retry=AsyncRetry(NoBackoff(), 0), **_options()
+        )
+    except ValueError as error:
+        raise _bad_url(url, error) from error
+    return redis.asyncio.Redis.from_pool(pool)
+
+
+@contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Turn redis-py's errors into BufferUnavailable that says that `what` failed and why."""
+    try:
+        yield
+    except redis.exceptions.AuthenticationError as error:
+        raise BufferUnavailable(
+            f"{what}: Redis refused the credentials of buffer.redis_url ({error})"
+        ) from error
+    except (redis.ConnectionError, redis.TimeoutError) as error:
+        raise BufferUnavailable(
+            f"{what}: Redis did not answer ({type(error).__name__}: {error}); "
+            "check that it runs and that buffer.redis_url is right"
+        ) from error
+    except redis.RedisError as error:
+        # Redis 6.2 wraps what a script ran into: only the text tells which error it was.
+        text = str(error)
+        advice = next((advice for sign, advice in _ADVICE if sign in text), "")
+        raise BufferUnavailable(
+            f"{what}: Redis refused ({type(error).__name__}: {text}){advice}"
+        ) from error
+
+
+def _options() -> dict[str, Any]:
+    return {
+        "socket_timeout": SOCKET_TIMEOUT_S,
+        "socket_connect_timeout": CONNECT_TIMEOUT_S,
+        "health_check_interval": 0,
+        "protocol": 2,
+        "legacy_responses": False,
+        "decode_responses": False,
+        "max_connections": MAX_CONNECTIONS,
+        "timeout": SOCKET_TIMEOUT_S,
+    }
+
+
+def _bad_url(url: str, error: ValueError) -> SettingsError:
+    # A URL may hold a password: only its scheme is repeated.
+    return SettingsError(
+        f"buffer.redis_url with scheme={url.partition(':')[0]!r} cannot be read ({error}); "
+        "redis://host:port/db, rediss://host:port/db or unix:///path/to/socket are allowed"
+    )

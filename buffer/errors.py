@@ -1,0 +1,97 @@
+"""The error tree of outloop.
+
+Owns: every exception type that crosses a part's boundary. Does not own: HTTP envelopes
+(router) or exit codes (cli). Invariant: a message says what failed, `name=value`, what is
+allowed and what to do.
+
+    OutloopError
+    |-- SettingsError        a setting, file or import path is wrong (also a ValueError)
+    |-- RecordError          a record breaks its invariants (also a ValueError)
+    |-- SchemaMismatch       bytes were written by another release
+    |-- BufferUnavailable    Redis is unreachable, full, read-only or not the one that was used
+    |-- NotFound             no such episode, group or task
+    |-- Conflict             the same key was used with another content
+    |-- Gone                 the episode is closed or its group is sealed
+    |-- TooManyReplaced      more than env.max_replaced_share of the attempts ended without a result
+    |-- FenceExpired         a lease was lost to another trainer; nothing was acknowledged
+    |-- DeadlineExceeded     a wait passed its deadline; names who waited for whom
+    |-- ServerUnavailable    a server did not answer, or answered that it cannot
+    |-- PublishFailed        weights did not reach a server, or reached it wrongly
+    |-- EnvironmentFailure   raised by an env: its own machinery failed, not the policy
+    `-- PartFailed           a process of the run ended; names it and its last words
+"""
+
+from __future__ import annotations
+
+
+class OutloopError(Exception):
+    """Root of every error that outloop raises on purpose."""
+
+
+class SettingsError(OutloopError, ValueError):
+    """A setting, file or import path is wrong; nothing has been started."""
+
+
+class RecordError(OutloopError, ValueError):
+    """A record breaks its own invariants; the message names the field."""
+
+
+class SchemaMismatch(OutloopError):
+    """Bytes carry a schema number that this release does not read."""
+
+
+class BufferUnavailable(OutloopError):
+    """Redis is unreachable, full, read-only, or empty where data is expected."""
+
+
+class NotFound(OutloopError):
+    """No such episode, group or task."""
+
+
+class Conflict(OutloopError):
+    """The same idempotency key was used with another content."""
+
+
+class Gone(OutloopError):
+    """The episode is closed, or its group is sealed."""
+
+
+class TooManyReplaced(OutloopError):
+    """More attempts ended without a result than the run allows; it must not train on the rest."""
+
+
+class FenceExpired(OutloopError):
+    """The lease was lost; the caller must not acknowledge."""
+
+
+class DeadlineExceeded(OutloopError):
+    """A wait passed its deadline.
+
+    Guarantees that the message names the waiting process, the phase and the peer.
+    """
+
+    def __init__(self, *, who: str, phase: str, peer: str, after_s: float) -> None:
+        super().__init__(
+            f"{who} waited {after_s:.1f} s in phase={phase!r} for {peer}; the deadline passed. "
+            f"Look at the log of {peer}, or raise the deadline."
+        )
+        self.who = who
+        self.phase = phase
+        self.peer = peer
+        self.after_s = after_s
+
+
+class ServerUnavailable(OutloopError):
+    """A server did not answer, or answered that it cannot."""
+
+
+class PublishFailed(OutloopError):
+    """Weights did not reach a server, or reached it wrongly."""
+
+
+class EnvironmentFailure(OutloopError):
+    """An env says that its own machinery failed; the attempt may be replaced."""
+
+
+class PartFailed(OutloopError):
+    """A process of the run ended unexpectedly."""

@@ -1,0 +1,98 @@
+"""Every key of a run in Redis.
+
+Owns: names, types, lifetimes and owners of keys; docs/buffer-keys.md shows the same table.
+Does not own: what is done with them (scripts). Invariant: every key of a run begins with its hash
+tag, so that all keys of a shard are in one cluster slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SHARD = 0
+"""The only shard yet; a run is sharded by group, and no script crosses a shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpec:
+    """One kind of key."""
+
+    name: str
+    """After the prefix; words in capitals stand for ids."""
+    type: Literal["hash", "list", "set", "zset", "stream", "string"]
+    lifetime: str
+    written_by: str
+    holds: str
+
+
+def prefix(run_id: str, shard: int = SHARD) -> str:
+    """What every key of the shard begins with."""
+    return f"{{{run_id}:{shard}}}:"
+
+
+def key(run_id: str, name: str) -> str:
+    """The full name of a key."""
+    return prefix(run_id) + name
+
+
+_RUN = "run"
+_LETTER = "until resolved"
+_HOUR_AFTER = "until its end, plus one hour"
+
+KEYS: tuple[KeySpec, ...] = (
+    KeySpec("meta", "hash", _RUN, "init_run", "run_id, digest, schema, seed, rules of the scripts"),
+    KeySpec("state", "hash", _RUN, "scripts", "cursor, admission, fence, versions, run state"),
+    KeySpec("counters", "hash", _RUN, "scripts", "counters behind stats()"),
+    KeySpec("tasks", "hash", _RUN, "register_tasks", "index -> training task"),
+    KeySpec("eval_tasks", "hash", _RUN, "register_tasks", "index -> evaluation task"),
+    KeySpec("claim:KEY", "string", "10 minutes", "claim", "the claims that this key received"),
+    KeySpec("group:GROUP", "hash", _HOUR_AFTER, "scripts", "slot, size, state, places, versions"),
+    KeySpec("group:GROUP:episodes", "list", "until its end", "close", "scored episode ids"),
+    KeySpec("groups", "zset", _RUN, "claim", "live groups by slot"),
+    KeySpec("fill", "zset", _RUN, "claim", "open groups with places to claim, by slot"),
+    KeySpec("group_deadlines", "zset", _RUN, "claim", "open groups by deadline, Unix ms"),
+    KeySpec("attempts", "hash", _RUN, "claim, open", "attempt in flight -> its episode or empty"),
+    KeySpec("attempt_deadlines", "zset", _RUN, "claim, open", "the same by deadline, Unix ms"),
+    KeySpec("ready", "zset", _RUN, "close", "sealed groups by slot"),
+    KeySpec("ready_depths", "zset", _RUN, "close", "the same by depth of their oldest version"),
+    KeySpec("leases", "zset", _RUN, "take", "groups leased and not acknowledged, by slot"),
+    KeySpec("last_take", "string", "until the next", "take", "answer to the last take, by token"),
+    KeySpec("wake", "list", _RUN, "close", "at most one token: enough groups are ready"),
+    KeySpec("replay", "zset", _RUN, "recover", "slots to be played again"),
+    KeySpec("trained_slots", "zset", "last marks", "acknowledge", "slots by their mark's version"),
+    KeySpec("marks", "zset", "last marks", "acknowledge", "versions of the last checkpoint marks"),
+    KeySpec("episode:EPISODE", "hash", _HOUR_AFTER, "open", "opening, closure, reward, turn index"),
+    KeySpec("episode:EPISODE:turns", "list", "until its end", "append_turn", "turns in order"),
+    KeySpec("replaced_tasks", "zset", _RUN, "scripts", "tasks by number of lost attempts"),
+    KeySpec("dead", "list", _RUN, "scripts", "groups dropped as failed or malformed, the last 256"),
+    KeySpec("dead:GROUP", "hash", _LETTER, "scripts", "why it was dropped, slot, task, tallies"),
+    KeySpec("dead:GROUP:episodes", "list", "16 letters", "scripts", "its scored episode ids"),
+    KeySpec("versions", "hash", _RUN, "announce_version", "version -> depth, or abandoned"),
+    KeySpec("version_parents", "hash", _RUN, "announce_version", "version -> parent or empty"),
+    KeySpec("evals", "list", _RUN, "request_eval", "names of evaluations whose episodes are kept"),
+    KeySpec("eval_queue", "list", _RUN, "request_eval", "evaluation attempts to claim"),
+    KeySpec("eval:NAME", "hash", _RUN, "request_eval", "total, done, sampling, version"),
+    KeySpec("eval:NAME:rewards", "hash", _RUN, "close", "attempt -> reward"),
+    KeySpec("eval:NAME:episodes", "list", "last evaluations", "close", "closed episode ids"),
+    KeySpec("sft", "stream", _RUN, "put_trajectories", "trajectories for supervised training"),
+    KeySpec("sft_keys", "set", _RUN, "put_trajectories", "idempotency keys used"),
+    KeySpec(
+        "imported", "hash", _RUN, "import_trajectories", "episode id -> trajectory, to look at"
+    ),
+    KeySpec("servers", "hash", "launch", "register_server", "server -> address and kind"),
+    KeySpec("server_versions", "hash", "launch", "set_server_version", "server -> version held"),
+    KeySpec("parts", "hash", "launch", "register_part", "part -> facts, such as its URL"),
+    KeySpec("statuses", "hash", "launch", "report_status", "part -> what it does now"),
+)
+"""`run`: as long as the run is kept. `launch`: emptied whenever the launcher starts the run."""
+
+
+def markdown_table() -> str:
+    """The table of docs/buffer-keys.md."""
+    rows = ["| key | type | lifetime | written by | holds |", "|---|---|---|---|---|"]
+    rows += [
+        f"| `{spec.name}` | {spec.type} | {spec.lifetime} | {spec.written_by} | {spec.holds} |"
+        for spec in KEYS
+    ]
+    return "\n".join(rows)

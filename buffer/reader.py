@@ -1,0 +1,379 @@
+"""What the trainer and the launcher say to the buffer.
+
+Owns: the blocking face: taking, training and acknowledging groups, versions, evaluations, SFT data,
+the registry of processes. Does not own: transitions (scripts), episodes in flight (writer).
+Invariant: whoever lost the fence changes nothing; waiting always has a deadline and a sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+import redis
+import structlog
+
+from outloop.buffer import codec
+from outloop.buffer.archive import Archive
+from outloop.buffer.connect import connect_sync, translated
+from outloop.buffer.errors import DeadlineExceeded, NotFound, RecordError
+from outloop.buffer.join import check_joinable, init_run
+from outloop.buffer.keys import key, prefix
+from outloop.buffer.letters import DeadLetters
+from outloop.buffer.records import (
+    CheckpointMark,
+    DropReason,
+    EvalProgress,
+    Group,
+    Lease,
+    OpenEpisode,
+    Trajectory,
+)
+from outloop.buffer.registry import SyncRegistry
+from outloop.buffer.run import Run
+from outloop.buffer.scripts import Clock, SyncScripts
+from outloop.buffer.stats import stats_from
+from outloop.buffer.stored import EPISODE_FIELDS, open_episode_from, trajectory_from
+
+__all__ = ["BufferReader", "init_run"]
+
+_WAKE_TIMEOUT_S = 0.5
+_REMEMBERED_MARKS = 16
+_KEPT_EVALS = 8
+_SFT_CHUNK = 64
+_MAX_ERROR_CHARS = 2000
+
+_log = structlog.get_logger()
+_LeaseRow = tuple[str, int, int, str, Sequence[str]]
+
+
+class BufferReader(SyncRegistry):
+    """The blocking face of one run; may be used from several threads."""
+
+    def __init__(self, run: Run, client: redis.Redis, clock: Clock | None) -> None:
+        super().__init__(client, prefix(run.run_id))
+        self._scripts = SyncScripts(client, key(run.run_id, "meta"), clock)
+        self.dead_letters = DeadLetters(client, self._prefix, self._scripts)
+        """Groups that were dropped as failed or malformed."""
+        self.archive = Archive(client, self._prefix, self._scripts)
+        """Whole trajectories, to and from files."""
+
+    @classmethod
+    def connect(cls, run: Run, *, clock: Clock | None = None) -> BufferReader:
+        """Join `run`.
+
+        Raises:
+            BufferUnavailable: Redis is unreachable or does not hold the run.
+            SettingsError, SchemaMismatch: it was started with other settings, by another release.
+        """
+        client = connect_sync(run.redis_url)
+        reader = cls(run, client, clock)
+        try:
+            with translated(f"run_id={run.run_id}: joining"):
+                meta: Any = client.hgetall(reader._key("meta"))
+            check_joinable(run, meta)
+        except BaseException:
+            reader.close()
+            raise
+        return reader
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def acquire_fence(self) -> int:
+        """Become the one trainer; every earlier fence is refused from now on."""
+        (fence,) = self._scripts.call("acquire_fence", what="acquiring the fence")
+        return int(fence)
+
+    def take(
+        self,
+        num_groups: int,
+        *,
+        fence: int,
+        policy_version: int,
+        timeout_s: float,
+        on_wait: Callable[[str], None],
+        should_stop: Callable[[], bool],
+    ) -> list[Lease]:
+        """Lease the `num_groups` oldest ready groups, all at once, waiting until they are ready.
+
+        Groups staler than buffer.max_staleness publishes before `policy_version` are dropped on the
+        way; a group whose records are damaged is dropped as malformed and another one waited for.
+        `on_wait` gets a sentence about twice a second. Returns what it has, mostly nothing, once
+        `should_stop` is true.
+
+        Raises:
+            DeadlineExceeded: `timeout_s` passed.
+            FenceExpired: another trainer took over, or the leases expired.
+            TooManyReplaced: of at least 200 attempts since `recover`, more than a share of
+                env.max_replaced_share ended without a result; those in flight then are excused.
+            SchemaMismatch: a record was written by another release.
+        """
+        deadline = time.monotonic() + timeout_s
+        leases: list[Lease] = []
+        while len(leases) < num_groups and not should_stop():
+            taken, *answer = self._scripts.call(
+                "take",
+                fence,
+                num_groups - len(leases),
+                policy_version,
+                uuid.uuid4().hex,
+                what="taking groups",
+            )
+            if taken:
+                rows: list[_LeaseRow] = msgspec.msgpack.decode(answer[0])
+                leases += self._load_leases(rows, fence, int(answer[1]) / 1000)
+                continue
+            ready, in_flight, num_open = answer
+            sentence = (
+                f"ready groups {ready + len(leases)}/{num_groups}, {num_open} open, "
+                f"{in_flight} attempts in flight"
+            )
+            on_wait(sentence)
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise DeadlineExceeded(
+                    who="trainer",
+                    phase=f"take: {sentence}",
+                    peer="the runners",
+                    after_s=timeout_s,
+                )
+            self._wait_for_wake(min(_WAKE_TIMEOUT_S, max(remaining_s, 0.01)))
+        return leases
+
+    def renew(self, fence: int) -> None:
+        """Keep every lease of `fence` for another buffer.lease_s.
+
+        Raises:
+            FenceExpired: another trainer took over, or the leases had expired.
+        """
+        self._scripts.call("renew", fence, what="renewing leases")
+
+    def mark_trained(self, group_ids: Sequence[str], *, fence: int, policy_version: int) -> None:
+        """After the publish of `policy_version`: give the groups' admission credit back, once.
+
+        Raises:
+            FenceExpired: a group is not leased under `fence` any more.
+            Conflict: `policy_version` is not acknowledged by the servers yet.
+        """
+        self._scripts.call(
+            "mark_trained", fence, policy_version, *group_ids, what="marking groups trained"
+        )
+
+    def drop(self, group_id: str, reason: DropReason, *, fence: int, error: str = "") -> None:
+        """Give a leased group up; twice is once. failed and malformed leave a dead letter.
+
+        Its credit returns with the next take or mark_trained, so that no episode of the next batch
+        is drawn by this batch's weights.
+
+        Raises:
+            FenceExpired: the group is not leased under `fence` any more.
+        """
+        if reason in ("failed", "malformed"):
+            error = error or "the trainer dropped it; its log says why"
+        words = (fence, group_id, reason, error[:_MAX_ERROR_CHARS])
+        self._scripts.call("drop", *words, what=f"dropping group_id={group_id}")
+
+    def acknowledge(self, mark: CheckpointMark) -> None:
+        """The checkpoint of `mark` is complete on disk: forget its groups, all or none.
+
+        Raises:
+            FenceExpired: a lease was lost; nothing was acknowledged.
+        """
+        self._scripts.call(
+            "acknowledge",
+            mark.fence,
+            mark.policy_version,
+            mark.next_slot,
+            _REMEMBERED_MARKS,
+            *mark.group_ids,
+            what=f"acknowledging the checkpoint of policy_version={mark.policy_version}",
+        )
+
+    def recover(self, mark: CheckpointMark | None, *, fence: int) -> int:
+        """Reconcile the buffer to the checkpoint that the trainer resumes from (None: from none).
+
+        Groups of the mark are acknowledged; groups holding tokens of versions newer than the mark's
+        are dropped as stale and their slots played again, as are slots acknowledged by later marks;
+        other groups are ready or go on. Without a mark every slot is played from the first on. No
+        version is announced afterwards. Returns the highest policy_version ever issued, -1: none.
+
+        Raises:
+            FenceExpired: another trainer took over.
+        """
+        version, slot, ids = ("", 0, ()) if mark is None else _mark_words(mark)
+        (highest,) = self._scripts.call("recover", fence, version, slot, *ids, what="recovering")
+        return int(highest)
+
+    def announce_version(self, policy_version: int, parent: int | None) -> None:
+        """Say which weights come next; nothing is claimed until they are acknowledged.
+
+        Raises:
+            Conflict: the number was used before, or the parent was abandoned by a rollback.
+        """
+        self._scripts.call(
+            "announce_version",
+            policy_version,
+            "" if parent is None else parent,
+            what=f"announcing policy_version={policy_version}",
+        )
+
+    def acknowledge_version(self, policy_version: int) -> None:
+        """Every serving server holds `policy_version`.
+
+        Raises:
+            Conflict: it is not announced.
+        """
+        what = f"acknowledging policy_version={policy_version}"
+        self._scripts.call("acknowledge_version", policy_version, what=what)
+
+    def highest_version(self) -> int:
+        """The highest policy_version ever issued, -1: none."""
+        with translated("reading the highest version"):
+            value: Any = self._client.hget(self._key("state"), "highest")
+        return -1 if value is None else int(value)
+
+    def request_eval(
+        self, name: str, *, policy_version: int, num_episodes: int, sampling: dict[str, float]
+    ) -> None:
+        """Ask for evaluation episodes; the same request again changes nothing.
+
+        Tasks are taken from the front of the evaluation list, again from the front when it is
+        shorter than `num_episodes`.
+
+        Raises:
+            NotFound: the run has no evaluation tasks.
+            Conflict: `name` was requested with other values.
+        """
+        if num_episodes < 1 or not 1 <= len(name) <= 256:
+            raise RecordError(
+                f"name={name!r}, num_episodes={num_episodes}; a name of 1 to 256 characters and at "
+                "least one episode are allowed"
+            )
+        try:
+            text = json.dumps(sampling, sort_keys=True, allow_nan=False)
+        except ValueError as error:
+            raise RecordError(f"sampling={sampling}: finite numbers are allowed") from error
+        words = (name, num_episodes, text, policy_version, _KEPT_EVALS)
+        self._scripts.call("request_eval", *words, what=f"requesting evaluation name={name}")
+
+    def eval_progress(self, name: str) -> EvalProgress:
+        """How far an evaluation is; rewards in the order of its tasks.
+
+        Raises:
+            NotFound: it was not requested.
+        """
+        e = self._key(f"eval:{name}")
+        with (
+            translated(f"reading evaluation name={name}"),
+            self._client.pipeline(transaction=True) as pipeline,
+        ):
+            pipeline.hmget(e, ["done", "total"])
+            pipeline.hgetall(f"{e}:rewards")
+            (done, total), rewards = pipeline.execute()
+        if total is None:
+            raise NotFound(f"no evaluation name={name}; request it first")
+        ordered = sorted(rewards.items(), key=lambda item: int(item[0]))
+        return EvalProgress(
+            num_done=int(done),
+            num_total=int(total),
+            rewards=tuple(float(value) for _, value in ordered),
+        )
+
+    def sft_progress(self) -> tuple[int, bool]:
+        """(number of trajectories stored for supervised training, no more will come)."""
+        with (
+            translated("counting trajectories"),
+            self._client.pipeline(transaction=True) as pipeline,
+        ):
+            pipeline.xlen(self._key("sft"))
+            pipeline.hget(self._key("state"), "sft_final")
+            number, final = pipeline.execute()
+        return int(number), final == b"1"
+
+    def sft_trajectories(self) -> Iterator[Trajectory]:
+        """Those trajectories, in the order of their arrival, read a few at a time."""
+        start = "-"
+        while True:
+            with translated("reading trajectories"):
+                rows: Any = self._client.xrange(self._key("sft"), min=start, count=_SFT_CHUNK)
+            for entry_id, fields in rows:
+                yield codec.decode_trajectory(fields[b"d"])
+                start = f"({entry_id.decode()}"
+            if len(rows) < _SFT_CHUNK:
+                return
+
+    def set_run_state(self, state: Literal["running", "finished", "failed"]) -> None:
+        """Only a running run gives out claims."""
+        with translated("setting the run state"):
+            self._client.hset(self._key("state"), "run_state", state)
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the run began and sizes now; names as in `outloop.buffer.stats.STATS`."""
+        return stats_from(self._client, self._prefix)
+
+    def load_episode(self, episode_id: str) -> OpenEpisode | None:
+        """As BufferWriter.load_episode."""
+        name = self._key(f"episode:{episode_id}")
+        with (
+            translated(f"loading episode_id={episode_id}"),
+            self._client.pipeline(transaction=True) as pipeline,
+        ):
+            pipeline.hmget(name, list(EPISODE_FIELDS))
+            pipeline.lrange(f"{name}:turns", 0, -1)
+            fields, turns = pipeline.execute()
+        return open_episode_from(fields, turns)
+
+    def _wait_for_wake(self, timeout_s: float) -> None:
+        with translated("waiting for ready groups"):
+            self._client.blpop([self._key("wake")], timeout=timeout_s)
+
+    def _load_leases(self, rows: Sequence[_LeaseRow], fence: int, deadline: float) -> list[Lease]:
+        with (
+            translated("reading leased groups"),
+            self._client.pipeline(transaction=False) as pipeline,
+        ):
+            for row in rows:
+                for episode_id in row[4]:
+                    name = self._key(f"episode:{episode_id}")
+                    pipeline.hmget(name, list(EPISODE_FIELDS))
+                    pipeline.lrange(f"{name}:turns", 0, -1)
+            stored = iter(pipeline.execute())
+        leases = []
+        for row in rows:
+            group_id = row[0]
+            parts = [(episode_id, next(stored), next(stored)) for episode_id in row[4]]
+            try:
+                group = _group_from(row, parts)
+            except RecordError as error:
+                _log.error("group_dropped", group_id=group_id, reason="malformed", error=str(error))
+                self.drop(group_id, "malformed", fence=fence, error=str(error))
+            else:
+                leases.append(Lease(group=group, fence=fence, deadline=deadline))
+        return leases
+
+
+def _mark_words(mark: CheckpointMark) -> tuple[int | str, int, tuple[str, ...]]:
+    return mark.policy_version, mark.next_slot, mark.group_ids
+
+
+def _group_from(row: _LeaseRow, parts: Sequence[tuple[str, Any, Any]]) -> Group:
+    group_id, slot, size, task_id, _ = row
+    trajectories = sorted(
+        (trajectory_from(episode_id, fields, turns) for episode_id, fields, turns in parts),
+        key=lambda trajectory: trajectory.episode.attempt,
+    )
+    if any(trajectory.episode.reward is None for trajectory in trajectories):
+        raise RecordError(f"group_id={group_id}: an episode lacks its reward")
+    return Group(
+        group_id=group_id,
+        slot=slot,
+        task_id=task_id,
+        group_size=size,
+        trajectories=tuple(trajectories),
+    )

@@ -1,0 +1,348 @@
+"""The records that parts hand to each other.
+
+Owns: their fields and invariants. Does not own: bytes (codec), keys (keys), meaning of rewards.
+Invariant: a record is frozen, complete and checked when it is built; a later stage makes a new
+type instead of filling a field in.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from outloop.buffer.errors import RecordError
+
+Purpose = Literal["train", "eval", "sft"]
+"""`train`: may be trained by RL. `eval`: never trained. `sft`: messages only, trained by SFT."""
+Outcome = Literal["completed", "truncated", "failed", "aborted"]
+FailureKind = Literal["agent", "environment", "infrastructure"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
+DropReason = Literal["stale", "no_signal", "failed", "overlong", "malformed"]
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """The sampling parameters in force for one turn; nothing is left to a server's default."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1: no limit."""
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if behavior_logprobs are log_softmax(logits / T) over the whole vocabulary."""
+        return (
+            self.temperature > 0.0
+            and self.top_p == 1.0
+            and self.top_k <= 0
+            and self.min_p == 0.0
+            and self.frequency_penalty == 0.0
+            and self.presence_penalty == 0.0
+            and self.repetition_penalty == 1.0
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VersionSpan:
+    """Output tokens [start, end) of a turn were drawn under `policy_version`."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One model call and its answer, as ids.
+
+    Guarantees: `prompt_ids` are the ids the server was given after the parent's ids (all of them
+    when `parent_turn_id` is None), `output_ids` the ids it drew, in order, the token that completes
+    a stop included. A branch is the path root -> leaf; its ids are the concatenation of
+    prompt_ids + output_ids along it.
+
+    Example: parent None, prompt_ids [5, 6], output_ids [7, 8], behavior_logprobs [-0.1, -0.2],
+    version_spans (0, 0, 2), loss_spans ((0, 2),): two trained tokens drawn by version 0.
+    """
+
+    turn_id: str
+    episode_id: str
+    parent_turn_id: str | None
+    choice_index: int = 0
+    prompt_ids: Int32
+    """[P] int32."""
+    output_ids: Int32
+    """[O] int32."""
+    behavior_logprobs: Float32 | None
+    """[O] float32, or None for SFT turns, which no policy drew."""
+    version_spans: tuple[VersionSpan, ...]
+    """Cover [0, O) without gaps for sampled turns; empty for SFT turns."""
+    loss_spans: tuple[tuple[int, int], ...]
+    """Half-open ranges of output tokens that may be trained (6.1 rules 1 and 2)."""
+    mask_reason: str = ""
+    """Why tokens are outside loss_spans: behavior_unknown, after_stop, undelivered, ..."""
+    sampling: Sampling
+    finish_reason: FinishReason
+    branch_cause: str = "root"
+    """root, extension, or why this request started a new branch."""
+    retry_key: str | None = None
+    started_at: float
+    """Unix seconds."""
+    finished_at: float
+
+    def __post_init__(self) -> None:
+        num_output = len(self.output_ids)
+        if self.behavior_logprobs is not None and len(self.behavior_logprobs) != num_output:
+            raise RecordError(
+                f"turn {self.turn_id}: len(behavior_logprobs)={len(self.behavior_logprobs)} but "
+                f"len(output_ids)={num_output}; they must be equal. Record both from one answer."
+            )
+        if self.behavior_logprobs is not None and not np.isfinite(self.behavior_logprobs).all():
+            raise RecordError(f"turn {self.turn_id}: behavior_logprobs holds NaN or infinity")
+        for ids, name in ((self.prompt_ids, "prompt_ids"), (self.output_ids, "output_ids")):
+            if ids.dtype != np.int32 or ids.ndim != 1 or (len(ids) and np.minimum.reduce(ids) < 0):
+                raise RecordError(f"turn {self.turn_id}: {name} must be non-negative int32 [T]")
+        if self.behavior_logprobs is not None:
+            position = 0
+            for span in self.version_spans:
+                if span.start != position or span.end < span.start:
+                    raise RecordError(
+                        f"turn {self.turn_id}: version_spans={self.version_spans} leave a gap"
+                    )
+                position = span.end
+            if position != num_output:
+                raise RecordError(
+                    f"turn {self.turn_id}: version_spans end at {position}, "
+                    f"len(output_ids)={num_output}"
+                )
+        for start, end in self.loss_spans:
+            if not 0 <= start <= end <= num_output:
+                raise RecordError(
+                    f"turn {self.turn_id}: loss_spans={self.loss_spans} leave [0, {num_output}]"
+                )
+
+    @property
+    def attended_spans(self) -> tuple[VersionSpan, ...]:
+        """version_spans with each token under the oldest version it attended to.
+
+        A turn that goes on in place across a publish keeps keys and values of the version before,
+        so its later tokens are of no policy that ever existed as a whole; the oldest bounds them.
+        """
+        spans: list[VersionSpan] = []
+        oldest: int | None = None
+        for span in self.version_spans:
+            oldest = span.policy_version if oldest is None else min(oldest, span.policy_version)
+            spans.append(VersionSpan(policy_version=oldest, start=span.start, end=span.end))
+        return tuple(spans)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reward:
+    """A verifier's score: `value` is trained; components are kept for reading."""
+
+    value: float
+    components: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, number in (("value", self.value), *self.components.items()):
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise RecordError(
+                    f"reward {name}={number!r} is a {type(number).__name__}; "
+                    "a finite number is allowed. Return a float from the verifier."
+                )
+            if not math.isfinite(number):
+                raise RecordError(
+                    f"reward {name}={number!r}; a finite number is allowed. "
+                    "Check the verifier for a division by zero or an empty mean."
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Episode:
+    """One closed attempt at a task, without its turns."""
+
+    episode_id: str
+    task_id: str
+    group_id: str | None
+    """None for eval and SFT episodes, which belong to no group."""
+    attempt: int
+    purpose: Purpose
+    outcome: Outcome
+    failure_kind: FailureKind | None
+    reward: Reward | None
+    """None only for eval/SFT episodes without a score and for infrastructure failures."""
+    metadata: dict[str, str]
+    opened_at: float
+    closed_at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """A closed episode with all its turns, in the order they were recorded."""
+
+    episode: Episode
+    turns: tuple[Turn, ...]
+
+    def branches(self) -> tuple[tuple[Turn, ...], ...]:
+        """Every root-to-leaf path, leaves in recorded order; () without turns."""
+        by_id = {turn.turn_id: turn for turn in self.turns}
+        parents = {turn.parent_turn_id for turn in self.turns}
+        paths: list[tuple[Turn, ...]] = []
+        for leaf in self.turns:
+            if leaf.turn_id in parents:
+                continue
+            path = [leaf]
+            while path[-1].parent_turn_id is not None:
+                path.append(by_id[path[-1].parent_turn_id])
+            paths.append(tuple(reversed(path)))
+        return tuple(paths)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """A sealed group: every scored episode of one task slot."""
+
+    group_id: str
+    slot: int
+    """Position in the run's task order; admission order."""
+    task_id: str
+    group_size: int
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """The right to train one group until `deadline`, held under `fence`."""
+
+    group: Group
+    fence: int
+    deadline: float
+    """Unix seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointMark:
+    """What a checkpoint's weights contain, acknowledged in one script once it is on disk."""
+
+    fence: int
+    group_ids: tuple[str, ...]
+    """Every group trained since the previous mark."""
+    next_slot: int
+    """Slots below it that are not in some mark must be played again."""
+    policy_version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One problem to solve, as JSON-able data; `payload` is what the rollout function reads."""
+
+    task_id: str
+    payload: dict[str, object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """An attempt to play, given to a runner."""
+
+    task: Task
+    purpose: Purpose
+    group_id: str | None
+    attempt: int
+    deadline_s: float
+    sampling: dict[str, float] | None = None
+    """Only eval claims carry their own sampling."""
+    eval_name: str = ""
+    """Which evaluation this belongs to: `{version}:{sampling name}`; empty for train."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """What is fixed when an episode opens."""
+
+    episode_id: str
+    task_id: str
+    group_id: str | None
+    attempt: int
+    purpose: Purpose
+    deadline_at: float
+    """Unix seconds; the episode key is valid until then."""
+    sampling: dict[str, float] | None = None
+    """Only eval episodes carry their own sampling."""
+    eval_name: str = ""
+    metadata: dict[str, str] = field(default_factory=dict)
+    opened_at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenEpisode:
+    """An episode as the buffer holds it now: its opening, turns so far, and how it ended."""
+
+    opening: Opening
+    turns: tuple[Turn, ...]
+    is_closed: bool
+    outcome: Outcome | None
+    reward: Reward | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClaimResult:
+    """What a runner may play now; `reason` says why there is nothing when `claims` is empty."""
+
+    claims: tuple[Claim, ...]
+    reason: str
+    """Empty, or: admission, not_ready, finished, no_tasks, paused."""
+    retry_after_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CloseResult:
+    """What closing an episode did."""
+
+    counted: bool
+    """False: the episode came too late for its group, or its attempt will be replaced."""
+    sealed_group: str | None
+    """The group that this close completed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerEntry:
+    """A server in the run's registry."""
+
+    server_id: str
+    url: str
+    kind: str
+    policy_version: int | None
+    """None: it holds no published weights."""
+    is_quarantined: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyState:
+    """Which weights are announced, which every serving server holds, and who serves."""
+
+    announced_version: int | None
+    acknowledged_version: int | None
+    servers: tuple[ServerEntry, ...]
+    run_state: Literal["running", "finished", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalProgress:
+    """How far a requested evaluation is; rewards of its closed episodes."""
+
+    num_done: int
+    num_total: int
+    rewards: tuple[float, ...]

@@ -1,0 +1,123 @@
+"""The run's registry of processes.
+
+Owns: the form of `servers`, `server_versions`, `parts` and `statuses`. Does not own: who writes
+them when. Invariant: an entry is readable by any process of the same schema.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import redis
+
+from outloop.buffer.connect import translated
+from outloop.buffer.records import ServerEntry
+
+
+def encode_facts(facts: dict[str, str]) -> bytes:
+    """Bytes of a part's facts or status."""
+    return msgspec.json.encode(facts)
+
+
+def decode_facts(entries: dict[bytes, bytes]) -> dict[str, dict[str, str]]:
+    """Every part's facts or status."""
+    return {
+        name.decode(): msgspec.json.decode(data, type=dict[str, str])
+        for name, data in entries.items()
+    }
+
+
+def encode_address(entry: ServerEntry) -> bytes:
+    """Bytes of what does not change while a server lives."""
+    return msgspec.json.encode([entry.url, entry.kind])
+
+
+def encode_version(policy_version: int | None, quarantined: bool) -> bytes:
+    """Bytes of what a server holds now."""
+    return msgspec.json.encode([policy_version, quarantined])
+
+
+def decode_servers(
+    addresses: dict[bytes, bytes], versions: dict[bytes, bytes]
+) -> tuple[ServerEntry, ...]:
+    """Every registered server, by id."""
+    entries = []
+    for server_id, data in sorted(addresses.items()):
+        url, kind = msgspec.json.decode(data, type=tuple[str, str])
+        version, quarantined = msgspec.json.decode(
+            versions.get(server_id, b"[null,false]"), type=tuple[int | None, bool]
+        )
+        entries.append(
+            ServerEntry(
+                server_id=server_id.decode(),
+                url=url,
+                kind=kind,
+                policy_version=version,
+                is_quarantined=quarantined,
+            )
+        )
+    return tuple(entries)
+
+
+class SyncRegistry:
+    """The registry through a blocking client."""
+
+    def __init__(self, client: redis.Redis, prefix: str) -> None:
+        self._client = client
+        self._prefix = prefix
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
+
+    def register_server(self, entry: ServerEntry) -> None:
+        """Enter a server, with the version that it holds."""
+        with (
+            translated(f"registering server_id={entry.server_id}"),
+            self._client.pipeline(transaction=True) as pipeline,
+        ):
+            pipeline.hset(self._key("servers"), entry.server_id, encode_address(entry))
+            version = encode_version(entry.policy_version, entry.is_quarantined)
+            pipeline.hset(self._key("server_versions"), entry.server_id, version)
+            pipeline.execute()
+
+    def set_server_version(
+        self, server_id: str, policy_version: int | None, *, quarantined: bool
+    ) -> None:
+        """Enter what a server holds now."""
+        version = encode_version(policy_version, quarantined)
+        with translated(f"entering the version of server_id={server_id}"):
+            self._client.hset(self._key("server_versions"), server_id, version)
+
+    def servers(self) -> tuple[ServerEntry, ...]:
+        """Every registered server, by id."""
+        with (
+            translated("reading the servers"),
+            self._client.pipeline(transaction=True) as pipeline,
+        ):
+            pipeline.hgetall(self._key("servers"))
+            pipeline.hgetall(self._key("server_versions"))
+            addresses, versions = pipeline.execute()
+        return decode_servers(addresses, versions)
+
+    def register_part(self, name: str, facts: dict[str, str]) -> None:
+        """Enter where a part is to be found."""
+        with translated(f"registering part={name}"):
+            self._client.hset(self._key("parts"), name, encode_facts(facts))
+
+    def parts(self) -> dict[str, dict[str, str]]:
+        """Every registered part's facts."""
+        with translated("reading the parts"):
+            entries: Any = self._client.hgetall(self._key("parts"))
+        return decode_facts(entries)
+
+    def report_status(self, part: str, fields: dict[str, str]) -> None:
+        """Say what a part does now; replaces what it said before."""
+        with translated(f"reporting status of part={part}"):
+            self._client.hset(self._key("statuses"), part, encode_facts(fields))
+
+    def statuses(self) -> dict[str, dict[str, str]]:
+        """What every part said last."""
+        with translated("reading the statuses"):
+            entries: Any = self._client.hgetall(self._key("statuses"))
+        return decode_facts(entries)

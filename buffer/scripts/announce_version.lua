@@ -1,0 +1,33 @@
+-- Say which weights come next; claims stop until they are acknowledged.
+--
+-- ARGV[2]  policy_version   ARGV[3] parent or ''
+-- Returns  {'ok'}; conflict: the number was used before, or the parent was abandoned.
+-- Keeps    numbers grow and are never reused; a version's depth is its parent's plus one, except for
+--          the first one after a recover, which republishes the checkpoint's own weights.
+
+allow_when_full()
+local version = tonumber(ARGV[2])
+local highest = number(redis.call('HGET', STATE, 'highest')) or -1
+local parents = key('version_parents')
+if version <= highest then
+  local same = version == highest and redis.call('HGET', parents, ARGV[2]) == ARGV[3]
+  if not same or redis.call('HGET', VERSIONS, ARGV[2]) == 'abandoned' then
+    return {'conflict', 'policy_version=' .. ARGV[2] .. ' was issued before (highest=' .. highest
+      .. '); versions are never reused'}
+  end
+  redis.call('HSET', STATE, 'announced', version)
+  return {'ok'}
+end
+local depth = 0
+if ARGV[3] ~= '' then
+  depth = depth_of(ARGV[3])
+  if not depth then
+    return {'conflict', 'parent=' .. ARGV[3] .. ' was abandoned by a rollback'}
+  end
+  if redis.call('HGET', STATE, 'republished') ~= ARGV[3] then depth = depth + 1 end
+end
+redis.call('HSET', VERSIONS, ARGV[2], depth)
+redis.call('HSET', parents, ARGV[2], ARGV[3])
+redis.call('HSET', STATE, 'announced', version, 'highest', version)
+redis.call('HDEL', STATE, 'republished')
+return {'ok'}

@@ -1,0 +1,49 @@
+-- Record one turn of an open episode.
+--
+-- ARGV[2]  episode_id   ARGV[3] turn_id   ARGV[4] parent turn_id or ''   ARGV[5] turn record
+-- ARGV[6]  oldest version among its trained tokens or ''
+-- ARGV[7]  newest version among its output tokens or ''
+-- ARGV[8]  1 if it starts a branch   ARGV[9] number of output tokens
+-- Returns  {'ok'}; not_found: episode or parent turn; gone: closed, replaced, or drawn by an
+--          abandoned version (then the attempt is given up for replacement); conflict: the turn_id
+--          has another content.
+-- Keeps    turns in the order of their first recording, each once.
+
+local episode_id, turn_id, parent = ARGV[2], ARGV[3], ARGV[4]
+local e = episode_key(episode_id)
+local f = redis.call('HMGET', e, 'member', 'closed', 't:' .. turn_id, 't:' .. parent, 'min_depth',
+  'max_version')
+if not f[1] then
+  return {'not_found', 'no episode_id=' .. episode_id}
+end
+if f[3] then
+  local stored = redis.call('LINDEX', e .. ':turns', f[3])
+  if stored and stored ~= ARGV[5] then
+    return {'conflict', 'turn_id=' .. turn_id .. ' is recorded with another content'}
+  end
+  return {'ok'}
+end
+if f[2] then
+  return {'gone', 'episode_id=' .. episode_id .. ' is closed'}
+end
+if redis.call('HGET', ATTEMPTS, f[1]) ~= episode_id then
+  return {'gone', 'episode_id=' .. episode_id .. ' was replaced or its group is sealed'}
+end
+if parent ~= '' and not f[4] then
+  return {'not_found', 'no parent_turn_id=' .. parent .. ' in episode_id=' .. episode_id}
+end
+local depth = ARGV[6] ~= '' and depth_of(ARGV[6])
+if depth == nil or (ARGV[7] ~= '' and depth_of(ARGV[7]) == nil) then
+  lose_attempt(f[1], 'stale')
+  return {'gone', 'turn_id=' .. turn_id .. ' holds tokens of a version that a rollback abandoned'}
+end
+local length = redis.call('RPUSH', e .. ':turns', ARGV[5])
+redis.call('HSET', e, 't:' .. turn_id, length - 1)
+if depth and (not f[5] or depth < tonumber(f[5])) then redis.call('HSET', e, 'min_depth', depth) end
+if ARGV[7] ~= '' and (not f[6] or tonumber(ARGV[7]) > tonumber(f[6])) then
+  redis.call('HSET', e, 'max_version', ARGV[7])
+end
+count('turns')
+count('output_tokens', ARGV[9])
+if ARGV[8] == '1' then count('branches') end
+return {'ok'}

@@ -1,0 +1,93 @@
+-- Give out up to `count` attempts: evaluations first, then the unfilled places of open groups,
+-- oldest slot first, then new groups as far as admission allows.
+--
+-- ARGV[2]  idempotency key   ARGV[3] count   ARGV[4] how long the key is remembered, ms
+-- Returns  {'ok', claims, reason, num_eval_tasks}; claims is MessagePack
+--          [[purpose, group_id or eval name, attempt, slot or -1, sampling JSON or ''], ...];
+--          reason is empty if there are claims.
+-- Keeps    admitted - trained <= admission_limit; one slot per live group; the same key returns the
+--          same claims. An empty answer is not remembered, and sweeps what passed its deadline.
+
+local done_key = key('claim:' .. ARGV[2])
+local num_eval_tasks = number(redis.call('HGET', STATE, 'num_eval_tasks')) or 0
+local before = redis.call('GET', done_key)
+if before then
+  return {'ok', before, '', num_eval_tasks}
+end
+sweep()
+
+local function refusal()
+  local s = redis.call('HMGET', STATE, 'run_state', 'paused', 'announced', 'acknowledged',
+    'num_tasks')
+  if s[1] ~= 'running' then return 'finished' end
+  if not rules.gives_claims then return 'no_tasks' end
+  if s[2] == '1' then return 'paused' end
+  if not s[3] or not s[4] or tonumber(s[4]) < tonumber(s[3]) then return 'not_ready' end
+  if not s[5] then return 'no_tasks' end
+  return nil
+end
+
+local function start_attempt(member)
+  redis.call('HSET', ATTEMPTS, member, '')
+  redis.call('ZADD', ATTEMPT_DEADLINES, now + rules.attempt_ms, member)
+  count('attempts')
+end
+
+local function next_eval()
+  if num_eval_tasks == 0 then return nil end
+  local item = redis.call('LPOP', key('eval_queue'))
+  if not item then return nil end
+  local name, attempt = string.match(item, '^(.*):(%d+)$')
+  start_attempt('e:' .. item)
+  return {'eval', name, tonumber(attempt), -1, redis.call('HGET', eval_key(name), 'sampling')}
+end
+
+local function mint_group()
+  local s = redis.call('HMGET', STATE, 'admitted', 'trained', 'num_tasks')
+  if tonumber(s[3]) == 0 then return nil, 'no_tasks' end
+  if (number(s[1]) or 0) - (number(s[2]) or 0) >= rules.admission_limit then
+    return nil, 'admission'
+  end
+  local slot = redis.call('ZRANGE', REPLAY, 0, 0)[1]
+  if slot then
+    redis.call('ZREM', REPLAY, slot)
+  else
+    slot = tostring(redis.call('HINCRBY', STATE, 'cursor', 1) - 1)
+  end
+  redis.call('HINCRBY', STATE, 'admitted', 1)
+  local group_id = 'g' .. slot .. '-' .. redis.call('HINCRBY', STATE, 'minted', 1)
+  redis.call('HSET', group_key(group_id), 'slot', slot, 'size', rules.group_size, 'state', 'open',
+    'pending', rules.group_size, 'next_attempt', 0, 'scored', 0, 'lost', 0, 'replaced', 0)
+  redis.call('ZADD', GROUPS, slot, group_id)
+  redis.call('ZADD', FILL, slot, group_id)
+  redis.call('ZADD', GROUP_DEADLINES, now + rules.group_ms, group_id)
+  count('groups')
+  return group_id, nil
+end
+
+local function next_train()
+  local group_id, reason = redis.call('ZRANGE', FILL, 0, 0)[1], nil
+  if not group_id then
+    group_id, reason = mint_group()
+    if not group_id then return nil, reason end
+  end
+  local g = group_key(group_id)
+  local attempt = redis.call('HINCRBY', g, 'next_attempt', 1) - 1
+  if redis.call('HINCRBY', g, 'pending', -1) == 0 then redis.call('ZREM', FILL, group_id) end
+  start_attempt('t:' .. group_id .. ':' .. attempt)
+  count('train_attempts')
+  return {'train', group_id, attempt, tonumber(redis.call('HGET', g, 'slot')), ''}, nil
+end
+
+local claims, reason = {}, refusal()
+while not reason and #claims < tonumber(ARGV[3]) do
+  local claim = next_eval()
+  if not claim then claim, reason = next_train() end
+  claims[#claims + 1] = claim
+end
+if #claims == 0 then
+  return {'ok', cmsgpack.pack({}), reason or '', num_eval_tasks}
+end
+local packed = cmsgpack.pack(claims)
+redis.call('SET', done_key, packed, 'PX', ARGV[4])
+return {'ok', packed, '', num_eval_tasks}

@@ -1,0 +1,33 @@
+-- The published weights contain these groups: give their admission credit back.
+--
+-- ARGV[2]  fence   ARGV[3] the published policy_version   ARGV[4..] group ids
+-- Returns  {'ok'}; fence: not, or no longer, leased under this fence; conflict: policy_version is
+--          not acknowledged by the servers, so the credit would start episodes too early.
+-- Keeps    a group's credit returns once; a group already marked or acknowledged is passed over.
+
+allow_when_full()
+sweep_leases()
+local refused = fence_refusal(ARGV[2])
+if refused then return refused end
+local acknowledged = number(redis.call('HGET', STATE, 'acknowledged'))
+if not acknowledged or acknowledged < tonumber(ARGV[3]) then
+  return {'conflict', 'policy_version=' .. ARGV[3] .. ' is not acknowledged by the servers; publish '
+    .. 'and acknowledge it before marking its groups trained'}
+end
+for i = 4, #ARGV do
+  local state = redis.call('HGET', group_key(ARGV[i]), 'state')
+  if state == 'open' or state == 'ready' or state == 'dropped' then
+    return {'fence', 'group_id=' .. ARGV[i] .. ' is ' .. state .. ', not leased'}
+  end
+end
+for i = 4, #ARGV do
+  local g = group_key(ARGV[i])
+  if redis.call('HGET', g, 'state') == 'leased' then
+    redis.call('HSET', g, 'state', 'trained')
+    redis.call('HINCRBY', STATE, 'trained', 1)
+    count('trained')
+  end
+end
+release_held_credits()
+redis.call('DEL', key('last_take'))
+return {'ok'}

@@ -1,0 +1,323 @@
+-- Put before every other script: the run's rules, its clock, and the transitions that several
+-- scripts share. It returns {'empty'} by itself when the run's meta key is missing.
+--
+-- KEYS[1]  {run:shard}:meta. It routes the call; every other key is derived from it and carries
+--          the same hash tag, so no script leaves its shard.
+-- ARGV[1]  now in Unix ms, or 0: Redis's own clock.
+-- A script returns {'ok', ...} or {code, sentence}; code is one of empty, not_found, gone,
+-- conflict, fence, replaced. It refuses before its first write, so a refusal changes nothing, except where
+-- its header says otherwise.
+--
+-- Invariants that all scripts keep:
+--   an attempt is in `attempts` exactly while it is claimed and neither scored nor lost;
+--   size = scored + lost + pending + attempts in flight, for every open group;
+--   admitted - trained = live groups that are not trained yet + held credits.
+
+local prefix = string.sub(KEYS[1], 1, -5)
+local given = redis.call('HMGET', KEYS[1], 'group_size', 'admission_limit', 'max_staleness',
+  'max_replacements', 'attempt_ms', 'group_ms', 'lease_ms', 'gives_claims',
+  'max_replaced_ppm')
+if not given[1] then
+  return {'empty', ''}
+end
+local rules = {
+  group_size = tonumber(given[1]), admission_limit = tonumber(given[2]),
+  max_staleness = tonumber(given[3]), max_replacements = tonumber(given[4]),
+  attempt_ms = tonumber(given[5]), group_ms = tonumber(given[6]),
+  lease_ms = tonumber(given[7]), gives_claims = given[8] == '1',
+  max_replaced_share = (tonumber(given[9]) or 1000000) / 1000000,
+}
+local now = tonumber(ARGV[1])
+if now == 0 then
+  local time = redis.call('TIME')
+  now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+
+-- Closed or dropped things stay this long as hashes, so that repeated calls get the same answer.
+local RETENTION_MS = 3600000
+local MIN_SCORED = 2
+local SWEEP_LIMIT = 256
+-- Dead letters kept, and how many of the newest keep their episodes.
+local MAX_LETTERS, MAX_WHOLE_LETTERS = 256, 16
+
+local function key(name) return prefix .. name end
+local STATE, COUNTERS, VERSIONS = key('state'), key('counters'), key('versions')
+local GROUPS, FILL, GROUP_DEADLINES = key('groups'), key('fill'), key('group_deadlines')
+local READY, READY_DEPTHS, LEASES = key('ready'), key('ready_depths'), key('leases')
+local ATTEMPTS, ATTEMPT_DEADLINES = key('attempts'), key('attempt_deadlines')
+local REPLAY, WAKE, DEAD = key('replay'), key('wake'), key('dead')
+local function group_key(group_id) return prefix .. 'group:' .. group_id end
+local function episode_key(episode_id) return prefix .. 'episode:' .. episode_id end
+local function eval_key(name) return prefix .. 'eval:' .. name end
+
+local function count(name, by) redis.call('HINCRBY', COUNTERS, name, by or 1) end
+local function number(value) return value and tonumber(value) or nil end
+
+-- A full Redis refuses a script's first memory-taking command. Scripts that give memory back
+-- start with this write, which is never refused.
+local function allow_when_full() redis.call('DEL', key('nothing')) end
+
+-- How many publishes lead to a version; nil: it was abandoned by a rollback.
+local function depth_of(version)
+  local depth = redis.call('HGET', VERSIONS, version)
+  if depth == 'abandoned' then return nil end
+  return number(depth) or tonumber(version)
+end
+
+local function discard_episode(episode_id)
+  local e = episode_key(episode_id)
+  redis.call('DEL', e .. ':turns')
+  redis.call('PEXPIRE', e, RETENTION_MS)
+end
+
+local function release_attempt(member)
+  local episode_id = redis.call('HGET', ATTEMPTS, member)
+  redis.call('HDEL', ATTEMPTS, member)
+  redis.call('ZREM', ATTEMPT_DEADLINES, member)
+  return episode_id
+end
+
+local function release_attempts_of(group_id)
+  local next_attempt = tonumber(redis.call('HGET', group_key(group_id), 'next_attempt'))
+  for attempt = 0, next_attempt - 1 do
+    local episode_id = release_attempt('t:' .. group_id .. ':' .. attempt)
+    if episode_id and episode_id ~= '' then discard_episode(episode_id) end
+  end
+end
+
+local function discard_episodes(list)
+  for _, episode_id in ipairs(redis.call('LRANGE', list, 0, -1)) do discard_episode(episode_id) end
+  redis.call('DEL', list)
+end
+
+-- Take a group out of every index and free its data; its hash answers late calls for a while.
+local function end_group(group_id, state)
+  local g = group_key(group_id)
+  release_attempts_of(group_id)
+  discard_episodes(g .. ':episodes')
+  for _, index in ipairs({GROUPS, FILL, GROUP_DEADLINES, READY, READY_DEPTHS, LEASES}) do
+    redis.call('ZREM', index, group_id)
+  end
+  redis.call('HSET', g, 'state', state)
+  redis.call('PEXPIRE', g, RETENTION_MS)
+end
+
+local function letter_key(group_id) return prefix .. 'dead:' .. group_id end
+
+local function discard_letter(group_id)
+  discard_episodes(letter_key(group_id) .. ':episodes')
+  redis.call('DEL', letter_key(group_id))
+end
+
+-- Keep what a group that is about to be dropped holds, for somebody to look at.
+local function write_letter(group_id, reason, sentence)
+  local g, letter = group_key(group_id), letter_key(group_id)
+  redis.call('HSET', letter, 'reason', reason, 'sentence', sentence, 'at', now)
+  for _, field in ipairs({'slot', 'task_id', 'size', 'scored', 'lost', 'replaced',
+      'last_closure'}) do
+    redis.call('HSET', letter, field, redis.call('HGET', g, field) or '')
+  end
+  if redis.call('EXISTS', g .. ':episodes') == 1 then
+    redis.call('RENAME', g .. ':episodes', letter .. ':episodes')
+  end
+  if redis.call('RPUSH', DEAD, group_id) > MAX_LETTERS then
+    discard_letter(redis.call('LPOP', DEAD))
+  end
+  local shortened = redis.call('LINDEX', DEAD, -1 - MAX_WHOLE_LETTERS)
+  if shortened then discard_episodes(letter_key(shortened) .. ':episodes') end
+end
+
+-- Its credit returns at once, or with the next take or mark_trained when `hold` is set. A group
+-- dropped with a `sentence` leaves a dead letter.
+local function drop_group(group_id, reason, replay, hold, sentence)
+  local slot = redis.call('HGET', group_key(group_id), 'slot')
+  if sentence then write_letter(group_id, reason, sentence) end
+  end_group(group_id, 'dropped')
+  count('dropped:' .. reason)
+  if hold then
+    redis.call('HINCRBY', STATE, 'held', 1)
+  else
+    redis.call('HINCRBY', STATE, 'admitted', -1)
+  end
+  if replay then redis.call('ZADD', REPLAY, slot, slot) end
+end
+
+local function release_held_credits()
+  local held = number(redis.call('HGET', STATE, 'held')) or 0
+  if held > 0 then
+    redis.call('HINCRBY', STATE, 'admitted', -held)
+    redis.call('HSET', STATE, 'held', 0)
+  end
+end
+
+local function make_ready(group_id)
+  local g = group_key(group_id)
+  local fields = redis.call('HMGET', g, 'slot', 'min_depth')
+  redis.call('HSET', g, 'state', 'ready')
+  redis.call('ZREM', LEASES, group_id)
+  redis.call('ZADD', READY, fields[1], group_id)
+  if fields[2] then redis.call('ZADD', READY_DEPTHS, fields[2], group_id) end
+  local wanted = number(redis.call('HGET', STATE, 'wanted')) or 1
+  if redis.call('ZCARD', READY) >= wanted then
+    redis.call('LPUSH', WAKE, '1')
+    redis.call('LTRIM', WAKE, 0, 0)
+  end
+end
+
+-- Returns the group's id if it is ready now, nil if it had to be dropped.
+local function seal_group(group_id)
+  local g = group_key(group_id)
+  release_attempts_of(group_id)
+  redis.call('ZREM', FILL, group_id)
+  redis.call('ZREM', GROUP_DEADLINES, group_id)
+  local f = redis.call('HMGET', g, 'scored', 'size', 'replaced', 'lost')
+  if tonumber(f[1]) < MIN_SCORED then
+    drop_group(group_id, 'failed', false, false, 'scored ' .. f[1] .. ' of ' .. f[2]
+      .. ' attempts (at least ' .. MIN_SCORED .. ' are needed), replaced ' .. f[3] .. ', given up '
+      .. f[4])
+    return nil
+  end
+  redis.call('HSET', g, 'sealed_at', now)
+  count('sealed')
+  make_ready(group_id)
+  return group_id
+end
+
+local function seal_if_complete(group_id)
+  local f = redis.call('HMGET', group_key(group_id), 'size', 'scored', 'lost')
+  if tonumber(f[2]) + tonumber(f[3]) >= tonumber(f[1]) then return seal_group(group_id) end
+  return nil
+end
+
+local function split_member(member)
+  return string.match(member, '^(%a):(.*):(%d+)$')
+end
+
+-- An attempt ended without a result that counts. kind: infrastructure, environment or stale (its
+-- tokens are of an abandoned version; not the task's fault, so it does not use up replacements).
+local function lose_attempt(member, kind)
+  local purpose, owner, attempt = split_member(member)
+  local episode_id = release_attempt(member)
+  if episode_id and episode_id ~= '' then
+    count('turns_of_lost_attempts', redis.call('LLEN', episode_key(episode_id) .. ':turns'))
+    local task_id = redis.call('HGET', episode_key(episode_id), 'task_id')
+    redis.call('ZINCRBY', key('replaced_tasks'), 1, task_id)
+    if purpose == 't' then
+      redis.call('HSET', group_key(owner), 'last_closure',
+        redis.call('HGET', episode_key(episode_id), 'closure') or '')
+    end
+    discard_episode(episode_id)
+  end
+  if purpose == 'o' then
+    count('lost_attempts')
+    return
+  end
+  if purpose == 't' and kind ~= 'stale' then count('resultless_attempts') end
+  local owner_key, tally = group_key(owner), 'replaced'
+  if purpose == 'e' then owner_key, tally = eval_key(owner), 'replaced:' .. attempt end
+  local replaced = number(redis.call('HGET', owner_key, tally)) or 0
+  if kind ~= 'stale' and replaced >= rules.max_replacements then
+    count('lost_attempts')
+    if purpose == 'e' then
+      redis.call('HINCRBY', owner_key, 'done', 1)
+    else
+      redis.call('HINCRBY', owner_key, 'lost', 1)
+      seal_if_complete(owner)
+    end
+    return
+  end
+  if kind ~= 'stale' then redis.call('HINCRBY', owner_key, tally, 1) end
+  if purpose == 'e' then
+    count('requeued_eval_attempts')
+    redis.call('RPUSH', key('eval_queue'), owner .. ':' .. attempt)
+  else
+    count('replaced:' .. kind)
+    redis.call('HINCRBY', owner_key, 'pending', 1)
+    redis.call('ZADD', FILL, redis.call('HGET', owner_key, 'slot'), owner)
+  end
+end
+
+-- A closed episode has its reward: enter it into its group or evaluation.
+local function count_attempt(member, episode_id)
+  local purpose, owner, attempt = split_member(member)
+  local e = episode_key(episode_id)
+  local f = redis.call('HMGET', e, 'value', 'min_depth', 'max_version')
+  release_attempt(member)
+  redis.call('HSET', e, 'counted', 1)
+  if purpose == 'o' then
+    -- Nobody collects it; it can be read for as long as a repeated call may come.
+    redis.call('PEXPIRE', e .. ':turns', RETENTION_MS)
+    redis.call('PEXPIRE', e, RETENTION_MS)
+    return nil
+  end
+  if purpose == 'e' then
+    redis.call('HSET', eval_key(owner) .. ':rewards', attempt, f[1])
+    redis.call('RPUSH', eval_key(owner) .. ':episodes', episode_id)
+    redis.call('HINCRBY', eval_key(owner), 'done', 1)
+    return nil
+  end
+  local g = group_key(owner)
+  redis.call('RPUSH', g .. ':episodes', episode_id)
+  redis.call('HINCRBY', g, 'scored', 1)
+  local seen = redis.call('HMGET', g, 'min_depth', 'max_version')
+  if f[2] and (not seen[1] or tonumber(f[2]) < tonumber(seen[1])) then
+    redis.call('HSET', g, 'min_depth', f[2])
+  end
+  if f[3] and (not seen[2] or tonumber(f[3]) > tonumber(seen[2])) then
+    redis.call('HSET', g, 'max_version', f[3])
+  end
+  count('scored')
+  return seal_if_complete(owner)
+end
+
+-- Give untrained leases back and fence their holder off.
+local function release_leases()
+  for _, group_id in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
+    if redis.call('HGET', group_key(group_id), 'state') == 'leased' then make_ready(group_id) end
+  end
+end
+
+local function sweep_leases()
+  local f = redis.call('HMGET', STATE, 'fence', 'fence_deadline', 'lost_fence')
+  if f[2] and now > tonumber(f[2]) and f[3] ~= f[1] and redis.call('ZCARD', LEASES) > 0 then
+    redis.call('HSET', STATE, 'lost_fence', f[1])
+    release_leases()
+    count('expired_leases')
+  end
+end
+
+local function sweep()
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', ATTEMPT_DEADLINES, '-inf', now,
+      'LIMIT', 0, SWEEP_LIMIT)) do
+    -- Losing one attempt may seal its group, which releases the others.
+    if redis.call('HEXISTS', ATTEMPTS, member) == 1 then lose_attempt(member, 'infrastructure') end
+  end
+  for _, group_id in ipairs(redis.call('ZRANGEBYSCORE', GROUP_DEADLINES, '-inf', now,
+      'LIMIT', 0, SWEEP_LIMIT)) do
+    seal_group(group_id)
+  end
+  sweep_leases()
+end
+
+-- nil if the caller still holds the fence, else the refusal to return.
+local function fence_refusal(fence)
+  local f = redis.call('HMGET', STATE, 'fence', 'lost_fence')
+  if f[1] ~= fence then
+    return {'fence', 'fence=' .. fence .. ' was replaced by fence=' .. (f[1] or 'none')
+      .. '; another trainer holds the leases now'}
+  end
+  if f[2] == fence then
+    return {'fence', 'the leases of fence=' .. fence .. ' expired unrenewed and were given back'}
+  end
+  return nil
+end
+
+-- A group's weights are safe on disk: remember its slot under the mark, free its data.
+local function acknowledge_group(group_id, mark_version)
+  local g = group_key(group_id)
+  local f = redis.call('HMGET', g, 'slot', 'state')
+  end_group(group_id, 'acknowledged')
+  if f[2] ~= 'trained' then redis.call('HINCRBY', STATE, 'trained', 1) end
+  redis.call('ZADD', key('trained_slots'), mark_version, f[1])
+  count('acknowledged')
+end

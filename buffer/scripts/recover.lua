@@ -1,0 +1,96 @@
+-- Reconcile the buffer to the checkpoint from which the trainer resumes.
+--
+-- ARGV[2]  fence   ARGV[3] policy_version of the checkpoint, or '' if there is none
+-- ARGV[4]  its next_slot   ARGV[5..] its group ids
+-- Returns  {'ok', highest policy_version ever issued or -1}; fence.
+-- Keeps    afterwards every slot below the cursor is in a surviving mark, held by one live group, in
+--          `replay`, or was dropped with a reason; no live group holds a token of an abandoned
+--          version; live groups are within admission; without a checkpoint no dead letter has a slot; no version is announced, so nothing is claimed before the next publish.
+
+allow_when_full()
+sweep()
+local refused = fence_refusal(ARGV[2])
+if refused then return refused end
+local mark = number(ARGV[3])
+local newest = mark or -1
+
+for i = 5, #ARGV do
+  local state = redis.call('HGET', group_key(ARGV[i]), 'state')
+  if state and state ~= 'dropped' and state ~= 'acknowledged' then
+    acknowledge_group(ARGV[i], ARGV[3])
+  end
+end
+for _, version in ipairs(redis.call('HKEYS', VERSIONS)) do
+  if tonumber(version) > newest then redis.call('HSET', VERSIONS, version, 'abandoned') end
+end
+
+local function holds_abandoned(hash)
+  local version = number(redis.call('HGET', hash, 'max_version'))
+  return version and version > newest
+end
+
+local function give_up_abandoned_attempts(group_id)
+  local next_attempt = tonumber(redis.call('HGET', group_key(group_id), 'next_attempt'))
+  for attempt = 0, next_attempt - 1 do
+    local member = 't:' .. group_id .. ':' .. attempt
+    local episode_id = redis.call('HGET', ATTEMPTS, member)
+    if episode_id and episode_id ~= '' and holds_abandoned(episode_key(episode_id)) then
+      lose_attempt(member, 'stale')
+    end
+  end
+end
+
+for _, group_id in ipairs(redis.call('ZRANGE', GROUPS, 0, -1)) do
+  local g = group_key(group_id)
+  if not mark then
+    drop_group(group_id, 'stale', false, false)
+  elseif holds_abandoned(g) then
+    drop_group(group_id, 'stale', true, false)
+  elseif redis.call('HGET', g, 'state') == 'open' then
+    give_up_abandoned_attempts(group_id)
+  else
+    make_ready(group_id)
+  end
+end
+
+-- Groups that are untrained again may exceed what admission allows: the newest are played later.
+local excess = redis.call('ZCARD', GROUPS) - rules.admission_limit
+if excess > 0 then
+  for _, group_id in ipairs(redis.call('ZREVRANGE', GROUPS, 0, excess - 1)) do
+    drop_group(group_id, 'stale', true, false)
+  end
+end
+
+if mark then
+  for _, slot in ipairs(redis.call('ZRANGEBYSCORE', key('trained_slots'), '(' .. mark, '+inf')) do
+    redis.call('ZADD', REPLAY, slot, slot)
+    redis.call('ZREM', key('trained_slots'), slot)
+  end
+  redis.call('ZREMRANGEBYSCORE', key('marks'), '(' .. mark, '+inf')
+  redis.call('ZADD', key('marks'), mark, mark)
+  local cursor = number(redis.call('HGET', STATE, 'cursor')) or 0
+  redis.call('HSET', STATE, 'cursor', math.max(cursor, tonumber(ARGV[4])))
+  redis.call('HSET', STATE, 'republished', mark)
+else
+  redis.call('DEL', key('trained_slots'), key('marks'), REPLAY)
+  for _, group_id in ipairs(redis.call('LRANGE', DEAD, 0, -1)) do
+    redis.call('HSET', letter_key(group_id), 'slot', '')
+  end
+  redis.call('HSET', STATE, 'cursor', 0)
+  redis.call('HDEL', STATE, 'republished')
+end
+-- What was interrupted with the last trainer is no fault of this one's runners.
+local interrupted = 0
+for _, member in ipairs(redis.call('HKEYS', ATTEMPTS)) do
+  if string.sub(member, 1, 2) == 't:' then interrupted = interrupted + 1 end
+end
+local counts = redis.call('HMGET', COUNTERS, 'train_attempts', 'resultless_attempts')
+redis.call('HSET', STATE, 'base_attempts', number(counts[1]) or 0,
+  'excused_attempts', (number(counts[2]) or 0) + interrupted)
+
+local trained = number(redis.call('HGET', STATE, 'trained')) or 0
+redis.call('HSET', STATE, 'admitted', trained + redis.call('ZCARD', GROUPS), 'held', 0)
+redis.call('HDEL', STATE, 'announced', 'acknowledged')
+local highest = math.max(number(redis.call('HGET', STATE, 'highest')) or -1, newest)
+redis.call('HSET', STATE, 'highest', highest)
+return {'ok', highest}

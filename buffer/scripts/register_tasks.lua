@@ -1,0 +1,18 @@
+-- Fix the run's tasks, once.
+--
+-- ARGV[2]  digest of all tasks   ARGV[3] number of tasks   ARGV[4] number of evaluation tasks
+-- ARGV[5]  'begin' before the tasks are written, 'commit' after
+-- Returns  {'ok', 1 if the tasks are complete already else 0}; conflict: other tasks are there.
+-- Keeps    claims see either no tasks or all of them.
+
+local was = redis.call('HMGET', STATE, 'tasks_digest', 'num_tasks')
+if was[1] and was[1] ~= ARGV[2] then
+  return {'conflict', 'the run already has other tasks; a run keeps its tasks and their order. '
+    .. 'Choose another run.name'}
+end
+if ARGV[5] == 'begin' then
+  redis.call('HSET', STATE, 'tasks_digest', ARGV[2])
+else
+  redis.call('HSET', STATE, 'num_tasks', ARGV[3], 'num_eval_tasks', ARGV[4])
+end
+return {'ok', was[2] and 1 or 0}

@@ -1,0 +1,30 @@
+-- Put the attempts of one evaluation into the queue that claims serve first.
+--
+-- ARGV[2]  name   ARGV[3] number of episodes   ARGV[4] sampling JSON   ARGV[5] policy_version
+-- ARGV[6]  evaluations whose episodes are kept
+-- Returns  {'ok'}; conflict: the name was used with other values; not_found: no evaluation tasks.
+-- Keeps    one evaluation per name; the episodes of the oldest ones make room.
+
+local e = eval_key(ARGV[2])
+local was = redis.call('HMGET', e, 'total', 'sampling')
+if was[1] then
+  if was[1] ~= ARGV[3] or was[2] ~= ARGV[4] then
+    return {'conflict', 'name=' .. ARGV[2] .. ' was requested with other values'}
+  end
+  return {'ok'}
+end
+if redis.call('HGET', STATE, 'num_eval_tasks') == '0' then
+  return {'not_found', 'the run has no evaluation tasks; give env.eval_tasks or switch eval off'}
+end
+redis.call('HSET', e, 'total', ARGV[3], 'sampling', ARGV[4], 'policy_version', ARGV[5], 'done', 0)
+for attempt = 0, tonumber(ARGV[3]) - 1 do
+  redis.call('RPUSH', key('eval_queue'), ARGV[2] .. ':' .. attempt)
+end
+if redis.call('RPUSH', key('evals'), ARGV[2]) > tonumber(ARGV[6]) then
+  local oldest = eval_key(redis.call('LPOP', key('evals')))
+  for _, episode_id in ipairs(redis.call('LRANGE', oldest .. ':episodes', 0, -1)) do
+    discard_episode(episode_id)
+  end
+  redis.call('DEL', oldest .. ':episodes')
+end
+return {'ok'}

@@ -1,0 +1,71 @@
+-- Lease the `num` oldest ready groups, or none if fewer are ready.
+--
+-- ARGV[2]  fence   ARGV[3] num   ARGV[4] policy_version of the trainer   ARGV[5] token of this take
+-- Returns  {'ok', 1, leases, deadline ms} with MessagePack
+--          [[group_id, slot, size, task_id, [episode_id, ...]], ...], or
+--          {'ok', 0, ready groups, attempts in flight, open groups}; fence; replaced: since the
+--          trainer's start too large a share of attempts ended without a result.
+-- Keeps    a leased group is fresh enough for policy_version; staler ones are dropped on the way and
+--          give their credit back; the same token returns the same leases. Sweeps first; credits
+--          held since a drop are released, because whoever takes needs groups now.
+
+-- Fewer say nothing about the share.
+local MIN_ATTEMPTS = 200
+
+local function too_many_replaced()
+  local c = redis.call('HMGET', COUNTERS, 'train_attempts', 'resultless_attempts')
+  local base = redis.call('HMGET', STATE, 'base_attempts', 'excused_attempts')
+  local attempts = (number(c[1]) or 0) - (number(base[1]) or 0)
+  local resultless = (number(c[2]) or 0) - (number(base[2]) or 0)
+  if attempts < MIN_ATTEMPTS or resultless <= rules.max_replaced_share * attempts then
+    return nil
+  end
+  local worst = redis.call('ZREVRANGE', key('replaced_tasks'), 0, 0, 'WITHSCORES')
+  local most = worst[1] and (', most often of task_id=' .. worst[1] .. ' (' .. worst[2] .. ')') or ''
+  return {'replaced', string.format('%d of %d attempts since the trainer started ended without a '
+    .. 'result%s; env.max_replaced_share=%g allows a share of %g. Training on the rest would '
+    .. 'favour short episodes, which meet fewer failures. Look for what failed in the logs of the '
+    .. 'runners, the router and the servers, mend it and start the run again, which resumes; or '
+    .. 'raise env.max_replaced_share', resultless, attempts, most, rules.max_replaced_share,
+    rules.max_replaced_share)}
+end
+
+allow_when_full()
+sweep()
+local refused = fence_refusal(ARGV[2])
+if refused then return refused end
+local last = redis.call('GET', key('last_take'))
+if last and string.sub(last, 1, #ARGV[5]) == ARGV[5] then
+  return {'ok', 1, string.sub(last, #ARGV[5] + 1), redis.call('HGET', STATE, 'fence_deadline')}
+end
+refused = too_many_replaced()
+if refused then return refused end
+release_held_credits()
+local num = tonumber(ARGV[3])
+redis.call('HSET', STATE, 'wanted', num)
+local depth = depth_of(ARGV[4]) or tonumber(ARGV[4])
+for _, group_id in ipairs(redis.call('ZRANGEBYSCORE', READY_DEPTHS, '-inf',
+    '(' .. (depth - rules.max_staleness))) do
+  drop_group(group_id, 'stale', false, false)
+end
+if redis.call('ZCARD', READY) < num then
+  return {'ok', 0, redis.call('ZCARD', READY), redis.call('HLEN', ATTEMPTS),
+    redis.call('ZCARD', GROUP_DEADLINES)}
+end
+local leases = {}
+for _, group_id in ipairs(redis.call('ZRANGE', READY, 0, num - 1)) do
+  local g = group_key(group_id)
+  redis.call('ZREM', READY, group_id)
+  redis.call('ZREM', READY_DEPTHS, group_id)
+  local f = redis.call('HMGET', g, 'slot', 'size', 'task_id')
+  redis.call('ZADD', LEASES, f[1], group_id)
+  redis.call('HSET', g, 'state', 'leased')
+  leases[#leases + 1] = {group_id, tonumber(f[1]), tonumber(f[2]), f[3],
+    redis.call('LRANGE', g .. ':episodes', 0, -1)}
+end
+local deadline = now + rules.lease_ms
+redis.call('HSET', STATE, 'fence_deadline', deadline)
+local packed = cmsgpack.pack(leases)
+redis.call('SET', key('last_take'), ARGV[5] .. packed)
+count('leased', #leases)
+return {'ok', 1, packed, tostring(deadline)}

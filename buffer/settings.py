@@ -1,0 +1,320 @@
+"""The one settings object of a run.
+
+Owns: names, types, defaults and cross-field rules of every setting, and the only reader of TOML
+and of the OUTLOOP_* environment. Does not own: upstream options in the raw tables, which are
+checked by the part that passes them on. Invariant: frozen; unknown keys are refused with the
+nearest known key; cross-field rules refuse and never rewrite.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings_trainer import TrainerSettings
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunSettings(_Section):
+    """Where a run lives and how it is named."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Folder under `dir` and key prefix in Redis."""
+    dir: Path = Path("runs")
+    seed: int = 0
+    """Task order, weight initialisation and sampling seeds derive from it."""
+
+
+class ModelSettings(_Section):
+    """The policy as a Hugging Face folder."""
+
+    path: Path
+    """Folder with config.json, model.safetensors and tokenizer.json."""
+    renderer: str = "auto"
+    """Name of a `renderers` family, or auto."""
+    renderer_options: dict[str, Any] = {}
+    name: str = "policy"
+    """What agents send as `model`."""
+    max_context_tokens: int = Field(2048, gt=0)
+
+
+class EnvSettings(_Section):
+    """What is played, by whom, under which limits."""
+
+    rollout_function_path: str | None = None
+    """package.module:function, `async def play(task, episode) -> reward`."""
+    tasks: str | None = None
+    """JSONL file, or package.module:function returning an iterable of tasks."""
+    eval_tasks: str | None = None
+    import_dir: Path | None = None
+    """Where user code and task files are looked for after the working directory. Left out: the
+    settings file's own folder."""
+    conversations: str | None = None
+    """SFT only: JSONL file or package.module:function giving {"messages", "tools"} rows."""
+    max_concurrent_episodes: int = Field(64, gt=0)
+    num_runners: int = Field(1, ge=0)
+    """0: runners are started elsewhere."""
+    episode_deadline_s: float = Field(60.0, gt=0)
+    failure_reward: float = 0.0
+    """Reward of an episode whose agent failed: the lowest that the verifier can give."""
+    max_replacements: int = Field(3, ge=0)
+    """Attempts replaced per slot before the group is dead-lettered."""
+    max_replaced_share: float = Field(0.02, ge=0, le=1)
+    """The run stops when a larger share of attempts ended without a result (after 200 attempts)."""
+
+
+class BufferSettings(_Section):
+    """The Redis hand-off."""
+
+    redis_url: str | None = None
+    """None: start an embedded server in the run folder."""
+    fsync: Literal["always", "everysec", "no"] = "everysec"
+    max_memory_mb: int = Field(1024, gt=0)
+    group_size: int = Field(8, ge=1)
+    max_staleness: int = Field(1, ge=0)
+    """0: synchronous. 1: one step off-policy. More: fully asynchronous."""
+    lease_s: float = Field(120.0, gt=0)
+    group_deadline_s: float = Field(300.0, gt=0)
+    """A group that is not complete this long after its first claim seals with what it has."""
+    drop_zero_signal: bool = True
+    """Drop groups whose rewards are all equal (drop_reason no_signal) without refilling."""
+
+
+class SamplingSettings(_Section):
+    """What trained traffic is sampled with, and what to do about a client that asks otherwise."""
+
+    temperature: float = Field(1.0, gt=0)
+    max_new_tokens: int = Field(256, gt=0)
+    governance: Literal["enforce", "record", "reject"] = "enforce"
+    """enforce: the run's value wins. record: the client's wins and is recorded. reject: 400."""
+
+
+class UpstreamSettings(_Section):
+    """Another model, a judge for example: proxied, never recorded or trained."""
+
+    base_url: str = Field(pattern=r"^https?://")
+    model: str | None = None
+    """Its name there; None: the same."""
+    api_key_env: str | None = None
+    """Environment variable that holds its key."""
+
+
+class RouterSettings(_Section):
+    """The OpenAI-compatible front."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """0: any free port."""
+    unkeyed: Literal["refuse", "serve"] = "refuse"
+    """Traffic without an episode key: 401, or served without being recorded for training."""
+    turn_timeout_s: float = Field(120.0, gt=0)
+    max_turns_per_episode: int = Field(64, gt=0)
+    max_queued_turns: int = Field(4096, gt=0)
+    upstreams: dict[str, UpstreamSettings] = {}
+    """By the name under which agents ask for them."""
+
+
+class ServerSettings(_Section):
+    """The processes that draw tokens."""
+
+    kind: Literal["torch", "sglang"] = "torch"
+    num_servers: int = Field(1, ge=0)
+    """0: attach to `urls`."""
+    urls: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    max_running_requests: int = Field(128, gt=0)
+    num_threads: int = Field(1, gt=0)
+    start_timeout_s: float = Field(120.0, gt=0)
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    sglang: dict[str, Any] = {}
+    """Raw SGLang server arguments under their upstream names."""
+
+
+class PublishSettings(_Section):
+    """How weights reach the servers."""
+
+    transport: Literal["shared_memory", "disk"] = "shared_memory"
+    mode: Literal["in_place", "retract", "abort"] = "in_place"
+    """What happens to in-flight turns while weights move."""
+    bucket_mb: float = Field(64.0, gt=0)
+    phase_timeout_s: float = Field(60.0, gt=0)
+    verify: bool = True
+    """Compare per-tensor checksums on every server after every publish."""
+
+
+class EvalSettings(_Section):
+    """Evaluation episodes on a schedule, through the same router, never trained."""
+
+    every: int = Field(0, ge=0)
+    """Policy versions between evaluations; 0: none. Version 0 and the last are evaluated too."""
+    num_episodes: int = Field(128, gt=0)
+    """Per evaluation and sampling; tasks are taken from the front of the evaluation list."""
+    final_num_episodes: int = Field(128, gt=0)
+    """For version 0 and the last version."""
+    greedy: bool = True
+    """Evaluate with temperature 0 beside the run's own sampling, at version 0 and the last."""
+    timeout_s: float = Field(300.0, gt=0)
+
+
+class TelemetrySettings(_Section):
+    """What is written down about the run."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    tensorboard: bool = False
+    no_signal_warning_steps: int = Field(3, gt=0)
+    """Warn when no group had signal for this many steps in a row."""
+
+
+class Settings(BaseSettings):
+    """Every setting of a run; see `load_settings` for where values come from."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix="OUTLOOP_", env_nested_delimiter="__"
+    )
+
+    run: RunSettings = RunSettings()  # type: ignore[call-arg]
+    model: ModelSettings
+    env: EnvSettings = EnvSettings()  # type: ignore[call-arg]
+    buffer: BufferSettings = BufferSettings()  # type: ignore[call-arg]
+    sampling: SamplingSettings = SamplingSettings()  # type: ignore[call-arg]
+    router: RouterSettings = RouterSettings()  # type: ignore[call-arg]
+    server: ServerSettings = ServerSettings()  # type: ignore[call-arg]
+    trainer: TrainerSettings = TrainerSettings()  # type: ignore[call-arg]
+    publish: PublishSettings = PublishSettings()  # type: ignore[call-arg]
+    eval: EvalSettings = EvalSettings()  # type: ignore[call-arg]
+    telemetry: TelemetrySettings = TelemetrySettings()  # type: ignore[call-arg]
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only explicit values: `load_settings` merges file, environment and flags itself."""
+        return (init_settings,)
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Settings:
+        if self.trainer.mode == "rl" and self.buffer.group_size < 2:
+            raise ValueError(
+                f"buffer.group_size={self.buffer.group_size} with "
+                f'trainer.advantage="{self.trainer.advantage}" makes every advantage zero; '
+                "set buffer.group_size to 2 or more"
+            )
+        if self.server.num_servers == 0 and not self.server.urls and self.trainer.mode == "rl":
+            raise ValueError(
+                "server.num_servers=0 needs server.urls=[...]; "
+                "name the servers to attach to, or set server.num_servers to 1 or more"
+            )
+        return self
+
+    def digest(self) -> str:
+        """SHA-256 of the resolved settings: processes with another digest refuse to join."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_settings(path: Path, overrides: tuple[str, ...] = ()) -> Settings:
+    """The settings of a TOML file, then OUTLOOP_SECTION__KEY, then `section.key=value` overrides.
+
+    Override values are read as TOML and, failing that, as plain strings.
+
+    Raises:
+        SettingsError: missing file, bad TOML, unknown key (the nearest is named), wrong type.
+    """
+    if not path.is_file():
+        raise SettingsError(
+            f"settings file path={str(path)!r} does not exist; give the path of a TOML file, "
+            "for example examples/calculator/run.toml"
+        )
+    try:
+        tree = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"settings file path={str(path)!r} is not TOML: {error}") from error
+    _merge(tree, EnvSettingsSource(Settings)())
+    for override in overrides:
+        _merge(tree, _parse_override(override))
+    if isinstance(env := tree.setdefault("env", {}), dict):
+        env.setdefault("import_dir", path.parent.resolve())
+    return build_settings(tree, source=str(path))
+
+
+def build_settings(tree: dict[str, Any], *, source: str) -> Settings:
+    """Check a tree of values and freeze it; `source` names where it came from in errors."""
+    try:
+        return Settings(**tree)
+    except ValidationError as error:
+        raise SettingsError(_sentence(error, source)) from error
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        raise SettingsError(
+            f"--set {override!r} is not section.key=value; for example --set trainer.num_steps=10"
+        )
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for part in reversed(parts):
+        value = {part: value}
+    return value
+
+
+def _merge(into: dict[str, Any], over: dict[str, Any]) -> None:
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = Settings
+    for part in location:
+        info = model.model_fields.get(str(part))
+        annotation = info.annotation if info else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
+
+
+def _sentence(error: ValidationError, source: str) -> str:
+    lines = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            known = _known_keys(item["loc"][:-1])
+            near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            lines.append(f"unknown setting {name}; {hint}allowed here: {', '.join(sorted(known))}")
+        elif item["type"] == "missing":
+            lines.append(f"setting {name} is missing; add it to {source}")
+        elif item["type"] == "value_error":
+            lines.append(str(item["msg"]).removeprefix("Value error, "))
+        else:
+            lines.append(f"{name}={item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
+    return f"{source}: " + "; ".join(lines)

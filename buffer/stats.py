@@ -1,0 +1,88 @@
+"""Counters and sizes of the buffer, by name.
+
+Owns: the names that stats() may return and where each number is kept. Does not own: counting, which
+the scripts do in the transition they count. Invariant: every name is declared in STATS, and every
+declared name is always present.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import redis
+
+from outloop.buffer.connect import translated
+from outloop.buffer.records import DropReason
+
+_COUNTERS: dict[str, tuple[str, str]] = {
+    "buffer/groups": ("groups", "groups started since the run began"),
+    "buffer/attempts": ("attempts", "attempts given out, evaluations included"),
+    "buffer/episodes": ("episodes", "episodes opened"),
+    "buffer/superseded_episodes": (
+        "superseded_episodes",
+        "episodes taken over by another one of the same attempt",
+    ),
+    "buffer/scored_episodes": ("scored", "training episodes that count in their group"),
+    "buffer/turns": ("turns", "turns recorded"),
+    "buffer/branches": ("branches", "branches started"),
+    "buffer/output_tokens": ("output_tokens", "tokens that servers drew"),
+    "buffer/replaced/environment": ("replaced:environment", "attempts replaced, by cause"),
+    "buffer/replaced/infrastructure": ("replaced:infrastructure", "attempts replaced, by cause"),
+    "buffer/replaced/stale": ("replaced:stale", "attempts replaced, by cause"),
+    "buffer/train_attempts": ("train_attempts", "attempts given out for training"),
+    "buffer/resultless_attempts": (
+        "resultless_attempts",
+        "of those, attempts that ended without a result: replaced, or given up",
+    ),
+    "buffer/lost_attempts": ("lost_attempts", "attempts given up: no replacement was left"),
+    "buffer/turns_of_lost_attempts": (
+        "turns_of_lost_attempts",
+        "turns that replaced and lost attempts had recorded",
+    ),
+    "buffer/requeued_eval_attempts": ("requeued_eval_attempts", "evaluation attempts repeated"),
+    "buffer/late_rewards": ("late_rewards", "rewards that came after their group was sealed"),
+    "buffer/sealed_groups": ("sealed", "groups sealed"),
+    "buffer/leased_groups_total": ("leased", "groups leased since the run began"),
+    "buffer/expired_leases": ("expired_leases", "times that a trainer lost its leases"),
+    "buffer/trained_groups": ("trained", "groups trained, those of abandoned versions included"),
+    "buffer/acknowledged_groups": ("acknowledged", "groups contained in a checkpoint"),
+    "buffer/requeued_letters": ("requeued_letters", "dead letters whose slot is played again"),
+    "buffer/discarded_letters": ("discarded_letters", "dead letters dropped for good"),
+    **{
+        f"buffer/dropped/{reason}": (f"dropped:{reason}", f"groups dropped as {reason}")
+        for reason in get_args(DropReason)
+    },
+}
+_SIZES: dict[str, tuple[str, str, str]] = {
+    "buffer/ready_groups": ("zcard", "ready", "groups ready to be taken"),
+    "buffer/open_groups": ("zcard", "group_deadlines", "groups that are not complete"),
+    "buffer/leased_groups": ("zcard", "leases", "groups leased and not in a checkpoint"),
+    "buffer/attempts_in_flight": ("hlen", "attempts", "attempts neither scored nor lost"),
+    "buffer/dead_letters": ("llen", "dead", "dead letters that nobody has resolved"),
+    "buffer/slots_to_replay": ("zcard", "replay", "slots to be played again"),
+}
+_SUMS: dict[str, tuple[str, str]] = {
+    "buffer/dropped_groups": ("buffer/dropped/", "groups dropped, all reasons"),
+    "buffer/replaced_attempts": ("buffer/replaced/", "attempts replaced, all causes"),
+}
+
+STATS: dict[str, str] = (
+    {name: text for name, (_, text) in _COUNTERS.items()}
+    | {name: text for name, (_, _, text) in _SIZES.items()}
+    | {name: text for name, (_, text) in _SUMS.items()}
+)
+"""Every name that stats() returns, with its meaning."""
+
+
+def stats_from(client: redis.Redis, prefix: str) -> dict[str, float]:
+    """Read all of STATS in one round trip."""
+    with translated("reading stats"), client.pipeline(transaction=False) as pipeline:
+        pipeline.hgetall(f"{prefix}counters")
+        for command, name, _ in _SIZES.values():
+            getattr(pipeline, command)(f"{prefix}{name}")
+        counters, *sizes = pipeline.execute()
+    stats = {name: float(counters.get(field.encode(), 0)) for name, (field, _) in _COUNTERS.items()}
+    stats |= {name: float(size) for name, size in zip(_SIZES, sizes, strict=True)}
+    for name, (beginning, _) in _SUMS.items():
+        stats[name] = sum(value for part, value in stats.items() if part.startswith(beginning))
+    return stats

@@ -1,0 +1,82 @@
+"""Episodes as they are stored, back as records.
+
+Owns: which fields of an episode's hash make which record. Does not own: bytes of a field (codec) or
+reading them (reader, writer). Invariant: damaged data raises RecordError or SchemaMismatch, nothing
+else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outloop.buffer import codec
+from outloop.buffer.errors import RecordError
+from outloop.buffer.records import Episode, OpenEpisode, Opening, Reward, Trajectory, Turn
+
+EPISODE_FIELDS = ("opening", "closure", "reward", "closed")
+"""What to read from an episode's hash, in this order."""
+Fields = Sequence[bytes | None]
+
+
+def open_episode_from(fields: Fields, turns: Sequence[bytes]) -> OpenEpisode | None:
+    """The episode as it stands; None without an opening."""
+    if fields[0] is None:
+        return None
+    closure = None if fields[1] is None else codec.decode_closure(fields[1])
+    return OpenEpisode(
+        opening=codec.decode_opening(fields[0]),
+        turns=tuple(codec.decode_turn(data) for data in turns),
+        is_closed=closure is not None,
+        outcome=None if closure is None else closure.outcome,
+        reward=_reward(fields),
+    )
+
+
+def trajectory_from(episode_id: str, fields: Fields, turns: Sequence[bytes]) -> Trajectory:
+    """The closed episode with its turns.
+
+    Raises:
+        RecordError: it is not closed, or a record is damaged or belongs to another episode.
+        SchemaMismatch: a record was written by another release.
+    """
+    if fields[0] is None or fields[1] is None or fields[3] is None:
+        raise RecordError(f"episode_id={episode_id} lacks its opening or its closure")
+    opening: Opening = codec.decode_opening(fields[0])
+    closure = codec.decode_closure(fields[1])
+    decoded = tuple(codec.decode_turn(data) for data in turns)
+    check_turns(episode_id, decoded)
+    episode = Episode(
+        episode_id=episode_id,
+        task_id=opening.task_id,
+        group_id=opening.group_id,
+        attempt=opening.attempt,
+        purpose=opening.purpose,
+        outcome=closure.outcome,
+        failure_kind=closure.failure_kind,
+        reward=_reward(fields),
+        metadata=opening.metadata,
+        opened_at=opening.opened_at,
+        closed_at=int(fields[3]) / 1000,
+    )
+    return Trajectory(episode=episode, turns=decoded)
+
+
+def check_turns(episode_id: str, turns: Sequence[Turn]) -> None:
+    """Refuse turns that do not make one episode.
+
+    Raises:
+        RecordError: a turn is of another episode, or its parent does not come before it.
+    """
+    known: set[str] = set()
+    for turn in turns:
+        parent = turn.parent_turn_id
+        if turn.episode_id != episode_id or (parent is not None and parent not in known):
+            raise RecordError(
+                f"episode_id={episode_id}: turn {turn.turn_id} has episode_id={turn.episode_id}, "
+                f"parent_turn_id={parent}; its own episode and an earlier turn are allowed"
+            )
+        known.add(turn.turn_id)
+
+
+def _reward(fields: Fields) -> Reward | None:
+    return None if fields[2] is None else codec.decode_reward(fields[2])

@@ -1,0 +1,74 @@
+"""What makes a list of tasks acceptable.
+
+Owns: the checks of a run's tasks and the digest that tells two lists apart. Does not own: their
+order (policy) or storing them (writer). Invariant: the same tasks in the same order have the same
+digest in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from outloop.buffer import codec
+from outloop.buffer.errors import RecordError
+from outloop.buffer.records import Task
+
+MAX_ID_CHARS = 256
+
+
+def check_id(value: str, name: str) -> str:
+    """`value`, if it can be an id or key.
+
+    Raises:
+        RecordError: it is empty, too long or unprintable; names the field.
+    """
+    if not 1 <= len(value) <= MAX_ID_CHARS:
+        raise RecordError(f"{name} has {len(value)} characters; 1 to {MAX_ID_CHARS} are allowed")
+    if not value.isprintable():
+        raise RecordError(f"{name}={value!r}; only printable characters are allowed")
+    return value
+
+
+def encode_tasks(tasks: Iterable[Task], name: str) -> list[bytes]:
+    """Bytes of each task.
+
+    Raises:
+        RecordError: an id is unusable or used twice, or a payload is not JSON-able.
+    """
+    seen: set[str] = set()
+    records = []
+    for task in tasks:
+        if check_id(task.task_id, f"{name}: task_id") in seen:
+            raise RecordError(f"{name}: task_id={task.task_id!r} is used twice; ids must differ")
+        seen.add(task.task_id)
+        records.append(codec.encode_task(task))
+    return records
+
+
+def refuse_overlap(tasks: Iterable[Task], eval_tasks: Iterable[Task]) -> None:
+    """Check that no evaluation task has the payload of a training task.
+
+    Raises:
+        RecordError: names both.
+    """
+    by_content = {msgspec.json.encode(t.payload, order="deterministic"): t for t in tasks}
+    for task in eval_tasks:
+        twin = by_content.get(msgspec.json.encode(task.payload, order="deterministic"))
+        if twin is not None:
+            raise RecordError(
+                f"eval_tasks: task_id={task.task_id!r} has the payload of the training task "
+                f"task_id={twin.task_id!r}; evaluation must not be trained on. Remove it from one"
+            )
+
+
+def tasks_digest(lists: Sequence[Sequence[bytes]]) -> str:
+    """SHA-256 over all encoded tasks and the lengths of their lists."""
+    digest = hashlib.sha256()
+    for records in lists:
+        digest.update(f"{len(records)}:".encode())
+        for record in records:
+            digest.update(hashlib.sha256(record).digest())
+    return digest.hexdigest()

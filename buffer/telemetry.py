@@ -1,0 +1,160 @@
+"""Logs and metrics of every part.
+
+Owns: the list of metric names, the JSONL (and TensorBoard) sinks, the log format. Does not own:
+what is measured. Invariant: recording an undeclared metric raises; JSONL is always written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import structlog
+
+from outloop.buffer.errors import SettingsError
+
+METRICS: dict[str, str] = {
+    "train/reward_mean": "mean reward of the taken episodes, before filters",
+    "train/reward_std": "standard deviation of the same",
+    "train/groups_with_signal_share": "share of taken groups whose rewards differ",
+    "train/episodes": "episodes taken",
+    "train/samples": "samples trained (one per branch with trained tokens)",
+    "train/turns_per_episode": "mean turns of the taken episodes",
+    "train/branches_per_episode": "mean branches of the taken episodes",
+    "train/truncated_share": "share of taken episodes with outcome truncated",
+    "train/failed_share": "share of taken episodes with outcome failed",
+    "train/staleness_mean": "trainer version minus that of the oldest trained token, mean",
+    "train/staleness_max": "the same, largest",
+    "train/loss": "loss of the update",
+    "train/grad_norm": "gradient norm before clipping",
+    "train/entropy": "mean entropy of the policy at trained tokens, nats",
+    "train/ratio_mean": "mean importance ratio policy / behavior at the first update",
+    "train/ratio_max": "largest importance ratio at the first update",
+    "train/ratio_p01": "1st percentile of the importance ratio at the first update",
+    "train/ratio_p99": "99th percentile of the same",
+    "train/clip_share": "share of trained tokens whose ratio was clipped",
+    "train/clip_low_share": "of trained tokens, those clipped with a ratio below 1",
+    "train/clip_high_share": "of trained tokens, those clipped with a ratio above 1",
+    "train/proximal_ratio_mean": "mean ratio policy / recomputed proximal at the first update",
+    "train/proximal_ratio_max": "largest such ratio; before the first update 1 to rounding",
+    "train/correction_ratio_mean": "mean ratio proximal / behavior, by token or by sequence",
+    "train/correction_ratio_p01": "1st percentile of the same",
+    "train/correction_ratio_p99": "99th percentile of the same",
+    "train/correction_ratio_max": "largest such ratio",
+    "train/correction_truncated_share": "share of trained tokens whose weight was cut to the cap",
+    "train/correction_masked_share": "share of trained tokens that the correction masked",
+    "train/correction_vetoed_share": "share of sequences masked whole for one token's ratio",
+    "train/kl": "mean behavior - reference logprob over trained tokens (k1)",
+    "train/kl_penalty_mean": "mean taken off an episode's reward for its distance to the reference",
+    "train/overlong_penalty_mean": "mean taken off an episode's reward for its length",
+    "train/logprob_gap_mean": "mean |policy - behavior| logprob over tokens of the current version",
+    "train/logprob_gap_max": "largest such gap",
+    "train/tokens": "tokens in the batch, context included",
+    "train/trained_tokens": "tokens with loss",
+    "train/tokens_per_s": "batch tokens over the time from one step's end to the next",
+    "train/padding_share": "padding over all tokens computed",
+    "train/learning_rate": "learning rate of the update",
+    "train/step_s": "time from one step's end to the next",
+    "train/wait_s": "of that, time waited for groups",
+    "train/update_s": "of that, time in forward, backward and optimizer",
+    "train/policy_version": "version published after the step",
+    "publish/duration_s": "time of the publish transaction",
+    "publish/bytes": "weight bytes moved to each server",
+    "publish/pause_s": "time that servers were paused",
+    "eval/sampled_reward": "mean reward of evaluation episodes at the run's sampling",
+    "eval/sampled_se": "its standard error",
+    "eval/greedy_reward": "mean reward of evaluation episodes at temperature 0",
+    "eval/greedy_se": "its standard error",
+    "eval/episodes": "evaluation episodes per sampling",
+    "eval/duration_s": "time of the evaluation",
+    "buffer/dropped_groups": "groups dropped since the run began, all reasons",
+    "buffer/replaced_attempts": "attempts replaced since the run began",
+}
+
+
+class MetricsWriter:
+    """Append one JSON object per call to `metrics.jsonl`; non-finite values become null."""
+
+    def __init__(self, run_dir: Path, *, tensorboard: bool = False) -> None:
+        self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
+        self._board: Any = None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise SettingsError(
+                    "telemetry.tensorboard=true needs the package tensorboard, which is not "
+                    "installed; run pip install 'outloop[tensorboard]', or set it to false"
+                ) from error
+            self._board = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Record `values` for `step`.
+
+        Raises:
+            KeyError: a name is not declared in METRICS.
+        """
+        undeclared = [name for name in values if name not in METRICS]
+        if undeclared:
+            raise KeyError(f"undeclared metrics {undeclared}; declare them in buffer/telemetry.py")
+        row: dict[str, float | int | None] = {"step": step, "time": time.time()}
+        row |= {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps(row) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close every sink."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Every complete row of the run's `metrics.jsonl`; a torn last line is left out."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def configure_logging(part: str, level: str) -> None:
+    """Send this process's structlog events to stderr: JSON lines, or colours on a terminal."""
+    renderer: Any = (
+        structlog.dev.ConsoleRenderer()
+        if sys.stderr.isatty()
+        else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    structlog.contextvars.bind_contextvars(part=part)

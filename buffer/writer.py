@@ -1,0 +1,379 @@
+"""What the router says to the buffer.
+
+Owns: the async face: tasks, claims, episodes, turns, rewards, trajectories from elsewhere.
+Does not own: transitions (scripts), taking and training (reader). Invariant: a call that returned
+is in Redis; every call may be repeated with the same arguments and changes nothing the second time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import msgspec
+import redis.asyncio
+
+from outloop.buffer import codec
+from outloop.buffer.connect import connect_async, translated
+from outloop.buffer.errors import BufferUnavailable, NotFound, OutloopError, RecordError
+from outloop.buffer.join import CLOSE_GRACE_S, check_joinable
+from outloop.buffer.keys import key, prefix
+from outloop.buffer.policy import task_index, trained_version_bounds
+from outloop.buffer.records import (
+    Claim,
+    ClaimResult,
+    CloseResult,
+    FailureKind,
+    OpenEpisode,
+    Opening,
+    Outcome,
+    PolicyState,
+    Reward,
+    Task,
+    Trajectory,
+    Turn,
+)
+from outloop.buffer.registry import decode_servers, encode_facts
+from outloop.buffer.run import Run
+from outloop.buffer.scripts import AsyncScripts, Clock, refusal
+from outloop.buffer.stored import EPISODE_FIELDS, open_episode_from
+from outloop.buffer.tasks import check_id, encode_tasks, refuse_overlap, tasks_digest
+
+_CLAIM_MEMORY_MS = 600_000
+_MAX_CLAIM_COUNT = 4096
+_TASKS_PER_COMMAND = 512
+_CACHED_TASKS = 8192
+_RETRY_AFTER_S = {"admission": 0.1, "not_ready": 0.25, "no_tasks": 0.5, "paused": 1.0}
+_FINISHED_RETRY_AFTER_S = 5.0
+
+
+class BufferWriter:
+    """The async face of one run; belongs to the event loop in which it was connected."""
+
+    def __init__(self, run: Run, client: redis.asyncio.Redis, clock: Clock | None) -> None:
+        self._run = run
+        self._client = client
+        self._prefix = prefix(run.run_id)
+        self._scripts = AsyncScripts(client, key(run.run_id, "meta"), clock)
+        self._tasks: OrderedDict[bytes, Task] = OrderedDict()
+        self._num_tasks: int | None = None
+
+    @classmethod
+    async def connect(cls, run: Run, *, clock: Clock | None = None) -> BufferWriter:
+        """Join `run`.
+
+        Raises:
+            BufferUnavailable: Redis is unreachable or does not hold the run.
+            SettingsError, SchemaMismatch: it was started with other settings, by another release.
+        """
+        client = connect_async(run.redis_url)
+        writer = cls(run, client, clock)
+        try:
+            with translated(f"run_id={run.run_id}: joining"):
+                meta: Any = await client.hgetall(writer._key("meta"))
+            check_joinable(run, meta)
+        except BaseException:
+            await writer.close()
+            raise
+        return writer
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def register_tasks(self, tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> None:
+        """Fix the run's tasks; the same tasks again change nothing.
+
+        Raises:
+            Conflict: the run has other tasks.
+            RecordError: an id is used twice, a payload is not JSON-able, or a training task has the
+                content of an evaluation task.
+        """
+        encoded = [encode_tasks(tasks, "tasks"), encode_tasks(eval_tasks, "eval_tasks")]
+        refuse_overlap(tasks, eval_tasks)
+        what = "registering tasks"
+        words = (tasks_digest(encoded), len(tasks), len(eval_tasks))
+        (complete,) = await self._scripts.call("register_tasks", *words, "begin", what=what)
+        if complete:
+            return
+        for name, records in zip(("tasks", "eval_tasks"), encoded, strict=True):
+            for start in range(0, len(records), _TASKS_PER_COMMAND):
+                chunk = enumerate(records[start : start + _TASKS_PER_COMMAND], start)
+                fields: Any = {str(index): record for index, record in chunk}
+                with translated(what):
+                    await self._client.hset(self._key(name), mapping=fields)
+        await self._scripts.call("register_tasks", *words, "commit", what=what)
+
+    async def claim(self, *, key: str, count: int) -> ClaimResult:
+        """Up to `count` attempts to play; the same key gets the same claims for ten minutes.
+
+        Without claims, `reason` is admission, not_ready, finished, no_tasks or paused.
+        """
+        check_id(key, "key")
+        if not 1 <= count <= _MAX_CLAIM_COUNT:
+            raise RecordError(f"count={count}; 1 to {_MAX_CLAIM_COUNT} are allowed")
+        packed, reason, num_eval_tasks = await self._scripts.call(
+            "claim", key, count, _CLAIM_MEMORY_MS, what="claiming tasks"
+        )
+        rows: list[tuple[str, str, int, int, str]] = list(msgspec.msgpack.decode(packed))
+        if not rows:
+            why = reason.decode()
+            retry_after_s = _RETRY_AFTER_S.get(why, _FINISHED_RETRY_AFTER_S)
+            return ClaimResult(claims=(), reason=why, retry_after_s=retry_after_s)
+        fields = [
+            f"eval_tasks {attempt % num_eval_tasks}".encode()
+            if purpose == "eval"
+            else f"tasks {task_index(slot, await self._count_tasks(), self._seed)}".encode()
+            for purpose, _, attempt, slot, _ in rows
+        ]
+        tasks = await self._load_tasks(fields)
+        claims = tuple(self._claim_from(row, task) for row, task in zip(rows, tasks, strict=True))
+        return ClaimResult(claims=claims, reason="", retry_after_s=0.0)
+
+    async def open_episode(self, opening: Opening) -> None:
+        """Open an episode for a claimed attempt; the same again changes nothing.
+
+        A second episode for the same attempt takes it over; the first one is discarded.
+
+        Raises:
+            Gone: the attempt was replaced, or its group is sealed.
+            NotFound: no such group or evaluation.
+            Conflict: the episode_id is open with another content.
+        """
+        (error,) = await self.open_episodes([opening])
+        if error is not None:
+            raise error
+
+    async def open_episodes(self, openings: Sequence[Opening]) -> tuple[OutloopError | None, ...]:
+        """Open many in one round trip: for each None, or why it was refused (see open_episode)."""
+        words: list[bytes | str | int] = [len(openings)]
+        for opening in openings:
+            identity = codec.encode_opening(replace(opening, opened_at=0.0, deadline_at=0.0))
+            lasts_s = max(opening.deadline_at - opening.opened_at, 0.0)
+            words += [
+                opening.episode_id,
+                _member(opening),
+                opening.task_id,
+                identity,
+                codec.encode_opening(opening),
+                int((lasts_s + CLOSE_GRACE_S) * 1000),
+            ]
+        if not openings:
+            return ()
+        answers = await self._scripts.call("open", *words, what="opening episodes")
+        return tuple(
+            refusal(code.decode(), sentence.decode(), f"opening episode_id={opening.episode_id}")
+            for opening, code, sentence in zip(openings, answers[::2], answers[1::2], strict=True)
+        )
+
+    async def load_episode(self, episode_id: str) -> OpenEpisode | None:
+        """The episode as it stands, also for some time after its end; None if unknown."""
+        name = self._key(f"episode:{episode_id}")
+        with translated(f"loading episode_id={episode_id}"):
+            async with self._client.pipeline(transaction=False) as pipeline:
+                pipeline.hmget(name, list(EPISODE_FIELDS))
+                pipeline.lrange(f"{name}:turns", 0, -1)
+                fields, turns = await pipeline.execute()
+        return open_episode_from(fields, turns)
+
+    async def append_turn(self, turn: Turn) -> None:
+        """Record a turn; the same turn_id with the same content is recorded once.
+
+        Raises:
+            NotFound: no such episode or parent turn.
+            Gone: the episode is closed or replaced, its group sealed, or the turn holds tokens of a
+                version that a rollback abandoned.
+            Conflict: the turn_id has another content.
+            RecordError: the turn is too large.
+        """
+        oldest, newest = trained_version_bounds(turn)
+        await self._scripts.call(
+            "append_turn",
+            check_id(turn.episode_id, "episode_id"),
+            check_id(turn.turn_id, "turn_id"),
+            turn.parent_turn_id or "",
+            codec.encode_turn(turn),
+            "" if oldest is None else oldest,
+            "" if newest is None else newest,
+            int(turn.branch_cause != "extension"),
+            len(turn.output_ids),
+            what=f"recording turn_id={turn.turn_id}",
+        )
+
+    async def put_reward(self, episode_id: str, reward: Reward, *, key: str) -> None:
+        """Score an episode, before or after it is closed.
+
+        Raises:
+            NotFound, Conflict (the key was used with another reward), Gone (its group is sealed).
+        """
+        await self._scripts.call(
+            "put_reward",
+            episode_id,
+            check_id(key, "key"),
+            codec.encode_reward(reward),
+            repr(float(reward.value)),
+            what=f"scoring episode_id={episode_id}",
+        )
+
+    async def close_episode(
+        self,
+        episode_id: str,
+        *,
+        outcome: Outcome,
+        failure_kind: FailureKind | None,
+        reward: Reward | None,
+        error: str,
+        key: str,
+    ) -> CloseResult:
+        """Close an episode and settle its attempt; the same key again gets the same answer.
+
+        With a reward the attempt counts. Without one: a failure of the agent scores
+        env.failure_reward; a failure of environment or infrastructure, or an aborted episode,
+        frees the place for another attempt; anything else waits for put_reward until the attempt's
+        deadline. A failure of infrastructure never counts.
+
+        Raises:
+            NotFound, Conflict (same key, other content), Gone (closed under another key).
+        """
+        for name, value, allowed in (
+            ("outcome", outcome, get_args(Outcome)),
+            ("failure_kind", failure_kind, (None, *get_args(FailureKind))),
+        ):
+            if value not in allowed:
+                raise RecordError(f"{name}={value!r}; one of {allowed} is allowed")
+        if failure_kind == "agent" and reward is None:
+            reward = Reward(value=self._run.settings.env.failure_reward)
+        is_lost = failure_kind in ("environment", "infrastructure") or outcome == "aborted"
+        counted, sealed = await self._scripts.call(
+            "close",
+            episode_id,
+            check_id(key, "key"),
+            codec.encode_closure(outcome, failure_kind, reward, error),
+            b"" if reward is None else codec.encode_reward(reward),
+            "" if reward is None else repr(float(reward.value)),
+            (failure_kind or "infrastructure") if is_lost and failure_kind != "agent" else "",
+            int(failure_kind == "infrastructure"),
+            what=f"closing episode_id={episode_id}",
+        )
+        return CloseResult(counted=bool(counted), sealed_group=sealed.decode() or None)
+
+    async def put_trajectories(
+        self, trajectories: Sequence[Trajectory], *, key: str, final: bool
+    ) -> None:
+        """Store trajectories for supervised training, in order, once per key.
+
+        `final`: no more will come.
+
+        Raises:
+            RecordError: one has another purpose than sft, or is too large.
+        """
+        for trajectory in trajectories:
+            if trajectory.episode.purpose != "sft":
+                raise RecordError(
+                    f"trajectory {trajectory.episode.episode_id}: "
+                    f"purpose={trajectory.episode.purpose!r}; only 'sft' is allowed here"
+                )
+        records = [codec.encode_trajectory(trajectory) for trajectory in trajectories]
+        await self._scripts.call(
+            "put_trajectories",
+            check_id(key, "key"),
+            int(final),
+            *records,
+            what="storing trajectories",
+        )
+
+    async def policy_state(self) -> PolicyState:
+        """Versions, servers and run state, read together."""
+        with translated("reading the policy state"):
+            async with self._client.pipeline(transaction=True) as pipeline:
+                pipeline.hmget(self._key("state"), ["announced", "acknowledged", "run_state"])
+                pipeline.hgetall(self._key("servers"))
+                pipeline.hgetall(self._key("server_versions"))
+                (announced, acknowledged, run_state), servers, versions = await pipeline.execute()
+        if run_state is None:
+            raise BufferUnavailable(
+                f"run_id={self._run.run_id}: Redis lost the run's state; it was emptied"
+            )
+        return PolicyState(
+            announced_version=None if announced is None else int(announced),
+            acknowledged_version=None if acknowledged is None else int(acknowledged),
+            servers=decode_servers(servers, versions),
+            run_state=run_state.decode(),
+        )
+
+    async def set_paused(self, paused: bool) -> None:
+        """Stop or allow giving out claims, for every router of the run."""
+        with translated("pausing claims"):
+            await self._client.hset(self._key("state"), "paused", str(int(paused)))
+
+    async def register_part(self, name: str, facts: dict[str, str]) -> None:
+        """Enter where a part is to be found."""
+        with translated(f"registering part={name}"):
+            await self._client.hset(self._key("parts"), name, encode_facts(facts))
+
+    async def report_status(self, part: str, fields: dict[str, str]) -> None:
+        """Say what a part does now; replaces what it said before."""
+        with translated(f"reporting status of part={part}"):
+            await self._client.hset(self._key("statuses"), part, encode_facts(fields))
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
+
+    @property
+    def _seed(self) -> int:
+        return self._run.settings.run.seed
+
+    async def _count_tasks(self) -> int:
+        if self._num_tasks is None:
+            with translated("counting tasks"):
+                number: Any = await self._client.hget(self._key("state"), "num_tasks")
+            self._num_tasks = int(number)
+        return self._num_tasks
+
+    async def _load_tasks(self, names: Sequence[bytes]) -> list[Task]:
+        missing = [name for name in dict.fromkeys(names) if name not in self._tasks]
+        if missing:
+            with translated("loading tasks"):
+                async with self._client.pipeline(transaction=False) as pipeline:
+                    for name in missing:
+                        hash_name, field = name.decode().split()
+                        pipeline.hget(self._key(hash_name), field)
+                    found = await pipeline.execute()
+            for name, record in zip(missing, found, strict=True):
+                if record is None:
+                    raise NotFound(f"{name.decode()} is missing in Redis; it was written in part")
+                self._tasks[name] = codec.decode_task(record)
+        tasks = [self._tasks[name] for name in names]
+        while len(self._tasks) > _CACHED_TASKS:
+            self._tasks.popitem(last=False)
+        return tasks
+
+    def _claim_from(self, row: tuple[str, str, int, int, str], task: Task) -> Claim:
+        purpose, owner, attempt, _, sampling = row
+        is_eval = purpose == "eval"
+        return Claim(
+            task=task,
+            purpose="eval" if is_eval else "train",
+            group_id=None if is_eval else owner,
+            attempt=attempt,
+            deadline_s=self._run.settings.env.episode_deadline_s,
+            sampling=json.loads(sampling) if is_eval else None,
+            eval_name=owner if is_eval else "",
+        )
+
+
+def _member(opening: Opening) -> str:
+    check_id(opening.episode_id, "episode_id")
+    if opening.purpose == "eval" and not opening.eval_name:
+        return f"o:{opening.episode_id}:0"
+    if opening.purpose == "eval":
+        return f"e:{check_id(opening.eval_name, 'eval_name')}:{opening.attempt}"
+    if opening.purpose != "train":
+        raise RecordError(
+            f"episode_id={opening.episode_id}: purpose={opening.purpose!r}; 'train' or 'eval' is "
+            "allowed. Conversations for SFT enter as trajectories"
+        )
+    return f"t:{check_id(opening.group_id or '', 'group_id')}:{opening.attempt}"

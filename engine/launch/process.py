@@ -1,0 +1,80 @@
+"""One part of a run as a child process.
+
+Owns: starting, watching and stopping one process and its log file. Does not own: what the part
+does, or the order of parts. Invariant: a child never outlives its parent (PDEATHSIG on Linux) and
+is in its own process group, so that Ctrl-C reaches the launcher alone, which stops parts in order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class PartProcess:
+    """A running part; its stdout and stderr go to `log_path`."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        self.log_path = log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id, also of the part's process group."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        """Ask it to stop (SIGTERM); returns at once."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ask it to stop, then kill its whole group when `timeout_s` has passed."""
+        self.terminate()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def last_words(self, num_lines: int = 12) -> str:
+        """The end of its log, for an error message."""
+        if not self.log_path.exists():
+            return ""
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+
+def part_command(part: str, run_dir: Path, *extra: str) -> list[str]:
+    """The command line that runs `part` of the run in `run_dir` with this interpreter."""
+    return [sys.executable, "-m", "outloop.cli", part, "--run", str(run_dir), *extra]

@@ -1,0 +1,157 @@
+"""Live progress of a run in the terminal.
+
+Owns: what is shown while a run goes on. Does not own: the numbers. Invariant: reads only
+metrics.jsonl and the parts' statuses; on anything but a terminal it prints one line a step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+_COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("reward", "train/reward_mean", ".3f"),
+    ("signal", "train/groups_with_signal_share", ".2f"),
+    ("staleness", "train/staleness_mean", ".2f"),
+    ("tokens/s", "train/tokens_per_s", ".0f"),
+    ("logprob gap", "train/logprob_gap_mean", ".1e"),
+    ("loss", "train/loss", ".4f"),
+    ("step s", "train/step_s", ".1f"),
+)
+_NUM_ROWS = 10
+
+
+class _Tail:
+    """New complete rows of metrics.jsonl since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def read(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        return [json.loads(line) for line in data[:end].splitlines()]
+
+
+class RunProgress:
+    """Shows steps as they are recorded and, between them, what is being waited for."""
+
+    def __init__(self, run_dir: Path, *, num_steps: int, console: Console) -> None:
+        self._tail = _Tail(run_dir / "metrics.jsonl")
+        self._console = console
+        self._rows: list[dict[str, Any]] = []
+        self._evals: list[str] = []
+        self._status = "starting"
+        self._warnings: dict[str, str] = {}
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("steps", total=num_steps)
+        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+
+    def __enter__(self) -> RunProgress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.update(self._picture())
+            self._live.stop()
+
+    def update(self, statuses: Mapping[str, Mapping[str, str]]) -> bool:
+        """Read what is new and show it; True once a step was made. `statuses`: part -> fields."""
+        for row in self._tail.read():
+            self._show(row)
+        for part, fields in sorted(statuses.items()):
+            warning = fields.get("warning")
+            if warning and self._warnings.get(part) != warning:
+                self._warnings[part] = warning
+                self._console.print(
+                    f"warning from {part}: {warning}", style="yellow", soft_wrap=True
+                )
+        waits = [
+            f"{part}: {fields['waiting_for']}"
+            for part, fields in sorted(statuses.items())
+            if fields.get("waiting_for")
+        ]
+        status = "; ".join(waits)
+        # Off a terminal only another kind of wait is worth a line, not its counts.
+        is_new = _without_digits(status) != _without_digits(self._status)
+        if is_new and status and self._live is None and not self._rows:
+            self._console.print(f"waiting for {status}", highlight=False, soft_wrap=True)
+        self._status = status
+        if self._live is not None:
+            self._live.update(self._picture())
+        return bool(self._rows)
+
+    def _show(self, row: dict[str, Any]) -> None:
+        sampled, greedy = row.get("eval/sampled_reward"), row.get("eval/greedy_reward")
+        if sampled is not None or greedy is not None:
+            parts = [f"evaluation at step {row['step']}:"]
+            if sampled is not None:
+                parts.append(f"sampled {sampled:.3f} +- {row.get('eval/sampled_se') or 0:.3f}")
+            if greedy is not None:
+                parts.append(f"greedy {greedy:.3f} +- {row.get('eval/greedy_se') or 0:.3f}")
+            text = " ".join(parts)
+            self._evals.append(text)
+            if self._live is None:
+                self._console.print(text, highlight=False, soft_wrap=True)
+        if "train/loss" in row:
+            self._rows.append(row)
+            self._bar.update(self._task, completed=row["step"])
+            if self._live is None:
+                self._console.print(_line(row), highlight=False, soft_wrap=True)
+
+    def _picture(self) -> Group:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("step", justify="right")
+        shown = self._rows[-_NUM_ROWS:]
+        columns = [c for c in _COLUMNS if any(row.get(c[1]) is not None for row in shown)]
+        for heading, _, _ in columns:
+            table.add_column(heading, justify="right")
+        for row in shown:
+            table.add_row(str(row["step"]), *(_cell(row, name, form) for _, name, form in columns))
+        status = f"waiting for {self._status}" if self._status else ""
+        return Group(table, *self._evals[-3:], self._bar, status)
+
+
+def _without_digits(text: str) -> str:
+    return "".join(character for character in text if not character.isdigit())
+
+
+def _cell(row: Mapping[str, Any], name: str, form: str) -> str:
+    value = row.get(name)
+    return "-" if value is None else format(value, form)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    cells = [
+        f"{heading} {_cell(row, name, form)}"
+        for heading, name, form in _COLUMNS
+        if row.get(name) is not None
+    ]
+    return f"step {row['step']}: " + "  ".join(cells)

@@ -1,0 +1,138 @@
+"""What a person looks at when a run is over: a table and a learning-curve picture.
+
+Owns: reading metrics.jsonl back into points, drawing them. Does not own: measuring.
+Invariant: draws only what was recorded; a run without points gets no picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from outloop.buffer.telemetry import read_metrics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalPoint:
+    """One evaluation: mean reward and its standard error at a policy version."""
+
+    step: int
+    reward: float
+    se: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """Training reward per step and evaluations, in step order."""
+
+    steps: tuple[int, ...]
+    rewards: tuple[float, ...]
+    """Empty for SFT."""
+    losses: tuple[float, ...]
+    sampled: tuple[EvalPoint, ...]
+    greedy: tuple[EvalPoint, ...]
+
+
+def _points(rows: Sequence[dict[str, Any]], kind: str) -> tuple[EvalPoint, ...]:
+    return tuple(
+        EvalPoint(
+            step=row["step"],
+            reward=row[f"eval/{kind}_reward"],
+            se=row.get(f"eval/{kind}_se") or 0.0,
+        )
+        for row in rows
+        if row.get(f"eval/{kind}_reward") is not None
+    )
+
+
+def read_curve(run_dir: Path) -> Curve:
+    """The curve recorded in `run_dir`; of repeated steps (after a resume) the last one counts."""
+    rows = sorted(
+        {(row["step"], "train/loss" in row): row for row in read_metrics(run_dir)}.values(),
+        key=lambda row: row["step"],
+    )
+    trained = [row for row in rows if "train/loss" in row]
+    rewarded = [row for row in trained if row.get("train/reward_mean") is not None]
+    return Curve(
+        steps=tuple(row["step"] for row in trained),
+        rewards=tuple(row["train/reward_mean"] for row in rewarded),
+        losses=tuple(row["train/loss"] for row in trained if row["train/loss"] is not None),
+        sampled=_points(rows, "sampled"),
+        greedy=_points(rows, "greedy"),
+    )
+
+
+def result_table(run_dir: Path) -> Table:
+    """First and last evaluation and training reward of a run."""
+    curve = read_curve(run_dir)
+    table = Table(title=f"run {run_dir.name}")
+    for heading in ("", "first", "last"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    if curve.rewards:
+        table.add_row(
+            "training reward (T of the run)", f"{curve.rewards[0]:.3f}", f"{curve.rewards[-1]:.3f}"
+        )
+    elif curve.losses:
+        table.add_row("training loss", f"{curve.losses[0]:.3f}", f"{curve.losses[-1]:.3f}")
+    for name, points in (("evaluation, sampled", curve.sampled), ("greedy", curve.greedy)):
+        if points:
+            first, last = points[0], points[-1]
+            table.add_row(
+                name,
+                f"{first.reward:.3f} +- {first.se:.3f}",
+                f"{last.reward:.3f} +- {last.se:.3f}",
+            )
+    table.add_row("steps", "", str(curve.steps[-1] if curve.steps else 0))
+    return table
+
+
+def draw_curve(run_dir: Path) -> Path | None:
+    """Write `curve.png` into the run folder; None when nothing was recorded or no matplotlib."""
+    curve = read_curve(run_dir)
+    if not curve.rewards and not curve.sampled:
+        return None
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return None
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.5, 4.2), dpi=130)
+    axes.plot(
+        curve.steps[: len(curve.rewards)],
+        curve.rewards,
+        color="#9db4c8",
+        linewidth=1.2,
+        label="training batches",
+    )
+    for points, name, color in (
+        (curve.sampled, "held out, sampled", "#1f5f99"),
+        (curve.greedy, "held out, greedy", "#c0561f"),
+    ):
+        if points:
+            axes.errorbar(
+                [point.step for point in points],
+                [point.reward for point in points],
+                yerr=[1.96 * point.se for point in points],
+                color=color,
+                marker="o",
+                markersize=4,
+                capsize=3,
+                linewidth=1.6,
+                label=name,
+            )
+    axes.set_xlabel("step")
+    axes.set_ylabel("reward")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    path = run_dir / "curve.png"
+    figure.savefig(path)
+    plt.close(figure)
+    return path

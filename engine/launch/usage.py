@@ -1,0 +1,56 @@
+"""CPU time of each part, for benchmarks and for people who wonder where it goes.
+
+Owns: sampling the processes of a run. Does not own: judging the figures. Invariant: a part that has
+ended keeps the last sample taken of it; restarts add up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+class CpuUsage:
+    """CPU seconds of named processes since they started, sampled when `sample` is called."""
+
+    def __init__(self) -> None:
+        self._processes: dict[tuple[str, int], psutil.Process] = {}
+        self._last: dict[tuple[str, int], float] = {}
+        self._marks: dict[str, dict[str, float]] = {}
+
+    def sample(self, pids: Mapping[str, int]) -> None:
+        """Read the CPU time of every process in `pids` (part name -> pid) that still runs."""
+        for name, pid in {**pids, "launcher": os.getpid()}.items():
+            key = (name, pid)
+            try:
+                if key not in self._processes:
+                    self._processes[key] = psutil.Process(pid)
+                self._last[key] = _cpu_s(self._processes[key])
+            except psutil.Error:
+                continue
+
+    def totals(self) -> dict[str, float]:
+        """CPU seconds by part name at the last sample."""
+        totals: dict[str, float] = {}
+        for (name, _), seconds in self._last.items():
+            totals[name] = totals.get(name, 0.0) + seconds
+        return totals
+
+    def mark(self, name: str) -> None:
+        """Keep the present totals under `name`; the first mark of a name stays."""
+        self._marks.setdefault(name, {**self.totals(), "wall": time.monotonic()})
+
+    def write(self, path: Path) -> None:
+        """Write every mark and the last totals as JSON."""
+        self.mark("end")
+        path.write_text(json.dumps(self._marks, indent=1))

@@ -1,0 +1,189 @@
+"""Control calls to one server.
+
+Owns: the connection, deadlines, what counts as refused. Does not own: the order of calls
+(transaction). Invariant: no call outlasts its deadline, and every answer but an explicit success is
+an error.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from outloop.buffer.errors import DeadlineExceeded, PublishFailed, ServerUnavailable
+
+PauseMode = Literal["in_place", "retract", "abort"]
+_MAX_IDLE_S = 2.0
+"""Servers close idle connections; an older one than this is not trusted."""
+_CHUNK_BYTES = 1 << 16
+
+
+class NotServed(PublishFailed):
+    """The server answered 404: its release does not have this route."""
+
+
+class ServerClient:
+    """Speaks SGLang's control routes; one thread at a time. `deadline` is in monotonic seconds."""
+
+    def __init__(self, server_id: str, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ServerUnavailable(
+                f"server {server_id} has url={url!r}; http://HOST:PORT is allowed"
+            )
+        self.server_id = server_id
+        self.url = url
+        self._connection = http.client.HTTPConnection(parts.hostname, parts.port or 80)
+        self._used_at = 0.0
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+    def model_info(self, deadline: float) -> dict[str, Any]:
+        """What is loaded; also tells whether the server answers while paused."""
+        return self._call("GET", "/model_info", None, deadline)
+
+    def pause(self, mode: PauseMode, deadline: float) -> None:
+        """Hold every turn; in-flight ones by `mode`."""
+        self._call("POST", "/pause_generation", {"mode": mode}, deadline)
+
+    def resume(self, deadline: float) -> None:
+        """Let turns go on."""
+        self._call("POST", "/continue_generation", {}, deadline)
+
+    def begin_update(self, deadline: float) -> None:
+        """Open a weight update; one that somebody left open is closed first.
+
+        A release without this route needs no session.
+        """
+        body = {"selector": "all"}
+        try:
+            self._call("POST", "/begin_weight_update", body, deadline)
+        except NotServed:
+            return
+        except PublishFailed:
+            # A trainer that died between begin and end leaves a session; the server is paused and
+            # is about to be fed in full, so what that session holds is never served.
+            self._call("POST", "/end_weight_update", {}, deadline)
+            self._call("POST", "/begin_weight_update", body, deadline)
+
+    def end_update(self, deadline: float) -> None:
+        """Close the weight update."""
+        try:
+            self._call("POST", "/end_weight_update", {}, deadline)
+        except NotServed:
+            return
+
+    def update_from_bucket(self, payload: str, deadline: float) -> None:
+        """Hand over one flattened bucket (sglang_wire)."""
+        body = {
+            "serialized_named_tensors": [payload],
+            "load_format": "flattened_bucket",
+            # Paused servers refuse to flush; reuse across versions is excluded by extra_key.
+            "flush_cache": False,
+        }
+        self._call("POST", "/update_weights_from_tensor", body, deadline)
+
+    def update_from_disk(self, folder: str, deadline: float) -> None:
+        """Load a Hugging Face folder that the server can read."""
+        body = {"model_path": folder, "flush_cache": False}
+        self._call("POST", "/update_weights_from_disk", body, deadline)
+
+    def checksums(self, deadline: float) -> dict[str, str]:
+        """Checksum of every parameter by name, as the server holds it."""
+        answer = self._call("POST", "/weights_checker", {"action": "checksum"}, deadline)
+        found: dict[str, str] = {}
+        for rank in answer.get("ranks") or []:
+            found.update(rank.get("checksums") or {})
+        return found
+
+    def set_version(self, version: str, deadline: float) -> None:
+        """Name the weights that the server holds."""
+        body = {"new_version": version, "abort_all_requests": False}
+        answer = self._call("POST", "/update_weight_version", body, deadline)
+        if answer.get("new_version") != version:
+            raise PublishFailed(
+                f"{self.server_id} acknowledged weight_version={answer.get('new_version')!r}; "
+                f"expected {version!r}"
+            )
+
+    def _call(
+        self, method: str, path: str, body: dict[str, Any] | None, deadline: float
+    ) -> dict[str, Any]:
+        began_at = time.monotonic()
+        try:
+            status, content = self._exchange(method, path, body, deadline)
+        except TimeoutError as error:
+            self._connection.close()
+            raise DeadlineExceeded(
+                who="publisher",
+                phase=path,
+                peer=f"{self.server_id} at {self.url}",
+                after_s=time.monotonic() - began_at,
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise ServerUnavailable(
+                f"{self.server_id}: {method} {self.url}{path} failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return self._judge(method, path, status, content)
+
+    def _exchange(
+        self, method: str, path: str, body: dict[str, Any] | None, deadline: float
+    ) -> tuple[int, bytes]:
+        """Send and read everything; each socket operation gets what remains of the time."""
+        if time.monotonic() - self._used_at > _MAX_IDLE_S:
+            self._connection.close()
+        self._connection.timeout = _remaining(deadline)
+        if self._connection.sock is None:
+            self._connection.connect()
+        self._connection.sock.settimeout(_remaining(deadline))
+        data = None if body is None else json.dumps(body).encode()
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        self._connection.request(method, path, data, headers)
+        response = self._connection.getresponse()
+        parts: list[bytes] = []
+        while True:
+            # The response drops the socket once it has been read to its end.
+            if self._connection.sock is not None:
+                self._connection.sock.settimeout(_remaining(deadline))
+            part = response.read1(_CHUNK_BYTES)
+            if not part:
+                break
+            parts.append(part)
+        # read1 leaves a response of known length open; the next request would be refused.
+        response.close()
+        self._used_at = time.monotonic()
+        return response.status, b"".join(parts)
+
+    def _judge(self, method: str, path: str, status: int, content: bytes) -> dict[str, Any]:
+        where = f"{self.server_id}: {method} {self.url}{path} answered status={status}"
+        text = content[:300].decode(errors="replace")
+        if status == 404:
+            raise NotServed(where)
+        if status >= 500:
+            raise ServerUnavailable(f"{where}: {text}")
+        if status != 200:
+            raise PublishFailed(f"{where}: {text}")
+        try:
+            answer = json.loads(content) if content else {}
+        except ValueError as error:
+            raise PublishFailed(f"{where} with a body that is not JSON: {text}") from error
+        if not isinstance(answer, dict):
+            raise PublishFailed(f"{where} with a body that is no object: {text}")
+        if answer.get("success") is False:
+            raise PublishFailed(f"{where} with success=false: {text}")
+        return answer
+
+
+def _remaining(deadline: float) -> float:
+    """Seconds left; raises TimeoutError when there are none."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the deadline has passed")
+    return left

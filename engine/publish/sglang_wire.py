@@ -1,0 +1,212 @@
+"""The body of SGLang's update_weights_from_tensor with load_format "flattened_bucket".
+
+Owns: writing and reading that payload. Does not own: what is in the bucket (plan), who gets it
+(transaction). Invariant: what is written names SGLang's own class without importing SGLang; what
+is read is resolved by an exact list of names, so a payload cannot name anything else.
+
+This is the one place where pickle is used, because SGLang's wire is a pickle:
+{"flattened_tensor": uint8 tensor in shared memory, "metadata": [FlattenedTensorMetadata(name,
+shape, dtype, start_idx, end_idx, numel)]}, with all three numbers in bytes. The tensor must be
+shared by file name: torch's other way of sharing needs related processes and kills SGLang.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copyreg
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from outloop.engine.publish.plan import Place
+
+_METADATA_NAME = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
+}
+
+
+class PayloadRefused(Exception):
+    """The payload is not a bucket; nothing was taken from it."""
+
+
+@dataclass
+class BucketEntry:
+    """SGLang's FlattenedTensorMetadata: bytes [start_idx, end_idx) of the bucket are `name`."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+_READABLE: dict[tuple[str, str], Any] = {
+    _METADATA_NAME: BucketEntry,
+    ("torch.multiprocessing.reductions", "rebuild_tensor"): reductions.rebuild_tensor,
+    (
+        "torch.multiprocessing.reductions",
+        "rebuild_typed_storage",
+    ): reductions.rebuild_typed_storage,
+    (
+        "torch.multiprocessing.reductions",
+        "rebuild_storage_filename",
+    ): reductions.rebuild_storage_filename,
+    ("torch", "Tensor"): torch.Tensor,
+    ("torch", "Size"): torch.Size,
+    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
+    **{("torch", name): dtype for name, dtype in _DTYPES.items()},
+}
+
+
+def write_bucket(staging: Tensor, places: Sequence[Place]) -> str:
+    """The payload (base64) for tensors that lie in `staging` [bytes] uint8 as `places` say.
+
+    `staging` is the whole of a storage in shared memory (see staging). The payload serves one
+    reader: each one takes over a reference to the shared memory.
+    """
+    entries = [
+        BucketEntry(
+            name=place.spec.name,
+            shape=torch.Size(place.spec.shape),
+            dtype=place.spec.dtype,
+            start_idx=place.start,
+            end_idx=place.end,
+            numel=place.end - place.start,
+        )
+        for place in places
+    ]
+    file = io.BytesIO()
+    _Writer(file, protocol=4).dump({"flattened_tensor": staging, "metadata": entries})
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def read_bucket(payload: str) -> list[tuple[str, Tensor]]:
+    """Named tensors of a payload, as views of the sender's shared memory.
+
+    Raises:
+        PayloadRefused: not base64, not such a pickle, names outside the list, or offsets that
+            leave the bucket.
+    """
+    try:
+        # Whatever a damaged pickle makes its reader raise means one thing here.
+        content = _Reader(io.BytesIO(base64.b64decode(payload, validate=True))).load()
+    except PayloadRefused:
+        raise
+    except (binascii.Error, pickle.UnpicklingError, EOFError, OSError) as error:
+        raise PayloadRefused(f"the payload is not a flattened bucket: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
+        raise PayloadRefused(f"the payload cannot be read: {error}") from error
+    except (TypeError, ValueError, MemoryError) as error:
+        raise PayloadRefused(f"the payload is damaged: {error}") from error
+    flat, entries = _parts(content)
+    return [_named_view(flat, entry) for entry in entries]
+
+
+def _parts(content: object) -> tuple[Tensor, list[BucketEntry]]:
+    if isinstance(content, dict) and content.keys() == {"flattened_tensor", "metadata"}:
+        flat, entries = content["flattened_tensor"], content["metadata"]
+        is_flat = isinstance(flat, Tensor) and flat.dtype == torch.uint8 and flat.ndim == 1
+        # Views of other dtypes need an aligned first byte and no gaps.
+        is_flat = is_flat and flat.storage_offset() == 0 and flat.is_contiguous()
+        is_list = isinstance(entries, list) and all(isinstance(e, BucketEntry) for e in entries)
+        if is_flat and is_list:
+            return flat, entries
+    raise PayloadRefused(
+        "the payload is no flattened bucket; expected flattened_tensor (uint8, one dimension, "
+        "from the first byte of its storage) "
+        "and metadata (a list)"
+    )
+
+
+def _named_view(flat: Tensor, entry: BucketEntry) -> tuple[str, Tensor]:
+    fields = vars(entry)
+    if fields.keys() != BucketEntry.__dataclass_fields__.keys():
+        raise PayloadRefused(f"metadata has fields {sorted(fields)}")
+    start, end = entry.start_idx, entry.end_idx
+    is_typed = isinstance(entry.dtype, torch.dtype) and isinstance(entry.shape, tuple)
+    is_typed = is_typed and isinstance(entry.name, str)
+    is_typed = is_typed and all(isinstance(size, int) and size >= 0 for size in entry.shape)
+    if not (is_typed and isinstance(start, int) and isinstance(end, int)):
+        raise PayloadRefused(f"metadata of name={entry.name!r} has fields of a wrong type")
+    size = torch.Size(entry.shape).numel() * entry.dtype.itemsize
+    if not (0 <= start <= end <= len(flat) and end - start == size):
+        raise PayloadRefused(
+            f"name={entry.name!r} claims bytes [{start}, {end}) for shape={list(entry.shape)} "
+            f"dtype={entry.dtype}; the bucket holds {len(flat)} bytes and the tensor needs {size}"
+        )
+    if start % entry.dtype.itemsize:
+        raise PayloadRefused(f"name={entry.name!r} starts at byte {start}, which is not aligned")
+    return entry.name, flat[start:end].view(entry.dtype).view(entry.shape)
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Exactly the names in the list."""
+        found = _READABLE.get((module, name))
+        if found is None:
+            raise PayloadRefused(f"the payload names {module}.{name}, which is not allowed")
+        return found
+
+
+class _Storage:
+    """A storage in shared memory, on its way into a pickle."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+
+
+# The C pickler resolves every class by importing it, which would import SGLang.
+_PythonPickler: Any = pickle._Pickler
+
+
+class _Writer(_PythonPickler):
+    """Writes BucketEntry under SGLang's name and tensors as torch.multiprocessing does."""
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        """Name a class; BucketEntry by its counterpart."""
+        if obj is BucketEntry:
+            self.save(_METADATA_NAME[0])
+            self.save(_METADATA_NAME[1])
+            self.write(pickle.STACK_GLOBAL)
+            self.memoize(obj)
+            return
+        super().save_global(obj, name)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How tensors, storages and entries are rebuilt by the reader."""
+        if isinstance(obj, BucketEntry):
+            return copyreg.__newobj__, (BucketEntry,), dict(vars(obj))  # type: ignore[attr-defined]
+        if isinstance(obj, Tensor):
+            place = (obj.storage_offset(), obj.size(), obj.stride(), False)
+            typed = _Typed(_Storage(obj.untyped_storage()), obj.dtype)
+            return reductions.rebuild_tensor, (torch.Tensor, typed, place)
+        if isinstance(obj, _Typed):
+            return reductions.rebuild_typed_storage, (obj.storage, obj.dtype)
+        if isinstance(obj, _Storage):
+            manager, handle, size = obj.storage._share_filename_cpu_()
+            obj.storage._shared_incref()
+            return reductions.rebuild_storage_filename, (
+                torch.UntypedStorage,
+                manager,
+                handle,
+                size,
+            )
+        return NotImplemented
+
+
+class _Typed:
+    """A storage and its element type, as torch.multiprocessing sends them."""
+
+    def __init__(self, storage: _Storage, dtype: torch.dtype) -> None:
+        self.storage = storage
+        self.dtype = dtype

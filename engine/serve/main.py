@@ -1,0 +1,189 @@
+"""A server process: one torch server, bound, loaded and entered in the run's registry.
+
+Owns: the server's life from settings to stop. Does not own: HTTP and engine (torch_server), which
+version it serves (the publisher decides that). Invariant: a server registers only when it answers,
+and without a policy_version: what it loaded from disk is nobody's version until a publish says so.
+
+The torch server is for laptops and tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Literal
+
+import structlog
+import torch
+import uvicorn
+
+from outloop.buffer.errors import PartFailed, SettingsError
+from outloop.buffer.reader import BufferReader
+from outloop.buffer.records import ServerEntry
+from outloop.buffer.run import Run
+from outloop.buffer.settings import Settings
+from outloop.engine.serve.torch_server.app import PURPOSE, ServerApp
+from outloop.engine.serve.torch_server.config import read_config
+from outloop.engine.serve.torch_server.engine import Engine
+from outloop.engine.serve.torch_server.generate import Progress
+from outloop.engine.serve.torch_server.text import Text
+from outloop.engine.serve.torch_server.weights import load_weights
+
+_STOP_TIMEOUT_S = 5.0
+_WATCH_S = 0.5
+_log = structlog.get_logger()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to the process that it is part of."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    run: Run, index: int, *, stop: asyncio.Event, on_ready: Callable[[str], None]
+) -> None:
+    """Load the policy, answer, register as `server-{index}`, and serve until `stop`.
+
+    Raises:
+        SettingsError: the model folder or `server.kind` cannot be served.
+        PartFailed: the engine or the HTTP server ended by itself.
+    """
+
+    async def on_bound(url: str) -> None:
+        await asyncio.to_thread(_register, run, index, url)
+        on_ready(url)
+
+    torch.set_num_threads(run.settings.server.num_threads)
+    await serve_torch(run.settings, stop=stop, on_bound=on_bound)
+
+
+async def serve_torch(
+    settings: Settings,
+    *,
+    stop: asyncio.Event,
+    on_bound: Callable[[str], Awaitable[None]],
+    is_stream_incremental: bool = False,
+) -> None:
+    """A torch server of the settings' policy, without a run; `on_bound` gets its URL.
+
+    Raises:
+        SettingsError: the model folder or `server.kind` cannot be served.
+        PartFailed: the engine or the HTTP server ended by itself.
+    """
+    if settings.server.kind != "torch":
+        raise SettingsError(
+            f'server.kind={settings.server.kind!r} is not served by this release; set "torch"'
+        )
+    loop = asyncio.get_running_loop()
+    engine = await asyncio.to_thread(build_engine, settings, notify=Progress(loop))
+    # Loading leaves many long-lived objects behind; collecting them again costs whole passes.
+    gc.collect()
+    gc.freeze()
+    app = ServerApp(
+        engine,
+        model_path=str(settings.model.path),
+        is_stream_incremental=is_stream_incremental,
+    )
+    engine.start()
+    try:
+        await _serve_app(app, engine, settings.server.host, stop, on_bound)
+    finally:
+        if not await asyncio.to_thread(engine.stop, _STOP_TIMEOUT_S):
+            _log.error("engine_did_not_end", timeout_s=_STOP_TIMEOUT_S)
+
+
+def build_engine(settings: Settings, *, notify: Progress) -> Engine:
+    """The engine of a run's policy, not started.
+
+    Raises:
+        SettingsError: the model folder cannot be served.
+    """
+    folder, server = settings.model.path, settings.server
+    config = read_config(folder)
+    dtypes: dict[Literal["float32", "bfloat16"], torch.dtype] = {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+    }
+    weights = load_weights(
+        config, folder, dtype=dtypes[server.dtype], device=torch.device(server.device)
+    )
+    return Engine(
+        weights,
+        Text(folder),
+        max_running=server.max_running_requests,
+        max_tokens=min(settings.model.max_context_tokens, config.max_positions),
+        weight_version="default",
+        notify=notify,
+    )
+
+
+async def _serve_app(
+    app: ServerApp,
+    engine: Engine,
+    host: str,
+    stop: asyncio.Event,
+    on_bound: Callable[[str], Awaitable[None]],
+) -> None:
+    server = _Uvicorn(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=int(_STOP_TIMEOUT_S),
+        )
+    )
+    with socket.create_server((host, 0), backlog=2048) as listener:
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            await on_bound(url)
+            _log.info("server_ready", url=url, purpose=PURPOSE)
+            await _watch(engine, serving, stop)
+        finally:
+            server.should_exit = True
+            # Requests that are held would keep their connections, and with them the server.
+            engine.abort(None)
+            await serving
+
+
+async def _watch(engine: Engine, serving: asyncio.Task[None], stop: asyncio.Event) -> None:
+    """Return when `stop` is set.
+
+    Raises:
+        PartFailed: the engine or the HTTP server ended by itself.
+    """
+    while not stop.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _WATCH_S)
+        if not engine.is_alive:
+            raise PartFailed(
+                f"the torch server's engine ended: {engine.failure!r}; see the log above"
+            )
+        if serving.done() and not stop.is_set():
+            raise PartFailed("the torch server's HTTP server ended; see the log above")
+
+
+def _register(run: Run, index: int, url: str) -> None:
+    """Enter the server into the run's registry."""
+    reader = BufferReader.connect(run)
+    try:
+        reader.register_server(
+            ServerEntry(
+                server_id=f"server-{index}",
+                url=url,
+                kind="torch",
+                policy_version=None,
+                is_quarantined=False,
+            )
+        )
+    finally:
+        reader.close()

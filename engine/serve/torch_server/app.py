@@ -1,0 +1,296 @@
+"""The torch server's HTTP surface: the part of SGLang 0.5.23's that the loop uses.
+
+Owns: control routes and their shapes. Does not own: /generate (generate), behaviour (engine).
+Invariant: routes that change the engine answer after the change, and say what they did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from outloop.engine.publish.sglang_wire import PayloadRefused, read_bucket
+from outloop.engine.serve.torch_server.engine import Engine
+from outloop.engine.serve.torch_server.generate import GenerateEndpoint
+from outloop.engine.serve.torch_server.update import UpdateRefused
+from outloop.engine.serve.torch_server.weights import WeightsRefused
+
+PURPOSE = "outloop's torch server: for laptops and tests. Use SGLang to serve at speed."
+_CALL_TIMEOUT_S = 60.0
+_FLUSH_POLL_S = 0.01
+_T = TypeVar("_T")
+
+
+class _Abort(BaseModel):
+    rid: str = ""
+    abort_all: bool = False
+
+
+class _Pause(BaseModel):
+    mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+class _Begin(BaseModel):
+    selector: Literal["all", "target"] = "all"
+
+
+class _FromTensor(BaseModel):
+    serialized_named_tensors: list[str]
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
+class _FromDisk(BaseModel):
+    model_path: str
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+
+
+class _Version(BaseModel):
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class _Check(BaseModel):
+    action: str
+
+
+class ServerApp:
+    """ASGI application of one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        model_path: str,
+        is_stream_incremental: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._model_path = model_path
+        self._start_version = engine.weight_version
+        self._generate = GenerateEndpoint(engine, is_incremental=is_stream_incremental)
+        self._control = FastAPI(title="outloop torch server", description=PURPOSE)
+        self._add_generation_routes()
+        self._add_update_routes()
+        self._add_version_routes()
+        self._add_info_routes()
+        self._control.add_exception_handler(RequestValidationError, _on_invalid)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Route /generate past FastAPI, which would cost more than the turn's own work."""
+        is_generate = scope["type"] == "http" and scope["path"] == "/generate"
+        target: ASGIApp = self._control
+        if is_generate and scope["method"] in ("POST", "PUT"):
+            target = self._generate
+        await target(scope, receive, send)
+
+    async def _in_engine(self, function: Callable[[], _T]) -> _T:
+        """Run `function` between two passes.
+
+        Raises:
+            TimeoutError: the engine did not come to it.
+        """
+        future = asyncio.wrap_future(self._engine.call(function))
+        return await asyncio.wait_for(future, _CALL_TIMEOUT_S)
+
+    async def _update(self, function: Callable[[], str]) -> Response:
+        """Answer `success` and a message, 400 if the update was refused."""
+        try:
+            return _outcome(await self._in_engine(function))
+        except (UpdateRefused, WeightsRefused, PayloadRefused) as error:
+            return _outcome(str(error), is_good=False)
+
+    def _stage(self, body: _FromTensor) -> None:
+        """Write a payload's tensors to the staged weights; in the engine's thread."""
+        payloads = body.serialized_named_tensors
+        if body.load_format != "flattened_bucket" or len(payloads) != 1:
+            raise PayloadRefused(
+                f"load_format={body.load_format!r} with {len(payloads)} payloads; the torch server "
+                'takes one payload with load_format "flattened_bucket"'
+            )
+        if body.abort_all_requests:
+            self._engine.abort_all()
+        self._engine.update.write(read_bucket(payloads[0]))
+        if body.weight_version is not None:
+            self._engine.update.pending_version = body.weight_version
+
+    def _add_generation_routes(self) -> None:
+        app, engine = self._control, self._engine
+
+        @app.post("/abort_request")
+        async def abort_request(body: _Abort) -> Response:
+            if body.abort_all:
+                engine.abort(None)
+            else:
+                self._generate.abort(body.rid)
+            return Response(status_code=200)
+
+        @app.post("/pause_generation")
+        async def pause_generation(body: _Pause) -> dict[str, str]:
+            await self._in_engine(lambda: engine.pause(body.mode))
+            return {"message": f"Generation paused, mode={body.mode}.", "status": "ok"}
+
+        @app.post("/continue_generation")
+        async def continue_generation() -> dict[str, str]:
+            await self._in_engine(engine.resume)
+            return {"message": "Generation continued.", "status": "ok"}
+
+        @app.api_route("/flush_cache", methods=["GET", "POST"])
+        async def flush_cache(timeout: float = 0.0) -> Response:
+            deadline = time.monotonic() + timeout
+            while not await self._in_engine(engine.flush):
+                if time.monotonic() >= deadline:
+                    reason = "Timed out waiting for idle state." if timeout else "requests run"
+                    return PlainTextResponse(f"Flush cache failed. {reason}", 400)
+                await asyncio.sleep(_FLUSH_POLL_S)
+            return PlainTextResponse("Cache flushed.")
+
+    def _add_update_routes(self) -> None:
+        app, engine = self._control, self._engine
+
+        @app.post("/begin_weight_update")
+        async def begin_weight_update(body: _Begin | None = None) -> Response:
+            def begin() -> str:
+                engine.update.begin()
+                return "Weight update begun."
+
+            return await self._update(begin)
+
+        @app.post("/update_weights_from_tensor")
+        async def update_weights_from_tensor(body: _FromTensor) -> Response:
+            def write() -> str:
+                self._stage(body)
+                return "Tensors staged."
+
+            return await self._update(write)
+
+        @app.post("/end_weight_update")
+        async def end_weight_update() -> Response:
+            def end() -> str:
+                engine.update.end()
+                engine.weights_changed(engine.update.pending_version)
+                return "Weight update ended."
+
+            return await self._update(end)
+
+    def _add_version_routes(self) -> None:
+        app, engine = self._control, self._engine
+
+        @app.post("/update_weights_from_disk")
+        async def update_weights_from_disk(body: _FromDisk) -> Response:
+            def load() -> str:
+                engine.update.load(Path(body.model_path))
+                if body.abort_all_requests:
+                    engine.abort_all()
+                engine.weights_changed(body.weight_version)
+                return "Weights loaded."
+
+            return await self._update(load)
+
+        @app.post("/update_weight_version")
+        async def update_weight_version(body: _Version) -> dict[str, Any]:
+            await self._in_engine(
+                lambda: engine.set_version(body.new_version, abort_all=body.abort_all_requests)
+            )
+            return {"success": True, "message": "Version set.", "new_version": body.new_version}
+
+        @app.post("/weights_checker")
+        async def weights_checker(body: _Check) -> Response:
+            if body.action != "checksum":
+                return _outcome(
+                    f"action={body.action!r}; the torch server knows: checksum", is_good=False
+                )
+            sums = await self._in_engine(lambda: engine.update.live.checksums())
+            ranks = [{"tp_rank": 0, "pp_rank": 0, "checksums": sums}]
+            return JSONResponse({"success": True, "message": "", "ranks": ranks})
+
+    def _add_info_routes(self) -> None:
+        app, engine = self._control, self._engine
+        config = engine.update.live.config
+
+        @app.get("/health")
+        @app.get("/health_generate")
+        async def health() -> Response:
+            return Response(status_code=200 if engine.is_alive else 503)
+
+        @app.get("/model_info")
+        async def model_info() -> dict[str, Any]:
+            return {
+                "model_path": self._model_path,
+                "tokenizer_path": self._model_path,
+                "is_generation": True,
+                "weight_version": engine.weight_version,
+                "architectures": [config.architecture],
+            }
+
+        @app.get("/server_info")
+        async def server_info() -> dict[str, Any]:
+            return {
+                "kind": "torch",
+                "purpose": PURPOSE,
+                "model_path": self._model_path,
+                "weight_version": self._start_version,
+                "dtype": str(engine.update.live.dtype).removeprefix("torch."),
+                "device": str(engine.update.live.device),
+                "context_length": engine.max_tokens,
+                "max_running_requests": engine.cache.max_running,
+                "vocab_size": config.vocab_size,
+            }
+
+        @app.get("/v1/loads")
+        async def loads() -> dict[str, Any]:
+            return _loads(engine)
+
+
+def _loads(engine: Engine) -> dict[str, Any]:
+    cache = engine.cache
+    num_used = int(cache.length.sum())
+    max_tokens = cache.num_slots * engine.max_tokens
+    load = {
+        "dp_rank": 0,
+        "num_running_reqs": engine.num_running,
+        "num_waiting_reqs": engine.num_waiting,
+        "num_used_tokens": num_used,
+        "max_total_num_tokens": max_tokens,
+        "max_running_requests": cache.max_running,
+        "token_usage": num_used / max_tokens,
+        "gen_throughput": engine.draw_rate if engine.num_running else 0.0,
+        "cache_hit_rate": engine.num_cached_tokens / max(1, engine.num_prompt_tokens),
+        "is_paused": engine.is_paused,
+        "num_drawn_tokens": engine.num_drawn,
+    }
+    return {
+        "timestamp": time.time(),
+        "version": "outloop-torch",
+        "accelerator": str(engine.update.live.device),
+        "num_accelerators": 1,
+        "loads": [load],
+    }
+
+
+def _outcome(message: str, *, is_good: bool = True) -> Response:
+    body = {"success": is_good, "message": message}
+    return JSONResponse(body, status_code=200 if is_good else 400)
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    """SGLang answers 400 where FastAPI's own choice is 422."""
+    assert isinstance(error, RequestValidationError)
+    message = "; ".join(
+        f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors()
+    )
+    return JSONResponse(
+        {"error": {"message": message, "type": "invalid_request_error", "code": 400}}, 400
+    )

@@ -1,0 +1,118 @@
+"""What the torch server reads out of a Hugging Face folder's JSON files.
+
+Owns: the model's shape and its stop ids. Does not own: weights (weights), tokenizer (text).
+Invariant: a feature that the forward pass does not have is refused here, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outloop.buffer.errors import SettingsError
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Shape of a decoder-only transformer with RMSNorm, rotary positions and gated SiLU."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float
+    rope_theta: float
+    max_positions: int
+    is_tied: bool
+    has_qk_norm: bool
+    has_qkv_bias: bool
+    has_output_bias: bool
+    has_mlp_bias: bool
+    eos_token_ids: frozenset[int]
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration of `folder`.
+
+    Raises:
+        SettingsError: no config.json, an architecture or a feature that is not supported.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise SettingsError(
+            f"model folder path={str(folder)!r} holds no config.json; "
+            "give a Hugging Face folder with config.json and *.safetensors"
+        )
+    raw: dict[str, Any] = json.loads(path.read_text())
+    architecture = (raw.get("architectures") or ["none"])[0]
+    if architecture not in ARCHITECTURES:
+        raise SettingsError(
+            f"{path}: architectures={architecture!r} is not supported by the torch server; "
+            f"allowed: {', '.join(ARCHITECTURES)}"
+        )
+    _refuse_unsupported(raw, path)
+    attention_bias = bool(raw.get("attention_bias", False))
+    num_heads = int(raw["num_attention_heads"])
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=int(raw["vocab_size"]),
+        hidden_size=int(raw["hidden_size"]),
+        intermediate_size=int(raw["intermediate_size"]),
+        num_layers=int(raw["num_hidden_layers"]),
+        num_heads=num_heads,
+        num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
+        head_dim=int(raw.get("head_dim") or raw["hidden_size"] // num_heads),
+        rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(_rope(raw).get("rope_theta", 10000.0)),
+        max_positions=int(raw.get("max_position_embeddings", 2048)),
+        is_tied=bool(raw.get("tie_word_embeddings", False)),
+        has_qk_norm=architecture == "Qwen3ForCausalLM",
+        has_qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
+        has_output_bias=attention_bias and architecture != "Qwen2ForCausalLM",
+        has_mlp_bias=bool(raw.get("mlp_bias", False)),
+        eos_token_ids=_eos_ids(raw, folder),
+    )
+
+
+def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters: a table of their own in newer configs, top-level keys in older ones."""
+    return raw.get("rope_parameters") or raw
+
+
+def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind != "default":
+        raise SettingsError(
+            f"{path}: rope_type={kind!r} is not supported by the torch server; allowed: default"
+        )
+    if raw.get("use_sliding_window"):
+        raise SettingsError(
+            f"{path}: use_sliding_window=true is not supported by the torch server; allowed: false"
+        )
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise SettingsError(
+            f"{path}: hidden_act={activation!r} is not supported by the torch server; allowed: silu"
+        )
+
+
+def _eos_ids(raw: dict[str, Any], folder: Path) -> frozenset[int]:
+    """End-of-text ids of the model and of its generation config, as SGLang joins them."""
+    found: set[int] = set()
+    generation = folder / "generation_config.json"
+    sources = [raw]
+    if generation.is_file():
+        sources.append(json.loads(generation.read_text()))
+    for source in sources:
+        eos = source.get("eos_token_id")
+        found.update([eos] if isinstance(eos, int) else eos or [])
+    return frozenset(found)

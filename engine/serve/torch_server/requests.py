@@ -1,0 +1,144 @@
+"""One request of /generate on its way through the engine.
+
+Owns: its wire form, its state, how it ends. Does not own: when it runs (engine), HTTP (app).
+Invariant: `output_ids` and `logprobs` are equally long and `spans` cover them without gaps; a
+request ends once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from outloop.engine.serve.torch_server.sampling import BadRequest, SamplingParams
+from outloop.engine.serve.torch_server.text import Text
+
+_REFUSED = (
+    "input_embeds",
+    "token_ids_logprob",
+    "return_sampling_mask",
+    "return_routed_experts",
+    "return_hidden_states",
+    "lora_path",
+    "session_params",
+)
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /generate; unknown top-level fields are ignored, as by SGLang."""
+
+    input_ids: list[int | list[int]] | None = None
+    text: str | list[str] | None = None
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    return_logprob: bool = False
+    logprob_start_len: int | None = None
+    top_logprobs_num: int = 0
+    return_text_in_logprobs: bool = False
+    stream: bool = False
+    rid: str | None = None
+    extra_key: str | None = None
+    input_embeds: Any = None
+    token_ids_logprob: Any = None
+    return_sampling_mask: bool = False
+    return_routed_experts: bool = False
+    return_hidden_states: bool = False
+    lora_path: Any = None
+    session_params: Any = None
+
+    def check(self) -> None:
+        """Refuse what this server cannot do.
+
+        Raises:
+            BadRequest: names the field and what is allowed.
+        """
+        self.sampling_params.check()
+        for name in _REFUSED:
+            if getattr(self, name):
+                raise BadRequest(f"{name} is not supported by the torch server; leave it out")
+        if self.logprob_start_len not in (None, -1):
+            raise BadRequest(
+                f"logprob_start_len={self.logprob_start_len}; allowed by the torch server: -1"
+            )
+        if self.top_logprobs_num != 0:
+            raise BadRequest(
+                f"top_logprobs_num={self.top_logprobs_num}; allowed by the torch server: 0"
+            )
+        if (self.input_ids is None) == (self.text is None):
+            raise BadRequest("give one of input_ids and text")
+
+
+_decode = msgspec.json.Decoder(GenerateRequest).decode
+
+
+def decode_request(body: bytes) -> GenerateRequest:
+    """The request in `body`, checked.
+
+    Raises:
+        BadRequest: not JSON, wrong types, unknown sampling parameter, value out of range.
+    """
+    try:
+        request = _decode(body)
+    except msgspec.DecodeError as error:
+        raise BadRequest(str(error)) from error
+    request.check()
+    return request
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """State of one sequence; written by the engine's thread only."""
+
+    rid: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    stops: tuple[str, ...]
+    extra_key: str | None
+    is_streamed: bool
+    on_progress: Callable[[Running], None]
+    """Called in the event loop after tokens were drawn (streamed requests) and at the end."""
+    seed: int | None = None
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+    """(weight_version, start, end) over output_ids."""
+    finish: dict[str, Any] | None = None
+    final_version: str = ""
+    """weight_version when it ended."""
+    num_cached: int = 0
+    num_retractions: int = 0
+    slot: int = -1
+    arrived_at: float = field(default_factory=time.monotonic)
+    first_run_at: float | None = None
+
+    def add(self, token: int, logprob: float, version: str) -> None:
+        """One more token was drawn under `version`."""
+        position = len(self.output_ids)
+        self.output_ids.append(token)
+        self.logprobs.append(logprob)
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1] = (version, self.spans[-1][1], position + 1)
+        else:
+            self.spans.append((version, position, position + 1))
+
+    def end_reason(self, text: Text) -> dict[str, Any] | None:
+        """Why the request ends with its last token, or None; the length is looked at first."""
+        if len(self.output_ids) >= self.params.max_new_tokens:
+            return {"type": "length", "length": self.params.max_new_tokens}
+        token = self.output_ids[-1]
+        if token in self.stop_ids:
+            return {"type": "stop", "matched": token}
+        if self.stops:
+            matched = text.match_stop(self.output_ids, self.stops)
+            if matched is not None:
+                return {"type": "stop", "matched": matched}
+        return None
+
+
+def abort_reason(message: str = "Aborted", status_code: int | None = None) -> dict[str, Any]:
+    """The finish_reason of a request that was ended from outside."""
+    return {"type": "abort", "message": message, "status_code": status_code, "err_type": None}

@@ -1,0 +1,103 @@
+"""Weight updates of one model: staged apart, then swapped in whole.
+
+Owns: the live and the staged set, the session. Does not own: transport, versions, when a pass
+runs (engine). Invariant: `live` is never written; a session that did not end changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from outloop.engine.serve.torch_server.weights import Weights, WeightsRefused, read_folder
+
+
+class UpdateRefused(Exception):
+    """The call does not fit the session's state; HTTP 400."""
+
+
+class UpdateSession:
+    """begin -> any number of writes -> end. Used from the engine's thread only."""
+
+    def __init__(self, live: Weights) -> None:
+        self.live = live
+        self._spare: Weights | None = None
+        self._staged: Weights | None = None
+        self.pending_version: str | None = None
+        """Named by an update of the open session; holds from its end."""
+
+    @property
+    def is_open(self) -> bool:
+        """True between begin and end."""
+        return self._staged is not None
+
+    def begin(self) -> None:
+        """Open a session; tensors it does not bring keep their values.
+
+        Raises:
+            UpdateRefused: one is open.
+        """
+        if self._staged is not None:
+            raise UpdateRefused(
+                "begin_weight_update: a session is open; end it with end_weight_update first"
+            )
+        self._staged = self._fresh()
+        self._staged.copy_from(self.live)
+        self.pending_version = None
+
+    def write(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Stage tensors.
+
+        Raises:
+            UpdateRefused: no session is open.
+            WeightsRefused: a name or shape that is not this model's.
+        """
+        if self._staged is None:
+            raise UpdateRefused(
+                "update_weights_from_tensor must run between begin_weight_update and "
+                "end_weight_update"
+            )
+        for name, tensor in named_tensors:
+            self._staged.write(name, tensor)
+
+    def end(self) -> None:
+        """Make the staged set live.
+
+        Raises:
+            UpdateRefused: no session is open.
+        """
+        if self._staged is None:
+            raise UpdateRefused(
+                "end_weight_update: no session is open; start one with begin_weight_update"
+            )
+        staged, self._staged = self._staged, None
+        self._swap(staged)
+
+    def load(self, folder: Path) -> None:
+        """Make the weights of a Hugging Face folder live; on an error the old ones stay.
+
+        Raises:
+            UpdateRefused: a session is open.
+            WeightsRefused: the folder does not hold this model.
+        """
+        if self._staged is not None:
+            raise UpdateRefused(
+                "update_weights_from_disk: a session is open; end it with end_weight_update first"
+            )
+        fresh = self._fresh()
+        try:
+            read_folder(fresh, folder)
+        except WeightsRefused:
+            self._spare = fresh
+            raise
+        self._swap(fresh)
+
+    def _fresh(self) -> Weights:
+        spare, self._spare = self._spare, None
+        return spare or Weights(self.live.config, self.live.dtype, self.live.device)
+
+    def _swap(self, fresh: Weights) -> None:
+        fresh.refresh()
+        self.live, self._spare = fresh, self.live

@@ -1,0 +1,137 @@
+"""Advantages: from the rewards of a group to one number per episode.
+
+Owns: group and take statistics. Does not own: token losses, what a reward means. Invariant:
+statistics go by group_id over scored episodes, each counted once, whatever it yields in samples;
+a group without signal has advantages of exactly zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Float64 = npt.NDArray[np.float64]
+Advantage = Callable[[Float64], Float64]
+"""Rewards [E] of one group's scored episodes -> advantages [E]."""
+TakeAdvantage = Callable[[Sequence[Float64]], list[Float64]]
+"""The rewards of every group with scored episodes -> the advantages of each."""
+
+_EPSILON = 1e-6
+_EQUAL = 1e-9
+"""Rewards closer than this, relative to the largest, are equal: a difference that small is
+rounding, and GRPO's division would blow it up to a full advantage."""
+
+
+def has_signal(rewards: Sequence[float]) -> bool:
+    """True if at least two episodes were scored and their rewards differ."""
+    if len(rewards) < 2:
+        return False
+    scale = max(1.0, max(abs(reward) for reward in rewards))
+    return max(rewards) - min(rewards) > _EQUAL * scale
+
+
+def grpo(rewards: Float64) -> Float64:
+    """(r - mean) / std: GRPO, arXiv:2402.03300, section 4.1.2 (outcome supervision).
+
+    The paper does not say which standard deviation; this is the population's. 1e-6 is added to it.
+    """
+    return (rewards - rewards.mean()) / (rewards.std() + _EPSILON)
+
+
+def dr_grpo(rewards: Float64) -> Float64:
+    """r - mean: Dr.GRPO, arXiv:2503.20783, section 3.2, which removes GRPO's division by std.
+
+    The paper's other change, a constant denominator in place of each response's length, is
+    trainer.denominator = "constant".
+    """
+    return rewards - rewards.mean()
+
+
+def rloo(rewards: Float64) -> Float64:
+    """r_i - mean of the others: RLOO, arXiv:2402.14740, section 3.3 (leave-one-out baseline).
+
+    The paper uses it with REINFORCE; here it may be combined with any loss.
+    """
+    return (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1))
+
+
+def reinforce_pp(groups: Sequence[Float64]) -> list[Float64]:
+    """(r - mean) / std over all episodes of a take: REINFORCE++, arXiv:2501.03262, equation 10.
+
+    Differs from the paper, which normalises over tokens: an episode counts once, however many
+    tokens and branches it has. The paper's KL per token to go is trainer.kl = "k1", one sum per
+    episode. The standard deviation is the population's; 1e-6 is added to it.
+    """
+    everyone = np.concatenate(groups)
+    scale = everyone.std() + _EPSILON
+    return [(rewards - everyone.mean()) / scale for rewards in groups]
+
+
+def reinforce_pp_baseline(groups: Sequence[Float64]) -> list[Float64]:
+    """(r - group mean) / std of the same over a take: REINFORCE++ with baseline, arXiv:2501.03262.
+
+    Differs as `reinforce_pp` does. The only member of its group is its own mean: it gets zero and
+    counts in the standard deviation.
+    """
+    centred = [rewards - rewards.mean() for rewards in groups]
+    scale = np.concatenate(centred).std() + _EPSILON
+    return [rewards / scale for rewards in centred]
+
+
+ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+TAKE_ADVANTAGES: dict[str, TakeAdvantage] = {
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+}
+
+
+def group_advantages(rewards: Sequence[float], advantage: str | Advantage) -> Float64:
+    """Advantages [E] of one group's scored episodes; zeros when the group has no signal."""
+    if not has_signal(rewards):
+        return np.zeros(len(rewards))
+    return _of_group(np.asarray(rewards, np.float64), advantage)
+
+
+def groups_with_signal(groups: Sequence[Sequence[float]], advantage: str | Advantage) -> list[bool]:
+    """For each group of a take whether its rewards can teach anything under `advantage`.
+
+    Under reinforce_pp, whose baseline is the take's, a group of equal rewards can, if the take's
+    rewards differ.
+    """
+    if advantage == "reinforce_pp":
+        take_has_signal = has_signal([reward for rewards in groups for reward in rewards])
+        return [take_has_signal and len(rewards) > 0 for rewards in groups]
+    return [has_signal(rewards) for rewards in groups]
+
+
+def take_advantages(
+    groups: Sequence[Sequence[float]], advantage: str | Advantage, *, signal: Sequence[bool]
+) -> list[Float64]:
+    """Advantages of every group of a take, from the rewards of their scored episodes.
+
+    Args:
+        groups: rewards by group; a group may be empty.
+        advantage: a name of ADVANTAGES or TAKE_ADVANTAGES, or a function of one group.
+        signal: `groups_with_signal`; the others get zeros, but count in a take's statistics.
+    """
+    arrays = [np.asarray(rewards, np.float64) for rewards in groups]
+    of_take = TAKE_ADVANTAGES.get(advantage) if isinstance(advantage, str) else None
+    if of_take is None:
+        return [
+            _of_group(rewards, advantage) if has else np.zeros(len(rewards))
+            for rewards, has in zip(arrays, signal, strict=True)
+        ]
+    filled = [index for index, rewards in enumerate(arrays) if len(rewards)]
+    results = [np.zeros(len(rewards)) for rewards in arrays]
+    if filled:
+        for index, values in zip(filled, of_take([arrays[i] for i in filled]), strict=True):
+            if signal[index]:
+                results[index] = values
+    return results
+
+
+def _of_group(rewards: Float64, advantage: str | Advantage) -> Float64:
+    function = ADVANTAGES[advantage] if isinstance(advantage, str) else advantage
+    return function(rewards)

@@ -1,0 +1,209 @@
+"""Lets megatron-core 0.16.1 run on a machine without CUDA (gloo, CPU tensors).
+
+Owns: every replacement of a name in torch or megatron-core that the CPU path needs; this is the
+only place in the project where an installed package is patched. Does not own: layers (mcore).
+Invariant: does nothing when CUDA is there; refuses any other version of megatron-core, because each
+shim was checked against the lines it stands in for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from outloop.buffer.errors import SettingsError
+
+SUPPORTED_VERSION = "0.16.1"
+_CPU = torch.device("cpu")
+_INSTALLED = "_outloop_cpu_backend"
+_FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "randn",
+    "rand",
+)
+_CUDA_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+    torch.float16: "torch.cuda.HalfTensor",
+}
+
+
+class _NullStream:
+    """Stands in for torch.cuda.Stream: CPU work is already in order."""
+
+    device = _CPU
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, *args: Any) -> None:
+        pass
+
+    def wait_event(self, *args: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _NullEvent()
+
+    def __enter__(self) -> _NullStream:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+
+class _NullEvent:
+    """Stands in for torch.cuda.Event."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, *args: Any) -> None:
+        pass
+
+    def wait(self, *args: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+def install() -> None:
+    """Make the CPU look like the device that megatron-core asks for; call before importing it.
+
+    Raises:
+        SettingsError: the installed megatron-core is another version.
+    """
+    installed = metadata.version("megatron-core")
+    if installed != SUPPORTED_VERSION:
+        raise SettingsError(
+            f"megatron-core=={installed} is installed; {SUPPORTED_VERSION} is allowed. "
+            f"Run: pip install megatron-core=={SUPPORTED_VERSION}"
+        )
+    if torch.cuda.is_available() or hasattr(torch.cuda, _INSTALLED):
+        return
+    setattr(torch.cuda, _INSTALLED, True)
+    _replace_cuda_functions()
+    _replace_factories()
+    _replace_tensor_methods()
+    _patch_megatron()
+
+
+def _replace_cuda_functions() -> None:
+    """torch.cuda.* that megatron-core calls without asking whether there is a device."""
+    cuda: Any = torch.cuda
+    stream = _NullStream()
+    cuda.current_device = lambda: _CPU
+    cuda.synchronize = lambda *args, **kwargs: None
+    cuda.empty_cache = lambda: None
+    cuda.current_stream = lambda *args, **kwargs: stream
+    cuda.default_stream = lambda *args, **kwargs: stream
+    cuda.Stream = _NullStream
+    cuda.Event = _NullEvent
+    cuda.stream = lambda stream: contextlib.nullcontext(stream)
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    cuda.random.get_rng_state = cuda.get_rng_state
+    cuda.random.set_rng_state = cuda.set_rng_state
+    cuda.nvtx.range_push = lambda *args: 0
+    cuda.nvtx.range_pop = lambda *args: 0
+
+
+def _replace_factories() -> None:
+    """`torch.zeros(..., device="cuda")` and its like, written literally in megatron-core."""
+
+    def on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def factory(*args: Any, **kwargs: Any) -> Any:
+            device = kwargs.get("device")
+            if device is not None and str(device).startswith("cuda"):
+                kwargs["device"] = _CPU
+                kwargs.pop("pin_memory", None)
+            return original(*args, **kwargs)
+
+        return factory
+
+    for name in _FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def _replace_tensor_methods() -> None:
+    """`.cuda()`, `.record_stream()`, and `.type()` where it is compared to CUDA names."""
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *args, **kwargs: self
+    tensor.record_stream = lambda self, stream: None
+    original = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs and self.dtype in _CUDA_TYPE_NAMES:
+            caller = sys._getframe(1).f_code.co_filename
+            if "/megatron/core/" in caller:
+                return _CUDA_TYPE_NAMES[self.dtype]
+        return original(self, *args, **kwargs)
+
+    tensor.type = type_
+
+
+def _patch_megatron() -> None:
+    """The random-state tracker, names undefined without Transformer Engine, and the Adam step."""
+    from megatron.core.tensor_parallel import random as mcore_random
+
+    class CpuRngTracker(mcore_random.CudaRNGStatesTracker):
+        """Forks the CPU generator where megatron-core forks the CUDA one."""
+
+        def add(self, name: str, seed: int) -> None:
+            self._is_initialized = True
+            if seed in self.seeds_ or name in self.states_:
+                raise ValueError(f"rng state name={name!r} or seed={seed} exists already")
+            self.seeds_.add(seed)
+            generator = torch.Generator()
+            generator.manual_seed(int(seed))
+            self.states_[name] = generator.get_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = mcore_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            before = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(before)
+
+    mcore_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    mcore_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    mcore_random.CudaRNGStatesTracker = CpuRngTracker
+
+    from megatron.core.transformer.moe import moe_utils
+
+    # 0.16.1 names these without Transformer Engine, where they do not exist.
+    for name in (
+        "te_general_gemm",
+        "fused_permute",
+        "fused_unpermute",
+        "fused_sort_chunks_by_index",
+    ):
+        if not hasattr(moe_utils, name):
+            setattr(moe_utils, name, None)

@@ -1,0 +1,171 @@
+"""The Megatron-core layers that the local (no Transformer Engine) path needs.
+
+Owns: RMSNorm, rotary position embedding, attention over packed samples, the layer spec.
+Does not own: parallel state or the optimizer (mcore). Invariant: attention never crosses samples,
+and a sample's positions start at zero wherever it lies in the row.
+
+Shape letters: T tokens of a row, B samples of a length class, L its padded length, H heads,
+K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from torch import Tensor
+from torch.nn import functional
+
+_MAX_LENGTH_RATIO = 1.25
+"""Samples share one padded attention call while the longest is at most this much longer."""
+
+
+@dataclass(kw_only=True)
+class PackedRow(PackedSeqParams):
+    """How samples lie in one packed row of T tokens; travels through Megatron to the attention.
+
+    `classes` groups samples of similar length: each is an index [B, L] into the row, where padding
+    points at position T, one past the end. `order` [T] puts the classes' real tokens back in place.
+    """
+
+    positions: Tensor
+    """[T] int64, position of each token in its sample."""
+    classes: tuple[Tensor, ...]
+    order: Tensor
+    num_tokens: int = field(default=0)
+
+
+def pack_row(lengths: Sequence[int], device: torch.device) -> PackedRow:
+    """Lay samples of the given lengths behind each other."""
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    total = starts[-1]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    by_length = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    classes: list[Tensor] = []
+    seen: list[Tensor] = []
+    begin = 0
+    while begin < len(by_length):
+        longest = lengths[by_length[begin]]
+        end = begin
+        while end < len(by_length) and lengths[by_length[end]] * _MAX_LENGTH_RATIO >= longest:
+            end += 1
+        members = by_length[begin:end]
+        index = torch.full((len(members), longest), total, dtype=torch.int64)
+        for row, sample in enumerate(members):
+            index[row, : lengths[sample]] = torch.arange(starts[sample], starts[sample + 1])
+        classes.append(index.to(device))
+        seen.append(index.reshape(-1))
+        begin = end
+    places = torch.cat(seen)
+    real = (places < total).nonzero().squeeze(1)
+    order = torch.empty(total, dtype=torch.int64)
+    order[places[real]] = real
+    return PackedRow(
+        qkv_format="thd",
+        positions=positions.to(device),
+        classes=tuple(classes),
+        order=order.to(device),
+        num_tokens=total,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm computed in float32; its weight is marked for sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension; dtype is kept."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention over a PackedRow, rotary embedding included.
+
+    Takes query [T, H, D], key and value [T, K, D]; returns [T, H * D]. Rotation happens here, from
+    `positions`, because Megatron's own packed rotation loops over samples in Python.
+    """
+
+    def __init__(self, config: Any, layer_number: int, *unused: Any, **more: Any) -> None:
+        super().__init__(config=config)
+        self.scale = more.get("softmax_scale") or 1.0 / math.sqrt(config.kv_channels)
+        half = torch.arange(0, config.kv_channels, 2, dtype=torch.float32) / config.kv_channels
+        self.register_buffer("inv_freq", config.rope_theta**-half, persistent=False)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedRow | None = None,
+    ) -> Tensor:
+        """Attention of every sample to itself, causally."""
+        if not isinstance(packed_seq_params, PackedRow):
+            raise TypeError("PackedAttention needs a PackedRow; build one with pack_row")
+        row = packed_seq_params
+        angles = row.positions.float()[:, None] * self.inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = angles.cos()[:, None].to(query.dtype), angles.sin()[:, None].to(query.dtype)
+        query = query * cos + _rotate_half(query) * sin
+        key = key * cos + _rotate_half(key) * sin
+        parts = []
+        q, k, v = (torch.cat((x, x.new_zeros(1, *x.shape[1:]))) for x in (query, key, value))
+        for index in row.classes:
+            out = functional.scaled_dot_product_attention(
+                q[index].transpose(1, 2),
+                k[index].transpose(1, 2),
+                v[index].transpose(1, 2),
+                is_causal=True,
+                scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+            parts.append(out.transpose(1, 2).reshape(-1, query.shape[1] * query.shape[2]))
+        return torch.cat(parts)[row.order]
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def block_spec(config: Any) -> TransformerBlockSubmodules:
+    """Megatron-core's local layers with our norm and attention."""
+    spec: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    spec.submodules.input_layernorm = RMSNorm
+    spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    num_layers = get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)

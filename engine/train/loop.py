@@ -1,0 +1,329 @@
+"""The RL loop.
+
+Owns: the order of a step. Does not own: any of its parts. Invariant: a version is announced before
+it is published and acknowledged before anything is admitted under it; a group is acknowledged only
+by a checkpoint that contains its update; one loop serves every max_staleness.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+
+from outloop.buffer.errors import PublishFailed
+from outloop.buffer.records import CheckpointMark, Float32, Lease
+from outloop.buffer.run import Run
+from outloop.buffer.telemetry import MetricsWriter
+from outloop.engine.train.batch import Batch, build_batch
+from outloop.engine.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from outloop.engine.train.custom import loss_of
+from outloop.engine.train.evaluation import Evaluations
+from outloop.engine.train.mcore import Policy, PolicyModel
+from outloop.engine.train.ports import Publisher, PublishReport, Reader
+from outloop.engine.train.reference import Reference, load_reference
+from outloop.engine.train.report import UpdateReport
+from outloop.engine.train.samples import Sample
+from outloop.engine.train.scoring import Score, score, with_proximals
+from outloop.engine.train.update import rl_update
+from outloop.engine.train.weights import named_huggingface_tensors, save_huggingface
+
+_BUFFER_COUNTERS = ("buffer/dropped_groups", "buffer/replaced_attempts")
+_log = structlog.get_logger()
+
+
+class Heartbeat:
+    """Keeps the leases and says what the trainer is doing; cheap enough for every poll."""
+
+    def __init__(self, reader: Reader, *, lease_s: float) -> None:
+        self._reader = reader
+        self._interval_s = lease_s / 4.0
+        self._renewed_at = time.monotonic()
+        self._fields: dict[str, str] = {}
+        self.fence = reader.acquire_fence()
+
+    def __call__(self, waiting_for: str = "", **fields: str) -> None:
+        """Renew when due; report when something changed.
+
+        Raises:
+            FenceExpired: another trainer holds this run.
+        """
+        now = time.monotonic()
+        if now - self._renewed_at > self._interval_s:
+            self._reader.renew(self.fence)
+            self._renewed_at = now
+        changed = self._fields | fields | {"waiting_for": waiting_for}
+        if changed != self._fields:
+            self._fields = changed
+            self._reader.report_status("trainer", changed)
+
+
+class RlLoop:
+    """A run's training from its first step, or its last checkpoint, to its end."""
+
+    def __init__(
+        self,
+        run: Run,
+        policy: Policy,
+        *,
+        reader: Reader,
+        publisher: Publisher,
+        metrics: MetricsWriter,
+        stop: threading.Event,
+    ) -> None:
+        self._settings = run.settings
+        self._run_dir = run.dir
+        self._policy = policy
+        self._reader = reader
+        self._publisher = publisher
+        self._metrics = metrics
+        self._stop = stop
+        self._beat = Heartbeat(reader, lease_s=run.settings.buffer.lease_s)
+        self._evaluations = Evaluations(reader, run.settings, metrics, stop=stop, beat=self._wait)
+        self._step = 0
+        self._version = -1
+        self._next_slot = 0
+        self._unmarked: list[str] = []
+        """Groups trained since the last checkpoint."""
+        self._steps_without_signal = 0
+        self._reference: Reference | None = None
+        self._reference_hash = ""
+        """Of the reference that the run is pinned to; empty until one is first used."""
+        self._loss = loss_of(run.settings)
+
+    def run(self) -> None:
+        """Train to the last step, or until stopped; a stop leaves a checkpoint behind."""
+        self._resume()
+        ended_at = time.monotonic()
+        while self._step < self._settings.trainer.num_steps and not self._stop.is_set():
+            leases = self._take()
+            if self._stop.is_set():
+                break
+            taken_at = time.monotonic()
+            batch = self._build(leases)
+            report = self._update(batch)
+            updated_at = time.monotonic()
+            self._evaluations.collect()
+            published = self._publish(parent=self._version, policy_version=self._version + 1)
+            self._settle(batch)
+            self._step += 1
+            self._evaluations.request(step=self._step, policy_version=self._version)
+            if self._is_checkpoint_due():
+                self._checkpoint()
+            now = time.monotonic()
+            times = {
+                "train/step_s": now - ended_at,
+                "train/wait_s": taken_at - ended_at,
+                "train/update_s": updated_at - taken_at,
+            }
+            self._record(batch, report, published, times)
+            ended_at = now
+        self._finish()
+
+    def _resume(self) -> None:
+        """Start from the latest checkpoint or the model folder, and make its weights served."""
+        checkpoint = None
+        if self._settings.trainer.resume:
+            checkpoint = latest_checkpoint(self._run_dir / "checkpoints")
+        mark = checkpoint.mark if checkpoint else None
+        parent = None
+        if checkpoint is not None and mark is not None:
+            load_checkpoint(self._policy, checkpoint)
+            self._step, self._next_slot, parent = (
+                checkpoint.step,
+                mark.next_slot,
+                mark.policy_version,
+            )
+            self._reference_hash = checkpoint.reference_hash
+            _log.info("resumed", checkpoint=str(checkpoint.path), step=self._step)
+        self._load_reference()
+        highest = self._reader.recover(mark, fence=self._beat.fence)
+        self._reader.set_run_state("running")
+        self._publish(parent=parent, policy_version=highest + 1)
+        if checkpoint is None:
+            self._evaluations.request(step=0, policy_version=self._version)
+
+    def _load_reference(self) -> None:
+        """The frozen model, when a KL term asks for one."""
+        if self._settings.trainer.kl == "none":
+            return
+        self._reference = load_reference(
+            self._policy.config,
+            self._settings.model.path,
+            pinned_hash=self._reference_hash,
+            device=next(self._policy.model.parameters()).device,
+        )
+        self._reference_hash = self._reference.content_hash
+
+    def _take(self) -> list[Lease]:
+        """The next groups, oldest slots first."""
+
+        def should_stop() -> bool:
+            return self._stop.is_set()
+
+        settings = self._settings.trainer
+        return self._reader.take(
+            settings.groups_per_step,
+            fence=self._beat.fence,
+            policy_version=self._version,
+            timeout_s=settings.take_timeout_s,
+            on_wait=self._wait,
+            should_stop=should_stop,
+        )
+
+    def _wait(self, sentence: str) -> None:
+        """Heartbeat, and weights for a server that joined since the last publish."""
+        self._beat(sentence)
+        if any(e.policy_version is None and not e.is_quarantined for e in self._reader.servers()):
+            self._feed(self._version)
+
+    def _build(self, leases: list[Lease]) -> Batch:
+        batch = build_batch(
+            [lease.group for lease in leases],
+            self._settings,
+            policy_version=self._version,
+            vocab_size=self._policy.config.vocab_size,
+            score_reference=self._score(self._reference.model) if self._reference else None,
+        )
+        reward = f"{batch.metrics['train/reward_mean']:.3f}"
+        self._beat(step=str(self._step + 1), reward=reward)
+        slots = [lease.group.slot for lease in leases]
+        self._next_slot = max([self._next_slot, *(slot + 1 for slot in slots)])
+        self._warn_without_signal(batch)
+        return batch
+
+    def _score(self, model: PolicyModel) -> Score:
+        """Logprobs under `model`, with a heartbeat for every microbatch."""
+        limit = self._settings.trainer.max_microbatch_tokens
+
+        def score_samples(samples: Sequence[Sample]) -> list[Float32]:
+            return score(model, samples, max_tokens=limit, on_microbatch=self._beat)
+
+        return score_samples
+
+    def _update(self, batch: Batch) -> UpdateReport:
+        """The step's optimizer updates; reports the first, in which the ratio starts at 1."""
+        trainer = self._settings.trainer
+        updates = batch.updates(trainer.num_updates_per_take)
+        if trainer.proximal == "recompute":
+            updates, metrics = with_proximals(updates, trainer, self._score(self._policy.model))
+            batch.metrics.update(metrics)
+        first: UpdateReport | None = None
+        for samples in updates:
+            report = rl_update(
+                self._policy,
+                samples,
+                trainer,
+                policy_version=self._version,
+                on_microbatch=self._beat,
+                loss=self._loss,
+            )
+            first = first or report
+        return first or UpdateReport(loss=float("nan"))
+
+    def _publish(self, *, parent: int | None, policy_version: int) -> PublishReport:
+        """Make the weights available as `policy_version` on every server."""
+        self._beat(f"servers to load version {policy_version}")
+        self._reader.announce_version(policy_version, parent)
+        report = self._feed(policy_version)
+        self._reader.acknowledge_version(policy_version)
+        self._version = policy_version
+        self._beat()
+        return report
+
+    def _feed(self, policy_version: int) -> PublishReport:
+        """Send the weights to every server; once more when none was left, for one that restarts.
+
+        Raises:
+            PublishFailed: no server took them the second time either.
+        """
+        try:
+            return self._publisher.publish(
+                named_huggingface_tensors(self._policy.model), policy_version
+            )
+        except PublishFailed as error:
+            _log.warning("publish_repeated", policy_version=policy_version, reason=str(error))
+        return self._publisher.publish(
+            named_huggingface_tensors(self._policy.model), policy_version
+        )
+
+    def _settle(self, batch: Batch) -> None:
+        """Return admission credit; earlier, episodes would start under the old version."""
+        fence = self._beat.fence
+        for group_id, reason in batch.dropped:
+            self._reader.drop(group_id, reason, fence=fence)
+        self._reader.mark_trained(batch.group_ids, fence=fence, policy_version=self._version)
+        self._unmarked += batch.group_ids
+
+    def _is_checkpoint_due(self) -> bool:
+        every = self._settings.trainer.checkpoint_every
+        is_last = self._step == self._settings.trainer.num_steps
+        return not is_last and every > 0 and self._step % every == 0
+
+    def _checkpoint(self) -> None:
+        """Write what the weights contain and acknowledge it, in this order."""
+        mark = CheckpointMark(
+            fence=self._beat.fence,
+            group_ids=tuple(self._unmarked),
+            next_slot=self._next_slot,
+            policy_version=self._version,
+        )
+        save_checkpoint(
+            self._policy,
+            self._run_dir / "checkpoints",
+            step=self._step,
+            mark=mark,
+            keep=self._settings.trainer.keep_checkpoints,
+            reference_hash=self._reference_hash,
+        )
+        self._reader.acknowledge(mark)
+        self._unmarked.clear()
+
+    def _finish(self) -> None:
+        """Leave a checkpoint; at the end of the run also the last evaluation and the HF folder."""
+        is_done = self._step >= self._settings.trainer.num_steps
+        if is_done:
+            self._evaluations.collect()
+        if self._unmarked or is_done:
+            self._checkpoint()
+        if is_done and not self._stop.is_set():
+            save_huggingface(
+                self._policy.model, self._run_dir / "hf", source=self._settings.model.path
+            )
+            self._reader.set_run_state("finished")
+        self._beat()
+
+    def _warn_without_signal(self, batch: Batch) -> None:
+        has_any = batch.metrics["train/groups_with_signal_share"] > 0
+        self._steps_without_signal = 0 if has_any else self._steps_without_signal + 1
+        limit = self._settings.telemetry.no_signal_warning_steps
+        if self._steps_without_signal and self._steps_without_signal % limit == 0:
+            sentence = (
+                f"all rewards were equal in every group for {self._steps_without_signal} steps "
+                f"(mean reward {batch.metrics['train/reward_mean']:.3f}): nothing is learned. "
+                "Check the verifier, make tasks easier or harder, or raise buffer.group_size."
+            )
+            _log.warning("no_signal", sentence=sentence)
+            self._beat(warning=sentence)
+
+    def _record(
+        self,
+        batch: Batch,
+        report: UpdateReport,
+        published: PublishReport,
+        times: dict[str, float],
+    ) -> None:
+        stats = self._reader.stats()
+        row: dict[str, Any] = batch.metrics | report.metrics() | report.policy_metrics() | times
+        row |= {
+            "train/tokens_per_s": report.num_tokens / max(times["train/step_s"], 1e-9),
+            "train/policy_version": self._version,
+            "publish/duration_s": published.duration_s,
+            "publish/bytes": published.num_bytes,
+            "publish/pause_s": published.pause_s,
+        }
+        row |= {name: stats[name] for name in _BUFFER_COUNTERS if name in stats}
+        self._metrics.write(self._step, row)

@@ -1,0 +1,145 @@
+"""Supervised fine-tuning on recorded conversations.
+
+Owns: the order of SFT. Does not own: rendering (router), the update. Invariant: every conversation
+is used once per epoch; with the same seed and data the order is the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import structlog
+
+from outloop.buffer.errors import DeadlineExceeded, SettingsError
+from outloop.buffer.run import Run
+from outloop.buffer.telemetry import MetricsWriter
+from outloop.engine.train.mcore import Policy
+from outloop.engine.train.ports import Reader
+from outloop.engine.train.samples import Sample, build_samples
+from outloop.engine.train.update import sft_update
+from outloop.engine.train.weights import save_huggingface
+
+_POLL_S = 0.1
+_NUM_ROWS = 100
+"""Metrics rows of a long run; each is of the update at its end."""
+_log = structlog.get_logger()
+
+Conversation = tuple[Sample, ...]
+
+
+def run_sft(
+    run: Run,
+    *,
+    vocab_size: int,
+    build: Callable[[int], Policy],
+    reader: Reader,
+    metrics: MetricsWriter,
+    stop: threading.Event,
+) -> None:
+    """Train cross-entropy on the run's conversations and write `hf/`; a stop writes nothing.
+
+    Args:
+        build: makes the policy for a number of updates, which the conversations decide.
+
+    Raises:
+        DeadlineExceeded: no conversation arrived for trainer.take_timeout_s.
+        SettingsError: there is nothing to train on.
+    """
+    settings = run.settings.trainer
+    reader.set_run_state("running")
+    if not _wait_for_conversations(reader, settings.take_timeout_s, stop):
+        return
+    conversations = _read_conversations(run, reader, vocab_size)
+    order = batches(
+        len(conversations),
+        size=settings.groups_per_step,
+        num_epochs=settings.num_epochs,
+        seed=run.settings.run.seed,
+    )[: settings.num_steps]
+    policy = build(len(order))
+    every = -(-len(order) // _NUM_ROWS)
+    before, tokens = time.monotonic(), 0
+    for step, members in enumerate(order, start=1):
+        if stop.is_set():
+            return
+        samples = [sample for index in members for sample in conversations[index]]
+        report = sft_update(policy, samples, settings)
+        tokens += report.num_tokens
+        if step % every == 0 or step == len(order):
+            now = time.monotonic()
+            row = {"train/samples": len(samples), "train/tokens_per_s": tokens / (now - before)}
+            metrics.write(step, report.metrics() | row)
+            reader.report_status(
+                "trainer",
+                {"waiting_for": "", "step": f"{step}/{len(order)}", "loss": f"{report.loss:.4f}"},
+            )
+            before, tokens = now, 0
+    save_huggingface(policy.model, run.dir / "hf", source=run.settings.model.path)
+    reader.set_run_state("finished")
+
+
+def batches(count: int, *, size: int, num_epochs: int, seed: int) -> list[list[int]]:
+    """Indices of every step: each epoch is a permutation of [0, count), cut into `size`."""
+    generator = np.random.default_rng(seed)
+    steps: list[list[int]] = []
+    for _ in range(num_epochs):
+        order = generator.permutation(count).tolist()
+        steps += [order[start : start + size] for start in range(0, count, size)]
+    return steps
+
+
+def _wait_for_conversations(reader: Reader, timeout_s: float, stop: threading.Event) -> bool:
+    """True once the last conversation is stored; False when stopped."""
+    seen, changed_at = -1, time.monotonic()
+    while True:
+        stored, is_final = reader.sft_progress()
+        if is_final:
+            return True
+        now = time.monotonic()
+        if stored != seen:
+            seen, changed_at = stored, now
+            reader.report_status(
+                "trainer", {"waiting_for": f"conversations ({stored} stored, more to come)"}
+            )
+        if now - changed_at > timeout_s:
+            raise DeadlineExceeded(
+                who="trainer",
+                phase=f"conversations ({stored} stored, the last one not seen)",
+                peer="runner",
+                after_s=timeout_s,
+            )
+        if stop.wait(_POLL_S):
+            return False
+
+
+def _read_conversations(run: Run, reader: Reader, vocab_size: int) -> list[Conversation]:
+    limit = run.settings.trainer.max_microbatch_tokens
+    conversations: list[Conversation] = []
+    num_skipped = 0
+    for trajectory in reader.sft_trajectories():
+        samples = build_samples(trajectory, advantage=1.0)
+        largest = max((int(sample.token_ids.max()) for sample in samples), default=0)
+        if largest >= vocab_size:
+            raise SettingsError(
+                f"conversation {trajectory.episode.episode_id} holds token id {largest}, the model "
+                f"has vocab_size={vocab_size}; give the tokenizer that belongs to model.path"
+            )
+        if not samples or max(sample.num_tokens for sample in samples) > limit:
+            num_skipped += 1
+            continue
+        conversations.append(samples)
+    if num_skipped:
+        _log.warning(
+            "conversations_skipped",
+            sentence=f"{num_skipped} conversations have no trained token or more than "
+            f"trainer.max_microbatch_tokens={limit} tokens; they are left out",
+        )
+    if not conversations:
+        raise SettingsError(
+            f"no conversation to train on was stored ({num_skipped} were left out); "
+            "check env.conversations"
+        )
+    return conversations

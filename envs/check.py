@@ -1,0 +1,47 @@
+"""`python -m outloop.envs.check SETTINGS_JSON`: is the user's side of a run all right?
+
+Owns: the exit code (0 or 2) and the last line of stderr, which is the sentence to show.
+Does not own: the checks themselves. Invariant: starts nothing and talks to nobody; it is a process
+of its own, so that importing the user's code disturbs nobody else.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import Settings, build_settings
+from outloop.envs.conversations import load_conversations
+from outloop.envs.loading import load_rollout
+from outloop.envs.tasks import load_run_tasks
+
+
+def check_rollout(settings: Settings) -> None:
+    """Load everything that the runner will load, and drop it again.
+
+    Raises:
+        SettingsError: one line that says what to change.
+    """
+    if settings.trainer.mode == "sft":
+        for _ in load_conversations(settings):
+            pass
+        return
+    if settings.env.num_runners == 0 and settings.env.rollout_function_path is None:
+        return
+    load_rollout(settings)
+    load_run_tasks(settings)
+
+
+def main(arguments: list[str]) -> int:
+    """Check the settings given as JSON; a sentence goes to stderr when they are wrong."""
+    try:
+        check_rollout(build_settings(json.loads(arguments[0]), source="settings"))
+    except SettingsError as error:
+        sys.stderr.write(f"{' '.join(str(error).split())}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

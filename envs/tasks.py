@@ -1,0 +1,228 @@
+"""Tasks of a run: where they come from, what identifies them, and how they are split.
+
+Owns: reading JSONL files and iterables, content hashes, splits, the refusal of overlaps.
+Does not own: the order in which tasks are played (buffer). Invariant: a task_id names one content;
+no task is both trained and evaluated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.records import Task
+from outloop.buffer.settings import Settings
+from outloop.envs.loading import import_folders, import_object
+
+_log = structlog.get_logger()
+_ID_CHARS = 32
+
+
+def content_hash(content: object) -> str:
+    """SHA-256 of JSON-able content, the same for key order, spacing and Unicode composition."""
+    text = json.dumps(_normalised(content), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def split_of(content: object, shares: Mapping[str, float]) -> str:
+    """Which split `content` belongs to: by its hash alone, so no order or seed can move it.
+
+    `shares` are relative sizes in a fixed order, e.g. {"train": 8, "validation": 1, "test": 1}.
+    """
+    if not shares or min(shares.values()) < 0 or sum(shares.values()) <= 0:
+        raise SettingsError(
+            f"shares={dict(shares)}; non-negative sizes with a sum above 0 are allowed"
+        )
+    point = int(content_hash(content)[:13], 16) / 16**13 * sum(shares.values())
+    for name, share in shares.items():
+        point -= share
+        if point < 0:
+            return name
+    return list(shares)[-1]
+
+
+def load_run_tasks(settings: Settings) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+    """Training and evaluation tasks of a run.
+
+    Raises:
+        SettingsError: a source is missing, malformed (with its line), empty, or both overlap.
+    """
+    env = settings.env
+    if env.tasks is None:
+        raise SettingsError(
+            "env.tasks is missing; give a JSONL file, or package.module:function that returns tasks"
+        )
+    tasks = load_tasks(env.tasks, setting="env.tasks", import_dir=env.import_dir)
+    eval_tasks: tuple[Task, ...] = ()
+    if env.eval_tasks is not None:
+        eval_tasks = load_tasks(env.eval_tasks, setting="env.eval_tasks", import_dir=env.import_dir)
+    elif settings.eval.every > 0:
+        raise SettingsError(
+            f"eval.every={settings.eval.every} needs env.eval_tasks; give held-out tasks, "
+            "or set eval.every to 0"
+        )
+    _refuse_overlap(tasks, eval_tasks)
+    return tasks, eval_tasks
+
+
+def load_tasks(source: str, *, setting: str, import_dir: Path | None) -> tuple[Task, ...]:
+    """Tasks of a JSONL file or of `package.module:function`; equal contents are one task.
+
+    A row is a JSON object: either {"task_id", "payload"}, or the payload itself. Without a
+    task_id the id is the content's hash.
+
+    Raises:
+        SettingsError: the row is named by file and line, or by its index.
+    """
+    tasks: dict[str, Task] = {}
+    num_repeated = 0
+    for place, row in read_rows(source, setting=setting, import_dir=import_dir):
+        task = _task(row, place)
+        known = tasks.setdefault(task.task_id, task)
+        if known is not task:
+            num_repeated += 1
+            if content_hash(known.payload) != content_hash(task.payload):
+                raise SettingsError(
+                    f"{place}: task_id={task.task_id!r} names another task already; "
+                    "give each task its own id, or leave task_id out"
+                )
+    if not tasks:
+        raise SettingsError(f"{setting}={source!r} gives no task; at least one is needed")
+    if num_repeated:
+        _log.warning("repeated_tasks", setting=setting, num_repeated=num_repeated)
+    return tuple(tasks.values())
+
+
+def read_rows(source: str, *, setting: str, import_dir: Path | None) -> Iterator[tuple[str, Any]]:
+    """(place, row) of a JSONL file or of an imported iterable; `place` is for error sentences.
+
+    Raises:
+        SettingsError: no such file or function, a line that is not JSON, not an iterable.
+    """
+    path = _find_file(source, import_dir)
+    if path is not None:
+        yield from _read_jsonl(path)
+        return
+    if ":" not in source or source.endswith((".jsonl", ".json")):
+        where = " or ".join(str(folder) for folder in import_folders(import_dir))
+        raise SettingsError(
+            f"{setting}={source!r}: there is no such file in {where}; "
+            "give a JSONL file, or package.module:function"
+        )
+    found = import_object(source, setting=setting, import_dir=import_dir)
+    try:
+        rows = found() if callable(found) else found
+        if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
+            raise SettingsError(
+                f"{setting}={source!r} gives a {type(rows).__name__}; "
+                "an iterable of dicts is allowed"
+            )
+        for index, row in enumerate(rows):
+            yield f"{setting}={source!r}, item {index}", row
+    except SettingsError:
+        raise
+    except Exception as error:  # the user's function may raise anything
+        raise SettingsError(
+            f"{setting}={source!r} raised {type(error).__name__}: {error}; "
+            "call it by itself and mend it"
+        ) from error
+
+
+def _find_file(source: str, import_dir: Path | None) -> Path | None:
+    for folder in import_folders(import_dir):
+        path = folder / source
+        if path.is_file():
+            return path
+    return None
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        lines = enumerate(file, start=1)
+        while True:
+            try:
+                number, line = next(lines)
+            except StopIteration:
+                return
+            except UnicodeDecodeError as error:
+                raise SettingsError(f"{path}: not UTF-8 text: {error}; save it as UTF-8") from error
+            if not line.strip():
+                continue
+            place = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise SettingsError(
+                    f"{place}: not JSON ({error.msg} at column {error.colno}): "
+                    f"{line.strip()[:80]!r}; write one JSON object per line"
+                ) from error
+            yield place, row
+
+
+def _task(row: object, place: str) -> Task:
+    if isinstance(row, Task):
+        row = {"task_id": row.task_id, "payload": row.payload}
+    if not isinstance(row, Mapping) or not all(isinstance(key, str) for key in row):
+        raise SettingsError(
+            f"{place}: {str(row)[:80]!r} is a {type(row).__name__}; "
+            'an object is allowed, for example {"question": "12*7"}'
+        )
+    fields = dict(row)
+    task_id = fields.pop("task_id", None)
+    if set(fields) == {"payload"}:
+        fields = fields["payload"]
+    if not isinstance(fields, dict) or not fields:
+        raise SettingsError(f"{place}: payload={fields!r}; a non-empty object is allowed")
+    try:
+        digest = content_hash(fields)
+        json.dumps(fields, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(
+            f"{place}: the task cannot be written as JSON ({error}); "
+            "use strings, numbers, lists and objects"
+        ) from error
+    if task_id is None:
+        task_id = digest[:_ID_CHARS]
+    if not isinstance(task_id, str) or not 0 < len(task_id) <= 200:
+        raise SettingsError(
+            f"{place}: task_id={task_id!r}; a string of 1 to 200 characters is allowed"
+        )
+    return Task(task_id=task_id, payload=fields)
+
+
+def _refuse_overlap(tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> None:
+    trained = {content_hash(task.payload): task for task in tasks}
+    shared = [task for task in eval_tasks if content_hash(task.payload) in trained]
+    if shared:
+        raise SettingsError(
+            f"{len(shared)} of {len(eval_tasks)} tasks of env.eval_tasks are in env.tasks too, for "
+            f"example payload={str(shared[0].payload)[:120]}; evaluation tasks must be held out: "
+            "split them by outloop.envs.tasks.split_of"
+        )
+    ids = {task.task_id for task in tasks}
+    for task in eval_tasks:
+        if task.task_id in ids:
+            raise SettingsError(
+                f"task_id={task.task_id!r} is in env.tasks and env.eval_tasks with different "
+                "contents; give each task its own id, or leave task_id out"
+            )
+
+
+def _normalised(content: object) -> object:
+    if isinstance(content, str):
+        return " ".join(unicodedata.normalize("NFC", content).split())
+    if isinstance(content, Mapping):
+        return {str(key): _normalised(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_normalised(value) for value in content]
+    if isinstance(content, float) and math.isfinite(content) and content.is_integer():
+        return int(content)
+    return content

@@ -1,0 +1,246 @@
+"""Makes the initial policy: a random Qwen3-shaped model and a tokenizer trained on the spot.
+
+    python policy.py --out DIR [--seed 0]
+
+DIR is then a Hugging Face folder. Nothing is downloaded, and neither torch nor transformers is
+needed. The tokenizer is a byte-level BPE trained on whole rendered conversations, the tool
+preamble included: the preamble is sent with every turn, and text that the BPE has not seen costs
+several hundred ids.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+from renderers import Qwen3RendererConfig, create_renderer
+from safetensors.numpy import save_file
+from tasks import conversations
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from tokenizers.trainers import BpeTrainer
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MARKER_TOKENS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+]
+NUM_TOKENIZER_CONVERSATIONS = 400
+VOCAB_SIZE = 640
+"""At most; the BPE stops when nothing is left to merge."""
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "use_cache": True,
+    "initializer_range": 0.02,
+    "torch_dtype": "float32",
+}
+# The renderer's format as a template, for tools that read templates: with thinking disabled, each
+# assistant turn opens with an empty <think> block.
+CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' }}
+    {{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and ' }}
+    {{- 'arguments within <tool_call></tool_call> XML tags:\\n<tool_call>\\n' }}
+    {{- '{"name": <function-name>, "arguments": <args-json-object>}\\n' }}
+    {{- '</tool_call><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + (message.content or '') }}
+        {%- for call in message.tool_calls or [] %}
+            {%- if not loop.first or message.content %}{{- '\\n' }}{%- endif %}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {%- if call.function.arguments is string %}{{- call.function.arguments }}
+            {%- else %}{{- call.function.arguments | tojson }}{%- endif %}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}
+"""
+
+
+class RendererTokenizer:
+    """The few methods that `renderers` asks of a tokenizer."""
+
+    name_or_path = "calculator"
+    unk_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        return self.tokenizer.token_to_id(token)
+
+
+def renderer_of(tokenizer: Tokenizer):
+    """The renderer that the router uses, over `tokenizer`."""
+    config = Qwen3RendererConfig(enable_thinking=False)
+    return create_renderer(RendererTokenizer(tokenizer), config)
+
+
+def train_tokenizer(rows: list[dict], vocab_size: int) -> Tokenizer:
+    """A BPE over the conversations, rendered by the renderer that will render them later."""
+    bytes_only = bpe([], vocab_size=0)
+    renderer = renderer_of(bytes_only)
+
+    def text_of(row: dict, num_messages: int, ends_in_prompt: bool) -> str:
+        ids = renderer.render_ids(
+            row["messages"][:num_messages],
+            tools=row["tools"],
+            add_generation_prompt=ends_in_prompt,
+        )
+        return bytes_only.decode(ids, skip_special_tokens=False)
+
+    texts = []
+    for row in rows:
+        said = ""
+        for index, message in enumerate(row["messages"]):
+            if message["role"] == "assistant":
+                # Where a prompt ends and an answer begins is fixed when the policy draws, so no
+                # merge may run across it.
+                for text in (text_of(row, index, True), text_of(row, index + 1, False)):
+                    texts.append(text.removeprefix(said))
+                    said = text
+    return bpe(texts, vocab_size)
+
+
+def bpe(texts: list[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE with single digits; only its special tokens may hold several digits."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        special_tokens=[
+            *(AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS),
+            *(AddedToken(token, special=False, normalized=False) for token in MARKER_TOKENS),
+        ],
+        show_progress=False,
+    )
+    # Markers are cut out before a text is encoded, so no merge may run across one.
+    markers = "|".join(map(re.escape, SPECIAL_TOKENS + MARKER_TOKENS))
+    tokenizer.train_from_iterator((re.split(markers, text) for text in texts), trainer)
+    return tokenizer
+
+
+def initial_weights(config: dict, seed: int) -> dict[str, np.ndarray]:
+    """Random float32 weights under their Hugging Face names."""
+    rng = np.random.default_rng(seed)
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    num_queries = config["num_attention_heads"] * head
+    num_keys = config["num_key_value_heads"] * head
+
+    def normal(rows: int, columns: int, scale: float) -> np.ndarray:
+        return (rng.standard_normal((rows, columns)) * scale).astype(np.float32)
+
+    ones = lambda size: np.ones(size, np.float32)  # noqa: E731
+    wide, deep = hidden**-0.5, (2 * config["num_hidden_layers"]) ** -0.5
+    weights = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden, 0.05)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        weights |= {
+            prefix + "input_layernorm.weight": ones(hidden),
+            prefix + "post_attention_layernorm.weight": ones(hidden),
+            attention + "q_proj.weight": normal(num_queries, hidden, wide),
+            attention + "k_proj.weight": normal(num_keys, hidden, wide),
+            attention + "v_proj.weight": normal(num_keys, hidden, wide),
+            attention + "o_proj.weight": normal(hidden, num_queries, num_queries**-0.5 * deep),
+            attention + "q_norm.weight": ones(head),
+            attention + "k_norm.weight": ones(head),
+            mlp + "gate_proj.weight": normal(inner, hidden, wide),
+            mlp + "up_proj.weight": normal(inner, hidden, wide),
+            mlp + "down_proj.weight": normal(hidden, inner, inner**-0.5 * deep),
+        }
+    return weights | {"model.norm.weight": ones(hidden)}
+
+
+def write_policy(folder: Path, seed: int) -> None:
+    """Write the folder: tokenizer, template, config and weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(conversations()[:NUM_TOKENIZER_CONVERSATIONS], VOCAB_SIZE)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    end, pad = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")
+    config = CONFIG | {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "bos_token_id": pad,
+        "eos_token_id": end,
+        "pad_token_id": pad,
+    }
+    files = {
+        "config.json": config,
+        "generation_config.json": {"eos_token_id": [end, pad], "pad_token_id": pad},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "model_max_length": config["max_position_embeddings"],
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=1))
+    weights = initial_weights(config, seed)
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the initial policy.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    write_policy(options.out, options.seed)
+    config = json.loads((options.out / "config.json").read_text())
+    num_weights = sum(weight.size for weight in initial_weights(config, 0).values())
+    print(f"{options.out}: {num_weights} random weights, {config['vocab_size']} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""The router as an ASGI application.
+
+Owns: which route does what, starting and stopping of what the routes need. Does not own: sockets
+(main), behaviour of routes. Invariant: hot routes are raw ASGI endpoints; FastAPI serves the admin
+routes and the OpenAPI document of all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from types import MappingProxyType
+
+import aiohttp
+import structlog
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from outloop.buffer.errors import BufferUnavailable, OutloopError
+from outloop.buffer.run import Run
+from outloop.router.admin import admin_router
+from outloop.router.control import Control
+from outloop.router.conversations import ConversationRenderer
+from outloop.router.dialects import messages_answer
+from outloop.router.dialects.table import DIALECTS
+from outloop.router.document import describe
+from outloop.router.front import Front
+from outloop.router.generation import Generator
+from outloop.router.keys import KeyRing
+from outloop.router.metrics import RouterMetrics
+from outloop.router.models import ModelTable
+from outloop.router.pool import ServerPool
+from outloop.router.port import EpisodeBuffer
+from outloop.router.refusals import Refusal, as_refusal
+from outloop.router.rendering import PolicyRenderer
+from outloop.router.service import TurnService
+from outloop.router.sessions import Episodes
+from outloop.router.upstreams import Upstream, Upstreams, read_upstreams
+from outloop.router.web import Endpoint, Handler, Receive, Scope, Send
+
+_HOUSEKEEPING_S = 2.0
+_IDLE_CONNECTION_S = 4.0
+"""Shorter than uvicorn keeps its side open (5 s), so that no turn meets a closing connection."""
+_log = structlog.get_logger()
+
+
+class Parts:
+    """What the routes of one router work with."""
+
+    def __init__(
+        self,
+        run: Run,
+        buffer: EpisodeBuffer,
+        renderer: PolicyRenderer,
+        upstreams: Mapping[str, Upstream],
+        http: aiohttp.ClientSession,
+    ) -> None:
+        settings = run.settings
+        self.buffer = buffer
+        self.metrics = RouterMetrics()
+        self.keys = KeyRing(run.keys)
+        self.pool = ServerPool(buffer)
+        self.episodes = Episodes(buffer, renderer)
+        self.service = TurnService(
+            settings,
+            buffer,
+            renderer,
+            self.episodes,
+            Generator(
+                http,
+                self.pool,
+                timeout_s=settings.router.turn_timeout_s,
+                may_mix_versions=settings.buffer.max_staleness > 0,
+            ),
+            self.metrics,
+        )
+        self.front = Front(
+            settings,
+            self.keys,
+            renderer,
+            self.episodes,
+            self.service,
+            ModelTable(settings.model.name, self.pool, settings.router.upstreams),
+            Upstreams(http, upstreams, self.metrics, timeout_s=settings.router.turn_timeout_s),
+        )
+        self.control = Control(
+            buffer=buffer,
+            keys=self.keys,
+            pool=self.pool,
+            episodes=self.episodes,
+            service=self.service,
+            conversations=ConversationRenderer(
+                renderer, max_context_tokens=settings.model.max_context_tokens
+            ),
+            metrics=self.metrics,
+        )
+
+    async def keep_house(self) -> None:
+        """Forget ended episodes and say how things stand, until cancelled."""
+        while True:
+            await asyncio.sleep(_HOUSEKEEPING_S)
+            self.episodes.forget_ended()
+            self.metrics.in_flight.set(self.service.num_running)
+            waiting = "" if self.pool.is_ready else self.pool.describe()
+            try:
+                await self.buffer.report_status(
+                    "router",
+                    {
+                        "num_turns_in_flight": str(self.service.num_running),
+                        "num_episodes": str(len(self.episodes)),
+                        "waits_for": waiting,
+                    },
+                )
+            except BufferUnavailable as error:
+                _log.warning("status_not_reported", error=str(error))
+
+
+def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
+    """The router of `run` over `writer`, which stays the caller's to close.
+
+    Raises:
+        SettingsError: the model folder, the renderer or an upstream is wrong.
+    """
+    renderer = PolicyRenderer(run.settings.model)
+    upstreams = read_upstreams(run.settings)
+
+    @asynccontextmanager
+    async def lifespan(app: RouterApp) -> AsyncIterator[None]:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_CONNECTION_S)
+        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as http:
+            parts = Parts(run, writer, renderer, upstreams, http)
+            app.state.parts = parts
+            app.endpoints = _endpoints(parts)
+            app.include_router(admin_router(parts.keys, parts.pool, writer, parts.metrics))
+            background = [
+                asyncio.create_task(parts.pool.run()),
+                asyncio.create_task(parts.keep_house()),
+            ]
+            app.state.is_serving.set()
+            try:
+                yield
+            finally:
+                await parts.service.close()
+                for task in background:
+                    task.cancel()
+                await asyncio.wait(background)
+
+    app = RouterApp(title="outloop router", lifespan=lifespan)
+    app.state.is_serving = asyncio.Event()
+    app.add_exception_handler(OutloopError, _refuse)
+    app.add_exception_handler(RequestValidationError, _refuse)
+    app.add_exception_handler(HTTPException, _refuse)
+    describe(app)
+    return app
+
+
+class RouterApp(FastAPI):
+    """FastAPI whose raw routes are found by one dictionary look-up, without its middleware.
+
+    That saves about as much per request as reading the body costs.
+    """
+
+    endpoints: Mapping[str, Endpoint] = MappingProxyType({})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a raw route, or hand on to FastAPI."""
+        if scope["type"] == "http":
+            pattern, episode_id = _pattern(scope["path"])
+            endpoint = self.endpoints.get(pattern)
+            if endpoint is not None:
+                scope["path_params"] = {"episode_id": episode_id}
+                await endpoint(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
+
+
+def _pattern(path: str) -> tuple[str, str]:
+    """`path` with an episode id in it replaced by `*`, and that id."""
+    if not path.startswith("/episodes/"):
+        return path, ""
+    episode_id, slash, rest = path[10:].partition("/")
+    return f"/episodes/*{slash}{rest}", episode_id
+
+
+def _endpoints(parts: Parts) -> Mapping[str, Endpoint]:
+    """Raw endpoints by path pattern; each refuses other methods itself."""
+    front, control, metrics = parts.front, parts.control, parts.metrics
+    routes: dict[str, tuple[str, Handler]] = {
+        "/tasks": ("POST", control.tasks),
+        "/tasks/claim": ("POST", control.claim),
+        "/episodes": ("POST", control.open),
+        "/episodes/*": ("GET", control.read),
+        "/episodes/*/reward": ("POST", control.reward),
+        "/episodes/*/close": ("POST", control.close),
+        "/trajectories": ("POST", control.trajectories),
+    }
+    endpoints = {
+        pattern: Endpoint(handler, method=method, metrics=metrics)
+        for pattern, (method, handler) in routes.items()
+    }
+    for prefix in ("", "/episodes/*"):
+        endpoints[f"{prefix}/v1/models"] = Endpoint(front.models, method="GET", metrics=metrics)
+        for path, served in DIALECTS.items():
+            endpoints[prefix + path] = Endpoint(
+                partial(front.turn, served.dialect),
+                method="POST",
+                metrics=metrics,
+                errors=served.errors,
+            )
+        endpoints[f"{prefix}/v1/messages/count_tokens"] = Endpoint(
+            front.count_tokens, method="POST", metrics=metrics, errors=messages_answer.ERRORS
+        )
+        # Anthropic's clients add /v1 to a base URL that, for all others, ends in /v1 already.
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            endpoints[f"{prefix}/v1{path}"] = endpoints[prefix + path]
+    return MappingProxyType(endpoints)
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    if isinstance(error, OutloopError):
+        refusal = as_refusal(error)
+    elif isinstance(error, HTTPException):
+        code = "not_found" if error.status_code == 404 else "refused"
+        where = f"{request.method} {request.url.path}"
+        refusal = Refusal(
+            error.status_code, code, f"{where} is not served: {error.detail}; see /openapi.json"
+        )
+    else:
+        refusal = Refusal(400, "invalid_value", str(error))
+    headers = {name.decode(): value.decode() for name, value in refusal.headers()}
+    return Response(
+        refusal.envelope(), refusal.status, headers=headers, media_type="application/json"
+    )

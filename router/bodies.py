@@ -1,0 +1,94 @@
+"""Bodies of the runner's routes.
+
+Owns: their fields. Does not own: what is done with them. Invariant: the types that decode a body
+also describe it in the OpenAPI document; unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from outloop.buffer.records import FailureKind, Outcome, Purpose
+
+
+def _no_tools() -> msgspec.Raw:
+    return msgspec.Raw(b"null")
+
+
+class TaskBody(msgspec.Struct):
+    """One task."""
+
+    task_id: str
+    payload: dict[str, Any]
+
+
+class TasksBody(msgspec.Struct):
+    """Body of `POST /tasks`."""
+
+    tasks: list[TaskBody]
+    eval_tasks: list[TaskBody] = []
+
+
+class ClaimBody(msgspec.Struct):
+    """Body of `POST /tasks/claim`; `open` opens each claim's episode in the same call."""
+
+    key: str
+    count: int
+    open: bool = False
+
+
+class EpisodeBody(msgspec.Struct):
+    """Body of `POST /episodes`."""
+
+    task_id: str
+    deadline_s: float
+    purpose: Purpose
+    group_id: str | None = None
+    attempt: int = 0
+    episode_id: str | None = None
+    sampling: dict[str, float] | None = None
+    eval_name: str = ""
+    metadata: dict[str, str] = {}
+
+
+class RewardValue(msgspec.Struct):
+    """A verifier's score."""
+
+    value: float
+    components: dict[str, float] = {}
+
+
+class RewardBody(msgspec.Struct):
+    """Body of `POST /episodes/{id}/reward`."""
+
+    value: float
+    key: str
+    components: dict[str, float] = {}
+
+
+class CloseBody(msgspec.Struct):
+    """Body of `POST /episodes/{id}/close`."""
+
+    outcome: Outcome
+    key: str
+    failure_kind: FailureKind | None = None
+    reward: RewardValue | None = None
+    error: str = ""
+
+
+class ConversationBody(msgspec.Struct):
+    """One conversation for SFT, as OpenAI messages."""
+
+    messages: msgspec.Raw
+    tools: msgspec.Raw = msgspec.field(default_factory=_no_tools)
+    metadata: dict[str, str] = {}
+
+
+class TrajectoriesBody(msgspec.Struct):
+    """Body of `POST /trajectories`; `final`: no more will come."""
+
+    trajectories: list[ConversationBody]
+    key: str
+    final: bool

@@ -1,0 +1,223 @@
+"""Anthropic messages, the request: its wire format to a turn request.
+
+Owns: field names, types and limits of a body of `/v1/messages`. Does not own: anything behind
+`TurnRequest`. Invariant: pure functions; the blocks of one answer become one assistant message
+again, so that an answer handed back is recognised.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from outloop.router.dialects import fields
+from outloop.router.turns import Message, ToolCall, TurnRequest
+
+_BETWEEN_TEXTS = "\n"
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def _no_input() -> msgspec.Raw:
+    return msgspec.Raw(b"{}")
+
+
+class Block(msgspec.Struct):
+    """A content block: text, a tool call, its result, or thinking."""
+
+    type: str = "text"
+    text: str | None = None
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: msgspec.Raw = msgspec.field(default_factory=_no_input)
+    tool_use_id: str = ""
+    content: str | list[Block] | None = None
+
+
+class MessageParam(msgspec.Struct):
+    """One message as Anthropic's API has it."""
+
+    role: str
+    content: str | list[Block]
+
+
+class _ToolChoice(msgspec.Struct):
+    type: str
+    name: str = ""
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Thinking(msgspec.Struct):
+    type: str = ""
+
+
+class MessagesRequest(msgspec.Struct):
+    """Body of `POST /v1/messages`."""
+
+    model: str
+    messages: list[MessageParam]
+    max_tokens: int
+    system: str | list[Block] | None = None
+    tools: msgspec.Raw = msgspec.field(default_factory=fields.absent)
+    tool_choice: _ToolChoice | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    thinking: _Thinking | None = None
+    stream: bool | None = None
+
+
+class CountRequest(msgspec.Struct):
+    """Body of `POST /v1/messages/count_tokens`."""
+
+    model: str
+    messages: list[MessageParam]
+    system: str | list[Block] | None = None
+    tools: msgspec.Raw = msgspec.field(default_factory=fields.absent)
+
+
+_decoder = msgspec.json.Decoder(MessagesRequest)
+_count_decoder = msgspec.json.Decoder(CountRequest)
+
+
+def decode(body: bytes) -> TurnRequest:
+    """The turn request in a body.
+
+    Raises:
+        Refusal: 400, not JSON, or a value that cannot be.
+    """
+    asked = fields.read(_decoder, body)
+    choice = asked.tool_choice
+    return TurnRequest(
+        model=asked.model,
+        messages=_messages(asked),
+        tools=_tools(bytes(asked.tools)),
+        tool_choice=_tool_choice(choice),
+        parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
+        max_new_tokens=fields.whole("max_tokens", asked.max_tokens, 1, None),
+        asked=fields.asked(asked),
+        constraints=("tool_choice",)
+        if choice is not None and choice.type in ("any", "tool")
+        else (),
+        stop=fields.stops("stop_sequences", asked.stop_sequences),
+        wants_reasoning=asked.thinking is not None and asked.thinking.type != "disabled",
+        stream=bool(asked.stream),
+        wants_usage=True,
+    )
+
+
+def decode_count(body: bytes) -> TurnRequest:
+    """What is to be counted, as a turn request.
+
+    Raises:
+        Refusal: 400, not JSON, or a value that cannot be.
+    """
+    asked = fields.read(_count_decoder, body)
+    return TurnRequest(
+        model=asked.model, messages=_messages(asked), tools=_tools(bytes(asked.tools))
+    )
+
+
+def _messages(asked: MessagesRequest | CountRequest) -> tuple[Message, ...]:
+    messages = []
+    if asked.system:
+        messages.append(Message("system", _text("system", asked.system)))
+    if not asked.messages:
+        fields.refuse("messages", "messages=[]; at least one is needed")
+    for index, message in enumerate(asked.messages):
+        where = f"messages[{index}]"
+        if message.role == "assistant":
+            messages.append(_answer(where, message.content))
+        elif message.role == "user":
+            messages += _said_by_user(where, message.content)
+        elif message.role == "system":
+            messages.append(Message("system", _text(f"{where}.content", message.content)))
+        else:
+            fields.refuse(
+                f"{where}.role",
+                f"{where}.role={message.role!r}; allowed: user, assistant, system",
+            )
+    return tuple(messages)
+
+
+def _answer(where: str, content: str | list[Block]) -> Message:
+    if isinstance(content, str):
+        return Message("assistant", content)
+    texts, reasoning, calls = [], [], []
+    for block in content:
+        if block.type == "tool_use":
+            calls.append(ToolCall(block.id, block.name, bytes(block.input).decode()))
+        elif block.type == "thinking":
+            reasoning.append(block.thinking)
+        elif block.type != "redacted_thinking":
+            texts.append(_text_of(where, block))
+    return Message("assistant", "".join(texts), "".join(reasoning), tuple(calls))
+
+
+def _said_by_user(where: str, content: str | list[Block]) -> list[Message]:
+    """Tool results and what the user says between them, in order."""
+    if isinstance(content, str):
+        return [Message("user", content)]
+    messages: list[Message] = []
+    texts: list[str] = []
+    for block in content:
+        if block.type != "tool_result":
+            texts.append(_text_of(where, block))
+            continue
+        if texts:
+            messages.append(Message("user", _BETWEEN_TEXTS.join(texts)))
+            texts = []
+        result = _text(f"{where}.content", block.content)
+        messages.append(Message("tool", result, tool_call_id=block.tool_use_id))
+    if texts or not messages:
+        messages.append(Message("user", _BETWEEN_TEXTS.join(texts)))
+    return messages
+
+
+def _text(where: str, content: str | list[Block] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return _BETWEEN_TEXTS.join(_text_of(where, block) for block in content)
+
+
+def _text_of(where: str, block: Block) -> str:
+    if block.type != "text" or block.text is None:
+        fields.refuse(
+            where,
+            f"{where} holds a block of type={block.type!r} where only text is served. "
+            "Leave other blocks out.",
+            "unsupported_content",
+        )
+    return block.text
+
+
+@lru_cache(maxsize=256)
+def _tools(raw: bytes) -> tuple[dict[str, Any], ...]:
+    functions = []
+    for index, tool in enumerate(fields.tool_objects(raw)):
+        if tool.get("type") not in (None, "custom"):
+            continue
+        if not isinstance(tool.get("name"), str):
+            fields.refuse(
+                f"tools[{index}]",
+                f'tools[{index}] has no name; a tool is {{"name": ..., "input_schema": ...}}',
+            )
+        functions.append(
+            fields.function_tool(tool["name"], tool.get("description"), tool.get("input_schema"))
+        )
+    return tuple(functions)
+
+
+def _tool_choice(choice: _ToolChoice | None) -> str:
+    if choice is None:
+        return "auto"
+    if choice.type == "tool":
+        return f"function:{choice.name}"
+    if choice.type not in _CHOICES:
+        fields.refuse(
+            "tool_choice", f"tool_choice.type={choice.type!r}; allowed: auto, any, tool, none"
+        )
+    return _CHOICES[choice.type]

@@ -1,0 +1,280 @@
+"""OpenAI Responses, the answer: a turn result to the wire, plain and streamed.
+
+Owns: bodies and events of `/v1/responses`. Does not own: anything behind `TurnResult`. Invariant:
+pure functions of a result; the items of a stream are those of its last event, and apart from
+reasoning that came after text, those of the plain answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from outloop.router.dialects import fields
+from outloop.router.refusals import ErrorForm, Refusal
+from outloop.router.turns import AnswerHead, Delta, TurnRequest, TurnResult
+
+
+def encode(results: Sequence[TurnResult], request: TurnRequest) -> bytes:
+    """The body of a plain answer."""
+    result = results[0]
+    items = _items(result)
+    return msgspec.json.encode(_response(_head_of(result), request, items, result))
+
+
+class ResponsesStream:
+    """Server-sent events of one streamed answer."""
+
+    def __init__(self, head: AnswerHead, request: TurnRequest) -> None:
+        self._head = head
+        self._request = request
+        self._shown = ""
+        self._num_events = 0
+        self._items: list[dict[str, Any]] = []
+        self._has_text = False
+        self._reasoned = ""
+        self._is_reasoning = False
+
+    def open(self) -> bytes:
+        """The empty response, made and begun."""
+        response = _response(self._head, self._request, [], None)
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def delta(self, delta: Delta) -> bytes:
+        """A piece of text."""
+        if not delta.is_reasoning:
+            self._shown += delta.text
+            begun = self._end_reasoning(self._reasoned) + self._begin_text()
+            return begun + self._text_event("output_text.delta", delta=delta.text)
+        if self._has_text:
+            return b""
+        self._reasoned += delta.text
+        return self._begin_reasoning() + self._reasoning_event("delta", delta=delta.text)
+
+    def close(self, results: Sequence[TurnResult]) -> bytes:
+        """What was held back, every item's end, and the whole response."""
+        result = results[0]
+        events = b""
+        for item in _items(result, with_text=self._has_text):
+            if item["type"] == "message":
+                events += self._end_text(result, item)
+            elif item["type"] == "function_call":
+                events += self._call(item)
+            elif not self._has_text:
+                # Reasoning that came after text has no place any more: the text is item 0.
+                text = item["content"][0]["text"]
+                rest = fields.rest_of(text, self._reasoned)
+                events += self._begin_reasoning()
+                events += self._reasoning_event("delta", delta=rest) if rest else b""
+                events += self._end_reasoning(text)
+        response = _response(self._head, self._request, self._items, result)
+        return events + self._event(f"response.{response['status']}", response=response)
+
+    def _begin_text(self) -> bytes:
+        if self._has_text:
+            return b""
+        self._has_text = True
+        item = _message_item(self._head.turn_id, None, "in_progress")
+        return self._event(
+            "response.output_item.added", output_index=len(self._items), item=item
+        ) + self._text_event("content_part.added", part=_part("", None))
+
+    def _end_text(self, result: TurnResult, item: dict[str, Any]) -> bytes:
+        text = result.message.text
+        events = self._begin_text()
+        rest = fields.rest_of(text, self._shown)
+        if rest:
+            events += self._text_event("output_text.delta", delta=rest)
+        part = item["content"][0]
+        events += self._text_event("output_text.done", text=text, logprobs=part["logprobs"])
+        events += self._text_event("content_part.done", part=part)
+        return events + self._item_done(item)
+
+    def _text_event(self, name: str, /, **values: Any) -> bytes:
+        if name == "output_text.delta":
+            values["logprobs"] = []
+        return self._event(
+            f"response.{name}",
+            item_id=f"msg_{self._head.turn_id}",
+            output_index=len(self._items),
+            content_index=0,
+            **values,
+        )
+
+    def _call(self, item: dict[str, Any]) -> bytes:
+        where = {"item_id": item["id"], "output_index": len(self._items)}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        name = "response.function_call_arguments"
+        return (
+            self._event("response.output_item.added", output_index=len(self._items), item=begun)
+            + self._event(f"{name}.delta", delta=item["arguments"], **where)
+            + self._event(f"{name}.done", arguments=item["arguments"], name=item["name"], **where)
+            + self._item_done(item)
+        )
+
+    def _begin_reasoning(self) -> bytes:
+        if self._is_reasoning:
+            return b""
+        self._is_reasoning = True
+        item = _reasoning_item(self._head.turn_id, None)
+        added = self._event("response.output_item.added", output_index=len(self._items), item=item)
+        return added + self._reasoning_part("added", "")
+
+    def _end_reasoning(self, text: str) -> bytes:
+        if not self._is_reasoning:
+            return b""
+        self._is_reasoning = False
+        events = self._reasoning_event("done", text=text) + self._reasoning_part("done", text)
+        return events + self._item_done(_reasoning_item(self._head.turn_id, text))
+
+    def _reasoning_event(self, name: str, /, **values: Any) -> bytes:
+        return self._event(f"response.reasoning_text.{name}", **self._reasoning_place(), **values)
+
+    def _reasoning_part(self, name: str, text: str) -> bytes:
+        part = {"type": "reasoning_text", "text": text}
+        return self._event(f"response.content_part.{name}", **self._reasoning_place(), part=part)
+
+    def _reasoning_place(self) -> dict[str, Any]:
+        item_id = f"rs_{self._head.turn_id}"
+        return {"item_id": item_id, "output_index": len(self._items), "content_index": 0}
+
+    def _item_done(self, item: dict[str, Any]) -> bytes:
+        event = self._event("response.output_item.done", output_index=len(self._items), item=item)
+        self._items.append(item)
+        return event
+
+    def _event(self, name: str, /, **values: Any) -> bytes:
+        body = {"type": name, "sequence_number": self._num_events, **values}
+        self._num_events += 1
+        return _sse(name, body)
+
+
+def _error_event(refusal: Refusal) -> bytes:
+    error = {"message": str(refusal), "code": refusal.code, "param": refusal.param}
+    return _sse("error", {"type": "error", "sequence_number": 0, **error})
+
+
+ERRORS = ErrorForm(Refusal.envelope, _error_event)
+
+
+def _sse(name: str, body: dict[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def _head_of(result: TurnResult) -> AnswerHead:
+    return AnswerHead(
+        turn_id=result.turn.turn_id,
+        started_at=result.turn.started_at,
+        num_prompt_tokens=result.num_prompt_tokens,
+    )
+
+
+def _items(result: TurnResult, *, with_text: bool = False) -> list[dict[str, Any]]:
+    message, turn_id = result.message, result.turn.turn_id
+    status = "incomplete" if result.turn.finish_reason == "length" else "completed"
+    items: list[dict[str, Any]] = []
+    if message.reasoning:
+        items.append(_reasoning_item(turn_id, message.reasoning))
+    if message.text or with_text or not message.tool_calls:
+        items.append(_message_item(turn_id, result, status))
+    items += (
+        {
+            "id": f"fc_{turn_id}_{index}",
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+        for index, call in enumerate(message.tool_calls)
+    )
+    return items
+
+
+def _reasoning_item(turn_id: str, text: str | None) -> dict[str, Any]:
+    return {
+        "id": f"rs_{turn_id}",
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": text}] if text is not None else [],
+        "status": "completed" if text is not None else "in_progress",
+    }
+
+
+def _message_item(turn_id: str, result: TurnResult | None, status: str) -> dict[str, Any]:
+    return {
+        "id": f"msg_{turn_id}",
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": [_part(result.message.text, result)] if result is not None else [],
+    }
+
+
+def _part(text: str, result: TurnResult | None) -> dict[str, Any]:
+    logprobs = [
+        {
+            "token": token.text,
+            "logprob": token.logprob,
+            "bytes": list(token.text.encode()),
+            "top_logprobs": [],
+        }
+        for token in (result.logprobs if result is not None else None) or ()
+    ]
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _response(
+    head: AnswerHead,
+    request: TurnRequest,
+    items: Sequence[dict[str, Any]],
+    result: TurnResult | None,
+) -> dict[str, Any]:
+    is_cut = result is not None and result.turn.finish_reason == "length"
+    ended = "incomplete" if is_cut else "completed"
+    sampling = result.turn.sampling if result is not None else None
+    return {
+        "id": f"resp_{head.turn_id}",
+        "object": "response",
+        "created_at": int(head.started_at),
+        "status": ended if result is not None else "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "instructions": None,
+        "max_output_tokens": request.max_new_tokens,
+        "model": request.model,
+        "output": list(items),
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "temperature": sampling.temperature if sampling is not None else None,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": _tool_choice(request.tool_choice),
+        "tools": [{"type": "function", **tool["function"]} for tool in request.tools],
+        "top_p": sampling.top_p if sampling is not None else None,
+        "truncation": "disabled",
+        "usage": _usage(result) if result is not None else None,
+        "metadata": {},
+    }
+
+
+def _tool_choice(choice: str) -> str | dict[str, str]:
+    kind, is_named, name = choice.partition(":")
+    return {"type": kind, "name": name} if is_named else choice
+
+
+def _usage(result: TurnResult) -> dict[str, Any]:
+    num_output = len(result.turn.output_ids)
+    return {
+        "input_tokens": result.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": num_output,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": result.num_prompt_tokens + num_output,
+    }

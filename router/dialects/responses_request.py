@@ -1,0 +1,241 @@
+"""OpenAI Responses, the request: its wire format to a turn request.
+
+Owns: field names, types and limits of a body of `/v1/responses`. Does not own: anything behind
+`TurnRequest`. Invariant: pure functions; the items of one answer become one assistant message
+again, so that an answer handed back is recognised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from outloop.router.dialects import fields
+from outloop.router.turns import Message, ToolCall, TurnRequest
+
+_ROLES: dict[str, Any] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+_STATEFUL = ("previous_response_id", "conversation", "prompt")
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class _Part(msgspec.Struct):
+    type: str = "input_text"
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(msgspec.Struct):
+    """One item of a conversation: a message, a function call or its output, reasoning."""
+
+    type: str = "message"
+    role: str = ""
+    content: str | list[_Part] | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: str | list[_Part] | None = None
+
+
+class _Text(msgspec.Struct):
+    format: dict[str, Any] | None = None
+
+
+class ResponsesRequest(msgspec.Struct):
+    """Body of `POST /v1/responses`."""
+
+    model: str
+    input: str | list[Item]
+    instructions: str | None = None
+    tools: msgspec.Raw = msgspec.field(default_factory=fields.absent)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: _Text | None = None
+    include: list[str] | None = None
+    stream: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+
+
+_decoder = msgspec.json.Decoder(ResponsesRequest)
+
+
+def decode(body: bytes) -> TurnRequest:
+    """The turn request in a body.
+
+    Raises:
+        Refusal: 400, not JSON, a value that cannot be, or state that is not kept here.
+    """
+    asked = fields.read(_decoder, body)
+    for name in _STATEFUL:
+        if getattr(asked, name) is not None:
+            fields.refuse(
+                name,
+                f"{name} is not served: conversations are kept as token ids, not by name; "
+                "send the whole conversation as `input`",
+                "unsupported_parameter",
+            )
+    if asked.background:
+        fields.refuse(
+            "background",
+            "background=true is not served; wait for the answer, or stream it",
+            "unsupported_parameter",
+        )
+    return TurnRequest(
+        model=asked.model,
+        messages=_messages(asked),
+        tools=_tools(bytes(asked.tools)),
+        tool_choice=_tool_choice(asked.tool_choice),
+        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        max_new_tokens=fields.whole("max_output_tokens", asked.max_output_tokens, 1, None),
+        asked=fields.asked(asked),
+        constraints=_constraints(asked),
+        wants_logprobs=_LOGPROBS in (asked.include or ()),
+        stream=bool(asked.stream),
+        wants_usage=True,
+    )
+
+
+def _messages(asked: ResponsesRequest) -> tuple[Message, ...]:
+    messages = []
+    if asked.instructions:
+        messages.append(Message("system", asked.instructions))
+    if isinstance(asked.input, str):
+        messages.append(Message("user", asked.input))
+    else:
+        messages += _Conversation().read(asked.input)
+    if not asked.input or not messages:
+        fields.refuse("input", "input says nothing; a text or at least one message is needed")
+    return tuple(messages)
+
+
+class _Conversation:
+    """Items to messages: reasoning, text and calls that follow each other are one message."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+        self._reasoning = ""
+        self._text: str | None = None
+        self._calls: list[ToolCall] = []
+
+    def read(self, items: Sequence[Item]) -> list[Message]:
+        """Every item's part in the conversation.
+
+        Raises:
+            Refusal: 400, an unknown role or kind of item, or content that is not text.
+        """
+        for index, item in enumerate(items):
+            where = f"input[{index}]"
+            if item.type == "reasoning":
+                if self._text is not None or self._calls:
+                    self._end_answer()
+                self._reasoning += _text(f"{where}.content", item.content)
+            elif item.type == "function_call":
+                self._calls.append(ToolCall(item.call_id, item.name, item.arguments))
+            elif item.type == "function_call_output":
+                self._end_answer()
+                output = _text(f"{where}.output", item.output)
+                self._messages.append(Message("tool", output, tool_call_id=item.call_id))
+            elif item.type == "message":
+                self._add_message(where, item)
+            else:
+                fields.refuse(
+                    f"{where}.type",
+                    f"{where}.type={item.type!r}; allowed: message, function_call, "
+                    "function_call_output, reasoning. Leave other items out.",
+                    "unsupported_content",
+                )
+        self._end_answer()
+        return self._messages
+
+    def _add_message(self, where: str, item: Item) -> None:
+        role = _ROLES.get(item.role)
+        if role is None:
+            fields.refuse(
+                f"{where}.role", f"{where}.role={item.role!r}; allowed: {', '.join(_ROLES)}"
+            )
+        text = _text(f"{where}.content", item.content)
+        if role != "assistant":
+            self._end_answer()
+            self._messages.append(Message(role, text))
+            return
+        if self._text is not None or self._calls:
+            self._end_answer()
+        self._text = text
+
+    def _end_answer(self) -> None:
+        if self._text is not None or self._calls or self._reasoning:
+            self._messages.append(
+                Message("assistant", self._text or "", self._reasoning, tuple(self._calls))
+            )
+        self._reasoning, self._text, self._calls = "", None, []
+
+
+def _text(where: str, content: str | list[_Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    pieces = []
+    for part in content:
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None:
+            fields.refuse(
+                where,
+                f"{where} holds a part of type={part.type!r}; only text is served. "
+                "Leave other parts out.",
+                "unsupported_content",
+            )
+        pieces.append(text)
+    return "".join(pieces)
+
+
+@lru_cache(maxsize=256)
+def _tools(raw: bytes) -> tuple[dict[str, Any], ...]:
+    functions = []
+    for index, tool in enumerate(fields.tool_objects(raw)):
+        if tool.get("type") != "function":
+            continue
+        if not isinstance(tool.get("name"), str):
+            fields.refuse(
+                f"tools[{index}]",
+                f"tools[{index}] has no name; a function tool is "
+                '{"type": "function", "name": ..., "parameters": ...}',
+            )
+        functions.append(
+            fields.function_tool(
+                tool["name"], tool.get("description"), tool.get("parameters"), tool.get("strict")
+            )
+        )
+    return tuple(functions)
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> str:
+    if isinstance(choice, dict):
+        return f"function:{choice.get('name')}" if choice.get("type") == "function" else "auto"
+    if choice not in (None, "auto", "none", "required"):
+        fields.refuse(
+            "tool_choice",
+            f"tool_choice={choice!r}; allowed: auto, none, required or a function",
+        )
+    return choice or "auto"
+
+
+def _constraints(asked: ResponsesRequest) -> tuple[str, ...]:
+    found = []
+    form = asked.text.format if asked.text is not None else None
+    if form and form.get("type") not in (None, "text"):
+        found.append("text.format")
+    if isinstance(asked.tool_choice, dict) or asked.tool_choice == "required":
+        found.append("tool_choice")
+    return tuple(found)

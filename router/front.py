@@ -1,0 +1,163 @@
+"""The dialect routes: from an HTTP request to a turn and back.
+
+Owns: who is speaking, retry keys, delivery, which model name is served. Does not own: wire formats
+(dialects), turns (service). Invariant: an episode key reaches its own episode only; an answer is
+sent after its turns are recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from outloop.buffer.settings import Settings
+from outloop.router.dialects import messages_answer, messages_request
+from outloop.router.jobs import TurnJob
+from outloop.router.keys import KeyRing
+from outloop.router.models import ModelTable
+from outloop.router.refusals import Refusal
+from outloop.router.rendering import PolicyRenderer
+from outloop.router.service import TurnService
+from outloop.router.sessions import Episodes, EpisodeSession
+from outloop.router.turns import AnswerHead, AnswerStream, Dialect, TurnRequest, TurnResult
+from outloop.router.upstreams import Upstreams
+from outloop.router.web import Exchange
+
+
+class Front:
+    """Handlers of the dialect routes."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        keys: KeyRing,
+        renderer: PolicyRenderer,
+        episodes: Episodes,
+        service: TurnService,
+        models: ModelTable,
+        upstreams: Upstreams,
+    ) -> None:
+        self._settings = settings
+        self._keys = keys
+        self._renderer = renderer
+        self._episodes = episodes
+        self._service = service
+        self._models = models
+        self._upstreams = upstreams
+
+    async def turn(self, dialect: Dialect, exchange: Exchange) -> None:
+        """One turn, asked for and answered in `dialect`."""
+        session = await self._identify(exchange)
+        body = await exchange.body()
+        if await self._upstreams.forward(exchange, session, body):
+            return
+        request = dialect.decode(body)
+        version = self._models.version_of(request.model)
+        if version is not None:
+            request = replace(request, policy_version=version)
+        retry_key, is_retry = _retry(exchange, body)
+        job = await self._service.submit(session, request, retry_key=retry_key, is_retry=is_retry)
+        job.attach()
+        watch = asyncio.create_task(_detach_when_client_leaves(exchange, job))
+        try:
+            if request.stream:
+                await _send_stream(exchange, dialect, request, job)
+            else:
+                results = await job.results()
+                await exchange.answer(200, dialect.encode(results, request))
+            job.is_delivered = job.is_delivered or not watch.done()
+        finally:
+            if watch.done():
+                watch.result()
+            else:
+                watch.cancel()
+                job.detach()
+
+    async def count_tokens(self, exchange: Exchange) -> None:
+        """`POST /v1/messages/count_tokens`: the ids of a conversation rendered in full."""
+        await self._identify(exchange)
+        request = messages_request.decode_count(await exchange.body())
+        self._models.version_of(request.model)
+        ids = self._renderer.render(request.messages, request.tools)
+        await exchange.answer(200, messages_answer.encode_count(len(ids)))
+
+    async def models(self, exchange: Exchange) -> None:
+        """`GET /v1/models`."""
+        await self._identify(exchange)
+        served = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "outloop"}
+            for name in self._models.names()
+        ]
+        await exchange.answer(200, msgspec.json.encode({"object": "list", "data": served}))
+
+    async def _identify(self, exchange: Exchange) -> EpisodeSession:
+        key, by_path = exchange.key, exchange.path("episode_id")
+        episode_id = self._keys.episode_of(key)
+        if episode_id is None:
+            if self._settings.router.unkeyed == "serve" and not by_path and not _is_ours(key):
+                return EpisodeSession(None, self._renderer)
+            raise Refusal(
+                401,
+                "invalid_api_key",
+                "this route needs an episode key as `Authorization: Bearer KEY`; "
+                + ("the key that was sent is none of this run" if key else "no key was sent"),
+            )
+        if by_path and by_path != episode_id:
+            raise Refusal(
+                403,
+                "wrong_episode",
+                f"the key that was sent does not open episode {by_path!r}; "
+                "use the base_url and the api_key of the same episode",
+            )
+        return await self._episodes.get(episode_id)
+
+
+async def _send_stream(
+    exchange: Exchange, dialect: Dialect, request: TurnRequest, job: TurnJob
+) -> None:
+    async def opened() -> AnswerStream:
+        head = AnswerHead(
+            turn_id=job.turn_ids[0],
+            started_at=job.started_at,
+            num_prompt_tokens=job.num_prompt_tokens,
+        )
+        await exchange.start_events()
+        return dialect.stream(head, request)
+
+    stream: AnswerStream | None = None
+    async for delta in job.stream():
+        if stream is None:
+            stream = await opened()
+            await exchange.send_events(stream.open(), more=True)
+        await exchange.send_events(stream.delta(delta), more=True)
+    # A refusal before the first delta is still a plain error answer.
+    results: Sequence[TurnResult] = await job.results()
+    opening = b""
+    if stream is None:
+        stream = await opened()
+        opening = stream.open()
+    await exchange.send_events(opening + stream.close(results), more=False)
+
+
+def _is_ours(key: str) -> bool:
+    return key.startswith("ol-")
+
+
+def _retry(exchange: Exchange, body: bytes) -> tuple[str, bool]:
+    """The key under which identical requests meet, and whether this one says it is a retry."""
+    path = exchange.scope["path"].rpartition("/v1/")[2].encode()
+    digest = hashlib.blake2b(path + b"\0" + body, digest_size=16).hexdigest()
+    idempotency_key = exchange.headers.get(b"idempotency-key")
+    if idempotency_key is not None:
+        return f"{idempotency_key.decode('latin-1')[:200]}:{digest}", True
+    count = exchange.headers.get(b"x-stainless-retry-count", b"0")
+    return digest, count.isdigit() and int(count) > 0
+
+
+async def _detach_when_client_leaves(exchange: Exchange, job: TurnJob) -> None:
+    await exchange.wait_gone()
+    job.detach()

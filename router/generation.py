@@ -1,0 +1,340 @@
+"""Drawing one turn from a server over `POST /generate`.
+
+Owns: merging of answers, plain or streamed, and retries on other servers. Does not own: the wire,
+choosing a server (pool), text. Invariant: ids, logprobs and versions come from the server's id
+fields, never from its text; what is returned is what was drawn, each token once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import aiohttp
+import structlog
+
+from outloop.buffer.errors import DeadlineExceeded, ServerUnavailable
+from outloop.buffer.records import Sampling, VersionSpan
+from outloop.router.pool import Server, ServerPool, version_gone
+from outloop.router.refusals import Refusal
+from outloop.router.wire import Piece, Span, read_piece, request_body
+
+OnTokens = Callable[[list[int]], None]
+_CONNECT_TIMEOUT_S = 5.0
+_SERVER_FAILURES = (aiohttp.ClientError, TimeoutError, ConnectionError, ServerUnavailable)
+_log = structlog.get_logger()
+
+
+class TurnLost(ServerUnavailable):
+    """A streamed turn broke off and cannot be continued."""
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What was drawn so far; complete once `finish` is set."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    finish: str | None = None
+    """stop or length."""
+    matched: int | str | None = None
+    """The stop id or stop string that ended it."""
+    num_handed_on: int = 0
+    """Ids that a streaming client has seen."""
+
+    @property
+    def known_logprobs(self) -> bool:
+        """True if every token has a finite logprob."""
+        return all(p is not None and math.isfinite(p) for p in self.logprobs)
+
+
+class Generator:
+    """Draws turns; one shared HTTP session, any number at once."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        pool: ServerPool,
+        *,
+        timeout_s: float,
+        may_mix_versions: bool,
+    ) -> None:
+        self._session = session
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._may_mix_versions = may_mix_versions
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def draw(
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        stop_ids: tuple[int, ...],
+        *,
+        rid: str,
+        preferred: str | None = None,
+        policy_version: int | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> tuple[Drawn, str]:
+        """Draw until a stop or the limit; returns what was drawn and the id of the last server.
+
+        A server that dies is replaced; what it had already handed over is kept when the versions
+        may be mixed. With `on_tokens` the turn is streamed and each piece of ids handed on; with
+        `policy_version` every token is by that version.
+
+        Raises:
+            DeadlineExceeded: no server finished the turn within the turn timeout.
+            TurnLost: a streamed turn was lost halfway and cannot be continued.
+            Refusal: 400, the server refuses the request; 404, no server holds `policy_version`.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        drawn, attempt = Drawn(), 0
+        while not _is_over(drawn, sampling, stop_ids):
+            remaining = self._remaining(deadline)
+            server = await self._pool.acquire(
+                preferred, timeout_s=remaining, policy_version=policy_version
+            )
+            preferred = server.entry.server_id
+            version: int | None = None
+            num_before = len(drawn.ids)
+            attempt += 1
+            try:
+                self._keep_or_restart(drawn, server, is_streamed=on_tokens is not None)
+                body = request_body(
+                    prompt_ids + drawn.ids,
+                    sampling,
+                    stop_ids,
+                    rid=f"{rid}-{attempt}",
+                    max_new_tokens=sampling.max_new_tokens - len(drawn.ids),
+                    policy_version=server.policy_version,
+                    stream=on_tokens is not None,
+                )
+                async with asyncio.timeout(remaining):
+                    await self._call(server, body, drawn, on_tokens)
+                version = drawn.spans[-1].policy_version if drawn.spans else None
+                if drawn.finish is None and len(drawn.ids) <= num_before:
+                    raise ServerUnavailable(f"{server.entry.url} aborted the turn at once")
+                _check_version(drawn, policy_version)
+            except asyncio.CancelledError:
+                self._abort_soon(server, f"{rid}-{attempt}")
+                raise
+            except TurnLost:
+                raise
+            except _SERVER_FAILURES as error:
+                self._pool.suspend(server, f"{type(error).__name__}: {error}")
+            finally:
+                self._pool.release(server, policy_version=version)
+        return drawn, preferred or ""
+
+    async def close(self) -> None:
+        """Wait for the abort requests that are on their way."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=_CONNECT_TIMEOUT_S)
+
+    def _remaining(self, deadline: float) -> float:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise DeadlineExceeded(
+                who="router",
+                phase="draw a turn",
+                peer=self._pool.describe(),
+                after_s=self._timeout_s,
+            )
+        return remaining
+
+    def _abort_soon(self, server: Server, rid: str) -> None:
+        abort = asyncio.create_task(self._abort(server, rid))
+        self._aborts.add(abort)
+        abort.add_done_callback(self._aborts.discard)
+
+    async def _abort(self, server: Server, rid: str) -> None:
+        """Ask the server to stop drawing `rid`; one that does not answer is left alone."""
+        try:
+            async with self._session.post(
+                f"{server.entry.url}/abort_request",
+                json={"rid": rid},
+                timeout=aiohttp.ClientTimeout(total=_CONNECT_TIMEOUT_S),
+            ):
+                pass
+        except (aiohttp.ClientError, TimeoutError) as error:
+            _log.info("abort_failed", server_id=server.entry.server_id, error=str(error))
+
+    def _keep_or_restart(self, drawn: Drawn, server: Server, *, is_streamed: bool) -> None:
+        """Decide what becomes of ids that an earlier server drew.
+
+        Raises:
+            TurnLost: a client has seen ids that cannot be kept.
+        """
+        same = not drawn.spans or drawn.spans[-1].policy_version == server.policy_version
+        if not (same or self._may_mix_versions):
+            drawn.ids, drawn.logprobs, drawn.spans = [], [], []
+        if is_streamed and drawn.num_handed_on > len(drawn.ids):
+            raise TurnLost(
+                f"a streamed turn was lost after {drawn.num_handed_on} tokens: its server failed "
+                "and the rest may not be drawn elsewhere; send the request again"
+            )
+
+    async def _call(
+        self, server: Server, body: bytes, drawn: Drawn, on_tokens: OnTokens | None
+    ) -> None:
+        """One request to one server; adds to `drawn`, sets its finish unless it was aborted."""
+        async with self._session.post(
+            f"{server.entry.url}/generate",
+            data=body,
+            headers={"Content-Type": "application/json"},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+        ) as answer:
+            if answer.status >= 500:
+                raise ServerUnavailable(
+                    f"{server.entry.url}/generate answered status={answer.status}: "
+                    f"{(await answer.text())[:500]}"
+                )
+            if answer.status >= 400:
+                raise Refusal(
+                    400,
+                    "server_refused",
+                    f"the server refused the turn with status={answer.status}: "
+                    f"{(await answer.text())[:500]}",
+                )
+            if on_tokens is None:
+                merge = _Merge(drawn)
+                piece = read_piece(await answer.read())
+                merge.add(piece)
+                merge.finish(piece, server)
+                return
+            await _read_stream(answer, drawn, server, on_tokens)
+
+
+class _Merge:
+    """Adds the answer of one call to what earlier calls drew."""
+
+    def __init__(self, drawn: Drawn) -> None:
+        self._drawn = drawn
+        self._base = len(drawn.ids)
+        self._last_version: str | None = None
+        self._spans: list[Span] | None = None
+        self._is_finished = False
+
+    def add(self, piece: Piece) -> list[int]:
+        """The ids that are new in this piece, cumulative or incremental alike."""
+        drawn, meta = self._drawn, piece.meta_info
+        have = len(drawn.ids) - self._base
+        total = meta.completion_tokens
+        ids = piece.output_ids
+        is_incremental = total is not None and total == have + len(ids) and len(ids) != total
+        new = ids if is_incremental else ids[have:]
+        drawn.ids += new
+        logprobs = meta.output_token_logprobs
+        if logprobs is not None:
+            have_logprobs = len(drawn.logprobs) - self._base
+            fresh = logprobs if is_incremental else logprobs[have_logprobs:]
+            drawn.logprobs += [entry[0] for entry in fresh]
+        self._last_version = meta.weight_version or self._last_version
+        self._spans = meta.weight_versions or self._spans
+        return new
+
+    def finish(self, piece: Piece, server: Server) -> None:
+        """Set finish and versions after the last piece; the second call does nothing.
+
+        Raises:
+            ServerUnavailable: the answer is not complete, or not at a known version.
+        """
+        drawn, reason = self._drawn, piece.meta_info.finish_reason
+        if self._is_finished:
+            return
+        self._is_finished = True
+        num_new = len(drawn.ids) - self._base
+        if len(drawn.logprobs) != len(drawn.ids):
+            num_logprobs = len(drawn.logprobs) - self._base
+            self._forget()
+            raise ServerUnavailable(
+                f"{server.entry.url} gave {num_logprobs} logprobs for {num_new} output ids"
+            )
+        if num_new:
+            try:
+                drawn.spans += self._version_spans(num_new)
+            except ValueError as error:
+                self._forget()
+                raise ServerUnavailable(
+                    f"{server.entry.url} answered with a weight_version that is no "
+                    f"policy_version: {error}"
+                ) from error
+        if reason is not None and reason.type in ("stop", "length") and drawn.ids:
+            drawn.finish, drawn.matched = reason.type, reason.matched
+
+    def _version_spans(self, num_new: int) -> list[VersionSpan]:
+        spans = self._spans or [Span(self._last_version or "none", 0, num_new)]
+        found: list[VersionSpan] = []
+        for index, span in enumerate(spans):
+            start = found[-1].end if found else self._base
+            last = index == len(spans) - 1
+            end = self._base + (num_new if last else min(span.end, num_new))
+            if end > start:
+                found.append(VersionSpan(policy_version=int(span.version), start=start, end=end))
+        return found
+
+    def _forget(self) -> None:
+        del self._drawn.ids[self._base :]
+        del self._drawn.logprobs[self._base :]
+
+
+async def _read_stream(
+    answer: aiohttp.ClientResponse, drawn: Drawn, server: Server, on_tokens: OnTokens
+) -> None:
+    merge = _Merge(drawn)
+    try:
+        await _read_pieces(answer, drawn, merge, server, on_tokens)
+    finally:
+        if drawn.finish is None:
+            # What came before the server failed was drawn and counts.
+            merge.finish(Piece(), server)
+
+
+async def _read_pieces(
+    answer: aiohttp.ClientResponse,
+    drawn: Drawn,
+    merge: _Merge,
+    server: Server,
+    on_tokens: OnTokens,
+) -> None:
+    async for line in answer.content:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            break
+        piece = read_piece(data)
+        if piece.error is not None:
+            reason = piece.error if isinstance(piece.error, str) else piece.error.message
+            raise ServerUnavailable(f"{server.entry.url} broke off its stream: {reason}")
+        new = merge.add(piece)
+        is_last = piece.meta_info.finish_reason is not None
+        if is_last:
+            merge.finish(piece, server)
+        if new:
+            drawn.num_handed_on += len(new)
+            on_tokens(new)
+        if is_last:
+            return
+
+
+def _check_version(drawn: Drawn, policy_version: int | None) -> None:
+    """Refuse what other weights drew, because they were published in the middle of the turn."""
+    if policy_version is not None and any(
+        span.policy_version != policy_version for span in drawn.spans
+    ):
+        raise version_gone(policy_version)
+
+
+def _is_over(drawn: Drawn, sampling: Sampling, stop_ids: tuple[int, ...]) -> bool:
+    """True if nothing is left to draw, also when the server died before it could say so."""
+    if drawn.finish is None and drawn.ids:
+        if drawn.ids[-1] in stop_ids:
+            drawn.finish, drawn.matched = "stop", drawn.ids[-1]
+        elif len(drawn.ids) >= sampling.max_new_tokens:
+            drawn.finish = "length"
+    return drawn.finish is not None

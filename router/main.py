@@ -1,0 +1,109 @@
+"""The router's process.
+
+Owns: its socket, its entry in the run's registry, starting and stopping. Does not own: routes.
+Invariant: it is registered and `on_ready` is called only when requests are accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from outloop.buffer.errors import PartFailed, SettingsError
+from outloop.buffer.run import Run
+from outloop.buffer.writer import BufferWriter
+from outloop.router.app import create_app
+
+_BACKLOG = 4096
+_KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections, so that it is they who close them."""
+_SHUTDOWN_TIMEOUT_S = 5
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn that leaves signals to the command line."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    run: Run, *, stop: asyncio.Event, on_ready: Callable[[str], None], port: int | None = None
+) -> None:
+    """Serve until `stop` is set.
+
+    Args:
+        port: in place of router.port: a router that is started again keeps its address, because
+            agents hold it.
+
+    Raises:
+        SettingsError: the model folder, the renderer or the address is wrong.
+        BufferUnavailable: Redis cannot be reached.
+    """
+    writer = await BufferWriter.connect(run)
+    try:
+        app = create_app(run, writer)
+        with _bind(run, port) as listener:
+            host, bound = listener.getsockname()[:2]
+            url = f"http://{host}:{bound}"
+            server = _Server(
+                uvicorn.Config(
+                    app,
+                    loop="none",
+                    http="httptools",
+                    ws="none",
+                    lifespan="on",
+                    log_config=None,
+                    access_log=False,
+                    server_header=False,
+                    proxy_headers=False,
+                    timeout_keep_alive=_KEEP_ALIVE_S,
+                    timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S,
+                )
+            )
+            serving = asyncio.create_task(server.serve([listener]))
+            await _first(app.state.is_serving.wait(), serving)
+            if not serving.done():
+                await writer.register_part("router", {"url": url, "pid": str(os.getpid())})
+                on_ready(url)
+            await _first(stop.wait(), serving)
+            if serving.done() and not stop.is_set():
+                serving.result()
+                raise PartFailed("the router's HTTP server ended by itself; see its log")
+            server.should_exit = True
+            await serving
+    finally:
+        await writer.close()
+
+
+async def _first(event: Coroutine[Any, Any, bool], serving: asyncio.Task[None]) -> None:
+    """Wait for the event, or for the server to end."""
+    waiting = asyncio.create_task(event)
+    await asyncio.wait([waiting, serving], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+
+
+def _bind(run: Run, port: int | None) -> socket.socket:
+    settings = run.settings.router
+    port = settings.port if port is None else port
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only where the protocol is named; without it answers wait 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise SettingsError(
+            f"router.host={settings.host!r} router.port={port}: cannot listen there "
+            f"({error}); choose another, or port 0 for any free one"
+        ) from error
+    return listener

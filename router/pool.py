@@ -1,0 +1,244 @@
+"""Which server draws the next turn.
+
+Owns: the router's view of servers, their load, and waiting for one. Does not own: server
+processes, weights. Invariant: a turn goes only to a server that is registered, not quarantined
+and at the acknowledged (or the newer, announced) version; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded
+from outloop.buffer.records import PolicyState, ServerEntry
+from outloop.router.port import EpisodeBuffer
+from outloop.router.refusals import Refusal
+
+REFRESH_S = 0.25
+_REFRESH_WHILE_WAITED_FOR_S = 0.02
+_MAX_SUSPENDED_S = 2.0
+_AFFINITY_SLACK = 4
+"""An episode stays on its server while that has at most this many turns more than another."""
+
+_log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Server:
+    """One server as this router sees it."""
+
+    entry: ServerEntry
+    policy_version: int | None
+    num_in_flight: int = 0
+    num_failures: int = 0
+    suspended_until: float = 0.0
+    """Monotonic seconds; no turns before."""
+
+
+class ServerPool:
+    """Servers of the run; `run` keeps them up to date."""
+
+    def __init__(self, buffer: EpisodeBuffer) -> None:
+        self._buffer = buffer
+        self._servers: dict[str, Server] = {}
+        self._changed = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._num_waiting = 0
+        self.state: PolicyState | None = None
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """Every registered server."""
+        return tuple(self._servers.values())
+
+    @property
+    def num_in_flight(self) -> int:
+        """Turns that are being drawn now."""
+        return sum(server.num_in_flight for server in self._servers.values())
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """Versions that some server may draw with now."""
+        return frozenset(
+            server.policy_version
+            for server in self._servers.values()
+            if server.policy_version is not None and self._may_serve(server)
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """True once a server has acknowledged the announced version."""
+        state = self.state
+        return (
+            state is not None
+            and state.announced_version is not None
+            and state.acknowledged_version == state.announced_version
+            and any(self._may_serve(server) for server in self._servers.values())
+        )
+
+    async def run(self) -> None:
+        """Follow the registry until cancelled; a buffer that is away is asked again."""
+        while True:
+            try:
+                await self.refresh()
+            except BufferUnavailable as error:
+                _log.warning("policy_state_unavailable", error=str(error))
+            self._hurry.clear()
+            if self._num_waiting:
+                await asyncio.sleep(_REFRESH_WHILE_WAITED_FOR_S)
+                continue
+            try:
+                await asyncio.wait_for(self._hurry.wait(), REFRESH_S)
+            except TimeoutError:
+                continue
+
+    async def refresh(self) -> None:
+        """Read the registry once."""
+        state = await self._buffer.policy_state()
+        self.state = state
+        known = {entry.server_id for entry in state.servers}
+        for gone in self._servers.keys() - known:
+            del self._servers[gone]
+        for entry in state.servers:
+            server = self._servers.get(entry.server_id)
+            if server is None:
+                self._servers[entry.server_id] = Server(entry, entry.policy_version)
+                continue
+            if server.entry.url != entry.url:
+                server.num_failures, server.suspended_until = 0, 0.0
+            server.entry, server.policy_version = entry, entry.policy_version
+        self._changed.set()
+
+    async def wait_until(
+        self, is_true: Callable[[], bool], *, timeout_s: float, who: str, phase: str
+    ) -> None:
+        """Wait until `is_true` holds after some refresh.
+
+        Raises:
+            DeadlineExceeded: `timeout_s` has passed.
+        """
+        if is_true():
+            return
+        deadline = time.monotonic() + timeout_s
+        self._num_waiting += 1
+        self._hurry.set()
+        try:
+            while not is_true():
+                remaining = deadline - time.monotonic()
+                self._changed.clear()
+                try:
+                    await asyncio.wait_for(self._changed.wait(), max(0.0, remaining))
+                except TimeoutError:
+                    raise DeadlineExceeded(
+                        who=who, phase=phase, peer=self.describe(), after_s=timeout_s
+                    ) from None
+        finally:
+            self._num_waiting -= 1
+
+    async def acquire(
+        self, preferred: str | None, *, timeout_s: float, policy_version: int | None = None
+    ) -> Server:
+        """The least loaded server that may serve, `preferred` if it is not much busier.
+
+        The caller gives it back with `release`. With `policy_version`, one that holds it.
+
+        Raises:
+            DeadlineExceeded: none could serve for `timeout_s`.
+            Refusal: 404, no server holds `policy_version`.
+        """
+
+        def choose() -> Server | None:
+            if policy_version is not None and policy_version not in self.versions:
+                raise version_gone(policy_version)
+            return self._choose(preferred, policy_version)
+
+        server = choose()
+        if server is None:
+            await self.wait_until(
+                lambda: choose() is not None,
+                timeout_s=timeout_s,
+                who="router",
+                phase="choose a server",
+            )
+            server = choose()
+            assert server is not None
+        server.num_in_flight += 1
+        return server
+
+    def release(self, server: Server, *, policy_version: int | None) -> None:
+        """Give a server back; `policy_version` is what it answered with, None if it did not."""
+        server.num_in_flight -= 1
+        if policy_version is not None:
+            server.num_failures = 0
+            server.policy_version = policy_version
+
+    def suspend(self, server: Server, reason: str) -> None:
+        """Send nothing to a server that failed for a moment, longer each time."""
+        server.num_failures += 1
+        pause_s = min(0.1 * 2 ** (server.num_failures - 1), _MAX_SUSPENDED_S)
+        server.suspended_until = time.monotonic() + pause_s
+        _log.warning(
+            "server_failed",
+            server_id=server.entry.server_id,
+            url=server.entry.url,
+            reason=reason,
+            suspended_s=pause_s,
+        )
+
+    def describe(self) -> str:
+        """Who could serve and why it does not, for error messages."""
+        if not self._servers:
+            return "a server to register (none has)"
+        state = self.state
+        announced = state.announced_version if state else None
+        parts = [
+            f"{s.entry.server_id} (policy_version={s.policy_version}, "
+            f"is_quarantined={s.entry.is_quarantined}, num_failures={s.num_failures})"
+            for s in self._servers.values()
+        ]
+        return f"a server at announced_version={announced}: {', '.join(parts)}"
+
+    def _may_serve(self, server: Server) -> bool:
+        state = self.state
+        return (
+            state is not None
+            and state.acknowledged_version is not None
+            and not server.entry.is_quarantined
+            and server.policy_version is not None
+            and server.policy_version in (state.acknowledged_version, state.announced_version)
+        )
+
+    def _choose(self, preferred: str | None, policy_version: int | None) -> Server | None:
+        now = time.monotonic()
+        able = [
+            server
+            for server in self._servers.values()
+            if server.suspended_until <= now
+            and self._may_serve(server)
+            and policy_version in (None, server.policy_version)
+        ]
+        if not able:
+            return None
+        best = min(able, key=lambda server: server.num_in_flight)
+        for server in able:
+            if (
+                server.entry.server_id == preferred
+                and server.num_in_flight <= best.num_in_flight + _AFFINITY_SLACK
+            ):
+                return server
+        return best
+
+
+def version_gone(policy_version: int) -> Refusal:
+    """The refusal of a turn that asked for weights which no server has any more."""
+    return Refusal(
+        404,
+        "model_not_found",
+        f"policy_version={policy_version} is held by no server any more; leave the version out",
+        param="model",
+    )

@@ -1,0 +1,114 @@
+"""What the router answers when it will not serve a request.
+
+Owns: the error envelope, status codes and retry headers. Does not own: when to refuse. Invariant:
+a refusal that a retry cannot fix is 4xx, never 408, 409 or 429, and says `x-should-retry: false`;
+one that a retry can fix is 503 with `Retry-After`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from outloop.buffer.errors import (
+    BufferUnavailable,
+    Conflict,
+    DeadlineExceeded,
+    Gone,
+    NotFound,
+    OutloopError,
+    RecordError,
+    ServerUnavailable,
+)
+
+_NEVER_FINAL = frozenset({408, 409, 429})
+
+
+class Refusal(OutloopError):
+    """A request is refused; `status`, `code` and `param` go into the envelope."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        assert status not in _NEVER_FINAL
+        assert (status >= 500) == (retry_after_s is not None)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def kind(self) -> str:
+        """The envelope's `type`."""
+        if self.status == 401:
+            return "authentication_error"
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+    def envelope(self) -> bytes:
+        """OpenAI's error object as JSON."""
+        return msgspec.json.encode(
+            {
+                "error": {
+                    "message": str(self),
+                    "type": self.kind,
+                    "code": self.code,
+                    "param": self.param,
+                }
+            }
+        )
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Tell SDKs whether to retry, in the headers that they read."""
+        if self.retry_after_s is None:
+            return [(b"x-should-retry", b"false")]
+        whole = max(1, round(self.retry_after_s))
+        return [
+            (b"retry-after", str(whole).encode()),
+            (b"retry-after-ms", str(round(self.retry_after_s * 1000)).encode()),
+            (b"x-should-retry", b"true"),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorForm:
+    """How a dialect words a refusal: as a body, and as an event in a stream."""
+
+    envelope: Callable[[Refusal], bytes]
+    event: Callable[[Refusal], bytes]
+
+
+def _openai_event(refusal: Refusal) -> bytes:
+    return b"data: " + refusal.envelope() + b"\n\n"
+
+
+OPENAI_ERRORS = ErrorForm(Refusal.envelope, _openai_event)
+
+
+def as_refusal(error: OutloopError) -> Refusal:
+    """The answer for an error of another layer; infrastructure errors stay retryable."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, RecordError):
+        return Refusal(400, "invalid_value", str(error))
+    if isinstance(error, NotFound):
+        return Refusal(404, "not_found", str(error))
+    if isinstance(error, Gone):
+        return Refusal(410, "gone", str(error))
+    if isinstance(error, Conflict):
+        return Refusal(422, "conflict", str(error))
+    if isinstance(error, DeadlineExceeded):
+        return Refusal(503, "deadline_exceeded", str(error), retry_after_s=1.0)
+    if isinstance(error, ServerUnavailable):
+        return Refusal(503, "server_unavailable", str(error), retry_after_s=1.0)
+    if isinstance(error, BufferUnavailable):
+        return Refusal(503, "buffer_unavailable", str(error), retry_after_s=1.0)
+    return Refusal(500, "internal_error", str(error), retry_after_s=1.0)

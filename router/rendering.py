@@ -1,0 +1,347 @@
+"""Messages to token ids and back: the only user of the tokenizer and of `renderers`.
+
+Owns: rendering, bridging, parsing, stop ids. Does not own: which turn a request continues
+(branches), what is recorded. Invariant: a bridge keeps sampled ids verbatim or is None; parsing
+never raises, whatever the policy wrote: what is no well-formed call stays text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from renderers import create_renderer
+from renderers.base import ParsedToolCall, ToolCallParseStatus
+from renderers.configs import config_from_name
+from renderers.reasoning import prompt_ends_in_reasoning
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import ModelSettings
+from outloop.router.refusals import Refusal
+from outloop.router.tokenizer import PolicyTokenizer
+from outloop.router.turns import Message, ToolCall
+
+_FAMILY_OF_MODEL_TYPE = {
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3",
+    "qwen3_5": "qwen3.5",
+    "llama": "llama-3",
+    "glm4_moe": "glm-4.5",
+    "deepseek_v3": "deepseek-v3",
+    "gpt_oss": "gpt-oss",
+    "minimax_m2": "minimax-m2",
+}
+# What a renderer may raise on a conversation or on a policy's wildest output: json.loads alone
+# raises ValueError on huge integers and RecursionError on deep nesting.
+_RENDERER_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What the policy's ids say; output ids from `undelivered_from` on were not handed out."""
+
+    message: Message
+    undelivered_from: int | None = None
+
+
+class PolicyRenderer:
+    """Renders for one model folder.
+
+    Raises:
+        SettingsError: no tokenizer.json, an unknown `model.renderer`, or options it refuses.
+    """
+
+    def __init__(self, model: ModelSettings) -> None:
+        self.tokenizer = PolicyTokenizer(model.path)
+        self._renderer = _create(self.tokenizer, model)
+        self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
+        self._stop_set = frozenset(self.stop_ids)
+        self.reasoning_ids = self._find_reasoning_ids()
+
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+        """Ids of the whole conversation up to where the assistant's answer begins.
+
+        Raises:
+            Refusal: 400, the format cannot express the conversation.
+        """
+        return self._render(messages, tools, add_generation_prompt=True)
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Refuse ids that the policy does not have: a server may die of them.
+
+        Raises:
+            Refusal: 400, one is out of range.
+        """
+        limit = self.tokenizer.num_ids
+        for index, token in enumerate(ids):
+            if not 0 <= token < limit:
+                raise Refusal(
+                    400,
+                    "invalid_value",
+                    f"prompt[{index}]={token}; allowed: 0 to {limit - 1}, the policy's ids",
+                    param="prompt",
+                )
+
+    def bridge(
+        self,
+        prompt_ids: list[int],
+        output_ids: list[int],
+        new: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+    ) -> list[int] | None:
+        """Ids to append after a turn's `prompt_ids` + `output_ids` so that `new` is said.
+
+        Only the turn's own ids are needed, not those before it. None when the format does not
+        allow to continue verbatim.
+        """
+        try:
+            bridged = self._renderer.bridge_to_next_turn(
+                prompt_ids, output_ids, [_as_dict(m) for m in new], tools=list(tools) or None
+            )
+        except _RENDERER_ERRORS:
+            return None
+        if bridged is None:
+            return None
+        num_before = len(prompt_ids) + len(output_ids)
+        ids: list[int] = bridged.token_ids
+        # The package promises this prefix; exactness must not rest on a promise.
+        if ids[: len(prompt_ids)] != prompt_ids or ids[len(prompt_ids) : num_before] != output_ids:
+            return None
+        return ids[num_before:]
+
+    def parse(
+        self,
+        output_ids: list[int],
+        *,
+        prompt_ids: list[int],
+        tools: Sequence[dict[str, Any]],
+        call_prefix: str,
+        with_calls: bool = True,
+        parallel: bool = True,
+        stop_text: str | None = None,
+    ) -> Answer:
+        """The assistant's message in `output_ids`; tool calls get ids `{call_prefix}{index}`.
+
+        `stop_text`: the stop string that ended generation; the message ends before it.
+        """
+        ids = self.until_stop(output_ids)
+        try:
+            parsed = self._renderer.parse_response(
+                ids, tools=list(tools) or None, prompt_ids=prompt_ids
+            )
+        except _RENDERER_ERRORS:
+            reasoning, rest = self._split_reasoning(ids, prompt_ids)
+            text = self._text(rest, stop_text)
+            return Answer(message=Message("assistant", text=text, reasoning=reasoning))
+        calls: list[ToolCall] = []
+        pieces = [_cut(parsed.content or "", stop_text)]
+        undelivered_from = None
+        for attempt in parsed.tool_calls:
+            arguments = _arguments(attempt) if with_calls else None
+            if arguments is None:
+                pieces.append(_cut(self._raw(ids, attempt), stop_text))
+            elif calls and not parallel:
+                # The client asked for one call at a time: it never sees this one.
+                undelivered_from = attempt.token_span[0] if attempt.token_span else 0
+                break
+            else:
+                calls.append(ToolCall(f"{call_prefix}{len(calls)}", str(attempt.name), arguments))
+        message = Message(
+            "assistant",
+            text="\n".join(piece for piece in pieces if piece),
+            reasoning=(parsed.reasoning_content or "").strip(),
+            tool_calls=tuple(calls),
+        )
+        return Answer(message=message, undelivered_from=undelivered_from)
+
+    def complete(
+        self,
+        before: Sequence[Message],
+        answer: Message,
+        tools: Sequence[dict[str, Any]],
+    ) -> list[int]:
+        """Ids that the policy should draw after `render(before)` to say `answer`, stop id included.
+
+        Raises:
+            Refusal: 400, no output of the policy is read back as `answer`.
+        """
+        prompt = self._render(before, tools, add_generation_prompt=True)
+        full = self._render([*before, answer], tools, add_generation_prompt=False)
+        if full[: len(prompt)] == prompt:
+            ids = full[len(prompt) :]
+        else:
+            # Tokens may merge across the border between prompt and answer; when the policy draws,
+            # the border is fixed, so the answer is encoded on its own.
+            prompt_text, text = self.tokenizer.decode(prompt), self.tokenizer.decode(full)
+            ids = (
+                self.tokenizer.encode(text[len(prompt_text) :])
+                if text.startswith(prompt_text)
+                else []
+            )
+        end = next((i for i, token in enumerate(ids) if token in self._stop_set), None)
+        if end is None:
+            raise _not_sayable(answer, "its rendering does not continue the generation prompt")
+        completion = ids[: end + 1]
+        said = self.parse(completion, prompt_ids=prompt, tools=tools, call_prefix="").message
+        if not _says_the_same(said, answer):
+            raise _not_sayable(answer, f"its ids are read back as {said.text[:200]!r}")
+        return completion
+
+    def begins_in_reasoning(self, prompt_ids: list[int]) -> bool:
+        """True if the prompt opens a reasoning region that the policy goes on with."""
+        return bool(prompt_ends_in_reasoning(self.tokenizer, prompt_ids, stop_ids=self._stop_set))
+
+    def until_stop(self, output_ids: list[int]) -> list[int]:
+        """`output_ids` before the first stop id."""
+        for index, token in enumerate(output_ids):
+            if token in self._stop_set:
+                return output_ids[:index]
+        return output_ids
+
+    def num_until_stop(self, output_ids: list[int]) -> int:
+        """How many output ids there are up to and including the first stop id."""
+        return min(len(self.until_stop(output_ids)) + 1, len(output_ids))
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+    ) -> list[int]:
+        try:
+            return list(
+                self._renderer.render_ids(
+                    [_as_dict(m) for m in messages],
+                    tools=list(tools) or None,
+                    add_generation_prompt=add_generation_prompt,
+                )
+            )
+        except _RENDERER_ERRORS as error:
+            raise Refusal(
+                400,
+                "invalid_value",
+                f"messages cannot be rendered in the policy's chat format: {error}",
+                param="messages",
+            ) from error
+
+    def _find_reasoning_ids(self) -> tuple[int, int] | None:
+        """The ids around reasoning, None where the format has no such pair."""
+        begin, end = self.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+        if begin is None or end is None:
+            return None
+        ids = [begin, *self.tokenizer.encode("a"), end, *self.tokenizer.encode("b")]
+        said = self.parse(ids, prompt_ids=[], tools=(), call_prefix="").message
+        return (begin, end) if (said.reasoning, said.text) == ("a", "b") else None
+
+    def _split_reasoning(self, ids: list[int], prompt_ids: list[int]) -> tuple[str, list[int]]:
+        """Reasoning and the ids after it, of an answer that the format's parser failed on."""
+        if self.reasoning_ids is None or self.reasoning_ids[1] not in ids:
+            return "", ids
+        begin, end = self.reasoning_ids
+        border = ids.index(end)
+        before = ids[:border]
+        if begin in before and not self.tokenizer.decode(before[: before.index(begin)]).strip():
+            before = before[before.index(begin) + 1 :]
+        elif not self.begins_in_reasoning(prompt_ids):
+            return "", ids
+        return self.tokenizer.decode(before).strip(), ids[border + 1 :]
+
+    def _raw(self, ids: list[int], attempt: ParsedToolCall) -> str:
+        if attempt.token_span is None:
+            return str(attempt.raw)
+        start, end = attempt.token_span
+        return self.tokenizer.decode(ids[start:end])
+
+    def _text(self, ids: list[int], stop_text: str | None) -> str:
+        return _cut(self.tokenizer.decode(ids), stop_text).strip()
+
+
+def _create(tokenizer: PolicyTokenizer, model: ModelSettings) -> Any:
+    name = model.renderer
+    if name == "auto":
+        config = json.loads((model.path / "config.json").read_text())
+        model_type = config.get("model_type")
+        if model_type not in _FAMILY_OF_MODEL_TYPE:
+            raise SettingsError(
+                f'model.renderer="auto" does not know model_type={model_type!r} of '
+                f"{str(model.path)!r}; known: {', '.join(sorted(_FAMILY_OF_MODEL_TYPE))}. "
+                "Set model.renderer to a family of the renderers package."
+            )
+        name = _FAMILY_OF_MODEL_TYPE[model_type]
+    try:
+        default = config_from_name(name)
+        if default is None:
+            raise ValueError("it names no family")
+        return create_renderer(tokenizer, type(default)(**model.renderer_options))
+    except (ValueError, TypeError, AssertionError, AttributeError) as error:
+        raise SettingsError(
+            f"model.renderer={name!r} with model.renderer_options={model.renderer_options} and the "
+            f"tokenizer in {str(model.path)!r} does not work: {error}"
+        ) from error
+
+
+def _as_dict(message: Message) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.reasoning:
+        plain["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call.id,
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.name:
+        plain["name"] = message.name
+    return plain
+
+
+def _arguments(attempt: ParsedToolCall) -> str | None:
+    """The call's arguments as JSON text, None when the call is not well formed."""
+    name, arguments = attempt.name, attempt.arguments
+    if attempt.status != ToolCallParseStatus.OK or not isinstance(name, str):
+        return None
+    try:
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            return None
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        (name + text).encode()
+    except (ValueError, RecursionError):
+        # NaN, nesting without end, or half a surrogate pair: no client could read it.
+        return None
+    return text
+
+
+def _cut(text: str, stop_text: str | None) -> str:
+    return text if stop_text is None else text.partition(stop_text)[0].rstrip()
+
+
+def _says_the_same(said: Message, meant: Message) -> bool:
+    def calls(message: Message) -> Iterable[tuple[str, Any]]:
+        return [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
+
+    return (
+        said.text.strip() == meant.text.strip()
+        and said.reasoning.strip() == meant.reasoning.strip()
+        and calls(said) == calls(meant)
+    )
+
+
+def _not_sayable(answer: Message, why: str) -> Refusal:
+    return Refusal(
+        400,
+        "not_renderable",
+        f"assistant message text={answer.text[:200]!r} with {len(answer.tool_calls)} tool calls "
+        f"cannot be an answer of the policy: {why}. Check the conversation and "
+        "model.renderer_options.",
+        param="messages",
+    )

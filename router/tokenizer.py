@@ -1,0 +1,91 @@
+"""tokenizer.json as the object that `renderers` expects.
+
+Owns: text to ids and back, over the `tokenizers` library. Does not own: chat formats. Invariant:
+same text, same ids as the Hugging Face fast tokenizer of the folder, without special tokens added;
+loads neither transformers nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from outloop.buffer.errors import SettingsError
+
+_CACHED_TEXTS = 2048
+_MAX_CACHED_CHARS = 16384
+
+
+class PolicyTokenizer:
+    """The policy's tokenizer; safe to use from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise SettingsError(
+                f"model.path={str(folder)!r} holds no tokenizer.json; give a Hugging Face folder "
+                "with config.json, tokenizer.json and model.safetensors"
+            )
+        self._tokenizer = Tokenizer.from_file(str(path))
+        self.name_or_path = str(folder)
+        self.unk_token_id: int | None = None
+        self.eos_token_id = self._special(folder, "eos_token")
+        self.pad_token_id = self._special(folder, "pad_token")
+        self.added_ids = frozenset(self._tokenizer.get_added_tokens_decoder())
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # Rendering encodes the same fragments again and again: role headers, tool preambles.
+        self._encode_cached = lru_cache(maxsize=_CACHED_TEXTS)(self._encode)
+
+    def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
+        """Ids of `text`; markers such as `<|im_end|>` in it become their single id."""
+        if len(text) > _MAX_CACHED_CHARS:
+            return list(self._encode(text))
+        return list(self._encode_cached(text))
+
+    def decode(
+        self,
+        token_ids: int | Sequence[int],
+        skip_special_tokens: bool = False,
+        **_: Any,
+    ) -> str:
+        """Text of `token_ids`; bytes that are no character become U+FFFD."""
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """Id of a token, None when unknown; a list for a list."""
+        if isinstance(tokens, str):
+            return self._tokenizer.token_to_id(tokens)
+        return [self._tokenizer.token_to_id(token) for token in tokens]
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
+        """Token of an id, None when unknown; a list for a list."""
+        if isinstance(ids, int):
+            return self._tokenizer.id_to_token(ids)
+        return [self._tokenizer.id_to_token(i) for i in ids]
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token with its id."""
+        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
+
+    @cached_property
+    def num_ids(self) -> int:
+        """One more than the highest id; ids may have holes."""
+        return max(self.get_vocab().values()) + 1
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _special(self, folder: Path, name: str) -> int | None:
+        path = folder / "tokenizer_config.json"
+        if not path.is_file():
+            return None
+        token = json.loads(path.read_text()).get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        return self._tokenizer.token_to_id(token) if isinstance(token, str) else None

@@ -1,0 +1,150 @@
+"""The one request and the one result that every dialect is translated to and from.
+
+Owns: messages, requests and results as values. Does not own: any wire format, ids of tokens.
+Invariant: a dialect knows these types and nothing behind them; the core knows no dialect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from outloop.buffer.records import Turn
+
+
+class ToolCall(msgspec.Struct, frozen=True, gc=False):
+    """A function call by the assistant; `arguments` is a JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of a conversation, normalised: text only, every field present."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+
+def is_echo(sent: Message, answer: Message) -> bool:
+    """True if the client's assistant message `sent` is our `answer` handed back.
+
+    Clients leave reasoning out, and some re-serialise arguments; neither changes what was said.
+    """
+    if sent.role != "assistant" or sent.text != answer.text:
+        return False
+    if sent.reasoning and sent.reasoning != answer.reasoning:
+        return False
+    if len(sent.tool_calls) != len(answer.tool_calls):
+        return False
+    return all(
+        one.name == other.name
+        and one.id == other.id
+        and (one.arguments == other.arguments or _same_json(one.arguments, other.arguments))
+        for one, other in zip(sent.tool_calls, answer.tool_calls, strict=True)
+    )
+
+
+def _same_json(one: str, other: str) -> bool:
+    try:
+        return bool(json.loads(one) == json.loads(other))
+    except (ValueError, RecursionError):
+        return False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnRequest:
+    """What a client asks for, in any dialect; None means that the client left it out."""
+
+    model: str
+    messages: tuple[Message, ...]
+    prompt: str | tuple[int, ...] | None = None
+    """Text or ids to go on with as they are, in place of messages."""
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: str = "auto"
+    """auto, none, required, or the name of a function after `function:`."""
+    parallel_tool_calls: bool = True
+    num_choices: int = 1
+    policy_version: int | None = None
+    """Only weights of this version may draw; None: whichever the run is at."""
+    max_new_tokens: int | None = None
+    asked: dict[str, float] = field(default_factory=dict)
+    """Sampling parameters that the client set, by the names of `Sampling`."""
+    constraints: tuple[str, ...] = ()
+    """Parameters the client set that bend the distribution otherwise: logit_bias, ..."""
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    wants_logprobs: bool = False
+    wants_reasoning: bool = True
+    """False: reasoning is drawn and recorded but not shown."""
+    stream: bool = False
+    wants_usage: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprob:
+    """One drawn token as text and bytes, with its behavior logprob."""
+
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnResult:
+    """One answered choice: the recorded turn and what the client is told."""
+
+    turn: Turn
+    message: Message
+    num_prompt_tokens: int
+    stop_text: str | None = None
+    """The stop string that ended it."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delta:
+    """A piece of a choice while it is generated."""
+
+    choice_index: int
+    text: str
+    is_reasoning: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerHead:
+    """What is known of an answer before it is complete."""
+
+    turn_id: str
+    started_at: float
+    num_prompt_tokens: int
+
+
+class AnswerStream(Protocol):
+    """Server-sent events of one streamed answer, in one dialect."""
+
+    def open(self) -> bytes:
+        """Events that come before any text."""
+
+    def delta(self, delta: Delta) -> bytes:
+        """Events of a piece of text."""
+
+    def close(self, results: Sequence[TurnResult]) -> bytes:
+        """What has not been shown, and the end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dialect:
+    """A wire format as a pair of pure translations."""
+
+    decode: Callable[[bytes], TurnRequest]
+    encode: Callable[[Sequence[TurnResult], TurnRequest], bytes]
+    stream: Callable[[AnswerHead, TurnRequest], AnswerStream]

@@ -1,0 +1,228 @@
+"""The `outloop` command.
+
+Owns: names of subcommands and flags, exit codes, and how an error is shown. Does not own: any
+behaviour; each subcommand calls one function of one part. Invariant: a part's process imports only
+that part; an OutloopError is shown as one sentence, anything else with its traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import click
+
+from outloop.buffer.commands import buffer
+from outloop.buffer.errors import OutloopError, SettingsError
+
+_RUN = click.option(
+    "--run",
+    "run_dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="Folder of the run to join.",
+)
+_SET = click.option(
+    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting."
+)
+_CONFIG = click.argument("config", type=click.Path(path_type=Path))
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="outloop")
+def cli() -> None:
+    """Train agents by reinforcement learning, with the loop outside."""
+
+
+@cli.command()
+@_CONFIG
+@_SET
+@click.option("--rollout-function-path", metavar="PACKAGE.MODULE:FUNCTION")
+@click.option("--single-process", is_flag=True, help="All parts in this process, for a debugger.")
+def train(
+    config: Path,
+    overrides: tuple[str, ...],
+    rollout_function_path: str | None,
+    single_process: bool,
+) -> None:
+    """Train the policy of CONFIG: starts every part on this machine and watches them."""
+    from rich.console import Console
+
+    from outloop.buffer.settings import load_settings
+    from outloop.buffer.telemetry import configure_logging
+    from outloop.engine.launch import launcher
+
+    if rollout_function_path is not None:
+        overrides = (*overrides, f'env.rollout_function_path="{rollout_function_path}"')
+    settings = load_settings(config, overrides)
+    configure_logging("launcher", settings.telemetry.log_level)
+    launcher.check_before_start(settings, config.parent)
+    with launcher.stop_on_signals() as stop:
+        if single_process:
+            from outloop.single import train_in_one_process
+
+            sys.exit(train_in_one_process(settings, stop=stop, console=Console()))
+        sys.exit(launcher.train(settings, stop=stop, console=Console()))
+
+
+@cli.command()
+@_CONFIG
+@_SET
+def serve(config: Path, overrides: tuple[str, ...]) -> None:
+    """Serve the policy of CONFIG behind the router; prints one JSON line when ready."""
+    from rich.console import Console
+
+    from outloop.buffer.settings import load_settings
+    from outloop.buffer.telemetry import configure_logging
+    from outloop.engine.launch import launcher
+
+    settings = load_settings(config, overrides)
+    configure_logging("launcher", settings.telemetry.log_level)
+    with launcher.stop_on_signals() as stop:
+        sys.exit(launcher.serve(settings, stop=stop, console=Console()))
+
+
+@cli.command()
+def doctor() -> None:
+    """Say what is installed, what is missing and what this machine can run."""
+    from outloop.engine.launch.doctor import examine
+
+    sys.exit(examine())
+
+
+@cli.command()
+@_RUN
+@click.option("--port", type=int, help="In place of router.port.")
+def router(run_dir: Path, port: int | None) -> None:
+    """Run the router of a run."""
+    from outloop.buffer.run import load_run
+    from outloop.router.main import serve as serve_router
+
+    run = load_run(run_dir)
+    _configure("router", run.settings.telemetry.log_level)
+    _until_signalled(
+        lambda stop: serve_router(run, stop=stop, on_ready=_ready("router"), port=port)
+    )
+
+
+@cli.command()
+@_RUN
+@click.option("--index", default=0, show_default=True)
+def server(run_dir: Path, index: int) -> None:
+    """Run one server of a run."""
+    from outloop.buffer.run import load_run
+    from outloop.engine.serve.main import serve as serve_weights
+
+    run = load_run(run_dir)
+    _configure(f"server-{index}", run.settings.telemetry.log_level)
+    _until_signalled(
+        lambda stop: serve_weights(run, index, stop=stop, on_ready=_ready(f"server-{index}"))
+    )
+
+
+@cli.command()
+@_RUN
+@click.option("--router-timeout-s", default=120.0, show_default=True)
+def runner(run_dir: Path, router_timeout_s: float) -> None:
+    """Play episodes for a run."""
+    from outloop.buffer.run import load_run
+    from outloop.envs.runner import run as run_episodes
+
+    run = load_run(run_dir)
+    _configure("runner", run.settings.telemetry.log_level)
+    url = _find_router(run_dir, router_timeout_s)
+    _until_signalled(
+        lambda stop: run_episodes(
+            run.settings, router_url=url, runner_key=run.keys.runner_key, stop=stop
+        )
+    )
+
+
+@cli.command()
+@_RUN
+def trainer(run_dir: Path) -> None:
+    """Train the policy of a run."""
+    import warnings
+
+    # megatron-core announces at import what it does without Transformer Engine and Apex.
+    warnings.filterwarnings("ignore", module="megatron")
+    from outloop.buffer.run import load_run
+    from outloop.engine.launch.launcher import stop_on_signals
+    from outloop.engine.train.main import train as train_policy
+
+    run = load_run(run_dir)
+    _configure("trainer", run.settings.telemetry.log_level)
+    with stop_on_signals() as stop:
+        train_policy(run, stop=stop)
+
+
+cli.add_command(buffer)
+
+
+def _configure(part: str, level: str) -> None:
+    from outloop.buffer.telemetry import configure_logging
+
+    configure_logging(part, level)
+
+
+def _ready(part: str) -> Callable[[str], None]:
+    import structlog
+
+    return lambda url: structlog.get_logger().info("part_ready", name=part, url=url)
+
+
+def _find_router(run_dir: Path, timeout_s: float) -> str:
+    """The router's address from the run's registry; Redis is left again before the part starts."""
+    import time
+
+    from outloop.buffer.errors import DeadlineExceeded
+    from outloop.buffer.reader import BufferReader
+    from outloop.buffer.run import load_run
+
+    reader = BufferReader.connect(load_run(run_dir))
+    try:
+        deadline = time.monotonic() + timeout_s
+        while (facts := reader.parts().get("router")) is None:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    who="runner", phase="start", peer="router", after_s=timeout_s
+                )
+            time.sleep(0.1)
+        return facts["url"]
+    finally:
+        reader.close()
+
+
+def _until_signalled(part: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    import uvloop
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        await part(stop)
+
+    uvloop.run(run())
+
+
+def main() -> None:
+    """Entry point: every outloop error becomes one sentence and exit code 2 (settings) or 1."""
+    try:
+        cli()
+    except SettingsError as error:
+        click.echo(f"outloop: {error}", err=True)
+        # engine.launch.launcher knows this code as SETTINGS_EXIT_CODE.
+        sys.exit(2)
+    except OutloopError as error:
+        click.echo(f"outloop: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

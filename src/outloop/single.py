@@ -1,0 +1,102 @@
+"""All parts of a run in one process, for a debugger.
+
+Owns: running the parts' own entry functions in threads of this process. Does not own: any
+behaviour; Redis alone stays a process of its own. Invariant: the same functions run here as in
+`outloop router|server|runner|trainer`, so a breakpoint in any of them is hit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from typing import Any
+
+import structlog
+from rich.console import Console
+
+from outloop.buffer.errors import DeadlineExceeded
+from outloop.buffer.settings import Settings
+from outloop.engine.launch.launcher import Launcher, router_url, running
+from outloop.engine.launch.report import draw_curve, result_table
+from outloop.engine.serve.main import serve as serve_weights
+from outloop.engine.train.main import train as train_policy
+from outloop.envs.runner import run as run_episodes
+from outloop.router.main import serve as serve_router
+
+_JOIN_TIMEOUT_S = 30.0
+_log = structlog.get_logger()
+
+AsyncPart = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
+
+
+class _PartThread:
+    """An async part in a thread with a loop of its own."""
+
+    def __init__(self, name: str, part: AsyncPart, on_failure: Callable[[], None]) -> None:
+        self._name = name
+        self._part = part
+        self._on_failure = on_failure
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._part(self._stop))
+        except Exception:  # noqa: BLE001 - a thread is a process boundary here; it is recorded
+            _log.exception("part_failed", name=self._name)
+            self._on_failure()
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    def stop(self) -> None:
+        """Ask the part to end and wait for it."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(_JOIN_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise DeadlineExceeded(
+                who="launcher", phase="stop", peer=self._name, after_s=_JOIN_TIMEOUT_S
+            )
+
+
+def train_in_one_process(settings: Settings, *, stop: threading.Event, console: Console) -> int:
+    """Train like `outloop train`, with every part in this process; the trainer in this thread."""
+    with running(settings, stop) as launcher, ExitStack() as stack:
+        run = launcher.run
+
+        def start(name: str, part: AsyncPart) -> None:
+            stack.callback(_PartThread(name, part, stop.set).stop)
+
+        start("router", lambda ended: serve_router(run, stop=ended, on_ready=_ignore))
+        if settings.trainer.mode == "rl":
+            for index in range(settings.server.num_servers):
+                start(f"server-{index}", _server_part(launcher, index))
+        launcher.wait_for("router", lambda: router_url(launcher) is not None, 60.0)
+        url = router_url(launcher)
+        if url is not None:
+            start(
+                "runner",
+                lambda ended: run_episodes(
+                    settings, router_url=url, runner_key=run.keys.runner_key, stop=ended
+                ),
+            )
+            train_policy(run, stop=stop)
+    if stop.is_set():
+        return 130
+    console.print(result_table(run.dir))
+    draw_curve(run.dir)
+    return 0
+
+
+def _server_part(launcher: Launcher, index: int) -> AsyncPart:
+    return lambda ended: serve_weights(launcher.run, index, stop=ended, on_ready=_ignore)
+
+
+def _ignore(url: str) -> None:
+    pass

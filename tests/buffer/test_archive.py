@@ -1,0 +1,303 @@
+"""Trajectories as lines of JSON: exact both ways, bad lines by number, through Redis and back."""
+
+import contextlib
+import itertools
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outloop.buffer.errors import Conflict, RecordError, SchemaMismatch, SettingsError
+from outloop.buffer.jsonl import format_line, parse_line
+from outloop.buffer.records import Episode, Reward, Sampling, Trajectory, Turn, VersionSpan
+
+TEXT = st.text(max_size=12)
+FLOAT = st.floats(allow_nan=False, allow_infinity=False)
+FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+IDS = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(lambda x: np.array(x, np.int32))
+
+
+@st.composite
+def turns(draw: st.DrawFn, episode_id: str, index: int) -> Turn:
+    """Any turn that may be the `index`-th of an episode."""
+    output_ids = draw(IDS)
+    n = len(output_ids)
+    is_sampled = draw(st.booleans())
+    cuts = sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=3))})
+    spans = tuple(
+        VersionSpan(policy_version=draw(st.integers(0, 2**40)), start=start, end=end)
+        for start, end in itertools.pairwise(cuts)
+    )
+    logprobs = np.array(draw(st.lists(FLOAT32, min_size=n, max_size=n)), np.float32)
+    start = draw(st.integers(0, n))
+    return Turn(
+        turn_id=f"t{index}",
+        episode_id=episode_id,
+        parent_turn_id=draw(st.sampled_from([None, *(f"t{i}" for i in range(index))])),
+        choice_index=draw(st.integers(0, 9)),
+        prompt_ids=draw(IDS),
+        output_ids=output_ids,
+        behavior_logprobs=logprobs if is_sampled else None,
+        version_spans=spans if is_sampled else (),
+        loss_spans=((start, draw(st.integers(start, n))),),
+        mask_reason=draw(TEXT),
+        sampling=Sampling(
+            temperature=draw(FLOAT),
+            stop=tuple(draw(st.lists(TEXT, max_size=2))),
+            seed=draw(st.none() | st.integers(0, 2**63)),
+        ),
+        finish_reason=draw(st.sampled_from(["stop", "length", "tool_calls", "abort"])),
+        branch_cause=draw(TEXT),
+        retry_key=draw(st.none() | TEXT),
+        started_at=draw(FLOAT),
+        finished_at=draw(FLOAT),
+    )
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    """Any trajectory whose turns make one episode."""
+    episode_id = draw(TEXT)
+    episode = Episode(
+        episode_id=episode_id,
+        task_id=draw(TEXT),
+        group_id=draw(st.none() | TEXT),
+        attempt=draw(st.integers(0, 99)),
+        purpose=draw(st.sampled_from(["train", "eval", "sft"])),
+        outcome=draw(st.sampled_from(["completed", "truncated", "failed", "aborted"])),
+        failure_kind=draw(st.sampled_from([None, "agent", "environment", "infrastructure"])),
+        reward=draw(
+            st.none()
+            | st.builds(Reward, value=FLOAT, components=st.dictionaries(TEXT, FLOAT, max_size=3))
+        ),
+        metadata=draw(st.dictionaries(TEXT, TEXT, max_size=3)),
+        opened_at=draw(FLOAT),
+        closed_at=draw(FLOAT),
+    )
+    number = draw(st.integers(0, 3))
+    return Trajectory(
+        episode=episode, turns=tuple(draw(turns(episode_id, index)) for index in range(number))
+    )
+
+
+def assert_equal(left: Trajectory, right: Trajectory) -> None:
+    """Every field, dtype and bit."""
+    assert left.episode == right.episode
+    for one, other in zip(left.turns, right.turns, strict=True):
+        for field in fields(Turn):
+            a, b = getattr(one, field.name), getattr(other, field.name)
+            if isinstance(a, np.ndarray):
+                assert a.dtype == b.dtype
+                assert a.tobytes() == b.tobytes()
+            else:
+                assert a == b
+
+
+@given(trajectories())
+@settings(max_examples=60, deadline=None)
+def test_a_trajectory_survives_its_line(trajectory: Trajectory) -> None:
+    """Ids, logprobs and spans come back bit by bit; the line is one line."""
+    line = format_line(trajectory)
+    assert line.count(b"\n") == 1
+    parsed = parse_line(line)
+    assert_equal(trajectory, parsed)
+    assert format_line(parsed) == line
+
+
+def small(
+    make_turn: Callable[..., Turn], episode_id: str = "e", purpose: Any = "sft"
+) -> Trajectory:
+    """A trajectory of two turns."""
+    return Trajectory(
+        episode=Episode(
+            episode_id=episode_id,
+            task_id="t",
+            group_id=None,
+            attempt=0,
+            purpose=purpose,
+            outcome="completed",
+            failure_kind=None,
+            reward=Reward(value=0.1),
+            metadata={},
+            opened_at=1.0001,
+            closed_at=2.0003,
+        ),
+        turns=(make_turn(episode_id, 0), make_turn(episode_id, 1, parent=0)),
+    )
+
+
+def change(line: bytes, *path: str | int, value: Any) -> bytes:
+    """The line with one value changed."""
+    tree = json.loads(line)
+    at = tree
+    for name in path[:-1]:
+        at = at[name]
+    at[path[-1]] = value
+    return json.dumps(tree).encode()
+
+
+T = ("trajectory", "turns", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        ((*T, "prompt_ids"), [1, 2**31], "token ids from 0 .*prompt_ids"),
+        ((*T, "prompt_ids"), [1, -1], "token ids from 0"),
+        ((*T, "prompt_ids"), [10**400], "not a trajectory"),
+        ((*T, "behavior_logprobs"), [-0.5, -1, -1, 10**400], "not a trajectory|NaN or infinity"),
+        ((*T, "prompt_ids"), [1, 1.5], "Expected `int`, got `float`.*prompt_ids"),
+        ((*T, "prompt_ids"), "abc", "Expected `array`"),
+        ((*T, "output_ids"), [[1], 2], "Expected `int`, got `array`"),
+        ((*T, "behavior_logprobs"), [-0.5], r"len\(behavior_logprobs\)=1"),
+        ((*T, "behavior_logprobs"), [-0.5, -1, -1, 1e300], "NaN or infinity"),
+        ((*T, "behavior_logprobs"), [None] * 4, "Expected `float`"),
+        ((*T, "version_spans"), [], "version_spans end at 0"),
+        ((*T, "loss_spans"), [[0, 9]], "loss_spans"),
+        ((*T, "episode_id"), "other", "episode_id=other"),
+        ((*T, "parent_turn_id"), "e.1", "parent_turn_id=e.1"),
+        ((*T, "finish_reason"), "tired", "Invalid enum value 'tired'"),
+        (("trajectory", "episode", "reward", "value"), None, "Expected `float`"),
+        (("trajectory", "episode"), {}, "missing required field"),
+        (("outloop_trajectory",), "1", "Expected `int`"),
+    ],
+)
+def test_a_wrong_line_is_refused_by_field(
+    make_turn: Callable[..., Turn], path: tuple[str | int, ...], value: Any, sentence: str
+) -> None:
+    """The sentence names the field."""
+    with pytest.raises(RecordError, match=sentence):
+        parse_line(change(format_line(small(make_turn)), *path, value=value))
+
+
+@given(st.binary(max_size=200), st.integers(0, 900), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_rubbish_raises_nothing_else(rubbish: bytes, at: int, inside: bool) -> None:
+    """Whatever a line holds, it is a trajectory or a RecordError or SchemaMismatch."""
+    episode = Episode(
+        episode_id="e",
+        task_id="t",
+        group_id=None,
+        attempt=0,
+        purpose="sft",
+        outcome="completed",
+        failure_kind=None,
+        reward=None,
+        metadata={},
+        opened_at=1.0,
+        closed_at=2.0,
+    )
+    line = format_line(Trajectory(episode=episode, turns=()))
+    with contextlib.suppress(RecordError, SchemaMismatch):
+        parse_line(line[:at] + rubbish + line[at:] if inside else rubbish)
+
+
+def test_what_json_cannot_hold_is_refused(make_turn: Callable[..., Turn]) -> None:
+    """Infinity is no JSON: it would come back as null."""
+    trajectory = small(make_turn)
+    turn = replace(trajectory.turns[0], sampling=Sampling(temperature=float("inf")))
+    with pytest.raises(RecordError, match="sampling.temperature=inf"):
+        format_line(replace(trajectory, turns=(turn,)))
+
+
+def test_lines_of_another_release_are_named(make_turn: Callable[..., Turn]) -> None:
+    """Both schema numbers are in the sentence."""
+    line = change(format_line(small(make_turn)), "outloop_trajectory", value=7)
+    with pytest.raises(SchemaMismatch, match="outloop_trajectory=7; this release reads 1"):
+        parse_line(line)
+
+
+async def test_a_run_is_exported_imported_and_exported_again(
+    start: Callable[..., Any], make_turn: Callable[..., Turn], tmp_path: Path
+) -> None:
+    """Groups, evaluations, dead letters and SFT data: the second run's file has the same lines."""
+    loop = await start(env__max_replacements=0, buffer__max_staleness=1)
+    loop.reader.request_eval("0:greedy", policy_version=0, num_episodes=2, sampling={})
+    claims = (await loop.claim(2)).claims
+    for claim in claims:
+        await loop.play(claim)
+    first, second = (await loop.claim(2)).claims
+    await loop.play(first)
+    await loop.close(await loop.open(second), None, failure_kind="environment", outcome="failed")
+    await loop.play_all()
+    loop.take(1)
+    await loop.writer.put_trajectories(
+        [small(make_turn, f"s{i}") for i in range(3)], key="k", final=True
+    )
+    file, again = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    assert loop.reader.archive.write(file) == (14, 0)
+    purposes = [
+        json.loads(line)["trajectory"]["episode"]["purpose"]
+        for line in file.read_text().splitlines()
+    ]
+    assert purposes == ["train"] * 8 + ["eval"] * 2 + ["train"] + ["sft"] * 3
+
+    other = await start(run__name="other")
+    report = other.reader.archive.read(file, final=True)
+    assert (report.num_for_sft, report.num_kept, report.num_bad) == (3, 11, 0)
+    assert other.reader.sft_progress() == (3, True)
+    assert other.reader.archive.write(again) == (14, 0)
+    assert sorted(again.read_bytes().splitlines()) == sorted(file.read_bytes().splitlines())
+    assert other.reader.archive.read(file) == report
+    assert other.reader.archive.write(again) == (14, 0)
+    assert list(tmp_path.glob("*.partial")) == []
+    found = other.reader.archive.find_imported("g0-1-0")
+    assert found is not None
+    assert len(found.turns) == 1
+    assert (await other.claim()).claims[0].group_id == "g0-1"
+
+
+async def test_bad_lines_are_named_and_nothing_is_imported(
+    start: Callable[..., Any], make_turn: Callable[..., Turn], tmp_path: Path
+) -> None:
+    """Without --skip-bad a file goes in whole or not at all."""
+    loop = await start()
+    file = tmp_path / "a.jsonl"
+    good = format_line(small(make_turn))
+    file.write_bytes(good + b"{}\n\n" + good.replace(b'"e"', b'"f"') + b"rubbish\n" + good[:40])
+    with pytest.raises(RecordError, match=r"3 bad lines.*line 2: .*line 5: .*line 6: "):
+        loop.reader.archive.read(file)
+    assert loop.reader.sft_progress() == (0, False)
+    report = loop.reader.archive.read(file, skip_bad=True)
+    assert (report.num_for_sft, report.num_bad) == (2, 3)
+
+
+async def test_one_id_with_two_contents_is_a_conflict(
+    start: Callable[..., Any], make_turn: Callable[..., Turn], tmp_path: Path
+) -> None:
+    """What was imported is never replaced silently."""
+    loop = await start()
+    file = tmp_path / "a.jsonl"
+    trajectory = small(make_turn, purpose="eval")
+    file.write_bytes(format_line(trajectory))
+    loop.reader.archive.read(file)
+    file.write_bytes(format_line(replace(trajectory, turns=trajectory.turns[:1])))
+    with pytest.raises(Conflict, match="episode_id=e was imported"):
+        loop.reader.archive.read(file)
+
+
+async def test_damaged_episodes_are_left_out_of_an_export(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    """They are counted; the others are written."""
+    loop = await start()
+    await loop.play_all()
+    turns = loop.reader._key("episode:g0-1-0:turns")
+    loop.reader._client.lset(turns, 0, b"\x01\x00" + struct.pack("<I", 7))
+    assert loop.reader.archive.write(tmp_path / "a.jsonl") == (3, 1)
+
+
+async def test_files_that_are_not_there(start: Callable[..., Any], tmp_path: Path) -> None:
+    """A sentence names the path."""
+    loop = await start()
+    with pytest.raises(SettingsError, match="missing"):
+        loop.reader.archive.read(tmp_path / "missing")
+    with pytest.raises(SettingsError, match="no_folder"):
+        loop.reader.archive.write(tmp_path / "no_folder" / "a.jsonl")

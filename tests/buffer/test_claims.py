@@ -1,0 +1,259 @@
+"""Who may play what, and when: admission, order, evaluations, deadlines."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from outloop.buffer.errors import Conflict, DeadlineExceeded, NotFound, RecordError
+from outloop.buffer.records import Task
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+async def test_admission_bounds_the_groups_in_flight(
+    start: Callable[..., Any], max_staleness: int
+) -> None:
+    """At most (max_staleness + 1) * groups_per_step groups are started and not trained."""
+    loop = await start(buffer__max_staleness=max_staleness)
+    limit = (max_staleness + 1) * 2
+    claims = await loop.play_all()
+    assert {claim.group_id for claim in claims} == {f"g{i}-{i + 1}" for i in range(limit)}
+    assert (await loop.claim()).reason == "admission"
+    leases = loop.take()
+    assert (await loop.claim()).reason == "admission"
+    loop.train(leases, 1)
+    assert len({claim.group_id for claim in (await loop.claim()).claims}) == 2
+
+
+async def test_synchronous_means_synchronous(start: Callable[..., Any]) -> None:
+    """At max_staleness 0 the next batch is claimed only once its version is acknowledged."""
+    loop = await start()
+    await loop.play_all()
+    leases = loop.take()
+    loop.reader.announce_version(1, 0)
+    ids = [lease.group.group_id for lease in leases]
+    with pytest.raises(Conflict, match="policy_version=1 is not acknowledged"):
+        loop.reader.mark_trained(ids, fence=loop.fence, policy_version=1)
+    assert (await loop.claim()).reason == "not_ready"
+    loop.reader.acknowledge_version(1)
+    assert (await loop.claim()).reason == "admission"
+    loop.reader.mark_trained(ids, fence=loop.fence, policy_version=1)
+    assert len((await loop.claim()).claims) == 4
+
+
+async def test_a_drop_by_the_trainer_starts_nothing_of_the_next_batch_early(
+    start: Callable[..., Any],
+) -> None:
+    """The credit of a group dropped after take returns with mark_trained, not before."""
+    loop = await start()
+    await loop.play_all()
+    first, second = loop.take()
+    loop.reader.drop(first.group.group_id, "no_signal", fence=loop.fence)
+    loop.reader.drop(first.group.group_id, "no_signal", fence=loop.fence)
+    assert (await loop.claim()).reason == "admission"
+    loop.train([second], 1)
+    assert len((await loop.claim()).claims) == 4
+    assert loop.reader.stats()["buffer/dropped/no_signal"] == 1
+
+
+async def test_a_run_whose_every_first_group_is_dropped_goes_on(
+    start: Callable[..., Any],
+) -> None:
+    """Level 0: credits of dropped groups return with the next take at the latest."""
+    loop = await start()
+    for _ in range(3):
+        await loop.play_all()
+        for lease in loop.take():
+            loop.reader.drop(lease.group.group_id, "no_signal", fence=loop.fence)
+        with pytest.raises(DeadlineExceeded, match="0 open, 0 attempts in flight"):
+            loop.take()
+    assert len(await loop.play_all()) == 4
+    assert [lease.group.slot for lease in loop.take()] == [6, 7]
+
+
+async def test_the_same_key_gets_the_same_claims(start: Callable[..., Any]) -> None:
+    """A claim whose answer was lost may be repeated; an empty answer is not remembered."""
+    loop = await start()
+    first = await loop.writer.claim(key="a", count=3)
+    assert await loop.writer.claim(key="a", count=3) == first
+    rest = await loop.writer.claim(key="b", count=3)
+    assert len(rest.claims) == 1
+    assert not (await loop.writer.claim(key="c", count=3)).claims
+    for claim in (*first.claims, *rest.claims):
+        await loop.play(claim)
+    loop.train(loop.take(), 1)
+    assert len((await loop.writer.claim(key="c", count=3)).claims) == 3
+
+
+async def test_the_oldest_open_group_is_filled_first(start: Callable[..., Any]) -> None:
+    """Places of open groups come before new groups, in the order of slots."""
+    loop = await start(buffer__max_staleness=1)
+    claims = (await loop.claim(5)).claims
+    assert [(c.group_id, c.attempt) for c in claims] == [
+        ("g0-1", 0),
+        ("g0-1", 1),
+        ("g1-2", 0),
+        ("g1-2", 1),
+        ("g2-3", 0),
+    ]
+    await loop.close(await loop.open(claims[1]), None, failure_kind="infrastructure")
+    again = (await loop.claim(2)).claims
+    assert [(c.group_id, c.attempt) for c in again] == [("g0-1", 2), ("g2-3", 1)]
+    assert again[0].task == claims[0].task
+
+
+async def test_every_task_is_played_once_per_epoch(start: Callable[..., Any]) -> None:
+    """The slots of an epoch are a permutation of the tasks."""
+    loop = await start(num_tasks=5, trainer__groups_per_step=10)
+    tasks = [claim.task.task_id for claim in (await loop.claim()).claims[::2]]
+    assert sorted(tasks[:5]) == sorted(tasks[5:]) == [f"t{i}" for i in range(5)]
+
+
+async def test_reasons_for_giving_nothing(join: Callable[..., Any]) -> None:
+    """not_ready, no_tasks, paused and finished are told apart."""
+    writer, reader = await join()
+
+    async def reason() -> str:
+        return (await writer.claim(key="k", count=1)).reason
+
+    assert await reason() == "not_ready"
+    reader.announce_version(0, None)
+    assert await reason() == "not_ready"
+    reader.acknowledge_version(0)
+    assert await reason() == "no_tasks"
+    await writer.register_tasks([Task(task_id="a", payload={})], [])
+    await writer.set_paused(True)
+    assert await reason() == "paused"
+    await writer.set_paused(False)
+    reader.set_run_state("finished")
+    assert await reason() == "finished"
+    reader.set_run_state("running")
+    assert await reason() == ""
+    await writer.close()
+
+
+async def test_a_supervised_run_gives_no_claims(start: Callable[..., Any]) -> None:
+    """Mode sft has nothing to play."""
+    loop = await start(trainer__mode="sft")
+    assert (await loop.claim()).reason == "no_tasks"
+
+
+async def test_other_tasks_are_refused(start: Callable[..., Any]) -> None:
+    """A run keeps its tasks; the same ones again change nothing."""
+    loop = await start(num_tasks=3, num_eval_tasks=0)
+    same = [Task(task_id=f"t{i}", payload={"n": i}) for i in range(3)]
+    await loop.writer.register_tasks(same, [])
+    with pytest.raises(Conflict, match="other tasks"):
+        await loop.writer.register_tasks(same[:2], [])
+    with pytest.raises(RecordError, match="task_id='t0' is used twice"):
+        await loop.writer.register_tasks([*same, same[0]], [])
+    with pytest.raises(RecordError, match="must not be trained on"):
+        await loop.writer.register_tasks(same, [Task(task_id="x", payload={"n": 1})])
+
+
+async def test_an_attempt_past_its_deadline_is_replaced_then_lost(
+    start: Callable[..., Any], clock: Any
+) -> None:
+    """Each place is given out again up to max_replacements; then the group has to do without."""
+    loop = await start(
+        env__max_replacements=1,
+        env__episode_deadline_s=10,
+        buffer__group_size=3,
+        trainer__groups_per_step=1,
+    )
+    first, second, third = (await loop.claim()).claims
+    await loop.play(first)
+    await loop.play(second)
+    episode_id = await loop.open(third)
+    clock.advance(14.9)
+    assert not (await loop.claim()).claims
+    clock.advance(0.2)
+    (again,) = (await loop.claim()).claims
+    assert (again.group_id, again.attempt) == (third.group_id, 3)
+    late = await loop.close(episode_id, 5.0)
+    assert not late.counted
+    clock.advance(15.1)
+    (lease,) = loop.take(1)
+    assert [t.episode.attempt for t in lease.group.trajectories] == [0, 1]
+    stats = loop.reader.stats()
+    assert stats["buffer/replaced/infrastructure"] == stats["buffer/lost_attempts"] == 1
+    assert stats["buffer/late_rewards"] == 1
+
+
+@pytest.mark.parametrize(("num_scored", "is_ready"), [(2, True), (1, False)])
+async def test_a_group_past_its_deadline_seals_or_fails(
+    start: Callable[..., Any], clock: Any, num_scored: int, is_ready: bool
+) -> None:
+    """Two scored attempts make a group; fewer are dropped as failed and free their credit."""
+    loop = await start(
+        buffer__group_size=3, trainer__groups_per_step=1, buffer__group_deadline_s=50
+    )
+    claims = (await loop.claim()).claims
+    for claim in claims[:num_scored]:
+        await loop.play(claim)
+    clock.advance(51)
+    if is_ready:
+        (lease,) = loop.take(1)
+        assert len(lease.group.trajectories) == num_scored
+        assert lease.group.group_size == 3
+        assert not (await loop.claim()).claims
+    else:
+        (new, *_) = (await loop.claim()).claims
+        assert new.group_id == "g1-2"
+        assert loop.reader.stats()["buffer/dropped/failed"] == 1
+
+
+async def test_evaluations_come_first_and_need_no_admission(start: Callable[..., Any]) -> None:
+    """Eval claims carry their own sampling, cycle through the tasks and join no group."""
+    loop = await start()
+    await loop.play_all()
+    sampling = {"temperature": 0.0}
+    for _ in range(2):
+        loop.reader.request_eval("0:greedy", policy_version=0, num_episodes=3, sampling=sampling)
+    claims = (await loop.claim()).claims
+    assert [claim.task.task_id for claim in claims] == ["e0", "e1", "e0"]
+    assert {(c.purpose, c.group_id, c.eval_name) for c in claims} == {("eval", None, "0:greedy")}
+    assert claims[0].sampling == sampling
+    await loop.play(claims[2], value=0.25)
+    await loop.close(await loop.open(claims[0]), None, failure_kind="agent", outcome="failed")
+    await loop.close(await loop.open(claims[1]), None, failure_kind="infrastructure")
+    progress = loop.reader.eval_progress("0:greedy")
+    assert (progress.num_done, progress.num_total, progress.rewards) == (2, 3, (0.0, 0.25))
+    (again,) = (await loop.claim()).claims
+    assert (again.purpose, again.attempt) == ("eval", 1)
+    await loop.close(await loop.open(again, "second"), 0.5)
+    assert loop.reader.eval_progress("0:greedy").rewards == (0.0, 0.5, 0.25)
+    assert len(loop.take()) == 2
+    with pytest.raises(Conflict, match="other values"):
+        loop.reader.request_eval("0:greedy", policy_version=0, num_episodes=4, sampling=sampling)
+    with pytest.raises(NotFound, match="request it first"):
+        loop.reader.eval_progress("1:greedy")
+
+
+async def test_a_lost_evaluation_attempt_is_requeued_at_its_deadline(
+    start: Callable[..., Any], clock: Any
+) -> None:
+    """A runner that dies delays an evaluation and does not shrink it, up to max_replacements."""
+    loop = await start(env__max_replacements=1)
+    await loop.play_all()
+    loop.reader.request_eval("v", policy_version=0, num_episodes=1, sampling={})
+    for _ in range(2):
+        (claim,) = (await loop.claim()).claims
+        assert claim.purpose == "eval"
+        clock.advance(1000)
+    assert not (await loop.claim()).claims
+    progress = loop.reader.eval_progress("v")
+    assert (progress.num_done, progress.rewards) == (1, ())
+
+
+async def test_an_evaluation_without_tasks_is_refused(start: Callable[..., Any]) -> None:
+    """It would never finish."""
+    loop = await start(num_eval_tasks=0)
+    with pytest.raises(NotFound, match="no evaluation tasks"):
+        loop.reader.request_eval("v", policy_version=0, num_episodes=1, sampling={})
+    with pytest.raises(RecordError, match="sampling"):
+        loop.reader.request_eval(
+            "v", policy_version=0, num_episodes=1, sampling={"t": float("nan")}
+        )
+    with pytest.raises(RecordError, match="num_episodes=0"):
+        loop.reader.request_eval("v", policy_version=0, num_episodes=0, sampling={})

@@ -1,0 +1,133 @@
+"""`outloop buffer`: on a run that is up and on one that is not."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from outloop.buffer.embedded import EmbeddedRedis
+from outloop.buffer.errors import BufferUnavailable, Conflict, NotFound, SettingsError
+from outloop.cli import cli
+
+Outloop = Callable[..., str]
+
+
+@pytest.fixture
+def outloop(monkeypatch: pytest.MonkeyPatch) -> Outloop:
+    """Runs `outloop buffer ...` in this process and returns what it prints; raises its errors."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*words: str | Path, said: str = "") -> str:
+        result = CliRunner().invoke(
+            cli, ["buffer", *map(str, words)], input=said, catch_exceptions=False
+        )
+        if result.exit_code:
+            raise AssertionError(result.output)
+        return result.output
+
+    return run
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
+    """The server of the run in `tmp_path`/t, as the launcher would start it."""
+    with EmbeddedRedis(tmp_path / "t" / "redis", max_memory_mb=64) as server:
+        yield server
+
+
+async def test_a_run_that_is_not_up_is_looked_at(
+    redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path, outloop: Outloop
+) -> None:
+    """Its server is started for the time of a command; requeued slots are there afterwards."""
+    loop = await loop_on(redis.url, env__max_replacements=0)
+    await loop.play_all()
+    loop.take()
+    claims = (await loop.claim(2)).claims
+    assert not claims
+    loop.reader.drop("g0-1", "malformed", fence=loop.fence, error="[bold]odd[/bold]")
+    run = ("--run", tmp_path / "t")
+    assert "g0-1" in outloop("dead", "list", *run)
+    redis.stop()
+
+    assert "buffer/dead_letters" in outloop("stats", *run)
+    shown = outloop("show", "g1-2-0", *run)
+    assert "completed" in shown
+    assert "g1-2-0.0" in shown
+    assert "[bold]odd[/bold]" in outloop("dead", "list", *run)
+    shown = outloop("dead", "show", "g0-1", *run)
+    assert "2 of 2 scored" in shown
+    assert "g0-1-1.0" in shown
+    assert "4 trajectories written" in outloop("export", tmp_path / "a.jsonl", *run)
+    assert "0 trajectories stored for SFT, 4 others kept" in outloop(
+        "import", tmp_path / "a.jsonl", *run
+    )
+    assert "played again" in outloop("dead", "requeue", "g0-1", *run)
+    with pytest.raises(NotFound, match="g0-1"):
+        outloop("dead", "drop", "g0-1", *run)
+    with pytest.raises(NotFound, match="no episode_id=g9"):
+        outloop("show", "g9", *run)
+    assert "g0-1-1.0" in outloop("show", "g0-1-1", *run)
+
+
+async def test_purge_removes_a_stopped_run_only(
+    redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path, outloop: Outloop
+) -> None:
+    """A run that is up is refused; afterwards nothing of it is left."""
+    loop = await loop_on(redis.url)
+    await loop.play_all()
+    run = ("--run", tmp_path / "t")
+    with pytest.raises(Conflict, match="is up"):
+        outloop("purge", "--yes", *run)
+    assert loop.reader.stats()["buffer/ready_groups"] == 2
+    redis.stop()
+    with pytest.raises(AssertionError, match="Aborted"):
+        outloop("purge", *run, said="n\n")
+    assert "keys removed" in outloop("purge", *run, said="y\n")
+    with pytest.raises(BufferUnavailable, match="holds nothing of this run"):
+        outloop("stats", *run)
+
+
+async def test_purge_on_a_shared_redis_leaves_other_runs(
+    server: EmbeddedRedis,
+    loop_on: Callable[..., Any],
+    clock: Any,
+    tmp_path: Path,
+    outloop: Outloop,
+) -> None:
+    """With buffer.redis_url the run counts as up while a trainer renews its leases."""
+    shared = {"buffer__redis_url": server.url}
+    other = await loop_on(server.url, run__name="other", **shared)
+    clock.now = time.time()
+    loop = await loop_on(server.url, **shared)
+    await loop.play_all()
+    loop.take()
+    with pytest.raises(Conflict, match="is up"):
+        outloop("purge", "--yes", "--run", tmp_path / "t")
+    clock.now -= 1000
+    loop.reader.renew(loop.fence)
+    assert "keys removed" in outloop("purge", "--yes", "--run", tmp_path / "t")
+    client = other.reader._client
+    assert not list(client.scan_iter(match=f"{loop.reader._prefix}*", count=1000))
+    other.reader.stats()
+    assert len((await other.claim()).claims) == 4
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, outloop: Outloop) -> None:
+    """A sentence says what a run folder is."""
+    with pytest.raises(SettingsError, match="holds no run.json"):
+        outloop("stats", "--run", tmp_path)
+
+
+async def test_a_run_without_its_data_is_refused(
+    redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path, outloop: Outloop
+) -> None:
+    """No empty server is started in its place."""
+    await loop_on(redis.url)
+    redis.stop()
+    (tmp_path / "t" / "redis").rename(tmp_path / "elsewhere")
+    with pytest.raises(BufferUnavailable, match="does not exist"):
+        outloop("stats", "--run", tmp_path / "t")
+    assert not (tmp_path / "t" / "redis").exists()

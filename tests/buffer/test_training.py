@@ -1,0 +1,263 @@
+"""Take, renew, mark, drop, acknowledge: what the trainer may do and when it may not."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from outloop.buffer.errors import Conflict, DeadlineExceeded, FenceExpired, SchemaMismatch
+from outloop.buffer.records import ServerEntry, Turn
+
+
+async def test_groups_are_taken_oldest_first_and_whole(start: Callable[..., Any]) -> None:
+    """A later slot that is ready first waits for the older ones of the batch."""
+    loop = await start(buffer__max_staleness=1)
+    claims = (await loop.claim()).claims
+    for claim in reversed(claims[2:]):
+        await loop.play(claim)
+    assert [lease.group.slot for lease in loop.take(2)] == [1, 2]
+    for claim in claims[:2]:
+        await loop.play(claim)
+    (lease, other) = loop.take(2)
+    assert (lease.group.slot, other.group.slot) == (0, 3)
+    assert lease.group.task_id == claims[0].task.task_id
+    assert lease.fence == loop.fence
+    assert [t.episode.attempt for t in lease.group.trajectories] == [0, 1]
+
+
+async def test_take_waits_with_a_sentence_and_wakes_up(start: Callable[..., Any]) -> None:
+    """A take that waits is woken by the close that completes its batch."""
+    loop = await start()
+    claims = (await loop.claim()).claims
+    sentences: list[str] = []
+    taken: list[Any] = []
+
+    def take() -> None:
+        leases = loop.reader.take(
+            2,
+            fence=loop.fence,
+            policy_version=0,
+            timeout_s=20.0,
+            on_wait=sentences.append,
+            should_stop=lambda: False,
+        )
+        taken.append((time.monotonic(), leases))
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    for claim in claims:
+        await loop.play(claim)
+    finished = time.monotonic()
+    thread.join(20)
+    assert len(taken[0][1]) == 2
+    assert taken[0][0] - finished < 0.4
+    assert all("ready groups" in sentence for sentence in sentences)
+
+
+async def test_take_ends_at_its_deadline_or_when_told(start: Callable[..., Any]) -> None:
+    """The deadline names who is waited for; should_stop gives an empty answer."""
+    loop = await start()
+    await loop.play((await loop.claim(1)).claims[0])
+    began = time.monotonic()
+    with pytest.raises(
+        DeadlineExceeded, match=r"ready groups 0/2, 1 open, 0 attempts .* for the runners"
+    ):
+        loop.take(timeout_s=0.3)
+    assert 0.25 < time.monotonic() - began < 2
+    leases = loop.reader.take(
+        2,
+        fence=loop.fence,
+        policy_version=0,
+        timeout_s=9.0,
+        on_wait=lambda sentence: None,
+        should_stop=lambda: True,
+    )
+    assert leases == []
+
+
+async def test_a_stale_group_is_dropped_when_taken(
+    start: Callable[..., Any], make_turn: Callable[..., Turn]
+) -> None:
+    """Staleness goes by the oldest trained token of any episode of the group."""
+    loop = await start(buffer__max_staleness=1, buffer__group_size=2, trainer__groups_per_step=1)
+    first, second, third, fourth = (await loop.claim()).claims
+    oldest = await loop.open(first)
+    await loop.writer.append_turn(make_turn(oldest, version=0))
+    early = await loop.open(third)
+    await loop.writer.append_turn(make_turn(early, 0, version=0, trained=False))
+    loop.publish(1, 0)
+    await loop.play(second, version=1)
+    await loop.close(oldest)
+    await loop.writer.append_turn(make_turn(early, 1, parent=0, version=1))
+    await loop.close(early)
+    await loop.play(fourth, version=1)
+    loop.publish(2, 1)
+    (lease,) = loop.take(1, version=2)
+    assert lease.group.slot == 1
+    stats = loop.reader.stats()
+    assert stats["buffer/dropped/stale"] == stats["buffer/dropped_groups"] == 1
+    assert (await loop.claim()).claims[0].group_id == "g2-3"
+
+
+async def test_a_group_without_turns_is_never_stale(start: Callable[..., Any]) -> None:
+    """Zero-turn episodes count in statistics and hold no tokens that could be old."""
+    loop = await start()
+    for claim in (await loop.claim()).claims:
+        await loop.close(await loop.open(claim), 0.0)
+    leases = loop.take(2, version=7)
+    assert [len(t.turns) for lease in leases for t in lease.group.trajectories] == [0] * 4
+
+
+async def test_only_the_newest_fence_counts(start: Callable[..., Any]) -> None:
+    """Another trainer gets the leases; the first one changes nothing any more."""
+    loop = await start()
+    await loop.play_all()
+    leases = loop.take()
+    mark = loop.train(leases[:1], 1)
+    other = loop.reader.acquire_fence()
+    old = loop.fence
+    group_id = leases[1].group.group_id
+    for call in (
+        lambda: loop.take(),
+        lambda: loop.reader.renew(old),
+        lambda: loop.reader.drop(group_id, "failed", fence=old),
+        lambda: loop.reader.mark_trained([group_id], fence=old, policy_version=1),
+        lambda: loop.reader.acknowledge(mark),
+        lambda: loop.reader.recover(None, fence=old),
+    ):
+        with pytest.raises(FenceExpired, match=f"fence={old}"):
+            call()
+    loop.fence = other
+    assert [lease.group.group_id for lease in loop.take(1)] == [group_id]
+
+
+async def test_leases_expire_unless_renewed(start: Callable[..., Any], clock: Any) -> None:
+    """A trainer that sends no heartbeat for lease_s loses its leases, and cannot acknowledge."""
+    loop = await start(buffer__lease_s=60)
+    await loop.play_all()
+    leases = loop.take()
+    assert leases[0].deadline == pytest.approx(clock() + 60)
+    for _ in range(3):
+        clock.advance(50)
+        loop.reader.renew(loop.fence)
+    clock.advance(61)
+    with pytest.raises(FenceExpired, match="expired unrenewed"):
+        loop.reader.acknowledge(loop.mark(leases, 1))
+    with pytest.raises(FenceExpired):
+        loop.reader.renew(loop.fence)
+    loop.fence = loop.reader.acquire_fence()
+    assert [lease.group.slot for lease in loop.take()] == [0, 1]
+    assert loop.reader.stats()["buffer/expired_leases"] == 1
+
+
+async def test_acknowledging_is_all_or_nothing_and_idempotent(
+    start: Callable[..., Any],
+) -> None:
+    """A mark with a lost group acknowledges none of its groups; a repeated mark changes nothing."""
+    loop = await start()
+    await loop.play_all()
+    leases = loop.take()
+    mark = loop.train(leases, 1)
+    await loop.play_all(version=1)
+    wrong = loop.mark([*leases], 1)
+    wrong = type(wrong)(
+        fence=wrong.fence, group_ids=(*wrong.group_ids, "g2-3"), next_slot=3, policy_version=1
+    )
+    with pytest.raises(FenceExpired, match="g2-3 is ready"):
+        loop.reader.acknowledge(wrong)
+    assert loop.reader.stats()["buffer/leased_groups"] == 2
+    loop.reader.acknowledge(mark)
+    loop.reader.acknowledge(mark)
+    loop.reader.mark_trained(mark.group_ids, fence=loop.fence, policy_version=1)
+    stats = loop.reader.stats()
+    assert (stats["buffer/acknowledged_groups"], stats["buffer/trained_groups"]) == (2, 2)
+    assert (await loop.claim()).reason == "admission"
+    assert (await loop.writer.load_episode("g0-1-0")).turns == ()
+
+
+async def test_marking_trained_twice_returns_the_credit_once(start: Callable[..., Any]) -> None:
+    """The bound on groups in flight holds whatever is repeated."""
+    loop = await start()
+    await loop.play_all()
+    leases = loop.take()
+    loop.train(leases, 1)
+    loop.train(leases, 2)
+    loop.reader.acknowledge(loop.mark(leases, 2))
+    assert len({c.group_id for c in (await loop.claim()).claims}) == 2
+
+
+async def test_acknowledged_data_is_freed(start: Callable[..., Any]) -> None:
+    """After a checkpoint only expiring hashes of its groups and episodes are left."""
+    loop = await start()
+    await loop.play_all()
+    loop.reader.acknowledge(loop.train(loop.take(), 1))
+    client = loop.reader._client
+    names = client.scan_iter(match=f"{loop.reader._prefix}*", count=1000)
+    own = [name for name in names if b"episode:" in name or b"group:" in name]
+    assert own
+    assert not [name for name in own if name.endswith((b":turns", b":episodes"))]
+    assert all(client.pttl(name) > 0 for name in own)
+
+
+async def test_a_damaged_group_is_dropped_and_the_next_one_taken(
+    start: Callable[..., Any],
+) -> None:
+    """Rubbish in Redis costs its group, never the reader."""
+    loop = await start(buffer__max_staleness=1)
+    await loop.play_all()
+    client = loop.reader._client
+    client.lset(loop.reader._key("episode:g0-1-0:turns"), 0, b"\x01\x00rubbish")
+    assert [lease.group.slot for lease in loop.take(2)] == [1, 2]
+    assert loop.reader.stats()["buffer/dropped/malformed"] == 1
+
+
+async def test_records_of_another_release_stop_the_reader(start: Callable[..., Any]) -> None:
+    """An unknown schema number is not taken for damage: both numbers are named."""
+    loop = await start()
+    await loop.play_all()
+    turns = loop.reader._key("episode:g0-1-0:turns")
+    data = loop.reader._client.lindex(turns, 0)
+    loop.reader._client.lset(turns, 0, b"\x09\x00" + data[2:])
+    with pytest.raises(SchemaMismatch, match="schema=9, this release reads schema=1"):
+        loop.take()
+
+
+async def test_versions_are_never_reused(start: Callable[..., Any]) -> None:
+    """Numbers grow; the same announcement twice is one."""
+    loop = await start()
+    loop.reader.announce_version(3, 0)
+    loop.reader.announce_version(3, 0)
+    for version, parent in ((3, None), (2, 0), (0, None)):
+        with pytest.raises(Conflict, match="issued before"):
+            loop.reader.announce_version(version, parent)
+    with pytest.raises(Conflict, match="not announced"):
+        loop.reader.acknowledge_version(4)
+    state = await loop.writer.policy_state()
+    assert (state.announced_version, state.acknowledged_version) == (3, 0)
+    loop.reader.acknowledge_version(3)
+    loop.reader.acknowledge_version(1)
+    assert (await loop.writer.policy_state()).acknowledged_version == 3
+    assert loop.reader.highest_version() == 3
+
+
+async def test_the_registry_shows_who_is_there(start: Callable[..., Any]) -> None:
+    """Servers, parts and statuses are seen by both faces."""
+    loop = await start()
+    entry = ServerEntry(
+        server_id="s0", url="http://a", kind="torch", policy_version=None, is_quarantined=False
+    )
+    loop.reader.register_server(entry)
+    assert loop.reader.servers() == (entry,)
+    loop.reader.set_server_version("s0", 4, quarantined=True)
+    (seen,) = (await loop.writer.policy_state()).servers
+    assert (seen.policy_version, seen.is_quarantined) == (4, True)
+    await loop.writer.register_part("router", {"url": "http://b"})
+    loop.reader.register_part("server-0", {"url": "http://a"})
+    await loop.writer.report_status("router", {"episodes": "3"})
+    loop.reader.report_status("trainer", {"step": "1"})
+    assert loop.reader.parts() == {"router": {"url": "http://b"}, "server-0": {"url": "http://a"}}
+    assert loop.reader.statuses() == {"router": {"episodes": "3"}, "trainer": {"step": "1"}}
+    loop.reader.set_run_state("finished")
+    assert (await loop.writer.policy_state()).run_state == "finished"

@@ -1,0 +1,277 @@
+"""Random interleavings of everything, with crashes: each slot is trained once in the lineage.
+
+The walk keeps its own account of what the surviving weights contain and compares it with what the
+buffer believes after every step.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from outloop.buffer.errors import DeadlineExceeded, FenceExpired, Gone
+from outloop.buffer.records import CheckpointMark, Claim, Lease, Turn
+
+NUM_STEPS = 500
+
+
+@dataclass
+class Weights:
+    """A trainer's weights: their version and the slots they were trained on."""
+
+    version: int = 0
+    slots: tuple[int, ...] = ()
+    groups_since_mark: tuple[str, ...] = ()
+    lineage: tuple[int, ...] = (0,)
+    """Versions that led here."""
+
+
+@dataclass
+class Walk:
+    """One random run: a runner, a trainer, checkpoints on disk, and a clock."""
+
+    loop: Any
+    clock: Any
+    make_turn: Callable[..., Turn]
+    choices: random.Random
+    weights: Weights = field(default_factory=Weights)
+    disk: list[tuple[Weights, CheckpointMark]] = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
+    open: dict[str, int] = field(default_factory=dict)
+    closed: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    group_ids: set[str] = field(default_factory=set)
+    num_ids: int = 0
+
+    async def claim(self) -> None:
+        result = await self.loop.claim(self.choices.randint(1, 5))
+        self.claims += result.claims
+        self.group_ids |= {claim.group_id or "" for claim in result.claims}
+
+    async def open_one(self) -> None:
+        if not self.claims:
+            return
+        claim = self.claims.pop(self.choices.randrange(len(self.claims)))
+        self.num_ids += 1
+        try:
+            episode_id = await self.loop.open(claim, f"ep{self.num_ids}")
+        except Gone:
+            return
+        self.open[episode_id] = 0
+        if self.choices.random() < 0.1:
+            self.claims.append(claim)
+
+    async def turn(self) -> None:
+        if not self.open:
+            return
+        episode_id = self.choices.choice(list(self.open))
+        index = self.open[episode_id]
+        turn = self.make_turn(
+            episode_id, index, parent=index - 1 if index else None, version=self.weights.version
+        )
+        try:
+            for _ in range(self.choices.choice([1, 1, 2])):
+                await self.loop.writer.append_turn(turn)
+        except Gone:
+            del self.open[episode_id]
+        else:
+            self.open[episode_id] += 1
+
+    async def close(self) -> None:
+        if not self.open:
+            return
+        episode_id = self.choices.choice(list(self.open))
+        del self.open[episode_id]
+        words: dict[str, Any] = {"value": self.choices.random()}
+        if self.choices.random() < 0.15:
+            kind = self.choices.choice(["infrastructure", "environment"])
+            words = {"value": None, "failure_kind": kind, "outcome": "failed"}
+        first = await self.loop.close(episode_id, **words)
+        assert await self.loop.close(episode_id, **words) == first
+        self.closed.append((episode_id, words))
+
+    async def close_again(self) -> None:
+        if self.closed:
+            episode_id, words = self.choices.choice(self.closed)
+            await self.loop.close(episode_id, **words)
+
+    async def take(self) -> None:
+        if self.leases:
+            return
+        try:
+            self.leases = self.loop.take(2, version=self.weights.version)
+        except (DeadlineExceeded, FenceExpired):
+            return
+        for lease in self.leases:
+            for trajectory in lease.group.trajectories:
+                for turn in trajectory.turns:
+                    assert turn.version_spans[0].policy_version in self.weights.lineage
+
+    async def train(self) -> None:
+        if not self.leases:
+            return
+        keep = [x for x in self.leases if self.choices.random() < 0.8]
+        version = self.loop.reader.highest_version() + 1
+        try:
+            for lease in self.leases:
+                if lease not in keep:
+                    self.loop.reader.drop(lease.group.group_id, "no_signal", fence=self.loop.fence)
+            ids = tuple(lease.group.group_id for lease in keep)
+            self.loop.reader.renew(self.loop.fence)
+            self.loop.publish(version, self.weights.version)
+            self.loop.reader.mark_trained(ids, fence=self.loop.fence, policy_version=version)
+        except FenceExpired:
+            await self.crash()
+            return
+        self.weights = Weights(
+            version,
+            self.weights.slots + tuple(lease.group.slot for lease in keep),
+            self.weights.groups_since_mark + ids,
+            (*self.weights.lineage, version),
+        )
+        self.leases = []
+
+    async def checkpoint(self) -> None:
+        if not self.weights.groups_since_mark or self.leases:
+            return
+        mark = CheckpointMark(
+            fence=self.loop.fence,
+            group_ids=self.weights.groups_since_mark,
+            next_slot=max(self.weights.slots) + 1,
+            policy_version=self.weights.version,
+        )
+        self.weights = replace(self.weights, groups_since_mark=())
+        self.disk.append((self.weights, mark))
+        if self.choices.random() < 0.3:
+            await self.crash()
+            return
+        try:
+            for _ in range(self.choices.choice([1, 2])):
+                self.loop.reader.acknowledge(mark)
+        except FenceExpired:
+            await self.crash()
+
+    async def crash(self) -> None:
+        """The trainer dies and resumes from its newest checkpoint, or an older one."""
+        while len(self.disk) > 1 and self.choices.random() < 0.2:
+            self.disk.pop()
+        self.leases = []
+        old = self.loop.fence
+        self.loop.fence = self.loop.reader.acquire_fence()
+        with pytest.raises(FenceExpired):
+            self.loop.reader.renew(old)
+        weights, mark = self.disk[-1] if self.disk else (Weights(), None)
+        version = self.loop.reader.recover(mark, fence=self.loop.fence) + 1
+        self.loop.publish(version, None if mark is None else mark.policy_version)
+        kept = weights.lineage if mark is not None else ()
+        self.weights = replace(weights, version=version, lineage=(*kept, version))
+
+    async def resolve(self) -> None:
+        """Somebody looks at the dead letters."""
+        letters = self.loop.reader.dead_letters.list_letters()
+        if not letters:
+            return
+        letter = self.choices.choice(letters)
+        if letter.slot is None or self.choices.random() < 0.3:
+            self.loop.reader.dead_letters.discard(letter.group_id)
+        else:
+            self.loop.reader.dead_letters.requeue(letter.group_id)
+
+    async def wait(self) -> None:
+        self.clock.advance(self.choices.choice([1.0, 5.0, 20.0]))
+
+    def check(self, limit: int) -> None:
+        """What must hold after every step."""
+        client, prefix = self.loop.reader._client, self.loop.reader._prefix
+        state = client.hgetall(f"{prefix}state")
+        number = {name.decode(): int(state.get(name, 0)) for name in (b"admitted", b"trained")}
+        held = int(state.get(b"held", 0))
+        assert len(self.weights.slots) == len(set(self.weights.slots))
+        live: dict[int, bytes] = {}
+        num_untrained = 0
+        for group_id, slot in client.zrange(f"{prefix}groups", 0, -1, withscores=True):
+            assert int(slot) not in live
+            state_of = client.hget(f"{prefix}group:{group_id.decode()}", "state")
+            live[int(slot)] = state_of
+            num_untrained += state_of != b"trained"
+        assert number["admitted"] - number["trained"] == num_untrained + held <= limit
+        self._check_slots(live, int(state.get(b"cursor", 0)))
+
+    def _check_slots(self, live: dict[int, bytes], cursor: int) -> None:
+        client, prefix = self.loop.reader._client, self.loop.reader._prefix
+        replay = {int(slot) for slot in client.zrange(f"{prefix}replay", 0, -1)}
+        with client.pipeline(transaction=False) as pipeline:
+            for group_id in self.group_ids:
+                pipeline.hmget(f"{prefix}group:{group_id}", "slot", "state")
+            dropped = {int(slot) for slot, state in pipeline.execute() if state == b"dropped"}
+        letters = self.loop.reader.dead_letters.list_letters()
+        dead = {letter.slot for letter in letters if letter.slot is not None}
+        trained = set(self.weights.slots)
+        untrained = {slot for slot, state in live.items() if state != b"trained"}
+        assert not trained & replay
+        assert not trained & untrained
+        assert not set(live) & replay
+        assert not dead & (trained | set(live) | replay)
+        lost = set(range(cursor)) - trained - set(live) - replay - dropped
+        assert not lost
+        for lease in self.leases:
+            assert lease.group.slot not in trained
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_any_interleaving_trains_each_slot_once(
+    start: Callable[..., Any], clock: Any, make_turn: Callable[..., Turn], seed: int
+) -> None:
+    """No order of calls, repeats, expiries and crashes trains a slot twice or loses one."""
+    choices = random.Random(seed)
+    max_staleness = seed % 3
+    loop = await start(
+        buffer__max_staleness=max_staleness,
+        buffer__group_deadline_s=120,
+        buffer__lease_s=60,
+        env__episode_deadline_s=30,
+        env__max_replacements=1,
+    )
+    walk = Walk(loop, clock, make_turn, choices)
+    weights = {
+        walk.claim: 3,
+        walk.open_one: 10,
+        walk.turn: 6,
+        walk.close: 12,
+        walk.close_again: 1,
+        walk.take: 3,
+        walk.train: 4,
+        walk.checkpoint: 2,
+        walk.crash: 0.2,
+        walk.wait: 0.4,
+        walk.resolve: 1,
+    }
+    for _ in range(NUM_STEPS):
+        (step,) = choices.choices(list(weights), list(weights.values()))
+        await step()
+        walk.check(2 * (max_staleness + 1))
+    await _finish(walk)
+
+
+async def _finish(walk: Walk) -> None:
+    """From any state the loop gets going again: two more batches are trained."""
+    target = len(walk.weights.slots) + 4
+    for _ in range(60):
+        if len(walk.weights.slots) >= target:
+            return
+        walk.clock.advance(31)
+        walk.claims.clear()
+        walk.open.clear()
+        await walk.loop.play_all(version=walk.weights.version)
+        await walk.take()
+        if walk.leases:
+            await walk.train()
+        elif not walk.leases:
+            try:
+                walk.loop.reader.renew(walk.loop.fence)
+            except FenceExpired:
+                await walk.crash()
+                target = len(walk.weights.slots) + 4
+    raise AssertionError(f"stuck: {walk.loop.reader.stats()}")

@@ -1,0 +1,160 @@
+"""A tiny random policy and torch servers of it, for every folder that talks to a server."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+# One commit gives one verdict: `make test` draws the same examples each time, `make test-search`
+# draws new ones.
+hypothesis.settings.register_profile("fixed", derandomize=True)
+hypothesis.settings.register_profile("search", derandomize=False, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("OUTLOOP_EXAMPLES", "fixed"))
+
+VOCAB_SIZE = 400
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Make (once each) a random two-layer model folder: `make_model("llama", tied=False)`."""
+    made: dict[tuple[str, bool, int], Path] = {}
+
+    def make(kind: str = "qwen3", *, tied: bool = True, seed: int = 0) -> Path:
+        key = (kind, tied, seed)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("model")
+            _write_model(made[key], kind, tied, seed)
+        return made[key]
+
+    return make
+
+
+def _write_model(folder: Path, kind: str, tied: bool, seed: int) -> None:
+    import torch
+    import transformers
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.1,
+        "eos_token_id": 1,
+        "bos_token_id": 0,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: Any
+        if kind == "llama":
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        else:
+            model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+        # Norm weights of one would hide a missing or misplaced norm.
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+    model.save_pretrained(folder)
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+class ServerThread:
+    """A torch server in a thread of this process."""
+
+    def __init__(self, tree: dict[str, Any], *, is_stream_incremental: bool) -> None:
+        self.url = ""
+        self._tree = tree
+        self._is_incremental = is_stream_incremental
+        self._failure: BaseException | None = None
+        self._is_bound = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._is_bound.wait(30), "the torch server did not bind"
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        from outloop.buffer.settings import build_settings
+        from outloop.engine.serve.main import serve_torch
+
+        async def on_bound(url: str) -> None:
+            self.url = url
+            self._is_bound.set()
+
+        try:
+            self._loop.run_until_complete(
+                serve_torch(
+                    build_settings(self._tree, source="test"),
+                    stop=self._stop,
+                    on_bound=on_bound,
+                    is_stream_incremental=self._is_incremental,
+                )
+            )
+        except BaseException as error:  # noqa: BLE001 - raised in the test's thread
+            self._failure = error
+            self._is_bound.set()
+        finally:
+            self._loop.close()
+
+    def stop(self) -> None:
+        """Ask it to end and wait."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(20)
+        assert not self._thread.is_alive(), "the torch server did not end"
+
+
+@pytest.fixture(scope="session")
+def start_torch_server() -> Iterator[Callable[..., ServerThread]]:
+    """`start_torch_server(folder, max_context_tokens=512, ...)`; all are stopped at the end."""
+    import torch
+
+    torch.set_num_threads(1)
+    started: list[ServerThread] = []
+
+    def start(
+        folder: Path,
+        *,
+        is_stream_incremental: bool = False,
+        max_context_tokens: int = 512,
+        **server: Any,
+    ) -> ServerThread:
+        tree = {
+            "model": {"path": str(folder), "max_context_tokens": max_context_tokens},
+            "server": server,
+        }
+        thread = ServerThread(tree, is_stream_incremental=is_stream_incremental)
+        started.append(thread)
+        return thread
+
+    yield start
+    for thread in started:
+        thread.stop()
+
+
+@pytest.fixture(scope="session")
+def torch_server(
+    make_model: Callable[..., Path], start_torch_server: Callable[..., ServerThread]
+) -> ServerThread:
+    """One server of the tiny Qwen3 for tests that leave it as they found it."""
+    return start_torch_server(make_model())

@@ -1,0 +1,114 @@
+"""Servers of each kind, and what the contract tests ask of them."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+KINDS = ["torch"]
+
+
+class Server:
+    """A server under test, spoken to as any client would."""
+
+    def __init__(self, url: str, folder: Path, session: aiohttp.ClientSession) -> None:
+        self.url = url
+        self.folder = folder
+        self.session = session
+
+    async def post(self, path: str, **body: Any) -> tuple[int, Any]:
+        """Status and decoded answer."""
+        async with self.session.post(self.url + path, json=body) as response:
+            content = await response.read()
+            is_json = response.content_type == "application/json"
+            return response.status, json.loads(content) if is_json else content.decode()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        """Status and decoded answer."""
+        async with self.session.get(self.url + path) as response:
+            content = await response.read()
+            is_json = response.content_type == "application/json"
+            return response.status, json.loads(content) if is_json else content.decode()
+
+    async def generate(self, ids: list[int], **fields: Any) -> dict[str, Any]:
+        """A successful answer with logprobs; sampling parameters and fields by keyword."""
+        top = {key: fields.pop(key) for key in ("rid", "extra_key") if key in fields}
+        status, answer = await self.post(
+            "/generate", input_ids=ids, sampling_params=fields, return_logprob=True, **top
+        )
+        assert status == 200, answer
+        return answer
+
+    async def stream(self, ids: list[int], **fields: Any) -> AsyncIterator[dict[str, Any]]:
+        """Decoded events of a streamed answer, checked to end with [DONE]."""
+        body = {
+            "input_ids": ids,
+            "sampling_params": fields,
+            "return_logprob": True,
+            "stream": True,
+        }
+        async with self.session.post(self.url + "/generate", json=body) as response:
+            assert response.status == 200
+            is_done = False
+            async for line in response.content:
+                if line.startswith(b"data: "):
+                    assert not is_done
+                    is_done = line.strip() == b"data: [DONE]"
+                    if not is_done:
+                        yield json.loads(line[6:])
+            assert is_done
+
+    async def wait_until_running(self, num: int, *, timeout_s: float = 10.0) -> None:
+        """Wait until `num` requests are running and have drawn something."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            _, answer = await self.get("/v1/loads")
+            load = answer["loads"][0]
+            if load["num_running_reqs"] == num:
+                return
+            assert asyncio.get_running_loop().time() < deadline, load
+            await asyncio.sleep(0.005)
+
+    async def wait_until_idle(self, *, timeout_s: float = 10.0) -> None:
+        """Wait until nothing runs or waits."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            _, answer = await self.get("/v1/loads")
+            load = answer["loads"][0]
+            if load["num_running_reqs"] + load["num_waiting_reqs"] == 0:
+                return
+            assert asyncio.get_running_loop().time() < deadline, load
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def started(
+    request: pytest.FixtureRequest,
+    make_model: Callable[..., Path],
+    start_torch_server: Callable[..., Any],
+) -> tuple[str, Path]:
+    """URL and model folder of one running server of a kind."""
+    assert request.param == "torch"
+    folder = make_model()
+    return start_torch_server(folder).url, folder
+
+
+@pytest.fixture
+async def server(started: tuple[str, Path]) -> AsyncIterator[Server]:
+    """The server, idle, going, and with its first weights and version when the test begins."""
+    url, folder = started
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=30)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        server = Server(url, folder, session)
+        yield server
+        await server.post("/abort_request", abort_all=True)
+        await server.post("/end_weight_update")
+        await server.post("/update_weights_from_disk", model_path=str(folder))
+        await server.post("/update_weight_version", new_version="default")
+        await server.post("/continue_generation")
+        await server.wait_until_idle()

@@ -1,0 +1,165 @@
+"""A tiny model folder and a task that a random policy can already score on."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+AGENT = ROOT / "examples/calculator/agent.py"
+ROLLOUTS = '''
+import asyncio
+import os
+import random
+import sys
+
+
+def tasks():
+    return [{"question": f"say {i}"} for i in range(64)]
+
+
+def eval_tasks():
+    return [{"question": f"hold {i}"} for i in range(16)]
+
+
+async def play(task, episode):
+    """Digits score: a random policy differs within a group, so there is signal."""
+    answer = await episode.client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": task.payload["question"]}]
+    )
+    text = answer.choices[0].message.content or ""
+    return float(sum(character.isdigit() for character in text))
+
+
+async def crash(task, episode):
+    """Fails one episode in two."""
+    if random.random() < 0.5:
+        raise RuntimeError("the agent broke")
+    return await play(task, episode)
+
+
+async def program(task, episode):
+    """The calculator agent as a program of its own, scored by the digits that it prints."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, AGENT, task.payload["question"],
+        stdout=asyncio.subprocess.PIPE, env={**os.environ, **episode.environ()},
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    return float(sum(character.isdigit() for character in output.decode()))
+
+
+async def nan(task, episode):
+    return float("nan")
+
+
+def wrong(task):
+    return 1.0
+'''
+
+CONFIG = """
+[run]
+name = "tiny"
+dir = "runs"
+
+[model]
+path = "model"
+renderer = "qwen3"
+renderer_options = {{ enable_thinking = false }}
+max_context_tokens = 256
+
+[env]
+rollout_function_path = "rollouts:play"
+tasks = "rollouts:tasks"
+eval_tasks = "rollouts:eval_tasks"
+max_concurrent_episodes = 32
+episode_deadline_s = 15
+max_replaced_share = 0.5
+
+[sampling]
+max_new_tokens = 12
+
+[buffer]
+group_size = 4
+max_staleness = {staleness}
+
+[trainer]
+num_steps = {steps}
+groups_per_step = 8
+learning_rate = 5e-3
+checkpoint_every = 2
+take_timeout_s = 60
+
+[eval]
+every = 2
+num_episodes = 8
+final_num_episodes = 8
+timeout_s = 60
+"""
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The calculator's initial policy: 0.1M random parameters and its tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    subprocess.run(
+        [sys.executable, str(ROOT / "examples/calculator/policy.py"), "--out", str(folder)],
+        check=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    return folder
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, model_folder: Path) -> Path:
+    """A user's folder: their rollout function beside a link to the model."""
+    (tmp_path / "rollouts.py").write_text(f"AGENT = {str(AGENT)!r}\n" + ROLLOUTS)
+    (tmp_path / "model").symlink_to(model_folder)
+    return tmp_path
+
+
+@pytest.fixture
+def write_config(workspace: Path) -> Callable[..., Path]:
+    """Write run.toml with the given staleness and number of steps."""
+
+    def write(*, staleness: int = 1, steps: int = 4) -> Path:
+        path = workspace / "run.toml"
+        path.write_text(CONFIG.format(staleness=staleness, steps=steps))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def outloop(workspace: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the command line in the user's folder."""
+
+    def run(*arguments: str, timeout_s: float = 150.0) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "outloop.cli", *arguments],
+            cwd=workspace,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    return run
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """Rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def read_metrics() -> Callable[[Path], list[dict[str, float]]]:
+    """Read the rows of a run's metrics.jsonl."""
+    return metrics

@@ -1,0 +1,289 @@
+"""The whole loop with real processes."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+Outloop = Callable[..., subprocess.CompletedProcess[str]]
+WriteConfig = Callable[..., Path]
+ReadMetrics = Callable[[Path], list[dict[str, float]]]
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Every process whose command line names the folder or that works in it."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        words = [*(process.info["cmdline"] or []), process.info["cwd"] or ""]
+        if any(str(folder) in word for word in words):
+            found.append(process)
+    return found
+
+
+def assert_nothing_is_left(folder: Path) -> None:
+    """No process of the run outlives it; torch's own memory manager may take a moment to notice."""
+    _, alive = psutil.wait_procs(processes_of(folder), timeout=10)
+    assert not alive
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_the_loop_trains_at_every_staleness(
+    staleness: int,
+    workspace: Path,
+    write_config: WriteConfig,
+    outloop: Outloop,
+    read_metrics: ReadMetrics,
+) -> None:
+    """Versions advance, staleness keeps its bound, logprobs agree, no process is left."""
+    write_config(staleness=staleness, steps=4)
+    answer = outloop("train", "run.toml")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
+    assert [row["train/policy_version"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["train/staleness_max"] <= staleness for row in rows)
+    assert all(row["train/episodes"] == 32 for row in rows)
+    gaps = [
+        row["train/logprob_gap_max"] for row in rows if row["train/logprob_gap_max"] is not None
+    ]
+    assert gaps
+    assert max(gaps) < 1e-4
+    assert (workspace / "runs/tiny/hf/model.safetensors").is_file()
+    assert (workspace / "runs/tiny/curve.png").is_file()
+    assert_nothing_is_left(workspace)
+
+
+def test_a_run_in_one_process_is_the_same_loop(
+    workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
+) -> None:
+    """--single-process trains too, with every part in one Python process."""
+    write_config(steps=2)
+    answer = outloop("train", "run.toml", "--single-process")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
+    assert [row["train/policy_version"] for row in rows] == [1, 2]
+
+
+def test_an_agent_as_a_program_is_trained(
+    workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
+) -> None:
+    """agent.py, started with a URL and a key in its environment, plays a run's episodes."""
+    write_config(steps=2)
+    answer = outloop(
+        *("train", "run.toml", "--rollout-function-path", "rollouts:program"),
+        *("--set", "trainer.groups_per_step=2", "--set", "eval.every=0"),
+        # Starting a Python with its client takes seconds on a busy machine.
+        *("--set", "env.episode_deadline_s=90", "--set", "env.max_concurrent_episodes=4"),
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
+    assert [row["train/episodes"] for row in rows] == [8, 8]
+    assert all(row["train/failed_share"] == 0 for row in rows)
+    assert all(row["train/turns_per_episode"] >= 1 for row in rows)
+
+
+def test_failing_agents_are_recorded_and_the_run_goes_on(
+    workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
+) -> None:
+    """Half of the episodes crash: they score the failure reward and the steps are made."""
+    write_config(steps=2)
+    answer = outloop("train", "run.toml", "--rollout-function-path", "rollouts:crash")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
+    assert len(rows) == 2
+    assert 0.1 < rows[0]["train/failed_share"] < 0.9
+
+
+def test_a_resumed_run_goes_on_where_it_stopped(
+    workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
+) -> None:
+    """A second start trains the remaining steps and never reuses a policy_version."""
+    write_config(steps=2)
+    assert outloop("train", "run.toml").returncode == 0
+    write_config(steps=4)
+    answer = outloop("train", "run.toml")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    versions = [row["train/policy_version"] for row in rows]
+    assert len(set(versions)) == 4
+    assert versions == sorted(versions)
+
+
+def test_ctrl_c_stops_cleanly(workspace: Path, write_config: WriteConfig) -> None:
+    """SIGINT ends every process within its deadline and says how to go on."""
+    write_config(steps=500)
+    with subprocess.Popen(
+        [sys.executable, "-m", "outloop.cli", "train", "run.toml"],
+        cwd=workspace,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            wait_for_steps(workspace / "runs/tiny/metrics.jsonl", process)
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=90)
+        finally:
+            process.kill()
+    assert process.returncode == 130, output
+    assert "resume" in output
+    assert_nothing_is_left(workspace)
+
+
+def wait_for_steps(path: Path, process: subprocess.Popen[str]) -> None:
+    """Return once the run has recorded a step; fail when it ends or takes too long."""
+    deadline = time.monotonic() + 90
+    while not (path.exists() and "train/loss" in path.read_text()):
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("part", ["router", "runner", "server", "trainer"])
+def test_a_killed_part_is_replaced_and_the_run_ends(
+    part: str, workspace: Path, write_config: WriteConfig, read_metrics: ReadMetrics
+) -> None:
+    """kill -9 of any part: the run goes on to its last step, one step after the other."""
+    write_config(steps=6)
+    with subprocess.Popen(
+        [sys.executable, "-m", "outloop.cli", "train", "run.toml"],
+        cwd=workspace,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            wait_for_steps(workspace / "runs/tiny/metrics.jsonl", process)
+            for victim in processes_of(workspace):
+                if part in victim.cmdline():
+                    victim.kill()
+            output, _ = process.communicate(timeout=150)
+        finally:
+            process.kill()
+    assert process.returncode == 0, output
+    assert "part_restarted" in output
+    rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
+    assert sorted({row["step"] for row in rows}) == [1, 2, 3, 4, 5, 6]
+    versions = [row["train/policy_version"] for row in rows]
+    assert len(set(versions)) == len(versions)
+    assert_nothing_is_left(workspace)
+
+
+def test_a_killed_redis_is_a_sentence_and_the_next_start_resumes(
+    workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
+) -> None:
+    """Without its buffer the run stops by itself; nothing acknowledged is lost."""
+    write_config(steps=6)
+    with subprocess.Popen(
+        [sys.executable, "-m", "outloop.cli", "train", "run.toml"],
+        cwd=workspace,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            wait_for_steps(workspace / "runs/tiny/metrics.jsonl", process)
+            for victim in processes_of(workspace):
+                if "/redis" in victim.cwd():
+                    victim.kill()
+            output, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 1, output
+    assert "Redis" in output
+    assert_nothing_is_left(workspace)
+    answer = outloop("train", "run.toml")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
+    assert {row["step"] for row in rows} == {1, 2, 3, 4, 5, 6}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--set", "trainer.num_stepz=3"), "did you mean 'num_steps'"),
+        (("--set", "model.path=nowhere"), "model.path='nowhere'"),
+        (("--rollout-function-path", "rollouts:plya"), "play"),
+        (("--rollout-function-path", "rollouts:wrong"), "task, episode"),
+        (("--rollout-function-path", "no_such_module:play"), "no_such_module"),
+        (("--set", "env.tasks=missing.jsonl"), "missing.jsonl"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    arguments: tuple[str, ...],
+    sentence: str,
+    workspace: Path,
+    write_config: WriteConfig,
+    outloop: Outloop,
+) -> None:
+    """Each mistake is one sentence and exit code 2; no run folder is made."""
+    write_config()
+    answer = outloop("train", "run.toml", *arguments)
+    assert answer.returncode == 2
+    assert sentence in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert not (workspace / "runs").exists()
+
+
+def test_a_reward_that_is_not_a_number_is_named(
+    workspace: Path, write_config: WriteConfig, outloop: Outloop
+) -> None:
+    """A verifier that always returns NaN stops the run with the sentence that says so."""
+    write_config()
+    answer = outloop("train", "run.toml", "--rollout-function-path", "rollouts:nan")
+    assert answer.returncode != 0
+    assert "nan" in answer.stdout + answer.stderr
+    assert_nothing_is_left(workspace)
+
+
+def test_serve_answers_an_openai_client(workspace: Path, write_config: WriteConfig) -> None:
+    """`outloop serve` prints one JSON line, opens episodes and answers chat calls."""
+    write_config()
+    with subprocess.Popen(
+        [sys.executable, "-m", "outloop.cli", "serve", "run.toml"],
+        cwd=workspace,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            facts = json.loads(process.stdout.readline())
+            assert set(facts) == {"base_url", "runner_key", "admin_url", "admin_key", "redis_url"}
+            episode = post(
+                facts["admin_url"] + "/episodes",
+                facts["runner_key"],
+                {
+                    "task_id": "t",
+                    "group_id": None,
+                    "attempt": 0,
+                    "deadline_s": 60,
+                    "purpose": "eval",
+                },
+            )
+            body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+            chat = post(episode["base_url"] + "/chat/completions", episode["api_key"], body)
+            assert chat["choices"][0]["finish_reason"] in {"stop", "length", "tool_calls"}
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+        finally:
+            process.kill()
+    assert_nothing_is_left(workspace)
+
+
+def post(url: str, key: str, body: dict[str, object]) -> dict[str, object]:
+    """POST JSON with a bearer key and return the JSON answer."""
+    request = urllib.request.Request(
+        url,
+        data=json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return dict(json.loads(answer.read()))

@@ -1,0 +1,319 @@
+"""Publishing to real servers, and to ones that fail or lie."""
+
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outloop.buffer.errors import DeadlineExceeded, PublishFailed
+from outloop.engine.publish.plan import TensorSpec, plan_buckets
+from outloop.engine.publish.sglang_wire import write_bucket
+from outloop.engine.publish.staging import StagingBuffer
+
+TINY_BUCKET_MB = 0.05
+GREEDY = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}
+
+
+def _post(url: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    request = urllib.request.Request(
+        url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:
+            return response.status, json.loads(response.read() or b"null")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read() or b"null")
+
+
+def _greedy(url: str) -> dict[str, Any]:
+    ids = [3, 99, 250, 4, 18, 31, 7, 300, 2, 45, 11]
+    status, answer = _post(
+        url, "/generate", {"input_ids": ids, "sampling_params": GREEDY, "extra_key": "k"}
+    )
+    assert status == 200
+    return answer
+
+
+def _expected(folder: Path) -> list[int]:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([[3, 99, 250, 4, 18, 31, 7, 300, 2, 45, 11]])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=10,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[0, 11:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("transport", "bucket_mb"), [("shared_memory", TINY_BUCKET_MB), ("disk", 64.0)]
+)
+def test_a_publish_changes_what_every_server_serves(
+    make_model: Callable[..., Path],
+    start_torch_server: Callable[..., Any],
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+    transport: str,
+    bucket_mb: float,
+) -> None:
+    """Both servers answer with the new weights and version; another publish goes the same way."""
+    servers = [start_torch_server(make_model()) for _ in range(2)]
+    for index, server in enumerate(servers):
+        registry.add(f"server-{index}", server.url)
+    publisher = make_publisher(num_servers=2, transport=transport, bucket_mb=bucket_mb)
+    expected = _expected(make_model(seed=1))
+    for version in (3, 4):
+        report = publisher.publish(iter(other_weights.items()), version)
+        assert report.quarantined == ()
+        assert report.num_bytes == sum(t.numel() * 4 for t in other_weights.values())
+        assert 0 < report.pause_s <= report.duration_s
+        assert (report.num_buckets > 2) == (transport == "shared_memory")
+        for index, server in enumerate(servers):
+            answer = _greedy(server.url)
+            assert answer["output_ids"] == expected
+            assert answer["meta_info"]["weight_version"] == str(version)
+            assert registry.state(f"server-{index}") == (version, False)
+
+
+def test_nothing_is_left_in_shared_memory_or_on_disk(
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    torch_server: Any,
+    other_weights: dict[str, torch.Tensor],
+    make_model: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """After close, /dev/shm and the run folder are as before; staging is reused in between."""
+    mark = f"torch_{os.getpid()}_"
+
+    def names() -> set[str]:
+        return {name for name in os.listdir("/dev/shm") if name.startswith(mark)}
+
+    before = names()
+    registry.add("server-0", torch_server.url)
+    publisher = make_publisher(bucket_mb=TINY_BUCKET_MB)
+    publisher.publish(other_weights.items(), 1)
+    during = names()
+    assert len(during - before) == 2
+    publisher.publish(other_weights.items(), 2)
+    assert names() == during
+    publisher.close()
+    assert names() == before
+    disk = make_publisher(transport="disk")
+    disk.publish(other_weights.items(), 3)
+    disk.close()
+    assert not list((tmp_path / "run" / "publish").glob("*"))
+    _post(torch_server.url, "/update_weights_from_disk", {"model_path": str(make_model())})
+
+
+@pytest.mark.parametrize("phase", ["pause", "begin", "bucket", "end", "verify", "version"])
+@pytest.mark.parametrize("behaviour", ["error", "refuse"])
+def test_a_failing_server_is_quarantined_and_the_others_go_on(
+    make_model: Callable[..., Path],
+    torch_server: Any,
+    lying_server: Callable[..., Any],
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+    behaviour: str,
+    phase: str,
+) -> None:
+    """In any phase; the good one holds the version and serves."""
+    registry.add("good", torch_server.url)
+    registry.add("bad", lying_server(behaviour, phase).url)
+    report = make_publisher(num_servers=2).publish(other_weights.items(), 7)
+    assert report.quarantined == ("bad",)
+    (result,) = [r for r in report.results if r.is_quarantined]
+    assert result.failed_phase == phase
+    assert registry.state("good") == (7, False)
+    assert registry.state("bad") == (None, True)
+    assert _greedy(torch_server.url)["meta_info"]["weight_version"] == "7"
+
+
+def test_wrong_weights_are_detected(
+    lying_server: Callable[..., Any],
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+) -> None:
+    """A server that acknowledges everything and holds other weights is not said to hold them."""
+    liar = lying_server("wrong")
+    registry.add("liar", liar.url)
+    with pytest.raises(PublishFailed, match="liar in phase=verify.*differ from what was sent"):
+        make_publisher().publish(other_weights.items(), 1)
+    assert registry.state("liar") == (None, True)
+    assert "/update_weight_version" not in liar.calls
+    liar.behaviour = ""
+    make_publisher().publish(other_weights.items(), 2)
+    assert registry.state("liar") == (2, False)
+
+
+def test_a_server_that_hangs_costs_one_deadline(
+    torch_server: Any,
+    lying_server: Callable[..., Any],
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+) -> None:
+    """It is quarantined when the phase's deadline passes; nobody waits longer."""
+    registry.add("good", torch_server.url)
+    registry.add("bad", lying_server("hang", "end").url)
+    publisher = make_publisher(num_servers=2, phase_timeout_s=0.5)
+    began_at = time.monotonic()
+    report = publisher.publish(other_weights.items(), 1)
+    assert time.monotonic() - began_at < 5
+    assert report.quarantined == ("bad",)
+    assert "bad at http" in report.results[1].error
+    assert registry.state("good") == (1, False)
+
+
+def test_an_older_release_without_sessions_is_fed(
+    lying_server: Callable[..., Any],
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+) -> None:
+    """404 on begin and end means that no session is needed."""
+    registry.add("old", lying_server("old").url)
+    assert make_publisher().publish(other_weights.items(), 1).quarantined == ()
+
+
+def test_a_server_killed_in_the_middle_of_a_publish(
+    server_process: Callable[..., Any],
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+) -> None:
+    """kill -9 between two buckets: PublishFailed at once, and the server is quarantined."""
+    url, process = server_process()
+    registry.add("server-0", url)
+    publisher = make_publisher(bucket_mb=TINY_BUCKET_MB, phase_timeout_s=10.0)
+    publisher.publish(other_weights.items(), 0)
+
+    def dying() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, item in enumerate(other_weights.items()):
+            if index == len(other_weights) // 2:
+                process.kill()
+                process.wait()
+            yield item
+
+    began_at = time.monotonic()
+    with pytest.raises(PublishFailed, match="server-0 in phase=bucket"):
+        publisher.publish(dying(), 1)
+    assert time.monotonic() - began_at < 10
+    assert registry.state("server-0") == (None, True)
+
+
+def test_a_quarantined_server_is_fed_in_full_again(
+    make_model: Callable[..., Path],
+    start_torch_server: Callable[..., Any],
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+) -> None:
+    """Left half-fed, paused and in an open session, it holds the whole next version."""
+    server = start_torch_server(make_model())
+    registry.add("server-0", server.url)
+    publisher = make_publisher(bucket_mb=TINY_BUCKET_MB)
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        items = list(other_weights.items())
+        yield from items[:5]
+        yield "no.such.tensor", items[5][1]
+
+    with pytest.raises(PublishFailed, match="no.such.tensor"):
+        publisher.publish(broken(), 1)
+    assert registry.state("server-0") == (None, True)
+    publisher.publish(other_weights.items(), 2)
+    assert registry.state("server-0") == (2, False)
+    assert _greedy(server.url)["output_ids"] == _expected(make_model(seed=1))
+
+
+def test_weights_that_are_not_all_of_the_model_are_refused(
+    make_model: Callable[..., Path],
+    start_torch_server: Callable[..., Any],
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+) -> None:
+    """A tensor that was forgotten is found by the checksums' names."""
+    registry.add("server-0", start_torch_server(make_model()).url)
+    some = dict(list(other_weights.items())[1:])
+    with pytest.raises(PublishFailed, match="1 tensors were never sent"):
+        make_publisher().publish(some.items(), 1)
+
+
+def test_a_source_that_raises_leaves_no_server_in_use(
+    make_model: Callable[..., Path],
+    start_torch_server: Callable[..., Any],
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+) -> None:
+    """The trainer's own error comes through; the servers that were paused are quarantined."""
+    registry.add("server-0", start_torch_server(make_model()).url)
+
+    def raising() -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(iter(other_weights.items()))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        make_publisher().publish(raising(), 1)
+    assert registry.state("server-0") == (None, True)
+
+
+def test_a_half_fed_update_is_never_served(
+    make_model: Callable[..., Path],
+    start_torch_server: Callable[..., Any],
+    other_weights: dict[str, torch.Tensor],
+) -> None:
+    """Between begin and end the old weights answer; corrupt payloads change and kill nothing."""
+    url = start_torch_server(make_model()).url
+    before = _greedy(url)["output_ids"]
+    buffer = StagingBuffer()
+    name, tensor = next(iter(other_weights.items()))
+    spec = TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+    ((place,),) = plan_buckets([spec], 1 << 20)
+    staged = buffer.reserve(place.end)
+    staged.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    payload = write_bucket(staged, [place])
+    body = {"serialized_named_tensors": [payload], "load_format": "flattened_bucket"}
+    assert _post(url, "/begin_weight_update", {})[0] == 200
+    assert _post(url, "/update_weights_from_tensor", body)[0] == 200
+    assert _greedy(url)["output_ids"] == before
+    for damaged in ("", "????", payload[: len(payload) // 2], "AAAA" + payload):
+        status, answer = _post(
+            url, "/update_weights_from_tensor", body | {"serialized_named_tensors": [damaged]}
+        )
+        assert (status, answer["success"]) == (400, False)
+    assert _greedy(url)["output_ids"] == before
+    assert _post(url, "/end_weight_update", {})[0] == 200
+    assert _greedy(url)["output_ids"] != before
+    buffer.close()
+
+
+def test_no_server_is_a_deadline(
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+) -> None:
+    """Nobody registered, or nobody answering: the error says who waited for what."""
+    publisher = make_publisher(start_timeout_s=0.2)
+    with pytest.raises(DeadlineExceeded, match=r"publisher waited .*\(0 registered"):
+        publisher.publish(other_weights.items(), 0)
+    registry.add("gone", "http://127.0.0.1:9")
+    with pytest.raises(DeadlineExceeded, match=r"\(1 registered, none answering"):
+        publisher.publish(other_weights.items(), 0)

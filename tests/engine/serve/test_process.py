@@ -1,0 +1,157 @@
+"""A torch server as a part of a run, and what it does when things go wrong inside."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outloop.buffer.embedded import EmbeddedRedis
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.join import init_run
+from outloop.buffer.reader import BufferReader
+from outloop.buffer.run import create_run
+from outloop.buffer.settings import build_settings
+from outloop.engine.serve.main import serve
+
+PROMPT = list(range(20, 40))
+
+
+async def _post(url: str, **body: Any) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+        return response.status, json.loads(await response.read() or b"null")
+
+
+async def test_it_registers_without_a_version(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In the registry once it answers, with no policy_version: no publish has reached it."""
+    settings = build_settings({"model": {"path": str(make_model())}}, source="test")
+    with EmbeddedRedis(tmp_path / "redis", fsync="no", max_memory_mb=64) as redis:
+        run = create_run(settings, tmp_path / "run", redis.start())
+        init_run(run)
+        stop = asyncio.Event()
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(serve(run, 3, stop=stop, on_ready=ready.set_result))
+        await asyncio.wait({ready, serving}, timeout=30, return_when="FIRST_COMPLETED")
+        if not ready.done():
+            serving.result()
+        url = ready.result()
+        reader = BufferReader.connect(run)
+        (entry,) = reader.servers()
+        reader.close()
+        assert (entry.server_id, entry.url, entry.kind) == ("server-3", url, "torch")
+        assert (entry.policy_version, entry.is_quarantined) == (None, False)
+        held = asyncio.create_task(
+            _post(f"{url}/generate", input_ids=PROMPT, sampling_params={"max_new_tokens": 1})
+        )
+        assert (await held)[0] == 200
+        stop.set()
+        await asyncio.wait_for(serving, 20)
+
+
+async def test_it_stops_while_turns_are_held(
+    make_model: Callable[..., Path], start_torch_server: Callable[..., Any]
+) -> None:
+    """A paused server with requests ends at once; they are answered as aborted."""
+    server = start_torch_server(make_model())
+    await _post(f"{server.url}/pause_generation", mode="in_place")
+    held = asyncio.create_task(_post(f"{server.url}/generate", input_ids=PROMPT))
+    await asyncio.sleep(0.2)
+    await asyncio.to_thread(server.stop)
+    status, answer = await held
+    assert status == 200
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_another_kind_is_refused(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    """server.kind = "sglang" is not silently served by the torch server."""
+    tree = {"model": {"path": str(make_model())}, "server": {"kind": "sglang"}}
+    run = create_run(build_settings(tree, source="test"), tmp_path / "run", "unix:///none")
+    with pytest.raises(SettingsError, match="sglang"):
+        await serve(run, 0, stop=asyncio.Event(), on_ready=lambda url: None)
+
+
+async def test_weights_that_are_not_finite_fail_turns_but_not_the_server(
+    make_model: Callable[..., Path], start_torch_server: Callable[..., Any], tmp_path: Path
+) -> None:
+    """500 with a sentence; after sane weights it serves again."""
+    sane = make_model()
+    weights = load_file(sane / "model.safetensors")
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], float("nan"))
+    save_file(weights, tmp_path / "model.safetensors")
+    url = start_torch_server(sane).url
+    await _post(f"{url}/update_weights_from_disk", model_path=str(tmp_path), weight_version="9")
+    status, answer = await _post(f"{url}/generate", input_ids=PROMPT)
+    assert status == 500
+    assert "weight_version='9'" in answer["error"]["message"]
+    await _post(f"{url}/update_weights_from_disk", model_path=str(sane))
+    assert (await _post(f"{url}/generate", input_ids=PROMPT))[0] == 200
+
+
+async def test_prefixes_are_reused_but_never_across_weights(
+    make_model: Callable[..., Path], start_torch_server: Callable[..., Any]
+) -> None:
+    """A second turn reuses the first; after new weights nothing is, not even what ran meanwhile."""
+    url = start_torch_server(make_model()).url
+
+    async def generate(ids: list[int], **fields: Any) -> Any:
+        status, answer = await _post(
+            f"{url}/generate",
+            input_ids=ids,
+            sampling_params={"ignore_eos": True, **fields},
+            extra_key="0",
+        )
+        assert status == 200
+        return answer
+
+    first = await generate(PROMPT, max_new_tokens=10)
+    second = await generate(PROMPT + first["output_ids"] + [7, 8], max_new_tokens=4)
+    # All of the first but its last id, which was drawn and never run.
+    assert second["meta_info"]["cached_tokens"] == len(PROMPT) + 9
+    running = asyncio.create_task(generate(PROMPT[::-1], max_new_tokens=300))
+    while (await _loads(url))["num_running_reqs"] == 0:
+        await asyncio.sleep(0.002)
+    await _post(f"{url}/pause_generation", mode="in_place")
+    await _post(f"{url}/update_weights_from_disk", model_path=str(make_model(seed=1)))
+    await _post(f"{url}/continue_generation")
+    mixed = await running
+    again = await generate(PROMPT[::-1] + mixed["output_ids"] + [7], max_new_tokens=2)
+    assert again["meta_info"]["cached_tokens"] == 0
+
+
+async def _loads(url: str) -> Any:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/loads") as response:
+        return (await response.json())["loads"][0]
+
+
+async def test_incremental_streaming_sends_each_id_once(
+    make_model: Callable[..., Path], start_torch_server: Callable[..., Any]
+) -> None:
+    """With the flag, events hold only what is new; counts are still of all."""
+    url = start_torch_server(make_model(), is_stream_incremental=True).url
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 25, "temperature": 0, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    _, plain = await _post(f"{url}/generate", **body)
+    ids: list[int] = []
+
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/generate", json=body | {"stream": True}) as response,
+    ):
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                new = event["output_ids"]
+                assert [e[1] for e in event["meta_info"]["output_token_logprobs"]] == new
+                ids += new
+                assert event["meta_info"]["completion_tokens"] == len(ids)
+    assert ids == plain["output_ids"]

@@ -1,0 +1,186 @@
+"""Tiny Hugging Face folders and a process group of one."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from outloop.buffer.records import (
+    Episode,
+    Outcome,
+    Purpose,
+    Reward,
+    Sampling,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
+from outloop.buffer.settings import TrainerSettings
+
+with warnings.catch_warnings():
+    # megatron-core announces at import what it falls back to without Transformer Engine.
+    warnings.simplefilter("ignore")
+    from outloop.engine.train import mcore, weights
+    from outloop.engine.train.samples import Sample
+
+
+@pytest.fixture(scope="session", autouse=True)
+def process_group() -> Iterator[None]:
+    """One gloo process for every test of this folder."""
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mcore.join_process_group(seed=1)
+        yield
+        mcore.leave_process_group()
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Make (once) a random two-layer model of a family: `tiny_folder("qwen3", tied=True)`."""
+    import transformers
+
+    made: dict[tuple[str, bool], Path] = {}
+
+    def make(kind: str = "qwen3", *, tied: bool = True) -> Path:
+        if (kind, tied) not in made:
+            torch.manual_seed(0)
+            sizes = {
+                "vocab_size": 400,
+                "hidden_size": 64,
+                "intermediate_size": 192,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "tie_word_embeddings": tied,
+                "rms_norm_eps": 1e-6,
+            }
+            if kind == "qwen3":
+                model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+            else:
+                model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+            folder = tmp_path_factory.mktemp(f"{kind}-{tied}")
+            model.save_pretrained(folder)
+            made[kind, tied] = folder
+        return made[kind, tied]
+
+    return make
+
+
+@pytest.fixture
+def make_turn() -> Callable[..., Turn]:
+    """Build a turn: `make_turn("b", parent="a", prompt=[1], output=[2], version=0)`."""
+
+    def make(
+        turn_id: str,
+        *,
+        parent: str | None = None,
+        prompt: Sequence[int] = (1, 2),
+        output: Sequence[int] = (3, 4),
+        logprobs: Sequence[float] | None = (),
+        version: int = 0,
+        spans: tuple[VersionSpan, ...] | None = None,
+        loss_spans: tuple[tuple[int, int], ...] | None = None,
+        sampling: Sampling | None = None,
+    ) -> Turn:
+        size = len(output)
+        if logprobs == ():
+            logprobs = [-1.0] * size
+        default = (VersionSpan(policy_version=version, start=0, end=size),)
+        return Turn(
+            turn_id=turn_id,
+            episode_id="e",
+            parent_turn_id=parent,
+            prompt_ids=np.array(prompt, np.int32),
+            output_ids=np.array(output, np.int32),
+            behavior_logprobs=None if logprobs is None else np.array(logprobs, np.float32),
+            version_spans=() if logprobs is None else spans or default,
+            loss_spans=((0, size),) if loss_spans is None else loss_spans,
+            sampling=sampling or Sampling(temperature=1.0),
+            finish_reason="stop",
+            started_at=0.0,
+            finished_at=0.0,
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_trajectory() -> Callable[..., Trajectory]:
+    """Build a closed episode: `make_trajectory(turns, reward=1.0, group_id="g")`."""
+
+    def make(
+        turns: Sequence[Turn],
+        *,
+        reward: float | None = 1.0,
+        episode_id: str = "e",
+        group_id: str | None = "g",
+        purpose: Purpose = "train",
+        outcome: Outcome = "completed",
+    ) -> Trajectory:
+        return Trajectory(
+            episode=Episode(
+                episode_id=episode_id,
+                task_id="t",
+                group_id=group_id,
+                attempt=0,
+                purpose=purpose,
+                outcome=outcome,
+                failure_kind=None,
+                reward=None if reward is None else Reward(value=reward),
+                metadata={},
+                opened_at=0.0,
+                closed_at=0.0,
+            ),
+            turns=tuple(turns),
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_samples() -> Callable[..., list[Sample]]:
+    """Random samples of unequal length with masks: `make_samples(9, seed=1)`."""
+
+    def make(count: int, *, seed: int = 0, temperature: float = 1.0) -> list[Sample]:
+        generator = np.random.default_rng(seed)
+        samples = []
+        for index in range(count):
+            size = int(generator.integers(3, 40))
+            mask = generator.random(size) < 0.5
+            mask[0], mask[-1] = False, True
+            samples.append(
+                Sample(
+                    episode_id=f"e{index // 2}",
+                    group_id=f"g{index // 4}",
+                    branch=index % 2,
+                    token_ids=generator.integers(0, 400, size).astype(np.int32),
+                    loss_mask=mask,
+                    behavior_logprobs=generator.normal(-6.0, 0.1, size).astype(np.float32),
+                    policy_versions=np.zeros(size, np.int32),
+                    temperature=np.full(size, temperature, np.float32),
+                    advantage=float(generator.normal()),
+                )
+            )
+        return samples
+
+    return make
+
+
+@pytest.fixture
+def make_policy(tiny_folder: Callable[..., Path]) -> Callable[..., mcore.Policy]:
+    """A tiny policy with its optimizer: `make_policy(learning_rate=1e-3)`."""
+
+    def make(kind: str = "qwen3", *, num_updates: int = 10, **settings: object) -> mcore.Policy:
+        folder = tiny_folder(kind)
+        policy = mcore.build_policy(
+            mcore.read_config(folder, {}), TrainerSettings(**settings), num_updates=num_updates
+        )
+        weights.load_huggingface(policy.model, folder)
+        return policy
+
+    return make

@@ -1,0 +1,117 @@
+"""Advantages against references written from the papers."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outloop.engine.train.advantages import (
+    group_advantages,
+    groups_with_signal,
+    has_signal,
+    take_advantages,
+)
+
+REWARDS = st.lists(st.floats(-100, 100).map(lambda value: round(value, 3)), min_size=1, max_size=12)
+
+
+def reference(rewards: list[float], name: str) -> list[float]:
+    """Each episode's advantage by its own sum, in float64."""
+    count = len(rewards)
+    mean = sum(rewards) / count
+    if name == "grpo":
+        std = (sum((r - mean) ** 2 for r in rewards) / count) ** 0.5
+        return [(r - mean) / (std + 1e-6) for r in rewards]
+    if name == "dr_grpo":
+        return [r - mean for r in rewards]
+    return [
+        r - sum(rewards[:index] + rewards[index + 1 :]) / (count - 1)
+        for index, r in enumerate(rewards)
+    ]
+
+
+@given(rewards=REWARDS, name=st.sampled_from(["grpo", "dr_grpo", "rloo"]))
+def test_advantages_agree_with_the_papers(rewards: list[float], name: str) -> None:
+    """Ragged groups of any size; no signal means exactly zero."""
+    got = group_advantages(rewards, name)
+    if not has_signal(rewards):
+        assert (got == 0.0).all()
+    else:
+        assert np.allclose(got, reference(rewards, name), rtol=1e-9, atol=1e-9)
+
+
+@given(rewards=REWARDS, name=st.sampled_from(["grpo", "dr_grpo", "rloo"]))
+def test_advantages_sum_to_zero(rewards: list[float], name: str) -> None:
+    """A baseline adds no net push."""
+    assert abs(group_advantages(rewards, name).sum()) < 1e-6 * max(1.0, *map(abs, rewards))
+
+
+@pytest.mark.parametrize("rewards", [[], [1.0], [0.5, 0.5, 0.5], [1.0, 1.0 + 1e-12]])
+def test_fewer_than_two_different_rewards_are_no_signal(rewards: list[float]) -> None:
+    """Single members, equal rewards and rounding differences teach nothing."""
+    assert not has_signal(rewards)
+    assert (group_advantages(rewards, "grpo") == 0.0).all()
+
+
+def test_two_different_rewards_are_a_signal() -> None:
+    """The smallest group that can be learned from."""
+    assert group_advantages([0.0, 1.0], "grpo") == pytest.approx([-1.0, 1.0], abs=1e-5)
+
+
+GROUPS = st.lists(
+    st.lists(st.integers(-4, 4).map(float), min_size=0, max_size=5), min_size=0, max_size=6
+)
+
+
+def take_reference(groups: list[list[float]], name: str) -> list[list[float]]:
+    """REINFORCE++ and its variant with baseline, episode by episode in float64."""
+    if name == "reinforce_pp_baseline":
+        groups = [[r - sum(group) / len(group) for r in group] for group in groups]
+    flat = [r for group in groups for r in group]
+    if not flat:
+        return [[] for _ in groups]
+    mean = sum(flat) / len(flat)
+    std = (sum((r - mean) ** 2 for r in flat) / len(flat)) ** 0.5
+    return [[(r - mean) / (std + 1e-6) for r in group] for group in groups]
+
+
+@given(groups=GROUPS, name=st.sampled_from(["reinforce_pp", "reinforce_pp_baseline"]))
+def test_reinforce_pp_normalises_over_the_take(groups: list[list[float]], name: str) -> None:
+    """Ragged, empty, single-member and zero-variance groups; no signal is exactly zero."""
+    signal = groups_with_signal(groups, name)
+    got = take_advantages(groups, name, signal=signal)
+    assert [len(values) for values in got] == [len(group) for group in groups]
+    for values, wanted, has in zip(got, take_reference(groups, name), signal, strict=True):
+        if has:
+            assert np.allclose(values, wanted, rtol=1e-9, atol=1e-9)
+        else:
+            assert (values == 0.0).all()
+
+
+@given(groups=GROUPS, name=st.sampled_from(["grpo", "dr_grpo", "rloo"]))
+def test_group_advantages_do_not_see_other_groups(groups: list[list[float]], name: str) -> None:
+    """A take's advantages are those of each group alone."""
+    got = take_advantages(groups, name, signal=groups_with_signal(groups, name))
+    for values, group in zip(got, groups, strict=True):
+        assert (values == group_advantages(group, name)).all()
+
+
+def test_under_a_baseline_of_the_take_equal_groups_have_signal() -> None:
+    """All right against all wrong teaches REINFORCE++, and nobody else."""
+    groups = [[1.0, 1.0], [0.0, 0.0, 0.0], []]
+    assert groups_with_signal(groups, "reinforce_pp") == [True, True, False]
+    assert groups_with_signal(groups, "reinforce_pp_baseline") == [False] * 3
+    first, second, none = take_advantages(groups, "reinforce_pp", signal=[True, True, False])
+    assert first[0] > 0 > second[0]
+    assert len(none) == 0
+    assert groups_with_signal([[1.0], [1.0]], "reinforce_pp") == [False, False]
+
+
+def test_rounding_in_an_equal_group_is_not_an_advantage() -> None:
+    """Three times 0.1 is not its own mean in binary; the group still gets exactly zero."""
+    groups = [[0.1, 0.1, 0.1], [0.0, 1.0]]
+    assert float(np.mean(groups[0])) != 0.1
+    signal = groups_with_signal(groups, "reinforce_pp_baseline")
+    first, second = take_advantages(groups, "reinforce_pp_baseline", signal=signal)
+    assert (first == 0.0).all()
+    assert second[1] > 0

@@ -1,0 +1,126 @@
+"""Checkpoints: a resumed update equals an uninterrupted one, and partial ones are skipped."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import structlog.testing
+import torch
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.records import CheckpointMark
+from outloop.buffer.settings import TrainerSettings
+from outloop.engine.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from outloop.engine.train.mcore import Policy
+from outloop.engine.train.samples import Sample
+from outloop.engine.train.update import rl_update
+
+MakePolicy = Callable[..., Policy]
+MakeSamples = Callable[..., list[Sample]]
+
+
+def mark(version: int) -> CheckpointMark:
+    """A mark with two groups."""
+    return CheckpointMark(fence=3, group_ids=("g1", "g2"), next_slot=5, policy_version=version)
+
+
+def update(policy: Policy, samples: list[Sample]) -> tuple[float, float]:
+    """One update; its loss and learning rate."""
+    report = rl_update(
+        policy, samples, TrainerSettings(), policy_version=0, on_microbatch=lambda: None
+    )
+    return report.loss, report.learning_rate
+
+
+def test_save_load_step_equals_an_uninterrupted_step(
+    make_policy: MakePolicy, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    """After a resume the next two updates are bit-equal: Adam's step counts once."""
+    schedule = {"lr_decay": "linear", "num_updates": 10, "weight_decay": 0.1}
+    first = make_policy(**schedule)
+    for seed in range(3):
+        update(first, make_samples(4, seed=seed))
+    save_checkpoint(first, tmp_path, step=3, mark=mark(4), keep=1)
+    second = make_policy(**schedule)
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 3
+    assert found.mark == mark(4)
+    load_checkpoint(second, found)
+    for seed in (7, 8):
+        samples = make_samples(5, seed=seed)
+        assert update(first, samples) == update(second, samples)
+        pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_checkpoint_before_the_first_update_resumes_too(
+    make_policy: MakePolicy, make_samples: MakeSamples, tmp_path: Path
+) -> None:
+    """A run stopped before any signal leaves a checkpoint whose first update is the first."""
+    first, second = make_policy(), make_policy()
+    save_checkpoint(first, tmp_path, step=1, mark=mark(1), keep=1)
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    load_checkpoint(second, found)
+    plain = make_policy()
+    samples = make_samples(5)
+    assert update(plain, samples) == update(second, samples)
+    pairs = zip(plain.model.parameters(), second.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_random_states_come_back(make_policy: MakePolicy, tmp_path: Path) -> None:
+    """What is drawn after loading is what was drawn after saving."""
+    policy = make_policy()
+    save_checkpoint(policy, tmp_path, step=0, mark=mark(0), keep=1)
+    drawn = torch.rand(3)
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    load_checkpoint(policy, found)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+@pytest.mark.parametrize("damage", ["no_marker", "cut_off", "missing_file"])
+def test_a_partial_checkpoint_is_skipped_with_a_sentence(
+    damage: str, make_policy: MakePolicy, tmp_path: Path
+) -> None:
+    """The one before it is used."""
+    policy = make_policy()
+    save_checkpoint(policy, tmp_path, step=1, mark=mark(1), keep=5)
+    newer = save_checkpoint(policy, tmp_path, step=2, mark=mark(2), keep=5)
+    shard = next((newer / "shards").glob("*.distcp"))
+    if damage == "no_marker":
+        (newer / "COMPLETE").unlink()
+    elif damage == "cut_off":
+        shard.write_bytes(shard.read_bytes()[:-10])
+    else:
+        shard.unlink()
+    (tmp_path / ".step_3.writing").mkdir()
+    with structlog.testing.capture_logs() as logs:
+        found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    assert "incomplete" in logs[0]["sentence"]
+
+
+def test_only_the_newest_are_kept(make_policy: MakePolicy, tmp_path: Path) -> None:
+    """keep = 2 leaves two, and no half-written folder."""
+    policy = make_policy()
+    for step in (1, 2, 10):
+        save_checkpoint(policy, tmp_path, step=step, mark=mark(step), keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_2"]
+
+
+def test_another_models_checkpoint_is_refused(make_policy: MakePolicy, tmp_path: Path) -> None:
+    """The differing fields are named before anything is loaded."""
+    save_checkpoint(make_policy("qwen3"), tmp_path, step=1, mark=mark(1), keep=1)
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    with pytest.raises(SettingsError, match="qk_layernorm"):
+        load_checkpoint(make_policy("llama"), found)
+
+
+def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
+    """A fresh run starts from the model folder."""
+    assert latest_checkpoint(tmp_path / "checkpoints") is None

@@ -1,0 +1,74 @@
+"""Off-policy weights against references written token by token."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outloop.engine.train.corrections import correct, correction_metrics
+
+KINDS = ["none", "token_tis", "sequence_tis", "token_mis", "sequence_mis"]
+CAP, FLOOR = 1.5, 0.6
+
+
+def reference(ratios: list[float], kind: str, veto: float) -> list[float]:
+    """Each token's weight from the ratios of its sequence."""
+    if veto > 0 and min(ratios, default=1.0) < veto:
+        return [0.0] * len(ratios)
+    if kind == "none":
+        return [1.0] * len(ratios)
+    if kind.startswith("sequence"):
+        ratios = [math.prod(ratios)] * len(ratios)
+    if kind.endswith("tis"):
+        return [min(ratio, CAP) for ratio in ratios]
+    return [ratio if FLOOR <= ratio <= CAP else 0.0 for ratio in ratios]
+
+
+@given(
+    gaps=st.lists(st.floats(-3, 3), min_size=0, max_size=8),
+    kind=st.sampled_from(KINDS),
+    veto=st.sampled_from([0.0, 0.1, 0.5]),
+)
+def test_weights_agree_with_their_definition(gaps: list[float], kind: str, veto: float) -> None:
+    """Sequences of any length, empty too."""
+    behavior = np.full(len(gaps), -2.0)
+    got = correct(behavior + gaps, behavior, kind=kind, cap=CAP, floor=FLOOR, veto=veto)
+    ratios = [math.exp((-2.0 + gap) - -2.0) for gap in gaps]
+    assert np.allclose(got.weights, reference(ratios, kind, veto), rtol=1e-6)
+    assert got.is_vetoed == (veto > 0 and min(ratios, default=1.0) < veto)
+
+
+def test_on_policy_every_weight_is_one() -> None:
+    """Whatever the kind, equal logprobs correct nothing."""
+    logprobs = np.array([-1.0, -3.0, -0.1])
+    for kind in KINDS:
+        got = correct(logprobs, logprobs, kind=kind, cap=2.0, floor=0.5, veto=0.1)
+        assert (got.weights == 1.0).all()
+
+
+def test_a_long_sequence_stays_finite() -> None:
+    """Ten thousand tokens that all grew likelier give the cap, not infinity."""
+    behavior = np.full(10_000, -2.0)
+    got = correct(behavior + 1.0, behavior, kind="sequence_tis", cap=2.0, floor=0.0, veto=0.0)
+    assert (got.weights == 2.0).all()
+    assert np.isfinite(got.ratios).all()
+    masked = correct(behavior + 1.0, behavior, kind="sequence_mis", cap=2.0, floor=0.0, veto=0.0)
+    assert (masked.weights == 0.0).all()
+
+
+def test_what_was_cut_masked_and_vetoed_is_reported() -> None:
+    """Shares go over tokens, the veto over sequences."""
+    behavior = np.full(4, -2.0)
+    log_ratios = [np.log([0.5, 1.0, 3.0, 4.0]), np.log([0.001, 1.0, 1.0, 1.0])]
+    tis, vetoed = (
+        correct(behavior + x, behavior, kind="token_tis", cap=2.0, floor=0.0, veto=0.01)
+        for x in log_ratios
+    )
+    metrics = correction_metrics([tis, vetoed])
+    assert metrics["train/correction_truncated_share"] == pytest.approx(2 / 8)
+    assert metrics["train/correction_masked_share"] == pytest.approx(4 / 8)
+    assert metrics["train/correction_vetoed_share"] == pytest.approx(1 / 2)
+    assert metrics["train/correction_ratio_max"] == pytest.approx(4.0)
+    assert correction_metrics([]) == {}

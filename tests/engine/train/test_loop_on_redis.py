@@ -1,0 +1,206 @@
+"""The RL loop against the real buffer on a real Redis server, with episodes played beside it."""
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from outloop.buffer.embedded import EmbeddedRedis
+from outloop.buffer.errors import Gone
+from outloop.buffer.reader import BufferReader, init_run
+from outloop.buffer.records import Opening, Reward, Sampling, Task, Turn, VersionSpan
+from outloop.buffer.run import Run, create_run
+from outloop.buffer.settings import Settings
+from outloop.buffer.telemetry import MetricsWriter, read_metrics
+from outloop.buffer.writer import BufferWriter
+from outloop.engine.train.loop import RlLoop
+from outloop.engine.train.mcore import Policy
+
+WAIT_S = 30.0
+
+
+@dataclass
+class Report:
+    """What publishing in memory costs."""
+
+    duration_s: float = 0.0
+    num_bytes: int = 0
+    pause_s: float = 0.0
+
+
+class Server:
+    """A transformers model that loads what is published and draws one token after [1, 2]."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        self._generator = np.random.default_rng(0)
+        self._state: tuple[int, np.ndarray] = (-1, np.zeros(0))
+
+    def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Report:
+        """Take the weights in place of the old ones."""
+        known = dict(self._model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in named_tensors:
+                known[name].copy_(tensor)
+            logits = self._model(torch.tensor([[1, 2]])).logits[0, -1].double()
+        self._state = (version, torch.log_softmax(logits, -1).numpy())
+        return Report()
+
+    def draw(self) -> tuple[int, int, float]:
+        """(version, token, logprob)."""
+        version, logprobs = self._state
+        probabilities = np.exp(logprobs)
+        token = int(self._generator.choice(400, p=probabilities / probabilities.sum()))
+        return version, token, float(logprobs[token])
+
+
+async def play(run: Run, server: Server, stop: threading.Event) -> None:
+    """Claim, draw one turn, score by the arm, close; until stopped."""
+    writer = await BufferWriter.connect(run)
+    tasks = [Task(task_id=f"t{index}", payload={"index": index}) for index in range(12)]
+    names = itertools.count(time.time_ns())
+    try:
+        await writer.register_tasks(tasks[:8], tasks[8:])
+        while not stop.is_set():
+            answer = await writer.claim(key=f"k{next(names)}", count=16)
+            for claim in answer.claims:
+                with suppress(Gone):
+                    await play_one(writer, claim, server, f"e{next(names)}")
+            if not answer.claims:
+                await asyncio.sleep(0.005)
+    finally:
+        await writer.close()
+
+
+async def play_one(writer: BufferWriter, claim: Any, server: Server, episode_id: str) -> None:
+    """One episode of one turn."""
+    now = time.time()
+    await writer.open_episode(
+        Opening(
+            episode_id=episode_id,
+            task_id=claim.task.task_id,
+            group_id=claim.group_id,
+            attempt=claim.attempt,
+            purpose=claim.purpose,
+            deadline_at=now + 60,
+            sampling=claim.sampling,
+            eval_name=claim.eval_name,
+            opened_at=now,
+        )
+    )
+    version, token, logprob = server.draw()
+    await writer.append_turn(
+        Turn(
+            turn_id=f"{episode_id}-0",
+            episode_id=episode_id,
+            parent_turn_id=None,
+            prompt_ids=np.array([1, 2], np.int32),
+            output_ids=np.array([token], np.int32),
+            behavior_logprobs=np.array([logprob], np.float32),
+            version_spans=(VersionSpan(policy_version=version, start=0, end=1),),
+            loss_spans=((0, 1),),
+            sampling=Sampling(temperature=1.0),
+            finish_reason="stop",
+            started_at=now,
+            finished_at=now,
+        )
+    )
+    await writer.close_episode(
+        episode_id,
+        outcome="completed",
+        failure_kind=None,
+        reward=Reward(value=1.0 if token < 200 else 0.0),
+        error="",
+        key="close",
+    )
+
+
+@contextmanager
+def playing(run: Run, server: Server) -> Iterator[None]:
+    """Episodes are played in a thread of their own."""
+    stop = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(play(run, server, stop)), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(WAIT_S)
+
+
+@pytest.fixture
+def train(
+    tmp_path: Path, tiny_folder: Callable[..., Path], make_policy: Callable[..., Policy]
+) -> Iterator[Callable[..., tuple[list[dict[str, Any]], dict[str, float]]]]:
+    """Run the loop on Redis: (rows of metrics.jsonl, the buffer's stats)."""
+    with EmbeddedRedis(tmp_path / "redis", fsync="no") as redis:
+
+        def run_it(*, num_steps: int, staleness: int) -> Any:
+            settings = Settings(
+                model={"path": tiny_folder()},
+                buffer={"group_size": 4, "max_staleness": staleness},
+                trainer={
+                    "num_steps": num_steps,
+                    "groups_per_step": 4,
+                    "learning_rate": 4e-3,
+                    "checkpoint_every": 2,
+                    "take_timeout_s": WAIT_S,
+                },
+                eval={"every": 3, "num_episodes": 4, "final_num_episodes": 8, "timeout_s": WAIT_S},
+            )
+            run = create_run(settings, tmp_path / "run", redis.url)
+            init_run(run)
+            server = Server(tiny_folder())
+            reader = BufferReader.connect(run)
+            policy = make_policy(learning_rate=4e-3, num_updates=num_steps)
+            with playing(run, server), MetricsWriter(run.dir) as metrics:
+                RlLoop(
+                    run,
+                    policy,
+                    reader=reader,
+                    publisher=server,
+                    metrics=metrics,
+                    stop=threading.Event(),
+                ).run()
+            stats = reader.stats()
+            reader.close()
+            return read_metrics(run.dir), stats
+
+        yield run_it
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_the_loop_trains_on_redis_at_every_staleness(staleness: int, train: Any) -> None:
+    """Versions advance, tokens keep their bound, logprobs agree, every group is accounted for."""
+    rows, stats = train(num_steps=6, staleness=staleness)
+    steps = [row for row in rows if "train/loss" in row]
+    assert [row["train/policy_version"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    worst = [row["train/staleness_max"] for row in steps if row["train/staleness_max"] is not None]
+    assert worst
+    assert max(worst) <= staleness
+    gaps = [row["train/logprob_gap_max"] for row in steps]
+    assert all(gap is None or gap < 1e-4 for gap in gaps)
+    assert {row["step"] for row in rows if "eval/sampled_reward" in row} == {0, 3, 6}
+    assert stats["buffer/leased_groups"] == 0
+    taken = sum(row["train/episodes"] for row in steps) / 4
+    assert stats["buffer/acknowledged_groups"] + stats["buffer/dropped_groups"] == taken == 24
+
+
+def test_a_restart_goes_on_from_the_checkpoint(train: Any) -> None:
+    """Two steps, then two more: steps in order, versions never twice."""
+    train(num_steps=2, staleness=1)
+    rows, _ = train(num_steps=4, staleness=1)
+    steps = [row for row in rows if "train/loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    versions = [row["train/policy_version"] for row in steps]
+    assert versions == sorted(set(versions))

@@ -1,0 +1,35 @@
+"""Packing samples into microbatches and rows."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outloop.buffer.errors import RecordError
+from outloop.engine.train.layers import pack_row
+from outloop.engine.train.pack import pack
+
+
+@given(lengths=st.lists(st.integers(1, 100), max_size=60), budget=st.integers(100, 400))
+def test_every_sample_is_packed_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    """No loss, no repetition, no overflow, and no more bins than first fit promises."""
+    bins = pack(lengths, max_tokens=budget)
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in members) <= budget for members in bins)
+    assert len(bins) <= max(1, 2 * -(-sum(lengths) // budget))
+
+
+def test_a_sample_beyond_the_budget_is_refused() -> None:
+    """The sentence names the setting."""
+    with pytest.raises(RecordError, match="max_microbatch_tokens=10"):
+        pack([11], max_tokens=10)
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30))
+def test_a_row_puts_every_token_back_in_place(lengths: list[int]) -> None:
+    """Gathering by length class and restoring the order is the identity."""
+    row = pack_row(lengths, torch.device("cpu"))
+    padded = torch.cat([torch.arange(sum(lengths)), torch.tensor([-1])])
+    gathered = torch.cat([padded[index].reshape(-1) for index in row.classes])
+    assert torch.equal(gathered[row.order], torch.arange(sum(lengths)))
+    assert row.positions.tolist() == [i for length in lengths for i in range(length)]

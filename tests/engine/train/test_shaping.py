@@ -1,0 +1,140 @@
+"""What is taken off a reward, and when."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outloop.buffer.records import Float32, Group, Trajectory, Turn
+from outloop.buffer.settings import Settings
+from outloop.engine.train.batch import build_batch
+from outloop.engine.train.samples import Sample
+from outloop.engine.train.shaping import overlong_penalty
+
+MakeTurn = Callable[..., Turn]
+MakeTrajectory = Callable[..., Trajectory]
+
+
+@given(
+    size=st.integers(0, 50), limit=st.integers(1, 40), share=st.floats(0, 1), height=st.floats(0, 3)
+)
+def test_the_overlong_penalty_agrees_with_equation_13(
+    size: int, limit: int, share: float, height: float
+) -> None:
+    """Nothing, then linear, then all of it; without a buffer a step."""
+    buffer = int(share * limit)
+    if size <= limit - buffer:
+        want = 0.0
+    elif size <= limit:
+        want = (size - (limit - buffer)) / buffer
+    else:
+        want = 1.0
+    got = overlong_penalty(size, max_tokens=limit, buffer_tokens=buffer, penalty=height)
+    assert got == pytest.approx(want * height)
+
+
+@pytest.fixture
+def group(make_turn: MakeTurn, make_trajectory: MakeTrajectory) -> Group:
+    """Three episodes: short, two branches over one turn, and one without turns; all pay 1."""
+    first = make_turn("a", output=(3, 4))
+    turns = [
+        [make_turn("s", output=(3, 4))],
+        [first, make_turn("b", parent="a", output=(5,)), make_turn("c", parent="a", output=(6, 7))],
+        [],
+    ]
+    return Group(
+        group_id="g",
+        slot=0,
+        task_id="t",
+        group_size=3,
+        trajectories=tuple(
+            make_trajectory(path, reward=1.0, episode_id=f"e{index}")
+            for index, path in enumerate(turns)
+        ),
+    )
+
+
+def settings(**trainer: object) -> Settings:
+    """Dr.GRPO, so that an advantage is a reward less its mean."""
+    return Settings(model={"path": "m"}, trainer={"advantage": "dr_grpo", **trainer})
+
+
+def test_overlong_shaping_comes_before_group_statistics(group: Group) -> None:
+    """Length is what an episode drew over all branches; the reported reward stays as it was."""
+    shaped = settings(overlong_penalty=0.5, overlong_max_tokens=5, overlong_buffer_tokens=2)
+    batch = build_batch([group], shaped, policy_version=0, vocab_size=10)
+    # Drawn: 2, 5 and 0 tokens, so the rewards are 1, 0.5 and 1.
+    (samples,) = batch.samples
+    advantages = {sample.episode_id: sample.advantage for sample in samples}
+    assert advantages == pytest.approx({"e0": 1 / 6, "e1": -1 / 3})
+    assert batch.metrics["train/reward_mean"] == 1.0
+    assert batch.metrics["train/overlong_penalty_mean"] == pytest.approx(0.5 / 3)
+    plain = build_batch([group], settings(), policy_version=0, vocab_size=10)
+    assert plain.dropped == (("g", "no_signal"),)
+    assert "train/overlong_penalty_mean" not in plain.metrics
+
+
+def reference_of(samples: Sequence[Sample]) -> list[Float32]:
+    """A reference that finds each trained token 0.1 * its id less likely than was recorded."""
+    results = []
+    for sample in samples:
+        assert sample.behavior_logprobs is not None
+        values = sample.behavior_logprobs - 0.1 * sample.token_ids.astype(np.float32)
+        results.append(np.where(sample.loss_mask, values, 0.0).astype(np.float32))
+    return results
+
+
+def test_k1_is_taken_off_the_reward_once_for_each_token(
+    make_turn: MakeTurn, make_trajectory: MakeTrajectory, group: Group
+) -> None:
+    """The sum over an episode's branches, a shared turn once; signal is decided without it."""
+    loser = make_trajectory([make_turn("z", output=(9,))], reward=0.0, episode_id="e3")
+    mixed = Group(
+        group_id="g",
+        slot=0,
+        task_id="t",
+        group_size=4,
+        trajectories=(*group.trajectories, loser),
+    )
+    chosen = settings(kl="k1", kl_coefficient=0.5)
+    batch = build_batch(
+        [mixed], chosen, policy_version=0, vocab_size=10, score_reference=reference_of
+    )
+    paid = {"e0": 0.5 * 0.7, "e1": 0.5 * 2.5, "e2": 0.0, "e3": 0.5 * 0.9}
+    rewards = {"e0": 1 - paid["e0"], "e1": 1 - paid["e1"], "e2": 1.0, "e3": -paid["e3"]}
+    mean = sum(rewards.values()) / 4
+    (samples,) = batch.samples
+    assert len(samples) == 4
+    for sample in samples:
+        assert sample.advantage == pytest.approx(rewards[sample.episode_id] - mean, abs=1e-6)
+    assert batch.metrics["train/kl_penalty_mean"] == pytest.approx(sum(paid.values()) / 4)
+    assert batch.metrics["train/kl"] == pytest.approx((0.7 + 2.5 + 0.9) / 8)
+    equal = build_batch(
+        [group], chosen, policy_version=0, vocab_size=10, score_reference=reference_of
+    )
+    assert equal.dropped == (("g", "no_signal"),)
+
+
+def test_a_masked_episode_still_pays_for_its_distance(
+    make_turn: MakeTurn, make_trajectory: MakeTrajectory
+) -> None:
+    """A truncated episode that is left out of the loss counts with its KL in the baseline."""
+    trajectories = (
+        make_trajectory([make_turn("a", output=(2,))], reward=1.0, episode_id="e0"),
+        make_trajectory(
+            [make_turn("b", output=(8,))], reward=0.0, episode_id="e1", outcome="truncated"
+        ),
+    )
+    group = Group(group_id="g", slot=0, task_id="t", group_size=2, trajectories=trajectories)
+    batch = build_batch(
+        [group],
+        settings(kl="k1", kl_coefficient=1.0, mask_truncated=True),
+        policy_version=0,
+        vocab_size=10,
+        score_reference=reference_of,
+    )
+    ((sample,),) = batch.samples
+    assert sample.episode_id == "e0"
+    assert sample.advantage == pytest.approx((0.8 - -0.8) / 2)

@@ -1,0 +1,246 @@
+"""The terms of an update through the model: ratios, KL, entropy, weights, whatever the split."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings_trainer import TrainerSettings
+from outloop.engine.train import update as update_module
+from outloop.engine.train.mcore import Policy
+from outloop.engine.train.microbatch import microbatches
+from outloop.engine.train.reference import content_hash, load_reference
+from outloop.engine.train.report import UpdateReport
+from outloop.engine.train.samples import Sample
+from outloop.engine.train.scoring import mean_kl, score, with_proximals, with_references
+from outloop.engine.train.update import rl_update
+
+MakePolicy = Callable[..., Policy]
+MakeSamples = Callable[..., list[Sample]]
+CPU = torch.device("cpu")
+EVERYTHING = {
+    "proximal": "recompute",
+    "correction": "token_tis",
+    "correction_cap": 1.2,
+    "kl": "k3",
+    "kl_coefficient": 0.3,
+    "entropy_coefficient": 0.2,
+}
+
+
+def scored(policy: Policy, samples: list[Sample], trainer: TrainerSettings) -> list[Sample]:
+    """The samples with what the loop gives them before the first update."""
+
+    def by_policy(some: object) -> list[np.ndarray]:
+        return score(policy.model, some, max_tokens=64, on_microbatch=lambda: None)
+
+    def by_reference(some: list[Sample]) -> list[np.ndarray]:
+        noise = np.random.default_rng(5)
+        offset = {s.episode_id: float(noise.normal(0, 0.4)) for s in samples}
+        pairs = zip(by_policy(some), some, strict=True)
+        return [(row + offset[s.episode_id] * s.loss_mask).astype(np.float32) for row, s in pairs]
+
+    if trainer.kl != "none":
+        samples = with_references(samples, by_reference)
+    if trainer.proximal == "recompute":
+        ((samples,), _) = with_proximals([samples], trainer, by_policy)
+    return samples
+
+
+def update(policy: Policy, samples: list[Sample], trainer: TrainerSettings) -> UpdateReport:
+    """One RL update at version 0."""
+    return rl_update(policy, samples, trainer, policy_version=0, on_microbatch=lambda: None)
+
+
+def gradient(policy: Policy) -> torch.Tensor:
+    """The gradient that the last update left, flat."""
+    return torch.cat([p.main_grad.flatten() for p in policy.model.parameters()]).clone()
+
+
+def wanted_gradient(
+    policy: Policy, samples: list[Sample], trainer: TrainerSettings
+) -> torch.Tensor:
+    """Every term written out per sequence in float64 logprobs, by plain autograd."""
+    model, total = policy.model, torch.zeros((), dtype=torch.float64)
+    counts: dict[str, int] = {}
+    for sample in samples:
+        counts[sample.episode_id] = counts.get(sample.episode_id, 0) + sample.num_trained_tokens
+    for sample in samples:
+        (batch,) = microbatches([sample], max_tokens=100, device=CPU)
+        hidden = model(batch.token_ids_T, batch.row, batch.predictors_N)
+        table = torch.log_softmax(model.logits(hidden).double(), -1)
+        logprobs = table.gather(1, batch.targets.token_ids_N[:, None])[:, 0]
+        mask = sample.loss_mask
+        behavior = torch.tensor(sample.behavior_logprobs[mask]).double()
+        proximal, weight = behavior, torch.ones(())
+        if trainer.proximal == "recompute":
+            proximal = logprobs.detach()
+            weight = (proximal - behavior).exp().clamp(max=trainer.correction_cap)
+        low, high = 1 - trainer.clip_low, 1 + trainer.clip_high
+        if trainer.loss == "gspo":
+            ratio = (logprobs - proximal).mean().exp()
+            term = -torch.minimum(
+                ratio * sample.advantage, ratio.clamp(low, high) * sample.advantage
+            )
+            loss = (term * weight * torch.ones_like(logprobs)).sum()
+        elif trainer.loss == "cispo":
+            ratio = (logprobs - proximal).exp().detach().clamp(low, high)
+            loss = -(ratio * sample.advantage * logprobs * weight).sum()
+        else:
+            ratio = (logprobs - proximal).exp() * sample.advantage
+            cut = (logprobs - proximal).exp().clamp(low, high) * sample.advantage
+            loss = -(torch.minimum(ratio, cut) * weight).sum()
+        if trainer.kl == "k3":
+            distance = logprobs - torch.tensor(sample.reference_logprobs[mask]).double()
+            rho = (logprobs - behavior).exp().clamp(max=trainer.correction_cap)
+            kl = (rho * ((-distance).exp() + distance - 1)).sum()
+            loss = loss + trainer.kl_coefficient * kl
+        if trainer.entropy_coefficient:
+            entropy = -(table.exp() * table).sum()
+            loss = loss - trainer.entropy_coefficient * entropy
+        if trainer.loss == "gspo":
+            loss = loss / counts[sample.episode_id]
+        total = total + loss
+    scale = len(counts) if trainer.denominator == "episodes" else sum(counts.values())
+    grads = torch.autograd.grad(total / scale, list(model.parameters()))
+    return torch.cat([grad.flatten() for grad in grads]).float()
+
+
+GSPO = {"loss": "gspo", "denominator": "episodes", "clip_low": 0.01, "clip_high": 0.02}
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        GSPO,
+        GSPO | {"kl": "k3", "kl_coefficient": 0.3, "entropy_coefficient": 0.2},
+        {"loss": "cispo"},
+        {"loss": "cispo", "denominator": "episodes", **EVERYTHING},
+        EVERYTHING,
+        {"entropy_coefficient": 0.5},
+    ],
+)
+def test_gradients_agree_with_the_formulas_however_they_are_split(
+    chosen: dict[str, object],
+    make_policy: MakePolicy,
+    make_samples: MakeSamples,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Several branches an episode; one microbatch, or many with five tokens' logits at a time."""
+    trainer = TrainerSettings(max_grad_norm=1e9, **chosen)
+    policy = make_policy(max_grad_norm=1e9)
+    samples = scored(policy, make_samples(9), trainer)
+    wanted = wanted_gradient(policy, samples, trainer)
+    whole_report = update(policy, samples, trainer)
+    assert wanted.abs().max() > 0
+    assert (gradient(policy) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+    monkeypatch.setattr(update_module, "_MAX_CHUNK_LOGITS", 5 * 400)
+    split = make_policy(max_grad_norm=1e9)
+    order = np.random.default_rng(1).permutation(len(samples))
+    shuffled = [samples[index] for index in order]
+    split_report = update(split, shuffled, trainer.model_copy(update={"max_microbatch_tokens": 40}))
+    assert (gradient(split) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+    assert split_report.loss == pytest.approx(whole_report.loss, rel=1e-4, abs=1e-6)
+    assert split_report.policy_metrics() == pytest.approx(
+        whole_report.policy_metrics(), rel=1e-4, abs=1e-6
+    )
+
+
+def test_before_the_first_update_the_proximal_ratio_is_one(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """Scored and trained by one code path: no token's ratio leaves 1 (6.1 rule 12)."""
+    policy = make_policy()
+    trainer = TrainerSettings(proximal="recompute", max_microbatch_tokens=64)
+    samples = scored(policy, make_samples(9, temperature=0.7), trainer)
+    metrics = update(policy, samples, trainer).policy_metrics()
+    assert metrics["train/proximal_ratio_max"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["train/proximal_ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["train/clip_share"] == 0.0
+    assert metrics["train/ratio_p01"] < 1.0 < metrics["train/ratio_p99"]
+    again = update(policy, samples, trainer).policy_metrics()
+    assert again["train/proximal_ratio_max"] > 1.0 + 1e-4
+
+
+def test_a_masked_token_stays_in_the_denominator(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """A vetoed sample adds nothing to the gradient and keeps its tokens in the divisor (rule 7)."""
+    first, second = (
+        dataclasses.replace(s, advantage=1.0, episode_id=str(i))
+        for i, s in enumerate(make_samples(2))
+    )
+    vetoed = dataclasses.replace(second, correction=np.zeros(second.num_tokens, np.float32))
+    kept = dataclasses.replace(first, correction=np.ones(first.num_tokens, np.float32))
+    trainer = TrainerSettings(max_grad_norm=1e9)
+    both, alone = make_policy(max_grad_norm=1e9), make_policy(max_grad_norm=1e9)
+    update(both, [kept, vetoed], trainer)
+    update(alone, [first], trainer)
+    share = first.num_trained_tokens / (first.num_trained_tokens + second.num_trained_tokens)
+    wanted = gradient(alone) * share
+    assert (gradient(both) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_a_sample_without_trained_tokens_changes_nothing(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """Fully masked rows are computed and ignored, alone in a microbatch too."""
+    samples = make_samples(4)
+    empty = dataclasses.replace(samples[0], loss_mask=np.zeros(samples[0].num_tokens, np.bool_))
+    for chosen in ({}, GSPO):
+        trainer = TrainerSettings(max_microbatch_tokens=40, **chosen)
+        with_it, without = make_policy(), make_policy()
+        update(with_it, [*samples[1:], empty], trainer)
+        update(without, samples[1:], trainer)
+        difference = (gradient(with_it) - gradient(without)).abs().max()
+        assert difference <= 1e-5 * gradient(without).abs().max()
+
+
+def test_the_reference_is_the_model_folder_and_stays_as_it_is(
+    make_policy: MakePolicy,
+    make_samples: MakeSamples,
+    tiny_folder: Callable[..., Path],
+) -> None:
+    """It scores as the policy did at the start, whatever the policy has become."""
+    policy, samples = make_policy(learning_rate=1e-2), make_samples(5)
+    before = torch.get_rng_state()
+    reference = load_reference(policy.config, tiny_folder(), pinned_hash="", device=CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+    def by(model: object) -> list[np.ndarray]:
+        return score(model, samples, max_tokens=64, on_microbatch=lambda: None)
+
+    start = by(policy.model)
+    assert all((a == b).all() for a, b in zip(by(reference.model), start, strict=True))
+    update(policy, samples, TrainerSettings())
+    assert all((a == b).all() for a, b in zip(by(reference.model), start, strict=True))
+    assert any((a != b).any() for a, b in zip(by(policy.model), start, strict=True))
+    assert not any(p.requires_grad for p in reference.model.parameters())
+    marked = with_references(samples, lambda some: by(reference.model))
+    gaps = [(s.behavior_logprobs - r)[s.loss_mask] for s, r in zip(samples, start, strict=True)]
+    assert mean_kl(marked) == pytest.approx(float(np.concatenate(gaps).mean()), rel=1e-5)
+
+
+def test_another_reference_is_refused(
+    make_policy: MakePolicy, tiny_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One changed byte of the folder's weights is another content hash."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder(), folder)
+    assert content_hash(folder) == content_hash(tiny_folder())
+    weights = folder / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(SettingsError, match="pinned to the reference model"):
+        load_reference(
+            make_policy().config,
+            folder,
+            pinned_hash=content_hash(tiny_folder()),
+            device=CPU,
+        )

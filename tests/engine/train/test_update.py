@@ -1,0 +1,189 @@
+"""One update: what the gradient depends on, and what it does not."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from outloop.buffer.settings import TrainerSettings
+from outloop.engine.train import update as update_module
+from outloop.engine.train.mcore import Policy
+from outloop.engine.train.samples import Sample
+from outloop.engine.train.update import UpdateReport, microbatches, rl_update, sft_update
+
+MakePolicy = Callable[..., Policy]
+MakeSamples = Callable[..., list[Sample]]
+
+
+def gradient_of(policy: Policy, samples: list[Sample], **settings: object) -> torch.Tensor:
+    """The gradient of one RL update, flat, before clipping."""
+    trainer = TrainerSettings(max_grad_norm=1e9, **settings)
+    update(policy, samples, trainer)
+    grads = [p.main_grad.flatten() for p in policy.model.parameters()]
+    return torch.cat(grads).clone()
+
+
+def update(policy: Policy, samples: list[Sample], settings: TrainerSettings) -> UpdateReport:
+    """One RL update at version 0."""
+    return rl_update(policy, samples, settings, policy_version=0, on_microbatch=lambda: None)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "episodes", "constant"])
+def test_splitting_and_permuting_leave_the_gradient_unchanged(
+    kind: str, make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """One microbatch, many, and any order of the same samples: one gradient."""
+    samples = make_samples(13)
+    settings = {"denominator": kind, "denominator_constant": 7.0}
+    whole = gradient_of(make_policy(max_grad_norm=1e9), samples, **settings)
+    split = gradient_of(
+        make_policy(max_grad_norm=1e9), samples, max_microbatch_tokens=40, **settings
+    )
+    order = np.random.default_rng(1).permutation(len(samples))
+    shuffled = [samples[index] for index in order]
+    permuted = gradient_of(
+        make_policy(max_grad_norm=1e9), shuffled, max_microbatch_tokens=64, **settings
+    )
+    scale = whole.abs().max()
+    assert scale > 0
+    assert (whole - split).abs().max() <= 1e-5 * scale
+    assert (whole - permuted).abs().max() <= 1e-5 * scale
+
+
+def test_chunks_of_logits_leave_gradient_and_metrics_unchanged(
+    make_policy: MakePolicy, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of seven tokens at a time give what all at once give."""
+    samples = make_samples(9)
+    whole_policy, chunked_policy = make_policy(), make_policy()
+    whole = update(whole_policy, samples, TrainerSettings())
+    monkeypatch.setattr(update_module, "_MAX_CHUNK_LOGITS", 7 * 400)
+    chunked = update(chunked_policy, samples, TrainerSettings())
+    assert chunked.loss == pytest.approx(whole.loss, rel=1e-5)
+    assert chunked.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
+    assert chunked.policy_metrics() == pytest.approx(whole.policy_metrics(), rel=1e-5, abs=1e-6)
+
+
+def test_the_gradient_is_the_sum_over_the_denominator(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """Against plain autograd on unpacked samples, for each denominator (6.1 rule 7)."""
+    samples = make_samples(6)
+    num_tokens = sum(sample.num_trained_tokens for sample in samples)
+    policy = make_policy(max_grad_norm=1e9)
+    model = policy.model
+    total = torch.zeros(())
+    for batch in (
+        b
+        for sample in samples
+        for b in microbatches([sample], max_tokens=100, device=torch.device("cpu"))
+    ):
+        logits = model.logits(model(batch.token_ids_T, batch.row, batch.predictors_N)).double()
+        logprobs = torch.log_softmax(logits, -1).gather(1, batch.targets.token_ids_N[:, None])[:, 0]
+        assert batch.targets.behavior_logprobs_N is not None
+        ratio = (logprobs - batch.targets.behavior_logprobs_N).exp()
+        advantage = batch.targets.advantages_N
+        total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum()
+    wanted = torch.autograd.grad(total, list(model.parameters()))
+    flat = torch.cat([grad.flatten() for grad in wanted]).float()
+    for kind, scale in (("tokens", num_tokens), ("episodes", 3), ("constant", 11.0)):
+        fresh = make_policy(max_grad_norm=1e9)
+        got = gradient_of(fresh, samples, denominator=kind, denominator_constant=11.0)
+        assert (got - flat / scale).abs().max() <= 1e-5 * (flat / scale).abs().max()
+
+
+def test_logits_are_scaled_by_the_recorded_temperature(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """At T = 0.5 the ratio compares log_softmax(2 * logits) with the recorded logprobs."""
+    policy = make_policy()
+    samples = make_samples(5, temperature=0.5)
+    batch = next(microbatches(samples, max_tokens=10_000, device=torch.device("cpu")))
+    with torch.no_grad():
+        logits = policy.model.logits(policy.model(batch.token_ids_T, batch.row, batch.predictors_N))
+    logprobs = torch.log_softmax(2 * logits, -1).gather(1, batch.targets.token_ids_N[:, None])[:, 0]
+    assert batch.targets.behavior_logprobs_N is not None
+    want = (logprobs - batch.targets.behavior_logprobs_N).exp().mean()
+    report = update(policy, samples, TrainerSettings())
+    assert report.policy_metrics()["train/ratio_mean"] == pytest.approx(float(want), rel=1e-5)
+
+
+def test_on_policy_the_first_ratio_is_one(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """With the policy's own logprobs the gap is rounding and the ratio 1 (6.1 rule 12)."""
+    policy = make_policy()
+    samples = [with_own_logprobs(policy, sample) for sample in make_samples(7)]
+    metrics = update(policy, samples, TrainerSettings()).policy_metrics()
+    assert metrics["train/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["train/logprob_gap_max"] < 1e-5
+    assert metrics["train/clip_share"] == 0.0
+
+
+def with_own_logprobs(policy: Policy, sample: Sample) -> Sample:
+    """The sample as if `policy` had drawn it."""
+    batch = next(microbatches([sample], max_tokens=10_000, device=torch.device("cpu")))
+    with torch.no_grad():
+        logits = policy.model.logits(policy.model(batch.token_ids_T, batch.row, batch.predictors_N))
+    own = torch.log_softmax(logits, -1).gather(1, batch.targets.token_ids_N[:, None])[:, 0]
+    logprobs = np.zeros(sample.num_tokens, np.float32)
+    logprobs[sample.loss_mask] = own.numpy()
+    return Sample(
+        **{name: getattr(sample, name) for name in Sample.__slots__}
+        | {"behavior_logprobs": logprobs}
+    )
+
+
+def test_a_context_token_has_no_gradient(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """What the mask leaves out changes neither loss nor gradient, whatever was recorded for it."""
+    (sample,) = make_samples(1)
+    assert sample.behavior_logprobs is not None
+    noisy = sample.behavior_logprobs.copy()
+    noisy[~sample.loss_mask] = -77.0
+    other = Sample(
+        **{name: getattr(sample, name) for name in Sample.__slots__} | {"behavior_logprobs": noisy}
+    )
+    first, second = (gradient_of(make_policy(), [one]) for one in (sample, other))
+    assert torch.equal(first, second)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """The weights stay what they were and the error says where to look."""
+    policy = make_policy()
+    (sample,) = make_samples(1)
+    values = {name: getattr(sample, name) for name in Sample.__slots__}
+    broken = Sample(**values | {"advantage": float("inf")})
+    before = [parameter.clone() for parameter in policy.model.parameters()]
+    with pytest.raises(FloatingPointError, match="grad_norm"):
+        update(policy, [broken], TrainerSettings())
+    after = policy.model.parameters()
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_sft_lowers_the_loss(make_policy: MakePolicy, make_samples: MakeSamples) -> None:
+    """Repeated cross-entropy updates on the same rows fit them."""
+    policy = make_policy(learning_rate=1e-2, num_updates=30)
+    samples = make_samples(8)
+    settings = TrainerSettings(mode="sft")
+    losses = [sft_update(policy, samples, settings).loss for _ in range(30)]
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_the_learning_rate_follows_its_schedule(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """Warm-up starts above zero; linear decay ends at the floor."""
+    policy = make_policy(
+        learning_rate=1e-2, warmup_steps=2, lr_decay="linear", min_lr_ratio=0.1, num_updates=6
+    )
+    settings = TrainerSettings()
+    rates = [update(policy, make_samples(2), settings).learning_rate for _ in range(7)]
+    assert rates[0] > 0
+    assert max(rates) == pytest.approx(1e-2)
+    assert rates[-1] == pytest.approx(1e-3)
+    assert rates[2:] == sorted(rates[2:], reverse=True)

@@ -1,0 +1,138 @@
+"""The weight table and the model: parity with Hugging Face, both directions."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from outloop.buffer.errors import SettingsError
+from outloop.engine.train import mcore, weights
+from outloop.engine.train.layers import pack_row
+
+TinyFolder = Callable[..., Path]
+FAMILIES = pytest.mark.parametrize(
+    ("kind", "tied"), [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
+)
+
+
+def load(folder: Path) -> mcore.PolicyModel:
+    """The folder's model on Megatron-core."""
+    model = mcore.PolicyModel(mcore.read_config(folder, {}))
+    weights.load_huggingface(model, folder)
+    return model
+
+
+@FAMILIES
+def test_logits_agree_with_transformers(kind: str, tied: bool, tiny_folder: TinyFolder) -> None:
+    """Packed samples of unequal length give the logits that transformers gives each alone."""
+    folder = tiny_folder(kind, tied=tied)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    lengths = [7, 33, 1, 24, 24, 90]
+    samples = [torch.randint(0, 400, (length,)) for length in lengths]
+    row = pack_row(lengths, torch.device("cpu"))
+    with torch.no_grad():
+        model = load(folder)
+        ours = model.logits(model(torch.cat(samples), row, torch.arange(sum(lengths))))
+        theirs = torch.cat([reference(sample[None]).logits[0] for sample in samples])
+    assert (ours - theirs).abs().max() <= 1e-5
+
+
+@FAMILIES
+def test_import_then_export_is_bit_equal(
+    kind: str, tied: bool, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    """Hugging Face -> Megatron -> Hugging Face changes no bit and no name."""
+    folder = tiny_folder(kind, tied=tied)
+    weights.save_huggingface(load(folder), tmp_path / "out", source=folder)
+    before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out") is not None
+
+
+def test_a_bfloat16_folder_comes_back_bit_equal(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """Training is in float32; the folder keeps the dtype that its configuration names."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder())
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "in")
+    loaded = load(tmp_path / "in")
+    weights.save_huggingface(loaded, tmp_path / "out", source=tmp_path / "in")
+    before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("in", "out"))
+    assert before["model.norm.weight"].dtype == torch.bfloat16
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_attention_never_crosses_samples(tiny_folder: TinyFolder) -> None:
+    """Changing one sample of a row leaves the logits of every other sample bit-equal."""
+    model = load(tiny_folder())
+    lengths = [12, 5, 30]
+    row = pack_row(lengths, torch.device("cpu"))
+    ids = torch.randint(0, 400, (sum(lengths),))
+    changed = ids.clone()
+    changed[12:17] = (changed[12:17] + 1) % 400
+    everywhere = torch.arange(sum(lengths))
+    with torch.no_grad():
+        before, after = (model.logits(model(x, row, everywhere)) for x in (ids, changed))
+    untouched = torch.cat([torch.arange(12), torch.arange(17, 47)])
+    assert torch.equal(before[untouched], after[untouched])
+    assert not torch.equal(before[12:17], after[12:17])
+
+
+def test_a_missing_tensor_is_named_with_its_neighbours(
+    tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    """A folder that lacks a tensor is refused; the nearest names there are listed."""
+    folder = tiny_folder()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_projection.weight"] = tensors.pop(
+        "model.layers.1.mlp.down_proj.weight"
+    )
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(SettingsError, match="down_proj.weight.*nearest.*down_projection"):
+        load(tmp_path)
+
+
+def test_a_tensor_without_a_place_is_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """A folder with more tensors than its configuration has places for is refused."""
+    folder = tiny_folder()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.7.input_layernorm.weight"] = torch.ones(64)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(SettingsError, match="layers.7"):
+        load(tmp_path)
+
+
+def test_an_unknown_architecture_is_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """The error names the architecture and those that are allowed."""
+    config = json.loads((tiny_folder() / "config.json").read_text())
+    config["architectures"] = ["MambaForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SettingsError, match="MambaForCausalLM.*Qwen3ForCausalLM"):
+        mcore.read_config(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("hidden_sise", "did you mean 'hidden_size'"),
+        ("hidden_size", "model folder or the trainer decides"),
+        ("attention_dropout", "model folder or the trainer decides"),
+        ("tensor_model_parallel_size", "one rank"),
+        ("recompute_granularity", "megatron-core refuses"),
+    ],
+)
+def test_upstream_options_are_checked(name: str, sentence: str, tiny_folder: TinyFolder) -> None:
+    """An unknown [trainer.megatron] key, or one that the model decides, is refused."""
+    with pytest.raises(SettingsError, match=sentence):
+        mcore.read_config(tiny_folder(), {name: 1})
+
+
+def test_an_upstream_option_reaches_megatron(tiny_folder: TinyFolder) -> None:
+    """A known [trainer.megatron] key changes Megatron's configuration."""
+    config = mcore.read_config(tiny_folder(), {"init_method_std": 0.5})
+    assert config.init_method_std == 0.5

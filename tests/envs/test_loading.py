@@ -1,0 +1,155 @@
+"""Finding the user's rollout function, and what is said when it is not right."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import Settings
+from outloop.envs.check import check_rollout
+from outloop.envs.loading import import_object, load_rollout
+
+GOOD = """
+import functools
+
+
+async def play(task, episode):
+    return 1.0
+
+
+async def play_default(task, episode, temperature=1.0):
+    return 1.0
+
+
+def blocking(task, episode):
+    return 1.0
+
+
+async def one(task):
+    return 1.0
+
+
+async def three(task, episode, more):
+    return 1.0
+
+
+async def keyword_only(*, task, episode):
+    return 1.0
+
+
+async def generator(task, episode):
+    yield 1.0
+
+
+class Player:
+    async def __call__(self, task, episode):
+        return 1.0
+
+
+player = Player()
+partial = functools.partial(play_default, temperature=0.5)
+number = 3
+
+
+def tasks():
+    return [{"question": "1+1"}]
+"""
+
+
+@pytest.mark.parametrize("name", ["play", "play_default", "player", "partial"])
+def test_coroutine_functions_of_two_arguments_are_accepted(
+    name: str, folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """Functions, callable objects and partials that take (task, episode) are loaded."""
+    (folder / "user.py").write_text(GOOD)
+    assert callable(load_rollout(make_settings(rollout_function_path=f"user:{name}")))
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("user", ["'user'", "package.module:function"]),
+        ("user:plya", ["has no 'plya'", "did you mean 'play'?"]),
+        ("usr:play", ["no module 'usr'", "did you mean 'user'?"]),
+        ("user.sub:play", ["user.sub"]),
+        ("user:one", ["signature (task)", "(task, episode)", "async def play(task, episode)"]),
+        ("user:three", ["signature (task, episode, more)", "'more'"]),
+        ("user:keyword_only", ["positional", "(task, episode)"]),
+        ("user:blocking", ["blocking function", "async def", "to_thread"]),
+        ("user:generator", ["async generator", "return the reward"]),
+        ("user:Player", ["is a class"]),
+        ("user:number", ["is a int"]),
+        ("broken:play", ["ZeroDivisionError", "broken.py:1"]),
+        ("needs:play", ["ModuleNotFoundError", "no_such_package"]),
+        ("exits:play", ["SystemExit"]),
+    ],
+)
+def test_a_wrong_path_is_a_sentence(
+    path: str, words: list[str], folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """Each wrong step names the setting, what is there, and what to do, in one line."""
+    (folder / "user.py").write_text(GOOD)
+    (folder / "broken.py").write_text("1 / 0\n")
+    (folder / "needs.py").write_text("import no_such_package\n")
+    (folder / "exits.py").write_text("raise SystemExit(3)\n")
+    with pytest.raises(SettingsError) as caught:
+        load_rollout(make_settings(rollout_function_path=path))
+    sentence = str(caught.value)
+    assert "env.rollout_function_path" in sentence
+    assert "\n" not in sentence
+    assert [word for word in words if word not in sentence] == []
+
+
+def test_a_missing_path_is_a_sentence(make_settings: Callable[..., Settings]) -> None:
+    """Without a rollout function there is nothing to play with."""
+    with pytest.raises(SettingsError, match="rollout_function_path is missing"):
+        load_rollout(make_settings(rollout_function_path=None))
+
+
+def test_import_dir_is_searched_after_the_working_directory(folder: Path) -> None:
+    """The folder of the settings file serves when the working directory has no such module."""
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere/only_there.py").write_text("value = 'there'\n")
+    (folder / "elsewhere/both_places.py").write_text("value = 'there'\n")
+    (folder / "both_places.py").write_text("value = 'here'\n")
+    found = [
+        import_object(f"{name}:value", setting="s", import_dir=Path("elsewhere"))
+        for name in ("only_there", "both_places")
+    ]
+    assert found == ["there", "here"]
+
+
+def test_the_check_is_a_program_with_a_sentence(
+    folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """The launcher's check ends with 0 or 2, and its last line is the sentence."""
+    (folder / "user.py").write_text(GOOD)
+    answers = [
+        subprocess.run(
+            [sys.executable, "-m", "outloop.envs.check", settings.model_dump_json(), str(folder)],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        for settings in (make_settings(), make_settings(rollout_function_path="user:plya"))
+    ]
+    assert [answer.returncode for answer in answers] == [0, 2]
+    assert "did you mean 'play'?" in answers[1].stderr.strip().splitlines()[-1]
+
+
+def test_the_check_reads_tasks_and_conversations_too(
+    folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """What the runner would stumble over later is refused before anything is started."""
+    (folder / "user.py").write_text(GOOD)
+    check_rollout(make_settings())
+    with pytest.raises(SettingsError, match="did you mean 'tasks'"):
+        check_rollout(make_settings(tasks="user:task"))
+    with pytest.raises(SettingsError, match="needs env.conversations"):
+        check_rollout(make_settings(trainer={"mode": "sft"}))
+    with pytest.raises(SettingsError, match="holds no list of messages"):
+        check_rollout(make_settings(trainer={"mode": "sft"}, conversations="user:tasks"))

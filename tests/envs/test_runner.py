@@ -1,0 +1,325 @@
+"""How episodes are claimed, played, scored and closed."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import structlog
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import Settings
+from outloop.envs.runner import run
+
+PlayWith = Callable[..., Any]
+
+AGENT = """
+async def play(task, episode):
+    messages = [{"role": "user", "content": task.payload["question"]}]
+    answer = await episode.client.chat.completions.create(model="policy", messages=messages)
+    return float(bool(answer.choices[0].message.tool_calls))
+"""
+
+
+async def test_every_claimed_episode_is_played_and_scored(router: Any, play_with: PlayWith) -> None:
+    """Each goes to its own address with its own key, over one shared client."""
+    router.num_episodes = 20
+    await play_with(router, AGENT, max_concurrent_episodes=6)
+    assert len(router.closes) == 20
+    assert set(router.closed("outcome")) == {"completed"}
+    assert [reward["value"] for reward in router.closed("reward")] == [1.0] * 20
+    assert router.num_chat_calls == 20
+    assert 1 < router.most_open <= 6
+    assert len(set(router.claim_keys)) == len(router.claim_keys)
+
+
+async def test_claims_go_together(router: Any, play_with: PlayWith) -> None:
+    """Many free slots are one claim, and waiting for admission does not spin."""
+    router.num_episodes = 64
+    await play_with(router, AGENT, max_concurrent_episodes=64)
+    assert len(router.closes) == 64
+    assert len(router.claim_keys) < 20
+
+
+async def test_an_episode_without_a_model_call_is_fine(router: Any, play_with: PlayWith) -> None:
+    """An agent that never calls the model still gets its reward."""
+    await play_with(router, "async def play(task, episode):\n    return 0\n")
+    assert router.num_chat_calls == 0
+    assert router.closed("reward") == [{"value": 0, "components": {}}] * 4
+
+
+async def test_eval_claims_are_marked(router: Any, play_with: PlayWith, folder: Path) -> None:
+    """The function sees the purpose; eval tasks are registered beside training tasks."""
+    (folder / "eval.jsonl").write_text('{"question": "held out"}\n')
+    router.eval_names = ["0:sampled", "0:greedy"]
+    source = (
+        "async def play(task, episode):\n"
+        "    return 1.0 if (episode.purpose == 'eval') == (task.payload['question'] == 'held out')"
+        " else 0.0\n"
+    )
+    await play_with(router, source, eval_tasks="eval.jsonl")
+    assert [reward["value"] for reward in router.closed("reward")] == [1.0] * 4
+    assert len(router.eval_tasks) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return float('nan')", "reward value=nan"),
+        ("return float('inf')", "reward value=inf"),
+        ("return None", "is a NoneType"),
+        ("return 'good'", "is a str"),
+        ("return True", "is a bool"),
+    ],
+)
+async def test_a_verifier_that_gives_no_reward_stops_the_runner(
+    body: str, words: str, router: Any, play_with: PlayWith
+) -> None:
+    """Each such episode is closed as a failure of the environment; then the sentence is raised."""
+    router.num_episodes = 40
+    with pytest.raises(SettingsError, match="no usable reward 8 times in a row") as caught:
+        await play_with(
+            router, f"async def play(task, episode):\n    {body}\n", max_concurrent_episodes=4
+        )
+    assert words in str(caught.value)
+    assert "a finite number is allowed" in str(caught.value)
+    assert set(router.closed("failure_kind")) == {"environment"}
+    assert set(router.closed("outcome")) == {"failed"}
+    assert set(map(str, router.closed("reward"))) == {"None"}
+    assert len(router.closes) < 40
+
+
+async def test_one_bad_reward_does_not_stop_the_run(router: Any, play_with: PlayWith) -> None:
+    """A verifier that slips now and then loses those episodes only."""
+    router.num_episodes = 24
+    source = (
+        "import itertools\nimport numpy as np\ncount = itertools.count()\n\n\n"
+        "async def play(task, episode):\n"
+        "    return float('nan') if next(count) % 3 == 0 else np.float32(0.5)\n"
+    )
+    await play_with(router, source, max_concurrent_episodes=4)
+    assert sorted(set(router.closed("outcome"))) == ["completed", "failed"]
+    assert router.closed("outcome").count("failed") == 8
+
+
+async def test_a_crashing_agent_is_a_result(router: Any, play_with: PlayWith) -> None:
+    """Its exception is kept, its reward is failure_reward, and the run goes on."""
+    source = "async def play(task, episode):\n    raise KeyError('lost')\n"
+    with structlog.testing.capture_logs() as logs:
+        await play_with(router, source, failure_reward=-1.0)
+    assert router.closed("failure_kind") == ["agent"] * 4
+    assert router.closed("outcome") == ["failed"] * 4
+    assert [reward["value"] for reward in router.closed("reward")] == [-1.0] * 4
+    assert "KeyError: 'lost'" in router.closed("error")[0]
+    assert [log["event"] for log in logs].count("episode_failed") == 1
+    assert [log["num_failed"] for log in logs if log["event"] == "episodes_failed"] == [4]
+
+
+async def test_a_run_where_everything_fails_says_so_loudly(
+    router: Any, play_with: PlayWith
+) -> None:
+    """Twenty equal failures and nothing else: one error in the log."""
+    router.num_episodes = 30
+    with structlog.testing.capture_logs() as logs:
+        await play_with(router, "async def play(task, episode):\n    return 1 / 0\n")
+    loud = [log for log in logs if log["event"] == "every_episode_fails"]
+    assert len(loud) == 1
+    assert "ZeroDivisionError" in loud[0]["error"]
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+async def test_a_hanging_agent_is_truncated(
+    stubborn: bool, router: Any, play_with: PlayWith
+) -> None:
+    """At its deadline it is cancelled and scored, even if it swallows the cancellation."""
+    router.deadline_s = 0.4
+    router.num_episodes = 3
+    wait = "    await asyncio.sleep(60)\n"
+    if stubborn:
+        wait = (
+            "    for _ in range(30):\n        try:\n            await asyncio.sleep(0.1)\n"
+            "        except asyncio.CancelledError:\n            pass\n"
+        )
+    source = f"import asyncio\n\n\nasync def play(task, episode):\n{wait}    return 1.0\n"
+    started = time.monotonic()
+    await play_with(router, source, failure_reward=-0.5)
+    assert time.monotonic() - started < 6
+    assert router.closed("outcome") == ["truncated"] * 3
+    assert router.closed("failure_kind") == ["agent"] * 3
+    assert [reward["value"] for reward in router.closed("reward")] == [-0.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ("raise EnvironmentFailure('no sandbox')", "environment"),
+        ("raise ValueError('x') from EnvironmentFailure('no sandbox')", "environment"),
+        ("await call(episode)", "infrastructure"),
+        ("await wrapped(episode)", "infrastructure"),
+        ("await elsewhere()", "agent"),
+        ("await hasty(episode)", "agent"),
+    ],
+)
+async def test_failures_are_told_apart(
+    body: str, kind: str, router: Any, play_with: PlayWith
+) -> None:
+    """Only our own 5xx and lost connections are infrastructure; those carry no reward."""
+    router.num_episodes = 1
+    router.chat_status = 500
+    if "hasty" in body:
+        router.chat_gate = asyncio.Event()
+    source = f"""
+import openai
+from outloop.buffer.errors import EnvironmentFailure
+
+MESSAGES = [{{"role": "user", "content": "x"}}]
+
+
+async def call(episode):
+    await episode.client.chat.completions.create(model="policy", messages=MESSAGES)
+
+
+async def wrapped(episode):
+    try:
+        await call(episode)
+    except openai.OpenAIError:
+        raise RuntimeError("model gone")
+
+
+async def elsewhere():
+    async with openai.AsyncOpenAI(
+        base_url="http://127.0.0.1:9/v1", api_key="x", max_retries=0
+    ) as client:
+        await client.chat.completions.create(model="policy", messages=MESSAGES)
+
+
+async def hasty(episode):
+    client = episode.client.with_options(timeout=0.05, max_retries=0)
+    await client.chat.completions.create(model="policy", messages=MESSAGES)
+
+
+async def play(task, episode):
+    {body}
+"""
+    await play_with(router, source)
+    if router.chat_gate is not None:
+        router.chat_gate.set()
+    assert router.closed("failure_kind") == [kind]
+    assert (router.closed("reward")[0] is None) == (kind != "agent")
+
+
+async def test_a_lost_router_reaching_play_is_infrastructure(
+    router: Any, play_with: PlayWith
+) -> None:
+    """A refused connection to the episode's own address is ours, not the agent's."""
+    router.num_episodes = 1
+    source = """
+import httpx
+
+
+async def play(task, episode):
+    raise httpx.ConnectError("refused", request=httpx.Request("POST", episode.base_url))
+"""
+    await play_with(router, source)
+    assert router.closed("failure_kind") == ["infrastructure"]
+
+
+async def test_play_cannot_change_the_task_of_others(router: Any, play_with: PlayWith) -> None:
+    """What one attempt writes into its payload is not seen by the next."""
+    source = (
+        "async def play(task, episode):\n"
+        "    seen = 'mark' in task.payload\n    task.payload['mark'] = 1\n"
+        "    return float(seen)\n"
+    )
+    router.num_episodes = 10
+    await play_with(router, source, max_concurrent_episodes=1)
+    assert {reward["value"] for reward in router.closed("reward")} == {0.0}
+
+
+async def test_stopping_drains_then_aborts(
+    router: Any,
+    folder: Path,
+    make_settings: Callable[..., Settings],
+    fake_module: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Short episodes end as they would; long ones are closed as aborted, without a reward."""
+    monkeypatch.setattr("outloop.envs.runner._DRAIN_S", 0.6)
+    router.num_episodes = 4
+    (folder / "user.py").write_text(
+        "import asyncio\nimport itertools\ncount = itertools.count()\n\n\n"
+        "async def play(task, episode):\n"
+        "    await asyncio.sleep(0.3 if next(count) % 2 else 60)\n    return 1.0\n\n\n"
+        "def tasks():\n    return [{'question': 'q'}]\n"
+    )
+    stop = asyncio.Event()
+    playing = asyncio.create_task(
+        run(make_settings(), router_url=router.url, runner_key=fake_module.RUNNER_KEY, stop=stop)
+    )
+    async with asyncio.timeout(10):
+        while len(router.claims) < 4:
+            await asyncio.sleep(0.01)
+    stop.set()
+    await asyncio.wait_for(playing, 5)
+    assert sorted(router.closed("outcome")) == ["aborted", "aborted", "completed", "completed"]
+    assert sorted(map(str, router.closed("failure_kind"))) == [
+        "None",
+        "None",
+        "infrastructure",
+        "infrastructure",
+    ]
+
+
+async def test_late_closes_are_not_errors(router: Any, play_with: PlayWith) -> None:
+    """A group that sealed meanwhile answers 410; the run goes on."""
+    router.refusals["/episodes"] = [410]
+    with pytest.raises(TimeoutError):
+        # The fake counts closes, so with one refused it never says "finished".
+        await play_with(router, AGENT, timeout_s=1.0)
+    assert len(router.closes) == 3
+
+
+async def test_conversations_are_sent_in_batches(
+    router: Any, folder: Path, make_settings: Callable[..., Settings], fake_module: ModuleType
+) -> None:
+    """SFT rows are posted once, the last batch is final, and a second runner adds nothing."""
+    (folder / "user.py").write_text(
+        "def rows():\n"
+        "    for n in range(300):\n"
+        "        yield {'messages': [{'role': 'user', 'content': str(n)},\n"
+        "                            {'role': 'assistant', 'content': 'ok'}]}\n"
+    )
+    router.refusals["/trajectories"] = [503]
+    for _ in range(2):
+        await run(
+            make_settings(trainer={"mode": "sft"}, conversations="user:rows"),
+            router_url=router.url,
+            runner_key=fake_module.RUNNER_KEY,
+            stop=asyncio.Event(),
+        )
+    assert len(router.trajectories) == 300
+    assert list(router.trajectory_calls.values()) == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("{'message': []}", "item 1.*no list of messages"),
+        ("{'messages': [{'role': 'robot'}]}", "item 1.*messages.0.*has no role"),
+        ("{'messages': [{'role': 'user', 'content': 'x'}]}", "item 1.*no assistant message"),
+    ],
+)
+def test_malformed_conversations_are_sentences(
+    row: str, words: str, folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """The row is named by its index."""
+    from outloop.envs.conversations import load_conversations
+
+    (folder / "user.py").write_text(
+        f"rows = [{{'messages': [{{'role': 'assistant', 'content': 'x'}}]}}, {row}]\n"
+    )
+    with pytest.raises(SettingsError, match=words):
+        list(load_conversations(make_settings(conversations="user:rows")))

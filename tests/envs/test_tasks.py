@@ -1,0 +1,139 @@
+"""Where tasks come from, what identifies them, and how they are held apart."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import Settings
+from outloop.envs.tasks import content_hash, load_run_tasks, load_tasks, split_of
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def load(source: str) -> list[tuple[str, dict[str, object]]]:
+    """Ids and payloads of a source in the working directory."""
+    loaded = load_tasks(source, setting="env.tasks", import_dir=None)
+    return [(task.task_id, task.payload) for task in loaded]
+
+
+def test_rows_are_payloads_or_tasks_with_an_id(folder: Path) -> None:
+    """Without an id the id is the content's hash; with one it is kept."""
+    (folder / "t.jsonl").write_text(
+        '{"question": "1+1"}\n\n{"task_id": "x", "payload": {"question": "2+2"}}\n'
+        '{"task_id": "y", "question": "3+3"}\n'
+    )
+    loaded = load("t.jsonl")
+    assert loaded[0] == (content_hash({"question": "1+1"})[:32], {"question": "1+1"})
+    assert loaded[1:] == [("x", {"question": "2+2"}), ("y", {"question": "3+3"})]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"question": ', ["line 2", "not JSON", "one JSON object per line"]),
+        ("[1, 2]", ["line 2", "is a list", "object"]),
+        ('"text"', ["line 2", "is a str"]),
+        ("{}", ["line 2", "payload={}"]),
+        ('{"payload": 3}', ["line 2", "payload=3"]),
+        ('{"task_id": 7, "q": "a"}', ["line 2", "task_id=7", "string"]),
+        ('{"q": NaN}', ["line 2", "JSON"]),
+        ('{"task_id": "first", "q": "other"}', ["line 2", "task_id='first'", "another task"]),
+    ],
+)
+def test_a_malformed_line_is_named(line: str, words: list[str], folder: Path) -> None:
+    """The sentence holds the file, the line number, what is there and what is allowed."""
+    (folder / "t.jsonl").write_text('{"task_id": "first", "q": "a"}\n' + line + "\n")
+    with pytest.raises(SettingsError) as caught:
+        load("t.jsonl")
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert "t.jsonl" in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_a_sentence(folder: Path) -> None:
+    """A file in another encoding is refused by name."""
+    (folder / "t.jsonl").write_bytes(b'{"q": "\xff\xfe"}\n')
+    with pytest.raises(SettingsError, match="not UTF-8"):
+        load("t.jsonl")
+
+
+def test_missing_and_empty_sources_are_sentences(folder: Path) -> None:
+    """No file, no row, no iterable and a raising function each say what to give instead."""
+    (folder / "empty.jsonl").write_text("\n")
+    (folder / "sources.py").write_text(
+        "none = []\ntext = 'abc'\n\n\ndef broken():\n    yield {'q': 1}\n    raise KeyError('x')\n"
+    )
+    for source, words in (
+        ("missing.jsonl", "no such file"),
+        ("empty.jsonl", "gives no task"),
+        ("sources:none", "gives no task"),
+        ("sources:text", "iterable of dicts"),
+        ("sources:broken", "raised KeyError"),
+    ):
+        with pytest.raises(SettingsError, match=words):
+            load(source)
+
+
+def test_functions_lists_and_generators_give_tasks(folder: Path) -> None:
+    """Any iterable of dicts or Task objects will do, called or not; repeats are one task."""
+    (folder / "givers.py").write_text(
+        "from outloop.buffer.records import Task\n"
+        "rows = [{'q': 'a'}, {'q': 'b'}, {'q': 'a'}]\n\n\n"
+        "def many():\n    yield Task(task_id='t', payload={'q': 'a'})\n"
+    )
+    assert [payload for _, payload in load("givers:rows")] == [{"q": "a"}, {"q": "b"}]
+    assert load("givers:many") == [("t", {"q": "a"})]
+
+
+def test_an_overlap_of_training_and_evaluation_is_an_error(
+    folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """Equal content is found under other ids, spacing and key order (rule 13)."""
+    (folder / "train.jsonl").write_text('{"task_id": "a", "q": "1 + 1", "level": 2}\n')
+    (folder / "eval.jsonl").write_text('{"task_id": "b", "level": 2.0, "q": " 1  + 1 "}\n')
+    with pytest.raises(SettingsError, match=r"1 of 1 tasks of env\.eval_tasks are in env\.tasks"):
+        load_run_tasks(make_settings(tasks="train.jsonl", eval_tasks="eval.jsonl"))
+
+
+def test_one_id_in_both_lists_is_an_error(
+    folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """Two contents under one id would be confused in the buffer."""
+    (folder / "train.jsonl").write_text('{"task_id": "a", "q": "x"}\n')
+    (folder / "eval.jsonl").write_text('{"task_id": "a", "q": "y"}\n')
+    with pytest.raises(SettingsError, match="task_id='a'"):
+        load_run_tasks(make_settings(tasks="train.jsonl", eval_tasks="eval.jsonl"))
+
+
+@given(JSON)
+def test_a_content_has_one_hash_and_one_split(content: object) -> None:
+    """Key order and spacing do not move a task; every content falls into a known split."""
+
+    def shuffled(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: shuffled(value[key]) for key in reversed(value)}
+        if isinstance(value, list):
+            return [shuffled(one) for one in value]
+        return f"  {value} " if isinstance(value, str) else value
+
+    shares = {"train": 8.0, "validation": 1.0, "test": 1.0}
+    assert content_hash(shuffled(content)) == content_hash(content)
+    assert split_of(shuffled(content), shares) == split_of(content, shares)
+    assert split_of(content, shares) in shares
+
+
+def test_splits_have_the_asked_sizes() -> None:
+    """Over many tasks the shares come out within a few standard errors."""
+    counts = {"train": 0, "test": 0}
+    for number in range(4000):
+        counts[split_of({"q": number}, {"train": 3, "test": 1})] += 1
+    assert abs(counts["test"] - 1000) < 120
+    with pytest.raises(SettingsError, match="non-negative"):
+        split_of("x", {"train": -1.0})

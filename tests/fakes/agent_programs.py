@@ -1,0 +1,139 @@
+"""Agents of other projects, unmodified: `python agent_programs.py NAME BASE_URL API_KEY`.
+
+Each asks one question and has one tool, `calculator`; it prints what it answers.
+"""
+
+import asyncio
+import os
+import sys
+
+QUESTION = "What is 12 * 7?"
+
+
+async def openai_agents(mode: str, base_url: str, api_key: str) -> str:
+    """openai-agents over responses or chat completions, streamed or not."""
+    import agents
+    from openai import AsyncOpenAI
+
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool
+    def calculator(expression: str) -> str:
+        """Computes."""
+        return "84"
+
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    kind = agents.OpenAIChatCompletionsModel if "chat" in mode else agents.OpenAIResponsesModel
+    agent = agents.Agent(
+        name="agent",
+        instructions="Be short.",
+        tools=[calculator],
+        model=kind(model="policy", openai_client=client),
+    )
+    if "stream" not in mode:
+        return (await agents.Runner.run(agent, QUESTION)).final_output
+    result = agents.Runner.run_streamed(agent, QUESTION)
+    async for _ in result.stream_events():
+        pass
+    return result.final_output
+
+
+async def pydantic_ai(mode: str, base_url: str, api_key: str) -> str:
+    """pydantic-ai over chat completions, responses or messages, streamed or not."""
+    from pydantic_ai import Agent
+
+    if "messages" in mode:
+        from pydantic_ai.models.anthropic import AnthropicModel
+        from pydantic_ai.providers.anthropic import AnthropicProvider
+
+        provider = AnthropicProvider(api_key=api_key, base_url=base_url)
+        agent = Agent(AnthropicModel("policy", provider=provider), instructions="Be short.")
+    else:
+        from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+        from pydantic_ai.providers.openai import OpenAIProvider
+
+        kind = OpenAIResponsesModel if "responses" in mode else OpenAIChatModel
+        model = kind("policy", provider=OpenAIProvider(base_url=base_url, api_key=api_key))
+        agent = Agent(model, instructions="Be short.")
+
+    @agent.tool_plain
+    def calculator(expression: str) -> str:
+        """Computes."""
+        return "84"
+
+    async def watch(_, events) -> None:
+        async for _ in events:
+            pass
+
+    handler = watch if "stream" in mode else None
+    return (await agent.run(QUESTION, event_stream_handler=handler)).output
+
+
+async def smolagents(mode: str, base_url: str, api_key: str) -> str:
+    """smolagents' ToolCallingAgent, which retells its history as user messages."""
+    from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+    @tool
+    def calculator(expression: str) -> str:
+        """Computes.
+
+        Args:
+            expression: what to compute
+        """
+        return "84"
+
+    model = OpenAIServerModel("policy", api_base=base_url, api_key=api_key)
+    agent = ToolCallingAgent(tools=[calculator], model=model, max_steps=3, verbosity_level=0)
+    return str(await asyncio.to_thread(agent.run, QUESTION))
+
+
+async def langgraph(mode: str, base_url: str, api_key: str) -> str:
+    """langgraph's tool loop over langchain-openai, chat completions or responses."""
+    from langchain_core.messages import ToolMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import END, START, MessagesState, StateGraph
+
+    @tool
+    def calculator(expression: str) -> str:
+        """Computes."""
+        return "84"
+
+    model = ChatOpenAI(
+        model="policy",
+        base_url=base_url,
+        api_key=api_key,
+        use_responses_api="responses" in mode,
+        streaming="stream" in mode,
+    ).bind_tools([calculator])
+
+    async def speak(state) -> dict:
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
+    async def act(state) -> dict:
+        calls = state["messages"][-1].tool_calls
+        return {"messages": [ToolMessage("84", tool_call_id=call["id"]) for call in calls]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("speak", speak)
+    graph.add_node("act", act)
+    graph.add_edge(START, "speak")
+    graph.add_conditional_edges(
+        "speak", lambda state: "act" if state["messages"][-1].tool_calls else END
+    )
+    graph.add_edge("act", "speak")
+    state = await graph.compile().ainvoke({"messages": [("user", QUESTION)]})
+    return state["messages"][-1].text
+
+
+AGENTS = {
+    "openai-agents": openai_agents,
+    "pydantic-ai": pydantic_ai,
+    "smolagents": smolagents,
+    "langgraph": langgraph,
+}
+
+if __name__ == "__main__":
+    os.environ["OPENAI_API_KEY"] = "none"
+    name, _, mode = sys.argv[1].partition(":")
+    print(asyncio.run(AGENTS[name](mode, *sys.argv[2:])))

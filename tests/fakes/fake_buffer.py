@@ -1,0 +1,168 @@
+"""The buffer in memory, with the calls of `BufferWriter`."""
+
+import asyncio
+from collections import deque
+from dataclasses import replace
+
+from outloop.buffer.errors import BufferUnavailable, Conflict, Gone, NotFound
+from outloop.buffer.records import (
+    Claim,
+    ClaimResult,
+    CloseResult,
+    OpenEpisode,
+    Opening,
+    PolicyState,
+    ServerEntry,
+    Turn,
+)
+
+
+class FakeBuffer:
+    """Keeps everything in dictionaries; `is_away` makes every call fail like a lost Redis."""
+
+    def __init__(self) -> None:
+        self.openings: dict[str, Opening] = {}
+        self.turns: dict[str, list[Turn]] = {}
+        self.closed: dict[str, tuple] = {}
+        self.rewards: dict[str, object] = {}
+        self.tasks: tuple | None = None
+        self.claims: deque[Claim] = deque()
+        self.claimed: dict[str, ClaimResult] = {}
+        self.trajectories: list = []
+        self.is_final = False
+        self.parts: dict[str, dict[str, str]] = {}
+        self.statuses: dict[str, dict[str, str]] = {}
+        self.announced: int | None = 0
+        self.acknowledged: int | None = 0
+        self.servers: list[ServerEntry] = []
+        self.run_state = "running"
+        self.is_away = False
+        self.is_paused = False
+        self.sealed: set[str] = set()
+
+    def serve(self, url: str, *, server_id: str = "server-0", version: int | None = 0) -> None:
+        """Register a server."""
+        self.servers = [s for s in self.servers if s.server_id != server_id]
+        self.servers.append(
+            ServerEntry(
+                server_id=server_id,
+                url=url,
+                kind="torch",
+                policy_version=version,
+                is_quarantined=False,
+            )
+        )
+
+    async def close(self) -> None:
+        await self._work()
+
+    async def register_tasks(self, tasks, eval_tasks) -> None:
+        await self._work()
+        content = (tuple(tasks), tuple(eval_tasks))
+        if self.tasks not in (None, content):
+            raise Conflict("other tasks are registered")
+        self.tasks = content
+
+    async def claim(self, *, key: str, count: int) -> ClaimResult:
+        await self._work()
+        if self.is_paused:
+            return ClaimResult(claims=(), reason="paused", retry_after_s=1.0)
+        if key not in self.claimed:
+            claims = tuple(self.claims.popleft() for _ in range(min(count, len(self.claims))))
+            reason = "" if claims else "admission"
+            if self.run_state != "running":
+                claims, reason = (), "finished"
+            self.claimed[key] = ClaimResult(claims=claims, reason=reason, retry_after_s=0.1)
+        return self.claimed[key]
+
+    async def open_episode(self, opening: Opening) -> None:
+        (error,) = await self.open_episodes([opening])
+        if error is not None:
+            raise error
+
+    async def open_episodes(self, openings) -> tuple:
+        await self._work()
+        errors = []
+        for opening in openings:
+            timeless = replace(opening, opened_at=0.0, deadline_at=0.0)
+            known = self.openings.setdefault(opening.episode_id, opening)
+            self.turns.setdefault(opening.episode_id, [])
+            same = replace(known, opened_at=0.0, deadline_at=0.0) == timeless
+            error = None if same else Conflict("open with other content")
+            if opening.group_id in self.sealed:
+                error = Gone(f"group {opening.group_id} is sealed")
+            errors.append(error)
+        return tuple(errors)
+
+    async def load_episode(self, episode_id: str) -> OpenEpisode | None:
+        await self._work()
+        if episode_id not in self.openings:
+            return None
+        closed = self.closed.get(episode_id)
+        return OpenEpisode(
+            opening=self.openings[episode_id],
+            turns=tuple(self.turns[episode_id]),
+            is_closed=closed is not None,
+            outcome=closed[0] if closed else None,
+            reward=self.rewards.get(episode_id),
+        )
+
+    async def append_turn(self, turn: Turn) -> None:
+        await self._work()
+        if turn.episode_id not in self.openings:
+            raise NotFound(turn.episode_id)
+        if turn.episode_id in self.closed:
+            raise Gone(turn.episode_id)
+        turns = self.turns[turn.episode_id]
+        if turn.turn_id not in {t.turn_id for t in turns}:
+            turns.append(turn)
+
+    async def put_reward(self, episode_id, reward, *, key) -> None:
+        await self._work()
+        if episode_id not in self.openings:
+            raise NotFound(f"no episode {episode_id}")
+        self.rewards[episode_id] = reward
+
+    async def close_episode(
+        self, episode_id, *, outcome, failure_kind, reward, error, key
+    ) -> CloseResult:
+        await self._work()
+        if episode_id not in self.openings:
+            raise NotFound(f"no episode {episode_id}")
+        known = self.closed.setdefault(episode_id, (outcome, failure_kind, error, key))
+        if known[3] != key:
+            raise Gone(f"episode {episode_id} is closed")
+        if reward is not None:
+            self.rewards[episode_id] = reward
+        return CloseResult(counted=True, sealed_group=None)
+
+    async def put_trajectories(self, trajectories, *, key, final) -> None:
+        await self._work()
+        self.trajectories += trajectories
+        self.is_final = final
+
+    async def policy_state(self) -> PolicyState:
+        await self._work()
+        return PolicyState(
+            announced_version=self.announced,
+            acknowledged_version=self.acknowledged,
+            servers=tuple(self.servers),
+            run_state=self.run_state,
+        )
+
+    async def set_paused(self, paused: bool) -> None:
+        await self._work()
+        self.is_paused = paused
+
+    async def register_part(self, name, facts) -> None:
+        await self._work()
+        self.parts[name] = facts
+
+    async def report_status(self, part, fields) -> None:
+        await self._work()
+        self.statuses[part] = fields
+
+    async def _work(self) -> None:
+        await asyncio.sleep(0)
+        if self.is_away:
+            raise BufferUnavailable("redis is away")

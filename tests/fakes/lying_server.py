@@ -1,0 +1,98 @@
+"""A server that acknowledges every call of a publish but may do something else, or nothing.
+
+    python lying_server.py BEHAVIOUR [PHASE]
+
+Behaviours: `wrong` holds other weights than it was sent; `hang` never answers PHASE; `error`
+answers PHASE with 500; `refuse` answers it with 200 and success=false; `old` has no weight update
+session (404) and otherwise holds what it was sent. Prints its URL on one line.
+"""
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from outloop.engine.publish.checksum import tensor_checksum
+from outloop.engine.publish.sglang_wire import read_bucket
+
+PATHS = {
+    "pause": "/pause_generation",
+    "begin": "/begin_weight_update",
+    "bucket": "/update_weights_from_tensor",
+    "end": "/end_weight_update",
+    "verify": "/weights_checker",
+    "version": "/update_weight_version",
+    "continue": "/continue_generation",
+}
+
+
+class LyingServer(ThreadingHTTPServer):
+    """Behaves as told; `calls` lists the paths that were asked for."""
+
+    daemon_threads = True
+
+    def __init__(self, behaviour: str, phase: str = "") -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.behaviour = behaviour
+        self.path_of_phase = PATHS.get(phase, "")
+        self.sums: dict[str, str] = {}
+        self.calls: list[str] = []
+        self.closing = threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def close(self) -> None:
+        """End everything, answers that hang included."""
+        self.closing.set()
+        self.shutdown()
+        self.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: LyingServer
+
+    def do_GET(self) -> None:
+        """Alive."""
+        self._answer(200, {})
+
+    def do_POST(self) -> None:
+        """One call of a publish."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        lie = self.server
+        lie.calls.append(self.path)
+        if lie.behaviour == "old" and self.path in (PATHS["begin"], PATHS["end"]):
+            return self._answer(404, {"detail": "Not Found"})
+        if self.path == lie.path_of_phase:
+            if lie.behaviour == "hang":
+                lie.closing.wait(60)
+                return None
+            if lie.behaviour == "error":
+                return self._answer(500, {"error": "it broke"})
+            if lie.behaviour == "refuse":
+                return self._answer(200, {"success": False, "message": "no"})
+        if self.path == PATHS["bucket"]:
+            for name, tensor in read_bucket(body["serialized_named_tensors"][0]):
+                held = tensor + 1 if lie.behaviour == "wrong" else tensor
+                lie.sums[name] = tensor_checksum(held)
+        answer: dict[str, Any] = {"success": True, "message": "", "new_version": None}
+        answer["new_version"] = body.get("new_version")
+        answer["ranks"] = [{"checksums": lie.sums}]
+        return self._answer(200, answer)
+
+    def _answer(self, status: int, body: dict[str, Any]) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+        """Say nothing."""
+
+
+if __name__ == "__main__":
+    with LyingServer(*sys.argv[1:]) as server:
+        print(server.url, flush=True)
+        server.serve_forever()

@@ -1,0 +1,200 @@
+"""A tiny tokenizer, a router over fakes, and an OpenAI client."""
+
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
+
+from fake_buffer import FakeBuffer
+from fake_server import FakeServer, Script, serving
+
+from outloop.buffer.run import Run, RunKeys
+from outloop.buffer.settings import build_settings
+from outloop.router.app import create_app
+from outloop.router.rendering import PolicyRenderer
+
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+CORPUS = (
+    '\n{"name": "calculator", "arguments": {"expression": "12 * 7"}}\n',
+    "user\nWhat is 12 * 7?",
+    "system\nYou are a helpful assistant. Use the calculator.",
+    "assistant\nThe answer is 84.",
+    "# Tools\n\nYou may call one or more functions to assist with the user query.",
+)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer with Qwen3's markers, and a config.json."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS * 4, trainer)
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL[:3]])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in SPECIAL[3:]])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    return folder
+
+
+@pytest.fixture
+def make_run(model_folder: Path, tmp_path: Path) -> Callable[..., Run]:
+    """A run handle over the tiny model; keyword arguments are settings sections."""
+
+    def make(**sections: dict) -> Run:
+        tree = {
+            "run": {"name": "test", "dir": str(tmp_path)},
+            "model": {
+                "path": str(model_folder),
+                "renderer": "qwen3",
+                "renderer_options": {"enable_thinking": False},
+                "max_context_tokens": 4096,
+            },
+        }
+        for name, section in sections.items():
+            tree[name] = {**tree.get(name, {}), **section}
+        return Run(
+            run_id="test",
+            dir=tmp_path,
+            settings=build_settings(tree, source="test"),
+            redis_url="",
+            keys=RunKeys(runner_key="ol-runner-x", admin_key="ol-admin-x", episode_secret="s"),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def renderer(model_folder: Path) -> PolicyRenderer:
+    """The renderer of the tiny model, thinking off."""
+    settings = build_settings(
+        {
+            "model": {
+                "path": str(model_folder),
+                "renderer": "qwen3",
+                "renderer_options": {"enable_thinking": False},
+            }
+        },
+        source="test",
+    )
+    return PolicyRenderer(settings.model)
+
+
+@dataclass
+class Stage:
+    """A running router over fakes, and what tests do with it."""
+
+    run: Run
+    url: str
+    buffer: FakeBuffer
+    server: FakeServer
+    renderer: PolicyRenderer
+    http: httpx.AsyncClient
+    app: object
+    stack: AsyncExitStack
+
+    async def post(self, path: str, body: object, key: str = "ol-runner-x", **headers: str):
+        """POST JSON with a key."""
+        return await self.http.post(
+            path, json=body, headers={"Authorization": f"Bearer {key}", **headers}
+        )
+
+    async def get(self, path: str, key: str = "ol-runner-x"):
+        """GET with a key."""
+        return await self.http.get(path, headers={"Authorization": f"Bearer {key}"})
+
+    async def open(self, **fields: object) -> dict:
+        """Open an episode."""
+        body = {
+            "task_id": "t",
+            "group_id": "g",
+            "attempt": 0,
+            "deadline_s": 60.0,
+            "purpose": "train",
+            **fields,
+        }
+        answer = await self.post("/episodes", body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def client(self, episode: dict, **options: object) -> openai.AsyncOpenAI:
+        """The unmodified OpenAI client of an episode."""
+        client = openai.AsyncOpenAI(
+            base_url=episode["base_url"], api_key=episode["api_key"], **options
+        )
+        self.stack.push_async_callback(client.close)
+        return client
+
+    def says(self, *texts: str) -> None:
+        """The policy answers these texts, one per call, each ended by the stop id."""
+        scripts = iter(self.script(text) for text in texts)
+        self.server.answer = lambda request: next(scripts)
+
+    def script(self, text: str) -> Script:
+        """The script of one answer."""
+        stop = self.renderer.stop_ids[0]
+        return Script(
+            ids=[*self.renderer.tokenizer.encode(text), stop],
+            finish={"type": "stop", "matched": stop},
+        )
+
+    def turns(self, episode: dict):
+        """Recorded turns of an episode."""
+        return self.buffer.turns[episode["episode_id"]]
+
+
+@pytest.fixture
+async def make_stage(
+    make_run: Callable[..., Run], renderer: PolicyRenderer
+) -> AsyncIterator[Callable]:
+    """Start a router over fakes; keyword arguments are settings sections."""
+    async with AsyncExitStack() as stack:
+
+        async def make(
+            buffer: FakeBuffer | None = None, staleness: int = 1, **sections: dict
+        ) -> Stage:
+            run = make_run(**sections, buffer={"max_staleness": staleness})
+            server = FakeServer(lambda request: Script(ids=[1]))
+            server.url = await stack.enter_async_context(serving(server))
+            if buffer is None:
+                buffer = FakeBuffer()
+                buffer.serve(server.url)
+            app = create_app(run, buffer)
+            url = await stack.enter_async_context(serving(app))
+            http = await stack.enter_async_context(
+                httpx.AsyncClient(base_url=url, timeout=20, verify=False)
+            )
+            return Stage(run, url, buffer, server, renderer, http, app, stack)
+
+        yield make
+
+
+@pytest.fixture
+async def stage(make_stage: Callable) -> Stage:
+    """A router with default settings."""
+    return await make_stage()

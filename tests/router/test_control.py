@@ -1,0 +1,250 @@
+"""The runner's and the operator's routes."""
+
+import json
+
+import pytest
+
+from outloop.buffer.records import Claim, Task
+
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def claim(number: int, **fields) -> Claim:
+    """A training attempt."""
+    return Claim(
+        task=Task(task_id=f"t{number}", payload={"q": number}),
+        purpose=fields.pop("purpose", "train"),
+        group_id=fields.pop("group_id", "g0"),
+        attempt=number,
+        deadline_s=30.0,
+        **fields,
+    )
+
+
+async def test_claims_open_their_episodes_once(stage) -> None:
+    """The same key gives the same claims, episodes and keys, also from another router."""
+    stage.buffer.claims.extend([claim(0), claim(1)])
+    body = {"key": "k", "count": 2, "open": True}
+    first = (await stage.post("/tasks/claim", body)).json()
+    second = (await stage.post("/tasks/claim", body)).json()
+    assert first == second
+    assert [c["task"]["payload"] for c in first["claims"]] == [{"q": 0}, {"q": 1}]
+    assert len(stage.buffer.openings) == 2
+    episode = first["claims"][1]["episode"]
+    stage.says("fine")
+    assert (await stage.post("/v1/chat/completions", CHAT, episode["api_key"])).status_code == 200
+    assert stage.buffer.openings[episode["episode_id"]].attempt == 1
+
+
+async def test_another_router_answers_the_same_claim(make_stage, stage) -> None:
+    """A claim repeated after a router died keeps the first opening."""
+    stage.buffer.claims.append(claim(0))
+    body = {"key": "k", "count": 1, "open": True}
+    first = (await stage.post("/tasks/claim", body)).json()["claims"][0]["episode"]
+    other = await make_stage(buffer=stage.buffer)
+    second = (await other.post("/tasks/claim", body)).json()["claims"][0]["episode"]
+    assert (first["episode_id"], first["api_key"]) == (second["episode_id"], second["api_key"])
+
+
+async def test_eval_claims_carry_their_sampling_and_no_group(stage) -> None:
+    """What the trainer asked for reaches the episode."""
+    stage.buffer.claims.append(
+        claim(0, purpose="eval", group_id=None, sampling={"temperature": 0.0}, eval_name="0:greedy")
+    )
+    answer = await stage.post("/tasks/claim", {"key": "k", "count": 1, "open": True})
+    episode = answer.json()["claims"][0]["episode"]
+    opening = stage.buffer.openings[episode["episode_id"]]
+    assert (opening.purpose, opening.group_id, opening.eval_name) == ("eval", None, "0:greedy")
+    assert opening.sampling == {"temperature": 0.0}
+
+
+async def test_claims_wait_for_the_announced_version(stage, monkeypatch) -> None:
+    """503 with Retry-After while nothing serves it; the end of the run is told at once."""
+    monkeypatch.setattr("outloop.router.control._READY_WAIT_S", 0.05)
+    stage.buffer.announced = 5
+    await stage.app.state.parts.pool.refresh()
+    answer = await stage.post("/tasks/claim", {"key": "k", "count": 1})
+    assert answer.status_code == 503
+    assert answer.headers["x-should-retry"] == "true"
+    stage.buffer.run_state = "finished"
+    await stage.app.state.parts.pool.refresh()
+    answer = await stage.post("/tasks/claim", {"key": "k2", "count": 1})
+    assert answer.json()["reason"] == "finished"
+
+
+async def test_pause_gives_out_nothing(stage) -> None:
+    """An operator can hold back new episodes."""
+    stage.buffer.claims.append(claim(0))
+    await stage.post("/pause", {}, "ol-admin-x")
+    answer = (await stage.post("/tasks/claim", {"key": "k", "count": 1})).json()
+    assert (answer["claims"], answer["reason"]) == ([], "paused")
+    await stage.post("/resume", {}, "ol-admin-x")
+    answer = (await stage.post("/tasks/claim", {"key": "k", "count": 1})).json()
+    assert len(answer["claims"]) == 1
+    assert answer["claims"][0]["episode"] is None
+
+
+async def test_a_claim_whose_group_sealed_meanwhile_is_left_out(stage) -> None:
+    """The others of the batch are opened and given out."""
+    stage.buffer.claims.extend([claim(0, group_id="old"), claim(1, group_id="new")])
+    stage.buffer.sealed.add("old")
+    answer = await stage.post("/tasks/claim", {"key": "k", "count": 2, "open": True})
+    assert [c["group_id"] for c in answer.json()["claims"]] == ["new"]
+
+
+async def test_an_episode_can_be_read_scored_and_closed_once(stage) -> None:
+    """Turns with ids, the reward, and a close that may be repeated."""
+    episode = await stage.open(metadata={"a": "b"})
+    stage.says("fine")
+    await stage.post("/v1/chat/completions", CHAT, episode["api_key"])
+    path = f"/episodes/{episode['episode_id']}"
+    reward = {"value": 0.5, "components": {"exact": 1.0}}
+    assert (await stage.post(f"{path}/reward", {**reward, "key": "r"})).json() == {}
+    close = {"outcome": "completed", "key": "c", "reward": reward}
+    expected = {"counted": True, "sealed_group": None}
+    for _ in range(2):
+        assert (await stage.post(f"{path}/close", close)).json() == expected
+    read = (await stage.get(path)).json()
+    assert read["opening"]["metadata"] == {"a": "b"}
+    assert read["outcome"] == "completed"
+    assert read["reward"] == reward
+    (turn,) = read["turns"]
+    assert len(turn["output_ids"]) == len(turn["behavior_logprobs"])
+    late = await stage.post(f"{path}/close", {**close, "key": "other"})
+    assert late.status_code == 410
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", '"high"', "true", "null", "1e999"])
+async def test_a_reward_that_is_no_number_is_refused(stage, value: str) -> None:
+    """Nothing but a finite number is a reward."""
+    episode = await stage.open()
+    answer = await stage.http.post(
+        f"/episodes/{episode['episode_id']}/reward",
+        content='{"key": "k", "value": ' + value + "}",
+        headers={"Authorization": "Bearer ol-runner-x"},
+    )
+    assert answer.status_code == 400
+    assert not stage.buffer.rewards
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ("{", None),
+        ("[]", None),
+        ("\ufffd".encode()[:1], None),
+        ("{}", None),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": "all"}, "tools"),
+    ],
+)
+async def test_impossible_bodies_get_the_envelope(stage, body, param: str | None) -> None:
+    """A 400 that names the parameter, never a 500, and nothing reaches a server."""
+    episode = await stage.open()
+    if isinstance(body, dict):
+        body = json.dumps({**CHAT, **body})
+    answer = await stage.http.post(
+        "/v1/chat/completions",
+        content=body,
+        headers={"Authorization": f"Bearer {episode['api_key']}"},
+    )
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert answer.headers["x-should-retry"] == "false"
+    if param is not None:
+        assert error["param"] == param
+    assert not stage.server.requests
+
+
+async def test_unknown_fields_and_other_tools_are_ignored(stage) -> None:
+    """As OpenAI-compatible servers do."""
+    stage.says("fine")
+    episode = await stage.open()
+    body = {
+        **CHAT,
+        "tools": [{"type": "web_search"}, {"type": "custom", "custom": {}}],
+        "reasoning_effort": "high",
+        "metadata": {"x": 1},
+        "parallel_tool_calls": None,
+        "messages": [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "hi"}], "cache": {}},
+        ],
+    }
+    answer = await stage.post("/v1/chat/completions", body, episode["api_key"])
+    assert answer.status_code == 200
+    prompt = stage.renderer.tokenizer.decode(stage.server.requests[0]["input_ids"])
+    assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert "# Tools" not in prompt
+
+
+async def test_a_lost_buffer_is_a_retryable_error_and_nothing_is_acknowledged(stage) -> None:
+    """A turn that cannot be recorded is not answered with 2xx."""
+    stage.says("fine", "again")
+    episode = await stage.open()
+    await stage.post("/v1/chat/completions", CHAT, episode["api_key"])
+    stage.buffer.is_away = True
+    answer = await stage.post("/v1/chat/completions", CHAT, episode["api_key"])
+    assert answer.status_code == 503
+    assert answer.headers["x-should-retry"] == "true"
+    stage.buffer.is_away = False
+    assert len(stage.turns(episode)) == 1
+
+
+async def test_a_turn_budget_that_is_spent_is_final(make_stage) -> None:
+    """router.max_turns_per_episode ends the episode's turns without a retry."""
+    stage = await make_stage(router={"max_turns_per_episode": 1})
+    stage.says("fine")
+    episode = await stage.open()
+    await stage.post("/v1/chat/completions", CHAT, episode["api_key"])
+    answer = await stage.post("/v1/chat/completions", CHAT, episode["api_key"])
+    assert answer.status_code == 403
+    assert answer.json()["error"]["code"] == "turn_budget_spent"
+    assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_the_document_lists_every_route(stage) -> None:
+    """Raw routes are described by the types that decode them."""
+    document = (await stage.http.get("/openapi.json")).json()
+    for path in ("/v1/chat/completions", "/tasks/claim", "/episodes/{episode_id}/close", "/ready"):
+        assert path in document["paths"]
+    body = document["paths"]["/tasks/claim"]["post"]["requestBody"]["content"]
+    name = body["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    assert set(document["components"]["schemas"][name]["properties"]) == {"key", "count", "open"}
+
+
+async def test_other_routes_and_methods_get_the_envelope(stage) -> None:
+    """Also what is not served is answered in one form."""
+    episode = await stage.open()
+    for method, path in (("GET", "/nowhere"), ("GET", "/v1/chat/completions")):
+        answer = await stage.http.request(
+            method, path, headers={"Authorization": f"Bearer {episode['api_key']}"}
+        )
+        assert answer.status_code in (404, 405)
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_tasks_are_registered_once(stage) -> None:
+    """Other content under the same run is refused for good."""
+    body = {"tasks": [{"task_id": "a", "payload": {}}], "eval_tasks": []}
+    for _ in range(2):
+        answer = await stage.post("/tasks", body)
+        assert answer.json() == {"num_tasks": 1, "num_eval_tasks": 0}
+    body["tasks"][0]["payload"] = {"x": 1}
+    answer = await stage.post("/tasks", body)
+    assert answer.status_code == 422
+    assert answer.headers["x-should-retry"] == "false"

@@ -1,0 +1,122 @@
+"""Keys open what they are for, and nothing else."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def assert_final(answer, status: int, code: str) -> None:
+    """The refusal is one that no SDK retries."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["x-should-retry"] == "false"
+    assert answer.json()["error"]["code"] == code
+
+
+@pytest.mark.parametrize("key", ["", "sk-other", "ol-ep-x-abc", "ol-runner-x", "ol-ep-\u00e9-1"])
+async def test_other_keys_open_no_episode(stage, key: str) -> None:
+    """Missing, foreign, forged and runner keys are refused for good."""
+    answer = await stage.http.post(
+        "/v1/chat/completions",
+        json=BODY,
+        headers={"Authorization": f"Bearer {key}".strip().encode()},
+    )
+    assert_final(answer, 401, "invalid_api_key")
+
+
+async def test_a_key_opens_its_own_episode_only(stage) -> None:
+    """By path, the key must be that episode's."""
+    one, other = await stage.open(), await stage.open()
+    stage.says("fine")
+    path = f"/episodes/{one['episode_id']}/v1/chat/completions"
+    assert (await stage.post(path, BODY, one["api_key"])).status_code == 200
+    assert_final(await stage.post(path, BODY, other["api_key"]), 403, "wrong_episode")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("post", "/tasks"),
+        ("post", "/tasks/claim"),
+        ("post", "/episodes"),
+        ("get", "/episodes/EPISODE"),
+        ("post", "/episodes/EPISODE/reward"),
+        ("post", "/episodes/EPISODE/close"),
+        ("post", "/trajectories"),
+        ("get", "/servers"),
+        ("post", "/pause"),
+        ("post", "/resume"),
+        ("get", "/policy_version"),
+    ],
+)
+async def test_an_episode_key_controls_nothing(stage, method: str, path: str) -> None:
+    """An agent with a shell cannot score itself, open episodes or read others."""
+    episode = await stage.open()
+    url = path.replace("EPISODE", episode["episode_id"])
+    answer = await stage.http.request(
+        method, url, json={}, headers={"Authorization": f"Bearer {episode['api_key']}"}
+    )
+    assert_final(answer, 401, "invalid_api_key")
+
+
+async def test_a_closed_episode_is_refused_for_good(stage) -> None:
+    """Also by another router process."""
+    episode = await stage.open()
+    await stage.post(
+        f"/episodes/{episode['episode_id']}/close", {"outcome": "completed", "key": "c"}
+    )
+    answer = await stage.post("/v1/chat/completions", BODY, episode["api_key"])
+    assert_final(answer, 410, "episode_closed")
+
+
+async def test_an_expired_episode_is_refused_for_good(stage) -> None:
+    """A key ends with its episode's deadline."""
+    episode = await stage.open(deadline_s=0.01)
+    time.sleep(0.02)
+    answer = await stage.post("/v1/chat/completions", BODY, episode["api_key"])
+    assert_final(answer, 410, "episode_expired")
+
+
+async def test_an_episode_closed_elsewhere_is_refused_for_good(stage) -> None:
+    """The buffer knows better than this process; its answer is final too."""
+    episode = await stage.open()
+    stage.says("fine", "fine")
+    stage.buffer.closed[episode["episode_id"]] = ("completed", None, "", "k")
+    for _ in range(2):
+        answer = await stage.post("/v1/chat/completions", BODY, episode["api_key"])
+        assert answer.status_code == 410
+        assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_an_unknown_episode_is_refused_for_good(stage) -> None:
+    """A validly signed key of an episode that was never opened."""
+    episode = await stage.open()
+    del stage.buffer.openings[episode["episode_id"]]
+    stage.app.state.parts.episodes._sessions.clear()
+    answer = await stage.post("/v1/chat/completions", BODY, episode["api_key"])
+    assert_final(answer, 404, "episode_not_found")
+
+
+async def test_unkeyed_traffic_is_served_but_not_recorded(make_stage) -> None:
+    """With router.unkeyed="serve", a foreign key gets answers and leaves nothing."""
+    stage = await make_stage(router={"unkeyed": "serve"})
+    stage.says("fine")
+    answer = await stage.post("/v1/chat/completions", BODY, "sk-mine")
+    assert answer.status_code == 200
+    assert not stage.buffer.turns
+    assert_final(
+        await stage.post("/v1/chat/completions", BODY, "ol-ep-x-0"), 401, "invalid_api_key"
+    )
+
+
+async def test_keys_hold_for_every_router_of_the_run(make_stage, stage) -> None:
+    """Episode keys are derived, not stored."""
+    episode = await stage.open()
+    other = await make_stage(buffer=stage.buffer)
+    stage.says("fine")
+    answer = await other.post("/v1/chat/completions", BODY, episode["api_key"])
+    assert answer.status_code == 200
+    opening = stage.buffer.openings[episode["episode_id"]]
+    stage.buffer.openings[episode["episode_id"]] = replace(opening, deadline_at=0.0)

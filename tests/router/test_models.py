@@ -1,0 +1,166 @@
+"""Names of models (rule 6)."""
+
+import asyncio
+import json
+
+import pytest
+from fake_buffer import FakeBuffer
+from fake_server import FakeServer, serving
+
+from outloop.buffer.errors import SettingsError
+from outloop.router.app import create_app
+
+
+async def ask(stage, episode, model: str):
+    """One raw request."""
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+    return await stage.post("/v1/chat/completions", body, episode["api_key"])
+
+
+async def test_a_version_is_drawn_by_a_server_that_holds_it(stage) -> None:
+    """policy@VERSION goes to that version only, policy to any."""
+    other = FakeServer(lambda request: stage.script("newer"))
+    other.url, other.version = await stage.stack.enter_async_context(serving(other)), "1"
+    stage.server.answer = lambda request: stage.script("older")
+    stage.buffer.serve(other.url, server_id="server-1", version=1)
+    stage.buffer.serve(stage.server.url, version=0)
+    stage.buffer.acknowledged, stage.buffer.announced = 0, 1
+    await stage.app.state.parts.pool.refresh()
+    episode = await stage.open()
+    for version, text in ((0, "older"), (1, "newer"), (0, "older"), (1, "newer")):
+        answer = await ask(stage, episode, f"policy@{version}")
+        assert answer.json()["choices"][0]["message"]["content"] == text
+        assert answer.json()["model"] == f"policy@{version}"
+        span = stage.turns(episode)[-1].version_spans[-1]
+        assert span.policy_version == version
+
+
+@pytest.mark.parametrize("model", ["policy@7", "policy@", "policy@x", "policy@-1", "judge@0", "@0"])
+async def test_a_version_that_no_server_holds_is_refused(stage, model: str) -> None:
+    """With the names that are served, for good, and without a turn."""
+    episode = await stage.open()
+    answer = await ask(stage, episode, model)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, "model_not_found")
+    assert "'policy', 'policy@0'" in error["message"]
+    assert answer.headers["x-should-retry"] == "false"
+    assert not stage.server.requests
+
+
+async def test_a_version_published_away_in_the_middle_is_refused(stage) -> None:
+    """No token of other weights is passed off as that version's."""
+    script = stage.script("one two three")
+    num = len(script.ids)
+    script.spans = [
+        {"version": "0", "start": 0, "end": 2},
+        {"version": "1", "start": 2, "end": num},
+    ]
+    stage.server.answer = lambda request: script
+    episode = await stage.open()
+    answer = await ask(stage, episode, "policy@0")
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert not stage.turns(episode)
+    assert (await ask(stage, episode, "policy")).status_code == 200
+
+
+class FakeUpstream:
+    """A judge that answers in pieces and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict, dict]] = []
+        self.status = 200
+        self.gate = asyncio.Event()
+        self.is_abandoned = asyncio.Event()
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            return
+        body = (await receive())["body"]
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        self.asked.append((scope["path"], headers, json.loads(body)))
+        kind = [(b"content-type", b"text/event-stream"), (b"x-internal", b"hidden")]
+        await send({"type": "http.response.start", "status": self.status, "headers": kind})
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        gate, left = asyncio.create_task(self.gate.wait()), asyncio.create_task(receive())
+        await asyncio.wait((gate, left), return_when=asyncio.FIRST_COMPLETED)
+        if left.done():
+            self.is_abandoned.set()
+        await send({"type": "http.response.body", "body": b"data: 2\n\n"})
+
+
+@pytest.fixture
+async def judged(make_stage, monkeypatch):
+    """A stage with an upstream called judge."""
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    judge = FakeUpstream()
+    async with serving(judge) as url:
+        upstream = {"base_url": f"{url}/v1", "model": "big-1", "api_key_env": "JUDGE_KEY"}
+        away = {"base_url": "http://127.0.0.1:1/v1"}
+        stage = await make_stage(router={"upstreams": {"judge": upstream, "away": away}})
+        stage.judge = judge
+        yield stage
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "completions", "messages"])
+async def test_an_upstream_is_asked_and_never_recorded(judged, path: str) -> None:
+    """The body goes on unread but for the name, with the upstream's key and not the episode's."""
+    judged.judge.gate.set()
+    episode = await judged.open()
+    body = {"model": "judge", "messages": [{"role": "user", "content": [{"type": "image"}]}]}
+    for prefix in ("", f"/episodes/{episode['episode_id']}"):
+        answer = await judged.post(f"{prefix}/v1/{path}", body, episode["api_key"])
+        assert (answer.status_code, answer.text) == (200, "data: 1\n\ndata: 2\n\n")
+        assert answer.headers["content-type"] == "text/event-stream"
+        assert "x-internal" not in answer.headers
+        asked_path, headers, asked = judged.judge.asked[-1]
+        assert (asked_path, asked) == (f"/v1/{path}", {**body, "model": "big-1"})
+        assert headers["authorization"] == "Bearer secret"
+        assert episode["api_key"] not in str(headers)
+    assert not judged.turns(episode)
+    assert not judged.server.requests
+
+
+async def test_an_upstream_streams_and_is_left_when_the_client_leaves(judged) -> None:
+    """The first piece comes before the last is written; nobody draws for nobody."""
+    episode = await judged.open()
+    headers = {"Authorization": f"Bearer {episode['api_key']}"}
+    async with judged.http.stream(
+        "POST", "/v1/chat/completions", json={"model": "judge"}, headers=headers
+    ) as answer:
+        assert await anext(answer.aiter_bytes()) == b"data: 1\n\n"
+    await asyncio.wait_for(judged.judge.is_abandoned.wait(), 5)
+
+
+async def test_upstreams_are_for_open_episodes_and_their_failures_are_named(judged) -> None:
+    """Its own status is passed on; one that is away is a retryable 503; names are listed."""
+    judged.judge.gate.set()
+    judged.judge.status = 429
+    episode = await judged.open()
+    client = await judged.client(episode, max_retries=0)
+    assert [model.id for model in (await client.models.list()).data] == ["policy", "judge", "away"]
+    assert (await ask(judged, episode, "judge")).status_code == 429
+    answer = await ask(judged, episode, "away")
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
+    assert "router.upstreams.away" in answer.json()["error"]["message"]
+    answer = await ask(judged, {"api_key": "ol-ep-none-x"}, "judge")
+    assert answer.status_code == 401
+    close = {"outcome": "completed", "key": "k"}
+    await judged.post(f"/episodes/{episode['episode_id']}/close", close)
+    assert (await ask(judged, episode, "judge")).status_code == 410
+    assert len(judged.judge.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("policy", {}, "has the name of the policy"),
+        ("policy@3", {}, "has the name of the policy"),
+        ("judge", {"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
+    ],
+)
+def test_upstreams_that_cannot_be_are_refused_at_the_start(make_run, name, fields, said) -> None:
+    """Before the router listens, with the setting's name."""
+    upstream = {"base_url": "http://127.0.0.1:1/v1", **fields}
+    run = make_run(router={"upstreams": {name: upstream}})
+    with pytest.raises(SettingsError, match=said):
+        create_app(run, FakeBuffer())

@@ -1,0 +1,199 @@
+"""Servers that die, come back, and are at the wrong version."""
+
+import asyncio
+from dataclasses import replace
+
+from fake_server import FakeServer, serving
+
+BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def ask(stage, episode, **fields):
+    """One raw request."""
+    return await stage.post("/v1/chat/completions", {**BODY, **fields}, episode["api_key"])
+
+
+async def test_a_turn_survives_its_server(stage) -> None:
+    """Dropped connections and 5xx are repeated, invisible to the agent."""
+    fine = stage.script("fine")
+    scripts = iter([replace(fine, fail="drop"), replace(fine, fail=500), fine])
+    stage.server.answer = lambda request: next(scripts)
+    episode = await stage.open()
+    answer = await ask(stage, episode)
+    assert answer.status_code == 200
+    assert len(stage.server.requests) == 3
+    assert len(stage.turns(episode)) == 1
+
+
+async def test_a_dead_servers_turns_go_to_the_other(stage) -> None:
+    """The second server answers what the first refused."""
+    other = FakeServer(lambda request: stage.script("from the other"))
+    other.url = await stage.stack.enter_async_context(serving(other))
+    stage.server.answer = lambda request: replace(stage.script("x"), fail="drop")
+    stage.buffer.serve(other.url, server_id="server-1")
+    await stage.app.state.parts.pool.refresh()
+    episode = await stage.open()
+    answers = await asyncio.gather(*(ask(stage, episode) for _ in range(6)))
+    texts = {a.json()["choices"][0]["message"]["content"] for a in answers}
+    assert texts == {"from the other"}
+    assert len(other.requests) == 6
+
+
+async def test_load_spreads_and_episodes_stay(stage) -> None:
+    """New episodes go to the least loaded server; a turn returns to its episode's server."""
+    other = FakeServer(lambda request: stage.script("b"))
+    other.url = await stage.stack.enter_async_context(serving(other))
+    stage.server.answer = lambda request: stage.script("a")
+    stage.buffer.serve(other.url, server_id="server-1")
+    await stage.app.state.parts.pool.refresh()
+    episodes = [await stage.open() for _ in range(8)]
+    for server in (stage.server, other):
+        server.gate.clear()
+    tasks = [asyncio.create_task(ask(stage, episode)) for episode in episodes]
+    while len(stage.server.requests) + len(other.requests) < 8:
+        await asyncio.sleep(0.005)
+    assert len(stage.server.requests) == len(other.requests) == 4
+    for server in (stage.server, other):
+        server.gate.set()
+    first = [(await task).json()["choices"][0]["message"]["content"] for task in tasks]
+    again = [
+        (await ask(stage, episode)).json()["choices"][0]["message"]["content"]
+        for episode in episodes
+    ]
+    assert first == again
+
+
+async def test_without_a_server_the_turn_ends_in_a_retryable_503(make_stage) -> None:
+    """The error names what was waited for and says when to come back."""
+    stage = await make_stage(router={"turn_timeout_s": 0.2})
+    stage.buffer.servers = []
+    await stage.app.state.parts.pool.refresh()
+    answer = await ask(stage, await stage.open())
+    assert answer.status_code == 503
+    assert answer.headers["x-should-retry"] == "true"
+    assert int(answer.headers["retry-after"]) >= 1
+    assert "a server to register" in answer.json()["error"]["message"]
+
+
+async def test_no_traffic_to_a_quarantined_server_or_a_wrong_version(make_stage) -> None:
+    """Only the acknowledged version, or the announced one that replaces it, serves."""
+    stage = await make_stage(router={"turn_timeout_s": 0.2})
+    pool = stage.app.state.parts.pool
+    for version, quarantined in ((None, False), (7, False), (0, True)):
+        stage.buffer.servers = [
+            replace(stage.buffer.servers[0], policy_version=version, is_quarantined=quarantined)
+        ]
+        await pool.refresh()
+        assert (await ask(stage, await stage.open())).status_code == 503
+    assert not stage.server.requests
+
+
+async def test_a_turn_waits_for_a_publish_and_is_stamped(stage) -> None:
+    """No server at a serving version: the turn is held, then drawn at the new one."""
+    buffer, server = stage.buffer, stage.server
+    buffer.serve(server.url, version=None)
+    await stage.app.state.parts.pool.refresh()
+    stage.says("fine")
+    episode = await stage.open()
+    task = asyncio.create_task(ask(stage, episode))
+    await asyncio.sleep(0.05)
+    assert not server.requests
+    server.version = "3"
+    buffer.announced = buffer.acknowledged = 3
+    buffer.serve(server.url, version=3)
+    assert (await task).status_code == 200
+    assert server.requests[0]["extra_key"] == "3"
+    (span,) = stage.turns(episode)[0].version_spans
+    assert span.policy_version == 3
+
+
+async def test_a_publish_in_the_middle_of_a_turn_is_recorded_span_by_span(stage) -> None:
+    """weight_versions of the server become the turn's version spans."""
+    script = stage.script("Hello there.")
+    num = len(script.ids)
+    script.spans = [
+        {"version": "0", "start": 0, "end": 2},
+        {"version": "1", "start": 2, "end": num},
+    ]
+    stage.server.answer = lambda request: script
+    episode = await stage.open()
+    await ask(stage, episode)
+    spans = stage.turns(episode)[0].version_spans
+    assert [(s.policy_version, s.start, s.end) for s in spans] == [(0, 0, 2), (1, 2, num)]
+
+
+async def test_an_aborted_turn_goes_on_with_its_partial_ids(stage) -> None:
+    """What was drawn before an abort is kept and continued, and counts once."""
+    whole = stage.script("Hello there, friend.")
+    part = replace(whole, ids=whole.ids[:4], finish={"type": "abort", "message": "x"})
+    rest = replace(whole, ids=whole.ids[4:])
+    scripts = iter([part, rest])
+    stage.server.answer = lambda request: next(scripts)
+    episode = await stage.open()
+    answer = await ask(stage, episode)
+    assert answer.json()["choices"][0]["message"]["content"] == "Hello there, friend."
+    (turn,) = stage.turns(episode)
+    assert turn.output_ids.tolist() == whole.ids
+    first, second = stage.server.requests
+    assert second["input_ids"] == first["input_ids"] + whole.ids[:4]
+    assert second["sampling_params"]["max_new_tokens"] == 252
+
+
+async def test_a_stream_survives_its_server(stage) -> None:
+    """The client sees one uninterrupted text though the server died halfway."""
+    whole = stage.script("Hello there, my old friend.")
+    calls: list[dict] = []
+
+    def answer(request):
+        calls.append(request)
+        if len(calls) == 1:
+            return replace(whole, drop_after=5)
+        return replace(whole, ids=whole.ids[len(request["input_ids"]) - calls_start() :])
+
+    def calls_start() -> int:
+        return len(calls[0]["input_ids"])
+
+    stage.server.answer = answer
+    episode = await stage.open()
+    client = await stage.client(episode)
+    text = ""
+    async for chunk in await client.chat.completions.create(**BODY, stream=True):
+        text += chunk.choices[0].delta.content or ""
+    assert text == "Hello there, my old friend."
+    assert stage.turns(episode)[0].output_ids.tolist() == whole.ids
+    assert len(calls) == 2
+
+
+async def test_a_stream_that_cannot_go_on_ends_in_an_error(make_stage) -> None:
+    """At max_staleness=0 no turn is mixed: the client gets an error event, nothing is recorded."""
+    stage = await make_stage(staleness=0)
+    pool = stage.app.state.parts.pool
+    whole = stage.script("Hello there, my old friend.")
+
+    def answer(request):
+        if len(stage.server.requests) == 1:
+            stage.buffer.announced = stage.buffer.acknowledged = 1
+            stage.buffer.serve(stage.server.url, version=1)
+            return replace(whole, drop_after=5)
+        return whole
+
+    stage.server.answer = answer
+    episode = await stage.open()
+    body = {**BODY, "stream": True}
+    task = asyncio.create_task(stage.post("/v1/chat/completions", body, episode["api_key"]))
+    await asyncio.sleep(0.05)
+    await pool.refresh()
+    answer_text = (await task).text
+    assert "was lost after" in answer_text
+    assert not stage.turns(episode)
+
+
+async def test_ready_follows_the_announced_version(stage) -> None:
+    """503 with Retry-After until a server has acknowledged what the trainer announced."""
+    assert (await stage.http.get("/ready")).json()["policy_version"] == 0
+    stage.buffer.announced = 1
+    await stage.app.state.parts.pool.refresh()
+    answer = await stage.http.get("/ready")
+    assert answer.status_code == 503
+    assert "retry-after" in answer.headers
+    assert (await stage.http.get("/health")).status_code == 200

@@ -1,0 +1,164 @@
+"""What is particular to `/v1/responses`."""
+
+import asyncio
+import json
+from itertools import groupby
+
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outloop.router.dialects import responses_answer, responses_request
+from outloop.router.refusals import Refusal
+from outloop.router.turns import Message, ToolCall
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+TOOLS = [
+    {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True},
+    {"type": "web_search"},
+    {"type": "custom", "name": "shell"},
+]
+
+
+def decode(**fields):
+    """The turn request in a body of these fields."""
+    return responses_request.decode(json.dumps({"model": "policy", **fields}).encode())
+
+
+async def test_events_come_in_the_order_of_the_api(stage) -> None:
+    """Every item is added, filled and done; the numbers of events have no gap."""
+    stage.says("<think>\nhm\n</think>\n\nSo: " + CALL)
+    client = await stage.client(await stage.open())
+    events = [
+        event
+        async for event in await client.responses.create(
+            model="policy", input="go", instructions="Be short.", tools=TOOLS, stream=True
+        )
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    part = ["output_item.added", "content_part.added"]
+    end = ["content_part.done", "output_item.done"]
+    kinds = [kind for kind, _ in groupby(event.type for event in events)]
+    assert [kind.removeprefix("response.") for kind in kinds] == [
+        *("created", "in_progress"),
+        *(*part, "reasoning_text.delta", "reasoning_text.done", *end),
+        *(*part, "output_text.delta", "output_text.done", *end),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.done"),
+        *("output_item.done", "completed"),
+    ]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    response = events[-1].response
+    assert [item.id for item in response.output] == [item.id for item in done]
+    assert [item.type for item in done] == ["reasoning", "message", "function_call"]
+    assert json.loads(done[2].arguments) == {"x": 1}
+    assert response.tools[0].name == "f"
+    assert len(response.tools) == 1
+    first = stage.renderer.tokenizer.decode(stage.server.requests[0]["input_ids"])
+    assert "Be short." in first
+
+
+async def test_text_comes_before_generation_ends(stage) -> None:
+    """Streaming is real."""
+    stage.server.step_gate = asyncio.Event()
+    stage.says("Hello there, this is long.")
+    episode = await stage.open()
+    client = await stage.client(episode)
+    text = ""
+    async for event in await client.responses.create(model="policy", input="hi", stream=True):
+        if event.type == "response.output_text.delta":
+            text += event.delta
+            assert not stage.turns(episode) or text == "Hello there, this is long."
+            stage.server.step_gate.set()
+    assert text == "Hello there, this is long."
+    assert event.response.usage.output_tokens == len(stage.turns(episode)[0].output_ids)
+
+
+async def test_a_cut_answer_is_incomplete(stage) -> None:
+    """The limit is the client's, the status says that it was reached."""
+    stage.says("One two three")
+    script = stage.script("One two")
+    script.ids, script.finish = script.ids[:-1], {"type": "length"}
+    stage.server.answer = lambda request: script
+    client = await stage.client(await stage.open())
+    answer = await client.responses.create(
+        model="policy",
+        input="count",
+        max_output_tokens=len(script.ids),
+        include=["message.output_text.logprobs"],
+    )
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert stage.server.requests[0]["sampling_params"]["max_new_tokens"] == len(script.ids)
+    assert len(answer.output[0].content[0].logprobs) == len(script.ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": {"id": "conv_1"}}, "conversation"),
+        ({"background": True}, "background"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content",
+        ),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"input": 5}, "input"),
+    ],
+)
+async def test_what_cannot_be_is_refused_by_name(stage, fields: dict, param: str) -> None:
+    """OpenAI's envelope with the parameter, and nothing is drawn."""
+    client = await stage.client(await stage.open())
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.post(
+            "/responses", body={"model": "policy", "input": "hi", **fields}, cast_to=object
+        )
+    assert caught.value.param == param
+    assert not stage.server.requests
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["user", "developer", "assistant", "tools"]),
+            st.text(max_size=5),
+            st.integers(1, 3),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_items_become_the_messages_they_tell(said) -> None:
+    """Reasoning, text and calls of one answer are one message; outputs follow their calls."""
+    items, expected = [], []
+    for index, (kind, text, num_calls) in enumerate(said):
+        if kind != "tools":
+            items.append({"role": kind, "content": [{"type": "input_text", "text": text}]})
+            role = {"developer": "system"}.get(kind, kind)
+            expected.append(Message(role, text))
+            continue
+        ids = [f"call_{index}_{number}" for number in range(num_calls)]
+        items.append({"type": "reasoning", "summary": [], "content": [{"text": "hm"}]})
+        items.append({"type": "message", "role": "assistant", "content": text})
+        items += (
+            {"type": "function_call", "call_id": i, "name": "f", "arguments": "{}"} for i in ids
+        )
+        items += ({"type": "function_call_output", "call_id": i, "output": text} for i in ids)
+        calls = tuple(ToolCall(i, "f", "{}") for i in ids)
+        expected.append(Message("assistant", text, "hm", calls))
+        expected += (Message("tool", text, tool_call_id=i) for i in ids)
+    assert decode(input=items).messages == tuple(expected)
+
+
+def test_a_failure_in_a_stream_is_an_event() -> None:
+    """The SDK raises on an event of type error."""
+    event = responses_answer.ERRORS.event(Refusal(400, "gone", "it is gone"))
+    assert event.startswith(b"event: error\ndata: ")
+    assert json.loads(event.partition(b"data: ")[2])["message"] == "it is gone"

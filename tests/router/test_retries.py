@@ -1,0 +1,133 @@
+"""Retries are not new turns, repeats are."""
+
+import asyncio
+
+import pytest
+
+BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def ask(stage, episode, body=BODY, **headers):
+    """One raw request."""
+    return await stage.post(
+        "/v1/chat/completions",
+        body,
+        episode["api_key"],
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    )
+
+
+async def leave(stage, episode, body=BODY) -> None:
+    """Send a request and hang up while it is drawn."""
+    stage.server.gate.clear()
+    num_before = len(stage.server.requests)
+    task = asyncio.create_task(ask(stage, episode, body))
+    while len(stage.server.requests) == num_before:
+        await asyncio.sleep(0.005)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_fresh_identical_request_is_a_fresh_sample(stage) -> None:
+    """Two equal requests without a retry marker are two turns."""
+    stage.says("one", "two")
+    episode = await stage.open()
+    texts = [(await ask(stage, episode)).json()["choices"][0] for _ in range(2)]
+    assert [t["message"]["content"] for t in texts] == ["one", "two"]
+    assert len(stage.turns(episode)) == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({}, {"x_stainless_retry_count": "1"}),
+        ({"idempotency_key": "k"}, {"idempotency_key": "k"}),
+    ],
+)
+async def test_a_retry_gets_the_recorded_turn(stage, first, second) -> None:
+    """The same bytes come back and nothing is drawn again."""
+    stage.says("one", "two")
+    episode = await stage.open()
+    answers = [await ask(stage, episode, **headers) for headers in (first, second)]
+    assert answers[0].content == answers[1].content
+    assert len(stage.server.requests) == 1
+    assert len(stage.turns(episode)) == 1
+
+
+async def test_another_body_under_the_same_idempotency_key_is_another_turn(stage) -> None:
+    """A key covers one body."""
+    stage.says("one", "two")
+    episode = await stage.open()
+    other = {"model": "policy", "messages": [{"role": "user", "content": "ho"}]}
+    await ask(stage, episode, idempotency_key="k")
+    await ask(stage, episode, other, idempotency_key="k")
+    assert len(stage.turns(episode)) == 2
+
+
+@pytest.mark.parametrize("headers", [{"x_stainless_retry_count": "1"}, {}])
+async def test_a_retry_joins_the_turn_in_flight(stage, headers) -> None:
+    """A client that left and comes back gets what was being drawn; it is trained."""
+    stage.says("one", "two")
+    episode = await stage.open()
+    await leave(stage, episode)
+    again = asyncio.create_task(ask(stage, episode, **headers))
+    await asyncio.sleep(0.05)
+    stage.server.gate.set()
+    answer = await again
+    assert answer.json()["choices"][0]["message"]["content"] == "one"
+    assert len(stage.server.requests) == 1
+    assert stage.turns(episode)[0].loss_spans
+
+
+async def test_a_turn_nobody_received_has_no_loss(stage) -> None:
+    """The client left for good: its turn is recorded at the close, without loss."""
+    stage.says("one")
+    episode = await stage.open()
+    await leave(stage, episode)
+    stage.server.gate.set()
+    await asyncio.sleep(0.1)
+    path = f"/episodes/{episode['episode_id']}/close"
+    answer = await stage.post(path, {"outcome": "failed", "failure_kind": "agent", "key": "c"})
+    assert answer.status_code == 200
+    (turn,) = stage.turns(episode)
+    assert turn.loss_spans == ()
+    assert turn.mask_reason == "undelivered"
+
+
+async def test_closing_aborts_what_is_still_drawn(stage) -> None:
+    """An episode that is closed mid-turn frees its server."""
+    stage.says("one")
+    episode = await stage.open()
+    await leave(stage, episode)
+    path = f"/episodes/{episode['episode_id']}/close"
+    answer = await stage.post(path, {"outcome": "truncated", "key": "c"})
+    assert answer.status_code == 200
+    for _ in range(100):
+        if stage.server.aborted:
+            break
+        await asyncio.sleep(0.01)
+    assert stage.server.aborted == [stage.server.requests[0]["rid"]]
+    assert not stage.turns(episode)
+
+
+async def test_a_retry_after_a_router_restart_gets_the_recorded_turn(make_stage, stage) -> None:
+    """The answer is rebuilt from the buffer, byte for byte."""
+    stage.says("one")
+    episode = await stage.open()
+    first = await ask(stage, episode)
+    other = await make_stage(buffer=stage.buffer)
+    second = await ask(other, episode, x_stainless_retry_count="1")
+    assert second.content == first.content
+    assert len(stage.turns(episode)) == 1
+
+
+async def test_a_streamed_retry_gets_the_same_stream(stage) -> None:
+    """Joining a stream replays its text from the start."""
+    stage.says("Hello there, friend.")
+    episode = await stage.open()
+    body = {**BODY, "stream": True}
+    first = await ask(stage, episode, body)
+    second = await ask(stage, episode, body, x_stainless_retry_count="2")
+    assert first.content == second.content
+    assert len(stage.server.requests) == 1

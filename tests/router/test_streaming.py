@@ -1,0 +1,130 @@
+"""Incremental text."""
+
+import asyncio
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outloop.router.streaming import ContentStream, Detokenizer, ReasonedStream
+
+QUICK = settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@QUICK
+@given(
+    ids=st.lists(st.integers(0, 399), max_size=60), cuts=st.lists(st.integers(1, 5), min_size=60)
+)
+def test_pieces_concatenate_to_the_whole_text(renderer, ids: list[int], cuts: list[int]) -> None:
+    """No character is split and none is lost, except one that stays incomplete at the end."""
+    ids = [i for i in ids if i < renderer.tokenizer.vocab_size]
+    stream, text, rest = Detokenizer(renderer.tokenizer), "", list(ids)
+    for cut in cuts:
+        text += stream.add(rest[:cut])
+        rest = rest[cut:]
+    whole = renderer.tokenizer.decode(ids)
+    assert whole in (text, text + "\ufffd")
+
+
+@QUICK
+@given(
+    text=st.text(alphabet="ab <to_cal>|\n\u00e9\U0001f600", max_size=40),
+    cut=st.integers(1, 7),
+    stop=st.sampled_from([(), ("ab",), ("\n\n", "<to")]),
+)
+def test_nothing_shown_is_ever_taken_back(renderer, text: str, cut: int, stop) -> None:
+    """What is shown is a prefix of the final content, stop strings and markers held back."""
+    ids = renderer.tokenizer.encode(text)
+    stream = ContentStream(renderer.tokenizer, stop)
+    for start in range(0, len(ids), cut):
+        stream.add(ids[start : start + cut])
+    content = text.strip()
+    for one in stop:
+        content = content.partition(one)[0] if one in text else content
+    assert text.lstrip().startswith(stream.shown)
+    assert not any(one in stream.shown for one in (*stop, "<tool_call>"))
+    assert stream.shown == stream.shown.rstrip()
+
+
+@QUICK
+@given(
+    text=st.text(alphabet="ab \n\u00e9<", max_size=30),
+    begin=st.sampled_from(["", "<think>", "\n<think>\n", "a<think>"]),
+    middle=st.sampled_from(["", "</think>", "\n</think>\n\n", "<tool_call>"]),
+    rest=st.text(alphabet="ab \n<\u00e9", max_size=20),
+    cut=st.integers(1, 5),
+)
+def test_reasoning_and_text_are_shown_as_they_are_parsed(
+    renderer, text: str, begin: str, middle: str, rest: str, cut: int
+) -> None:
+    """What is shown of either is a prefix of what the finished ids say."""
+    ids = renderer.tokenizer.encode(begin + text + middle + rest)
+    stream = ReasonedStream(
+        renderer.tokenizer, (), renderer.reasoning_ids, begins_in_reasoning=False
+    )
+    pieces = [stream.add(ids[start : start + cut]) for start in range(0, len(ids), cut)]
+    reasoning, shown = ("".join(part) for part in zip(*pieces, strict=True)) if ids else ("", "")
+    said = renderer.parse(ids, prompt_ids=[], tools=(), call_prefix="").message
+    assert said.reasoning.startswith(reasoning)
+    assert said.text.startswith(shown)
+    if "<think>" in begin and begin[0] != "a" and "</think>" in middle:
+        assert reasoning == said.reasoning == text.strip()
+
+
+async def test_the_first_delta_comes_before_generation_ends(stage) -> None:
+    """Streaming is real: text arrives while the server still draws."""
+    stage.server.step_gate = asyncio.Event()
+    stage.says("Hello there, this is long.")
+    episode = await stage.open()
+    client = await stage.client(episode)
+    chunks = await client.chat.completions.create(
+        model="policy",
+        messages=[{"role": "user", "content": "hi"}],
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text = ""
+    async for chunk in chunks:
+        if chunk.choices and chunk.choices[0].delta.content:
+            text += chunk.choices[0].delta.content
+            assert not stage.turns(episode) or text == "Hello there, this is long."
+            stage.server.step_gate.set()
+        usage = chunk.usage
+    assert text == "Hello there, this is long."
+    assert usage.completion_tokens == len(stage.turns(episode)[0].output_ids)
+
+
+async def test_a_turn_is_recorded_before_its_last_chunk(stage) -> None:
+    """The finish reason reaches the client only after the buffer has the turn."""
+    stage.says("Hello.")
+    episode = await stage.open()
+    client = await stage.client(episode)
+    async for chunk in await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": "hi"}], stream=True
+    ):
+        if chunk.choices[0].finish_reason:
+            assert len(stage.turns(episode)) == 1
+
+
+async def test_a_stop_string_ends_the_answer_but_stays_in_the_ids(stage) -> None:
+    """The client sees the text before it; the token that completes it is recorded and trained."""
+    script = stage.script("The sum\nObservation: 4")
+    script.ids = script.ids[:-1]
+    script.finish = {"type": "stop", "matched": "Observation:"}
+    stage.server.answer = lambda request: script
+    episode = await stage.open()
+    client = await stage.client(episode)
+    options = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "hi"}],
+        "stop": ["Observation:"],
+    }
+    plain = await client.chat.completions.create(**options)
+    assert plain.choices[0].message.content == "The sum"
+    text = ""
+    async for chunk in await client.chat.completions.create(**options, stream=True):
+        text += chunk.choices[0].delta.content or ""
+    assert text == "The sum"
+    assert stage.server.requests[0]["sampling_params"]["stop"] == ["Observation:"]
+    assert stage.turns(episode)[0].loss_spans == ((0, len(script.ids)),)
