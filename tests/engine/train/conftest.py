@@ -1,8 +1,10 @@
 """Tiny Hugging Face folders and a process group of one."""
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +20,16 @@ from outloop.buffer.records import (
     Turn,
     VersionSpan,
 )
-from outloop.buffer.settings import TrainerSettings
+from outloop.buffer.run import create_run
+from outloop.buffer.settings import Settings, TrainerSettings
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 
 with warnings.catch_warnings():
     # megatron-core announces at import what it falls back to without Transformer Engine.
     warnings.simplefilter("ignore")
+    from memory_buffer import MakeTrajectory, MakeTurn, MemoryBuffer, RewardOf, Server, Setup, arm
+
     from outloop.engine.train import mcore, weights
     from outloop.engine.train.samples import Sample
 
@@ -182,5 +189,28 @@ def make_policy(tiny_folder: Callable[..., Path]) -> Callable[..., mcore.Policy]
         )
         weights.load_huggingface(policy.model, folder)
         return policy
+
+    return make
+
+
+@pytest.fixture
+def setup(
+    tmp_path: Path,
+    tiny_folder: Callable[..., Path],
+    make_policy: Callable[..., mcore.Policy],
+    make_turn: MakeTurn,
+    make_trajectory: MakeTrajectory,
+) -> Callable[..., Setup]:
+    """Make a run: `setup(trainer={"num_steps": 3}, reward_of=arm)`; again: a restart."""
+
+    def make(reward_of: RewardOf = arm, lag: int = 0, **sections: dict[str, Any]) -> Setup:
+        events: list[tuple[str, Any]] = []
+        settings = Settings(model={"path": tiny_folder()}, **sections)
+        run = create_run(settings, tmp_path / "run", "unix:///nowhere")
+        server = Server(tiny_folder(), events)
+        buffer = MemoryBuffer(server, make_turn, make_trajectory, reward_of, events, lag=lag)
+        trainer = settings.trainer
+        policy = make_policy(num_updates=trainer.num_steps, learning_rate=trainer.learning_rate)
+        return Setup(run, buffer, server, events, policy)
 
     return make

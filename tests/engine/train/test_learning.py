@@ -1,0 +1,93 @@
+"""Each algorithm learns a two-armed bandit, and none from rewards that mean nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from memory_buffer import Setup
+
+MakeRun = Callable[..., Setup]
+BANDIT = {"learning_rate": 4e-3, "groups_per_step": 8, "num_steps": 25}
+RECOMPUTE = {"proximal": "recompute"}
+ALGORITHMS = {
+    "dr_grpo": {"advantage": "dr_grpo", "denominator": "constant", "denominator_constant": 64.0},
+    "rloo": {"advantage": "rloo"},
+    "reinforce_pp": {"advantage": "reinforce_pp"},
+    "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline"},
+    "gspo": {"loss": "gspo", "denominator": "episodes"},
+    "cispo": {"loss": "cispo", "clip_low": 1.0},
+    "decoupled": RECOMPUTE,
+    "token_tis": RECOMPUTE | {"correction": "token_tis"},
+    "sequence_tis": RECOMPUTE | {"correction": "sequence_tis"},
+    "masked_veto": RECOMPUTE
+    | {"correction": "token_mis", "correction_floor": 0.5, "correction_veto": 0.01},
+    "sequence_mis": RECOMPUTE | {"correction": "sequence_mis"},
+    "k1": {"kl": "k1", "kl_coefficient": 0.01},
+    "k2": {"kl": "k2", "kl_coefficient": 0.01},
+    "k3": {"kl": "k3", "kl_coefficient": 0.01},
+    "entropy": {"entropy_coefficient": 0.01},
+    "overlong": {"overlong_penalty": 0.5, "overlong_max_tokens": 4, "overlong_buffer_tokens": 2},
+}
+SHORT = BANDIT | {"num_steps": 12, "learning_rate": 1.2e-2, "checkpoint_every": 0}
+
+
+def test_a_bandit_is_learned(setup: MakeRun, tiny_folder: Callable[..., Path]) -> None:
+    """The paying arm wins; the trainer's logprobs are the server's at every step."""
+    made = setup(trainer=BANDIT)
+    rows = made.train()
+    assert rows[0]["train/reward_mean"] < 0.65
+    assert rows[-1]["train/reward_mean"] > 0.9
+    assert all(row["train/logprob_gap_max"] < 1e-4 for row in rows)
+    assert all(abs(row["train/ratio_mean"] - 1) < 1e-4 for row in rows)
+    assert all(row["train/grad_norm"] > 0 for row in rows[:3])
+    assert made.buffer.states == ["running", "finished"]
+    exported = transformers.AutoModelForCausalLM.from_pretrained(made.run.dir / "hf")
+    with torch.no_grad():
+        probabilities = exported(torch.tensor([[1, 2]])).logits[0, -1].softmax(-1)
+    assert probabilities[:200].sum() > 0.9
+
+
+def test_shuffled_rewards_teach_nothing(setup: MakeRun) -> None:
+    """With rewards that do not depend on the action the arm's share stays what it was."""
+    generator = np.random.default_rng(7)
+    made = setup(reward_of=lambda token: float(generator.integers(0, 2)), trainer=BANDIT)
+    made.train()
+    assert 0.25 < made.server.share_of_the_paying_arm() < 0.75
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_learns_the_bandit(name: str, setup: MakeRun) -> None:
+    """The paying arm wins, and the first ratio of every step is 1."""
+    made = setup(trainer=SHORT | ALGORITHMS[name])
+    rows = made.train()
+    assert rows[0]["train/reward_mean"] < 0.65
+    assert made.server.share_of_the_paying_arm() > 0.75
+    trained = [row for row in rows if row["train/samples"]]
+    assert all(abs(row["train/ratio_mean"] - 1) < 1e-4 for row in trained)
+    for row in trained:
+        assert row.get("train/proximal_ratio_max", 1.0) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_no_algorithm_learns_from_shuffled_rewards(name: str, setup: MakeRun) -> None:
+    """Rewards that do not depend on the action leave the arm's share where it was."""
+    generator = np.random.default_rng(7)
+    made = setup(
+        reward_of=lambda token: float(generator.integers(0, 2)),
+        trainer=SHORT | ALGORITHMS[name],
+    )
+    made.train()
+    assert 0.2 < made.server.share_of_the_paying_arm() < 0.8
+
+
+def test_a_strong_kl_term_keeps_the_policy_where_it_was(setup: MakeRun) -> None:
+    """What is learned without it is not learned with it, in the reward or in the loss."""
+    for kind, coefficient in (("k1", 5.0), ("k2", 5.0), ("k3", 5.0)):
+        made = setup(trainer=SHORT | {"kl": kind, "kl_coefficient": coefficient, "resume": False})
+        rows = made.train()
+        assert made.server.share_of_the_paying_arm() < 0.75, kind
+        assert rows[0]["train/kl"] == pytest.approx(0.0, abs=1e-5)
+        assert all(row["train/kl"] is None or abs(row["train/kl"]) < 0.5 for row in rows)

@@ -1,0 +1,64 @@
+"""The RL loop with a reference, recomputed logprobs and a loss of one's own."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from memory_buffer import FAST, Setup
+
+from outloop.buffer.errors import SettingsError
+from outloop.engine.train.reference import content_hash
+
+MakeRun = Callable[..., Setup]
+RECOMPUTE = {"proximal": "recompute"}
+
+
+def test_the_second_update_of_a_take_is_corrected_for_the_first(
+    setup: MakeRun,
+) -> None:
+    """Both updates take their ratio to the weights before the first."""
+    chosen = RECOMPUTE | {"correction": "token_tis", "num_updates_per_take": 2}
+    rows = setup(trainer=FAST | {"num_steps": 2} | chosen).train()
+    for row in rows:
+        assert row["train/proximal_ratio_max"] == pytest.approx(1.0, abs=1e-5)
+        assert row["train/correction_ratio_max"] == pytest.approx(1.0, abs=1e-3)
+        assert row["train/correction_masked_share"] == 0.0
+
+
+def test_the_reference_is_pinned_across_a_resume(
+    setup: MakeRun, tmp_path: Path, tiny_folder: Callable[..., Path]
+) -> None:
+    """The checkpoint names its content; another folder's content is refused."""
+    chosen = {"kl": "k3", "num_steps": 2}
+    first = setup(trainer=FAST | chosen)
+    first.train()
+    state = json.loads((first.run.dir / "checkpoints/step_2/state.json").read_text())
+    assert state["reference_hash"] == content_hash(tiny_folder())
+    # A run that leaves the KL term out for a while keeps the pin.
+    setup(trainer=FAST | {"num_steps": 3}).train()
+    again = setup(trainer=FAST | chosen | {"num_steps": 4})
+    state_file = again.run.dir / "checkpoints/step_3/state.json"
+    state = json.loads(state_file.read_text())
+    assert state["reference_hash"] == content_hash(tiny_folder())
+    forged = json.dumps(state | {"reference_hash": "0" * 64}, indent=1)
+    state_file.write_text(forged)
+    complete = state_file.with_name("COMPLETE")
+    sizes = json.loads(complete.read_text()) | {"state.json": len(forged)}
+    complete.write_text(json.dumps(sizes))
+    with pytest.raises(SettingsError, match="pinned to the reference model 000000000000"):
+        again.train()
+
+
+def test_an_own_loss_takes_the_place_of_the_built_in_one(
+    setup: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is zero everywhere leaves the weights as they were."""
+    (tmp_path / "own_zero.py").write_text(
+        "def zero(policy_logprobs, proximal_logprobs, advantages, *, clip_low, clip_high):\n"
+        "    return 0.0 * policy_logprobs\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rows = setup(trainer=FAST | {"num_steps": 1, "loss_path": "own_zero:zero"}).train()
+    assert rows[0]["train/samples"] > 0
+    assert rows[0]["train/grad_norm"] == 0.0
