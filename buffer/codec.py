@@ -50,6 +50,7 @@ class Closure(msgspec.Struct, array_like=True, frozen=True, gc=False):
     failure_kind: FailureKind | None
     reward: RewardWire | None
     error: str
+    output: str = ""
 
 
 class RewardWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -57,6 +58,8 @@ class RewardWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     value: float
     components: dict[str, float]
+    turns: dict[str, float] = {}
+    branches: dict[str, float] = {}
 
 
 class _SamplingWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -214,10 +217,15 @@ def decode_reward(data: bytes) -> Reward:
 
 
 def encode_closure(
-    outcome: Outcome, failure_kind: FailureKind | None, reward: Reward | None, error: str
+    outcome: Outcome,
+    failure_kind: FailureKind | None,
+    reward: Reward | None,
+    error: str,
+    output: str = "",
 ) -> bytes:
     """Bytes of how an episode ended; equal for equal arguments."""
-    return _encode(Closure(outcome, failure_kind, _reward_to_wire(reward), error), "closure")
+    closure = Closure(outcome, failure_kind, _reward_to_wire(reward), error, output)
+    return _encode(closure, "closure")
 
 
 def decode_closure(data: bytes) -> Closure:
@@ -253,14 +261,17 @@ def decode_task(data: bytes) -> Task:
 
 def reward_from_wire(wire: RewardWire | None) -> Reward | None:
     """The reward inside a closure."""
-    return None if wire is None else Reward(value=wire.value, components=wire.components)
+    return None if wire is None else Reward(**msgspec.structs.asdict(wire))
 
 
 def _reward_to_wire(reward: Reward | None) -> RewardWire | None:
     if reward is None:
         return None
-    components = {name: float(number) for name, number in reward.components.items()}
-    return RewardWire(float(reward.value), components)
+    scores = (
+        {name: float(number) for name, number in numbers.items()}
+        for numbers in (reward.components, reward.turns, reward.branches)
+    )
+    return RewardWire(float(reward.value), *scores)
 
 
 def _turn_to_wire(turn: Turn) -> _TurnWire:

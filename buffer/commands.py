@@ -15,7 +15,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outloop.buffer.records import Episode, Opening, Turn
+    from outloop.buffer.records import Episode, Opening, Reward, Turn
 
 _RUN = click.option(
     "--run",
@@ -57,9 +57,11 @@ def show(episode: str, run_dir: Path) -> None:
         found = reader.load_episode(episode)
         imported = reader.archive.find_imported(episode)
     what: Opening | Episode
+    error = output = ""
     # The turns of a live episode's hash may have been freed since it was exported.
     if found is not None and (found.turns or imported is None):
         what, outcome, reward, turns = found.opening, found.outcome, found.reward, found.turns
+        error, output = found.error, found.output
     elif imported is not None:
         what, turns = imported.episode, imported.turns
         outcome, reward = what.outcome, what.reward
@@ -72,7 +74,12 @@ def show(episode: str, run_dir: Path) -> None:
     score = None if reward is None else reward.value
     names = ("task", "group", "attempt", "purpose", "outcome", "reward")
     _print_table(f"episode {episode}", names, [[*map(_cell, facts), _cell(score)]])
+    _print_scores(reward)
     _print_turns(turns)
+    if error:
+        click.echo(f"error: {error}")
+    if output:
+        click.echo(f"the end of what the agent wrote:\n{output}")
 
 
 @buffer.group()
@@ -207,6 +214,22 @@ def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
         # What was recorded is shown as it is, not read as markup.
         table.add_row(*map(Text, row))
     Console().print(table)
+
+
+def _print_scores(reward: Reward | None) -> None:
+    if reward is None:
+        return
+    rows = [
+        (kind, name, f"{number:g}")
+        for kind, numbers in (
+            ("component", reward.components),
+            ("turn", reward.turns),
+            ("branch", reward.branches),
+        )
+        for name, number in numbers.items()
+    ]
+    if rows:
+        _print_table("scores", ("of", "name", "value"), rows)
 
 
 def _print_turns(turns: Sequence[Turn]) -> None:

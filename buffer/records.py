@@ -151,13 +151,18 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
-    """A verifier's score: `value` is trained; components are kept for reading."""
+    """A verifier's score: `value` is trained; the rest is kept for reading."""
 
     value: float
     components: dict[str, float] = field(default_factory=dict)
+    turns: dict[str, float] = field(default_factory=dict)
+    """Scores of single turns, by turn_id."""
+    branches: dict[str, float] = field(default_factory=dict)
+    """Scores of single branches, by the turn_id of their last turn."""
 
     def __post_init__(self) -> None:
-        for name, number in (("value", self.value), *self.components.items()):
+        named = (*self.components.items(), *self.turns.items(), *self.branches.items())
+        for name, number in (("value", self.value), *named):
             if isinstance(number, bool) or not isinstance(number, int | float):
                 raise RecordError(
                     f"reward {name}={number!r} is a {type(number).__name__}; "
@@ -295,6 +300,11 @@ class OpenEpisode:
     is_closed: bool
     outcome: Outcome | None
     reward: Reward | None
+    failure_kind: FailureKind | None = None
+    error: str = ""
+    """What went wrong, as the runner said it."""
+    output: str = ""
+    """The end of what an agent program wrote."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

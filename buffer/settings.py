@@ -71,6 +71,8 @@ class EnvSettings(_Section):
     num_runners: int = Field(1, ge=0)
     """0: runners are started elsewhere."""
     episode_deadline_s: float = Field(60.0, gt=0)
+    turn_scores: Literal["refuse", "record"] = "refuse"
+    """Scores of single turns or branches: nothing is trained by them. record: kept for reading."""
     failure_reward: float = 0.0
     """Reward of an episode whose agent failed: the lowest that the verifier can give."""
     max_replacements: int = Field(3, ge=0)

@@ -29,6 +29,9 @@ def open_episode_from(fields: Fields, turns: Sequence[bytes]) -> OpenEpisode | N
         is_closed=closure is not None,
         outcome=None if closure is None else closure.outcome,
         reward=_reward(fields),
+        failure_kind=None if closure is None else closure.failure_kind,
+        error="" if closure is None else closure.error,
+        output="" if closure is None else closure.output,
     )
 
 

@@ -227,6 +227,7 @@ class BufferWriter:
         reward: Reward | None,
         error: str,
         key: str,
+        output: str = "",
     ) -> CloseResult:
         """Close an episode and settle its attempt; the same key again gets the same answer.
 
@@ -251,7 +252,7 @@ class BufferWriter:
             "close",
             episode_id,
             check_id(key, "key"),
-            codec.encode_closure(outcome, failure_kind, reward, error),
+            codec.encode_closure(outcome, failure_kind, reward, error, output),
             b"" if reward is None else codec.encode_reward(reward),
             "" if reward is None else repr(float(reward.value)),
             (failure_kind or "infrastructure") if is_lost and failure_kind != "agent" else "",

@@ -38,6 +38,7 @@ from outloop.router.pool import ServerPool
 from outloop.router.port import EpisodeBuffer
 from outloop.router.refusals import Refusal, as_refusal
 from outloop.router.rendering import PolicyRenderer
+from outloop.router.scores import Scores
 from outloop.router.service import TurnService
 from outloop.router.sessions import Episodes
 from outloop.router.upstreams import Upstream, Upstreams, read_upstreams
@@ -98,6 +99,7 @@ class Parts:
                 renderer, max_context_tokens=settings.model.max_context_tokens
             ),
             metrics=self.metrics,
+            scores=Scores(settings, buffer),
         )
 
     async def keep_house(self) -> None:

@@ -54,18 +54,18 @@ class EpisodeBody(msgspec.Struct):
 
 
 class RewardValue(msgspec.Struct):
-    """A verifier's score."""
+    """A verifier's score; single turns and branches by the id of the answer or of the turn."""
 
     value: float
     components: dict[str, float] = {}
+    turns: dict[str, float] = {}
+    branches: dict[str, float] = {}
 
 
-class RewardBody(msgspec.Struct):
+class RewardBody(RewardValue, kw_only=True):
     """Body of `POST /episodes/{id}/reward`."""
 
-    value: float
     key: str
-    components: dict[str, float] = {}
 
 
 class CloseBody(msgspec.Struct):
@@ -76,6 +76,7 @@ class CloseBody(msgspec.Struct):
     failure_kind: FailureKind | None = None
     reward: RewardValue | None = None
     error: str = ""
+    output: str = ""
 
 
 class ConversationBody(msgspec.Struct):

@@ -21,7 +21,6 @@ from outloop.buffer.records import (
     Claim,
     ClaimResult,
     Opening,
-    Reward,
     Task,
     Turn,
 )
@@ -40,12 +39,15 @@ from outloop.router.metrics import RouterMetrics
 from outloop.router.pool import ServerPool
 from outloop.router.port import EpisodeBuffer
 from outloop.router.refusals import Refusal
+from outloop.router.scores import Scores
 from outloop.router.service import TurnService
 from outloop.router.sessions import Episodes
 from outloop.router.web import Exchange
 
 _READY_WAIT_S = 2.0
 """A claim waits this long for a version to be acknowledged before it is answered 503."""
+_MAX_ERROR_CHARS = 2000
+_MAX_OUTPUT_CHARS = 8192
 _log = structlog.get_logger()
 
 
@@ -70,6 +72,7 @@ class Control:
         service: TurnService,
         conversations: ConversationRenderer,
         metrics: RouterMetrics,
+        scores: Scores,
     ) -> None:
         self._buffer = buffer
         self._keys = keys
@@ -78,6 +81,7 @@ class Control:
         self._service = service
         self._conversations = conversations
         self._metrics = metrics
+        self._scores = scores
 
     async def tasks(self, exchange: Exchange) -> None:
         """`POST /tasks`: register the run's tasks; the same content again is nothing new."""
@@ -170,7 +174,10 @@ class Control:
                 "turns": [_turn(turn) for turn in loaded.turns],
                 "is_closed": loaded.is_closed,
                 "outcome": loaded.outcome,
+                "failure_kind": loaded.failure_kind,
                 "reward": msgspec.to_builtins(loaded.reward),
+                "error": loaded.error,
+                "output": loaded.output,
             },
         )
 
@@ -178,8 +185,9 @@ class Control:
         """`POST /episodes/{id}/reward`: score an episode; 410 when its group has sealed."""
         self._keys.require_runner(exchange.key)
         body = await exchange.decode(_reward)
-        reward = Reward(value=body.value, components=body.components)
-        await self._buffer.put_reward(exchange.path("episode_id"), reward, key=body.key)
+        episode_id = exchange.path("episode_id")
+        reward = await self._scores.reward(episode_id, body)
+        await self._buffer.put_reward(episode_id, reward, key=body.key)
         await _answer(exchange, {})
 
     async def close(self, exchange: Exchange) -> None:
@@ -189,7 +197,7 @@ class Control:
         episode_id = exchange.path("episode_id")
         reward = None
         if body.reward is not None:
-            reward = Reward(value=body.reward.value, components=body.reward.components)
+            reward = await self._scores.reward(episode_id, body.reward)
         session = self._episodes.known(episode_id)
         if session is not None and not session.is_closed:
             session.is_closed = True
@@ -199,8 +207,9 @@ class Control:
             outcome=body.outcome,
             failure_kind=body.failure_kind,
             reward=reward,
-            error=body.error[:2000],
+            error=body.error[:_MAX_ERROR_CHARS],
             key=body.key,
+            output=body.output[-_MAX_OUTPUT_CHARS:],
         )
         if session is not None:
             if session.tree.nodes:

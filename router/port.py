@@ -55,6 +55,7 @@ class EpisodeBuffer(Protocol):
         reward: Reward | None,
         error: str,
         key: str,
+        output: str = "",
     ) -> CloseResult: ...
 
     async def put_trajectories(

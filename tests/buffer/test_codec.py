@@ -231,3 +231,14 @@ def test_a_payload_that_is_not_json_is_refused() -> None:
 def test_integer_rewards_are_stored_as_floats() -> None:
     """A verifier may return 1; the trainer reads 1.0."""
     assert codec.decode_reward(codec.encode_reward(Reward(value=1))) == Reward(value=1.0)
+
+
+def test_scores_of_turns_survive_and_older_bytes_are_read() -> None:
+    """Rewards and closures of a release without turn scores and output have empty ones."""
+    reward = Reward(value=1, components={"a": 2}, turns={"t": 0.5}, branches={"u": -1})
+    assert codec.decode_reward(codec.encode_reward(reward)) == reward
+    header = codec.encode_reward(reward)[:2]
+    older = header + msgspec.msgpack.encode([1.0, {"a": 2.0}])
+    assert codec.decode_reward(older) == Reward(value=1.0, components={"a": 2.0})
+    closure = header + msgspec.msgpack.encode(["completed", None, None, "why"])
+    assert codec.decode_closure(closure).output == ""

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import BufferUnavailable, Conflict, NotFound, SettingsError
+from outloop.buffer.records import Reward
 from outloop.cli import cli
 
 Outloop = Callable[..., str]
@@ -131,3 +132,23 @@ async def test_a_run_without_its_data_is_refused(
     with pytest.raises(BufferUnavailable, match="does not exist"):
         outloop("stats", "--run", tmp_path / "t")
     assert not (tmp_path / "t" / "redis").exists()
+
+
+async def test_show_has_scores_error_and_output(
+    redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path, outloop: Outloop
+) -> None:
+    """What is known of an episode's end: scores of turns, what failed, what was written."""
+    loop = await loop_on(redis.url)
+    claim = (await loop.claim(1)).claims[0]
+    episode_id = await loop.open(claim)
+    await loop.close(
+        episode_id,
+        outcome="failed",
+        failure_kind="agent",
+        reward=Reward(value=0.5, components={"form": 0.25}, turns={"t1": 0.125}),
+        error="exit code 3",
+        output="Traceback [/bold]",
+    )
+    shown = outloop("show", episode_id, "--run", tmp_path / "t")
+    for words in ("exit code 3", "Traceback [/bold]", "form", "0.25", "t1", "0.125"):
+        assert words in shown

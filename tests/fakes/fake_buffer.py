@@ -105,6 +105,9 @@ class FakeBuffer:
             is_closed=closed is not None,
             outcome=closed[0] if closed else None,
             reward=self.rewards.get(episode_id),
+            failure_kind=closed[1] if closed else None,
+            error=closed[2] if closed else "",
+            output=closed[4] if closed else "",
         )
 
     async def append_turn(self, turn: Turn) -> None:
@@ -124,12 +127,12 @@ class FakeBuffer:
         self.rewards[episode_id] = reward
 
     async def close_episode(
-        self, episode_id, *, outcome, failure_kind, reward, error, key
+        self, episode_id, *, outcome, failure_kind, reward, error, key, output=""
     ) -> CloseResult:
         await self._work()
         if episode_id not in self.openings:
             raise NotFound(f"no episode {episode_id}")
-        known = self.closed.setdefault(episode_id, (outcome, failure_kind, error, key))
+        known = self.closed.setdefault(episode_id, (outcome, failure_kind, error, key, output))
         if known[3] != key:
             raise Gone(f"episode {episode_id} is closed")
         if reward is not None:

@@ -107,7 +107,7 @@ async def test_an_episode_can_be_read_scored_and_closed_once(stage) -> None:
     read = (await stage.get(path)).json()
     assert read["opening"]["metadata"] == {"a": "b"}
     assert read["outcome"] == "completed"
-    assert read["reward"] == reward
+    assert read["reward"] == {**reward, "turns": {}, "branches": {}}
     (turn,) = read["turns"]
     assert len(turn["output_ids"]) == len(turn["behavior_logprobs"])
     late = await stage.post(f"{path}/close", {**close, "key": "other"})

@@ -83,7 +83,7 @@ async def test_an_episode_closed_elsewhere_is_refused_for_good(stage) -> None:
     """The buffer knows better than this process; its answer is final too."""
     episode = await stage.open()
     stage.says("fine", "fine")
-    stage.buffer.closed[episode["episode_id"]] = ("completed", None, "", "k")
+    stage.buffer.closed[episode["episode_id"]] = ("completed", None, "", "k", "")
     for _ in range(2):
         answer = await stage.post("/v1/chat/completions", BODY, episode["api_key"])
         assert answer.status_code == 410

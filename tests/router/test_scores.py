@@ -1,0 +1,74 @@
+"""Scores of single turns and branches, and what an agent program wrote."""
+
+import pytest
+
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+async def recording(make_stage):
+    """A router whose run keeps scores of single turns."""
+    return await make_stage(env={"turn_scores": "record"})
+
+
+@pytest.mark.parametrize("route", ["reward", "close"])
+async def test_turns_are_scored_by_the_id_of_their_answer(recording, route: str) -> None:
+    """What an agent knows of a turn, its answer's id, names the recorded turn."""
+    episode = await recording.open()
+    recording.says("one", "two")
+    client = await recording.client(episode)
+    first = await client.chat.completions.create(**CHAT)
+    second = await client.responses.create(model="policy", input="hello")
+    ids = [turn.turn_id for turn in recording.turns(episode)]
+    scores = {
+        "value": 0.5,
+        "components": {"form": 1.0},
+        "turns": {first.id: 0.25, ids[1]: -1.0},
+        "branches": {second.id: 2.0},
+    }
+    body = {**scores, "key": "k"}
+    if route == "close":
+        body = {"outcome": "completed", "reward": scores, "output": "said\n", "key": "k"}
+    answer = await recording.post(f"/episodes/{episode['episode_id']}/{route}", body)
+    assert answer.status_code == 200, answer.text
+    reward = (await recording.get(f"/episodes/{episode['episode_id']}")).json()["reward"]
+    assert reward == {
+        "value": 0.5,
+        "components": {"form": 1.0},
+        "turns": {ids[0]: 0.25, ids[1]: -1.0},
+        "branches": {ids[1]: 2.0},
+    }
+
+
+async def test_a_score_of_an_unknown_turn_is_refused(recording) -> None:
+    """A typing error is not stored as a score of nothing."""
+    episode = await recording.open()
+    body = {"value": 1.0, "turns": {"chatcmpl-none": 1.0}, "key": "k"}
+    answer = await recording.post(f"/episodes/{episode['episode_id']}/reward", body)
+    assert answer.status_code == 422
+    assert "'chatcmpl-none' is none of the 0 turns" in answer.json()["error"]["message"]
+
+
+async def test_scores_that_nothing_is_trained_by_are_refused(stage) -> None:
+    """Unless the run says that they are kept for reading only."""
+    episode = await stage.open()
+    body = {"value": 1.0, "turns": {"chatcmpl-x": 1.0}, "key": "k"}
+    answer = await stage.post(f"/episodes/{episode['episode_id']}/reward", body)
+    assert answer.status_code == 422
+    assert 'env.turn_scores="record"' in answer.json()["error"]["message"]
+
+
+async def test_the_end_of_an_agents_output_is_kept(stage) -> None:
+    """At most 8,192 characters of it, the last ones."""
+    episode = await stage.open()
+    body = {
+        "outcome": "failed",
+        "failure_kind": "agent",
+        "error": "exit code 1",
+        "output": "x" * 9000 + "end",
+        "key": "k",
+    }
+    await stage.post(f"/episodes/{episode['episode_id']}/close", body)
+    found = (await stage.get(f"/episodes/{episode['episode_id']}")).json()
+    assert (found["error"], found["failure_kind"]) == ("exit code 1", "agent")
+    assert found["output"] == "x" * 8189 + "end"
