@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Each installs what it needs into .venv first.
-.PHONY: demo test lint format test-checkout test-wheel test-search install test-chaos bench-loop bench-buffer clean
+.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-chaos bench-loop bench-buffer clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -21,6 +21,17 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[laptop,dev]'
 	touch $(STAMP)
 
+# The sandbox's tests run programs in bubblewrap: installed here where that takes no question.
+APT_INSTALL := apt-get install -y -qq --no-install-recommends bubblewrap
+bwrap:
+	@command -v bwrap > /dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    $(APT_INSTALL) > /dev/null || { apt-get update -qq && $(APT_INSTALL) > /dev/null; }; \
+	  else \
+	    echo "bwrap is not on PATH; install the package bubblewrap, for example: sudo $(APT_INSTALL)" >&2; \
+	    exit 1; \
+	  fi; }
+
 demo: $(STAMP)
 	SEEDS=$(SEEDS) $(BIN)/python examples/calculator/demo.py
 
@@ -37,15 +48,15 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test-checkout: $(STAMP)
+test-checkout: $(STAMP) bwrap
 	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests
 
 # Property tests on examples drawn anew; what it finds becomes an @example or a fix.
-test-search: $(STAMP)
+test-search: $(STAMP) bwrap
 	$(ONE_THREAD) OUTLOOP_EXAMPLES=search $(BIN)/python $(PYTEST) tests -m "not e2e and not clients"
 
 # The wheel is unpacked beside the checkout and put before it on the path; child processes inherit it.
-test-wheel: $(STAMP)
+test-wheel: $(STAMP) bwrap
 	rm -rf build/wheel build/site build/lib
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/site build/wheel/outloop-*.whl

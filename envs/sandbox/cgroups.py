@@ -1,0 +1,149 @@
+"""Control groups for jails, where this machine lets us make them.
+
+Owns: finding out whether it does, one group per jail, its removal. Does not own: what else bounds
+a jail (backends). Invariant: groups are made below this process's own, so that whatever bounds it
+goes on bounding its jails; no other group is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from outloop.envs.sandbox.protocol import Limits
+
+_OVERHEAD_BYTES = 64 * 2**20
+"""For the supervisor and the kernel's own records of a jail."""
+_OVERHEAD_PROCESSES = 8
+
+
+class Cgroup:
+    """The groups of one jail: one folder (version 2), or one for each controller (version 1)."""
+
+    def __init__(self, owner: Cgroups, folders: Mapping[str, Path]) -> None:
+        self._owner = owner
+        self._folders = folders
+
+    def add(self, pid: int) -> None:
+        """Move a process and its descendants into the group, and what they will start with them."""
+        for one in (pid, *_descendants(pid)):
+            for folder in set(self._folders.values()):
+                with suppress(ProcessLookupError):
+                    (folder / "cgroup.procs").write_text(str(one))
+
+    def oom_kills(self) -> int:
+        """How many processes of the group were killed for its memory limit."""
+        folder = self._folders["memory"]
+        for name in ("memory.events", "memory.oom_control"):
+            with suppress(OSError):
+                for line in (folder / name).read_text().splitlines():
+                    key, _, count = line.partition(" ")
+                    if key == "oom_kill":
+                        return int(count)
+        return 0
+
+    def remove(self) -> None:
+        """Remove it; what the kernel still holds is tried again with the next one."""
+        self._owner.discard(self._folders.values())
+
+
+class Cgroups:
+    """Makes groups below `parents`."""
+
+    def __init__(self, parents: Mapping[str, Path], version: int) -> None:
+        self._parents = parents
+        self.version = version
+        self._left: list[Path] = []
+        self._lock = threading.Lock()
+
+    def create(self, limits: Limits) -> Cgroup:
+        """A group with the jail's limits. Files in a jail are memory, so both limits count.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        name = f"outloop-{uuid.uuid4().hex[:16]}"
+        folders = {key: parent / name for key, parent in self._parents.items()}
+        for folder in set(folders.values()):
+            folder.mkdir()
+        memory_bytes = limits.memory_bytes + limits.disk_bytes + _OVERHEAD_BYTES
+        num_processes = limits.max_processes + _OVERHEAD_PROCESSES
+        values = (
+            ("memory", "memory.max", memory_bytes),
+            ("memory", "memory.limit_in_bytes", memory_bytes),
+            ("memory", "memory.swap.max", 0),
+            ("memory", "memory.memsw.limit_in_bytes", memory_bytes),
+            ("pids", "pids.max", 2 * num_processes),
+        )
+        for key, file, value in values:
+            path = folders[key] / file
+            if path.exists():
+                path.write_text(str(value))
+        return Cgroup(self, folders)
+
+    def discard(self, folders: Iterable[Path]) -> None:
+        """Remove folders whose processes have gone."""
+        with self._lock:
+            self._left = [path for path in {*self._left, *folders} if not _removed(path)]
+
+
+def find_cgroups(parent: Path | None = None) -> tuple[Cgroups | None, str]:
+    """Where jails' groups can be made, and otherwise why they cannot, in words.
+
+    `parent`: a version 2 group that was delegated to this user and holds no process.
+    """
+    parents, version = _parents(parent)
+    if not parents:
+        return None, "no memory and pids controllers are mounted"
+    found = Cgroups(parents, version)
+    try:
+        if version == 2:
+            _enable(parents["memory"])
+        found.create(Limits()).remove()
+    except OSError as error:
+        return None, f"{error.filename or parents['memory']}: {error.strerror}"
+    return found, ""
+
+
+def _parents(parent: Path | None) -> tuple[dict[str, Path], int]:
+    if parent is not None:
+        return {"memory": parent, "pids": parent}, 2
+    root = Path("/sys/fs/cgroup")
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return {}, 0
+    own = {key: path for line in lines for key, path in [line.split(":", 2)[1:]]}
+    if (root / "cgroup.controllers").is_file():
+        folder = root / own.get("", "/").lstrip("/")
+        return ({"memory": folder, "pids": folder} if folder.is_dir() else {}), 2
+    found = {key: root / key / own.get(key, "/").lstrip("/") for key in ("memory", "pids")}
+    return (found if all(path.is_dir() for path in found.values()) else {}), 1
+
+
+def _enable(folder: Path) -> None:
+    wanted = {"memory", "pids"}
+    if not wanted <= set((folder / "cgroup.subtree_control").read_text().split()):
+        (folder / "cgroup.subtree_control").write_text("+memory +pids")
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [one for child in map(int, children) for one in (child, *_descendants(child))]
+
+
+def _removed(path: Path) -> bool:
+    try:
+        os.rmdir(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True

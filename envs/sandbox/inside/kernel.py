@@ -1,0 +1,97 @@
+"""System calls that Python has no function for, by ctypes.
+
+Owns: clone into new namespaces, mounts, process attributes, dropping capabilities. Does not own: in
+which order they are made (program, supervisor). Invariant: a call that fails raises OSError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+SIGKILL, SIGCHLD, SIGPIPE, SIGXFSZ = 9, 17, 13, 25
+"""The module signal takes as long to import as a jail's first call."""
+CLONE_NEWNS = 0x00020000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWPID = 0x20000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND = 1, 2, 4, 8, 4096
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
+_CAPABILITY_VERSION_3 = 0x20080522
+_SYS_CLONE = {"x86_64": 56, "aarch64": 220}
+
+# PyDLL keeps the GIL: a clone must come back with the interpreter as it was.
+_libc = ctypes.PyDLL(None, use_errno=True)
+
+
+def _checked(result: int, call: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
+    return result
+
+
+def clone(flags: int) -> int:
+    """Like os.fork, into new namespaces; 0 in the child, which is pid 1 with CLONE_NEWPID."""
+    machine = os.uname().machine
+    if machine not in _SYS_CLONE:
+        raise OSError(f"machine={machine!r}; the supervisor knows {', '.join(_SYS_CLONE)}")
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid: int = _libc.syscall(_SYS_CLONE[machine], flags | SIGCHLD, None, None, None, None)
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+        return 0
+    ctypes.pythonapi.PyOS_AfterFork_Parent()
+    return _checked(pid, "clone")
+
+
+def own_mounts() -> None:
+    """Give this process a mount namespace that its user namespace owns, so that it may mount."""
+    _checked(_libc.unshare(CLONE_NEWNS), "unshare")
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """mount(2)."""
+    answer = _libc.mount(
+        source.encode(),
+        target.encode(),
+        kind.encode(),
+        ctypes.c_ulong(flags),
+        options.encode() or None,
+    )
+    _checked(answer, f"mount {target}")
+
+
+def _prctl(option: int, value: int, other: int = 0) -> None:
+    arguments = [ctypes.c_ulong(number) for number in (value, other, 0, 0)]
+    _checked(_libc.prctl(option, *arguments), f"prctl {option}")
+
+
+def die_with_parent() -> None:
+    """SIGKILL for this process when its parent dies."""
+    _prctl(_PR_SET_PDEATHSIG, SIGKILL)
+
+
+def set_traceable(is_traceable: bool) -> None:
+    """Whether processes of the same user may read this one's memory and descriptors."""
+    _prctl(_PR_SET_DUMPABLE, int(is_traceable))
+
+
+def forbid_new_privileges() -> None:
+    """No program started from here gains rights by set-user-id or file capabilities."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def set_default_action(number: int) -> None:
+    """The kernel's own action for a signal that Python ignores."""
+    _libc.signal(number, None)
+
+
+def drop_capabilities() -> None:
+    """Give up every capability for good."""
+    _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    _checked(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")

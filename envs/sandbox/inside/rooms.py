@@ -1,0 +1,183 @@
+"""What keeps one program of a jail away from the rest of it: namespaces, user ids, or nothing.
+
+Owns: where a program's files are, whom it may signal, what is left of it afterwards. Does not own:
+what it may use (program), what surrounds the jail (backends). Invariant: after `end` no process of
+the program is alive, except in a PlainRoom, which stops only what stayed in its process group.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from outloop.envs.sandbox.inside import kernel
+
+_BOX = "/box"
+_FIRST_UID = 60001
+
+
+class NamespaceRoom:
+    """Own pid, mount and ipc namespaces for each program; needs CAP_SYS_ADMIN in the jail."""
+
+    is_counted_by_user = True
+
+    def __init__(self, disk_bytes: int, max_files: int) -> None:
+        with open("/proc/sys/user/max_user_namespaces", "w") as file:
+            file.write("0")
+        kernel.own_mounts()
+        _mount_box(disk_bytes, max_files)
+
+    def fork(self) -> int:
+        """Start the program's init, pid 1 of its own namespace."""
+        return kernel.clone(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
+
+    def enter(self, index: int, is_kept: bool, disk_bytes: int, max_files: int) -> str:
+        """In the init: mount what the program may see; returns the workspace's path."""
+        if not is_kept:
+            _mount_box(disk_bytes, max_files)
+        flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+        kernel.mount("proc", "/proc", "proc", flags)
+        return "/work"
+
+    def confine(self, index: int) -> None:
+        """In the program: give up every right over the jail."""
+        kernel.drop_capabilities()
+
+    def end(self, index: int, pid: int) -> None:
+        """In the init: kill whatever the program left behind, at once."""
+        try:
+            os.kill(-1, kernel.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def clean(self, index: int) -> None:
+        """In the supervisor, after the init has gone: nothing, its mounts went with it."""
+
+
+class UserRoom:
+    """Own user id for each program; the supervisor is root of a container."""
+
+    is_counted_by_user = False
+
+    def __init__(self, disk_bytes: int, max_files: int) -> None:
+        os.chmod(_BOX, 0o711)
+
+    def fork(self) -> int:
+        """Start the program's init, which stays root."""
+        return os.fork()
+
+    def enter(self, index: int, is_kept: bool, disk_bytes: int, max_files: int) -> str:
+        """Make the workspace of this program's user; returns its path."""
+        root = f"{_BOX}/{index}-{'kept' if is_kept else 'fresh'}"
+        if not os.path.isdir(root):
+            os.mkdir(root, 0o700)
+            os.chown(root, _FIRST_UID + index, _FIRST_UID + index)
+        return root
+
+    def confine(self, index: int) -> None:
+        """Become the program's user."""
+        os.setgroups([])
+        os.setresgid(*[_FIRST_UID + index] * 3)
+        os.setresuid(*[_FIRST_UID + index] * 3)
+
+    def end(self, index: int, pid: int) -> None:
+        """Kill every process of the program's user."""
+        killer = os.fork()
+        if killer == 0:
+            try:
+                self.confine(index)
+                os.kill(-1, kernel.SIGKILL)
+            except OSError:
+                pass
+            os._exit(0)
+        os.waitpid(killer, 0)
+
+    def clean(self, index: int) -> None:
+        """Kill what outlived its init, and remove its files and shared memory."""
+        self.end(index, 0)
+        _remove(f"{_BOX}/{index}-fresh")
+        for name in os.listdir("/dev/shm"):
+            path = f"/dev/shm/{name}"
+            if os.lstat(path).st_uid == _FIRST_UID + index:
+                _remove(path)
+
+
+class PlainRoom:
+    """No wall at all: a folder, a process group and resource limits."""
+
+    is_counted_by_user = False
+
+    def __init__(self, disk_bytes: int, max_files: int) -> None:
+        import tempfile
+
+        self._root = tempfile.mkdtemp(prefix="outloop-plain-")
+
+    def fork(self) -> int:
+        """Start the program's init."""
+        return os.fork()
+
+    def enter(self, index: int, is_kept: bool, disk_bytes: int, max_files: int) -> str:
+        """The workspace; returns its path."""
+        root = f"{self._root}/{index}-{'kept' if is_kept else 'fresh'}"
+        os.makedirs(root, exist_ok=True)
+        return root
+
+    def confine(self, index: int) -> None:
+        """Nothing is given up."""
+
+    def end(self, index: int, pid: int) -> None:
+        """Kill the program's process group."""
+        if pid:
+            try:
+                os.killpg(pid, kernel.SIGKILL)
+            except OSError:
+                pass
+
+    def clean(self, index: int) -> None:
+        """Remove the program's files."""
+        _remove(f"{self._root}/{index}-fresh")
+
+    def close(self) -> None:
+        """Remove what was kept."""
+        _remove(self._root)
+
+
+Room = NamespaceRoom | UserRoom | PlainRoom
+ROOMS: dict[str, type[Room]] = {"namespaces": NamespaceRoom, "users": UserRoom, "plain": PlainRoom}
+
+
+def set_limits(
+    *, cpu_s: int, memory_bytes: int, disk_bytes: int, num_processes: int, is_counted: bool
+) -> None:
+    """Resource limits of the calling process and its children; 0 bytes of memory: no limit."""
+    limits = {
+        resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),
+        resource.RLIMIT_FSIZE: (disk_bytes, disk_bytes),
+        resource.RLIMIT_NOFILE: (256, 256),
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_MSGQUEUE: (0, 0),
+    }
+    if memory_bytes:
+        limits[resource.RLIMIT_AS] = (memory_bytes, memory_bytes)
+    if is_counted:
+        limits[resource.RLIMIT_NPROC] = (num_processes, num_processes)
+    for name, (soft, hard) in limits.items():
+        ceiling = resource.getrlimit(name)[1]
+        if ceiling != resource.RLIM_INFINITY:
+            soft, hard = min(soft, ceiling), min(hard, ceiling)
+        resource.setrlimit(name, (soft, hard))
+
+
+def _mount_box(disk_bytes: int, max_files: int) -> None:
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    options = f"size={disk_bytes},nr_inodes={max_files + 8},mode=0755"
+    kernel.mount("tmpfs", _BOX, "tmpfs", flags, options)
+    for name, target in (("work", "/work"), ("tmp", "/tmp"), ("shm", "/dev/shm")):
+        os.mkdir(f"{_BOX}/{name}", 0o755)
+        kernel.mount(f"{_BOX}/{name}", target, "", kernel.MS_BIND)
+
+
+def _remove(path: str) -> None:
+    """Remove a tree of any depth: rm walks it with open folders, so no path is too long."""
+    if os.path.lexists(path):
+        os.spawnv(os.P_WAIT, "/bin/rm", ["rm", "-rf", "--", path])

@@ -1,0 +1,214 @@
+"""Calls into one jail: orders out, results back, one at a time.
+
+Owns: the messages' meaning, replacing a lost jail, who is to blame for the loss. Does not own: the
+process (process), its walls (backends). Invariant: a program's doing is a result; only when a fresh
+jail does not start either is it an EnvironmentFailure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from outloop.buffer.errors import SettingsError
+from outloop.envs.sandbox.cgroups import Cgroup
+from outloop.envs.sandbox.inside import wire
+from outloop.envs.sandbox.process import JailLost, SupervisorProcess
+from outloop.envs.sandbox.protocol import Ended, Limits, Program, RunResult
+
+_GRACE_S = 15.0
+"""For the supervisor to end a call and answer, beyond the call's wall time."""
+_OWN_PROCESSES = 4
+"""The jail's reaper, the supervisor and the programs' inits count as processes too."""
+_CONTROL = Program(command=("python", "control.py"), files={"control.py": "print('alive')"})
+_ENVIRON = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8"}
+
+Bounds = Literal["cgroup", "watched", "each"]
+"""What bounds memory: a cgroup; a limit for each process and a watch on the sum; that limit."""
+StartSupervisor = Callable[[], Awaitable[tuple[SupervisorProcess, Cgroup | None]]]
+
+
+class SupervisedJail:
+    """A jail with a supervisor in it; started by `open`."""
+
+    def __init__(self, limits: Limits, start: StartSupervisor, bounds: Bounds) -> None:
+        self._limits = limits
+        self._start = start
+        self._bounds = bounds
+        self._process: SupervisorProcess | None = None
+        self._cgroup: Cgroup | None = None
+        self._turn = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Start the jail."""
+        self._process, self._cgroup = await self._start()
+
+    async def close(self) -> None:
+        """End the jail and everything in it."""
+        process, self._process = self._process, None
+        cgroup, self._cgroup = self._cgroup, None
+        if process is not None:
+            await process.close()
+        if cgroup is not None:
+            cgroup.remove()
+
+    async def run(
+        self,
+        files: Mapping[str, bytes | str],
+        command: Sequence[str],
+        limits: Limits | None = None,
+        *,
+        stdin: bytes = b"",
+        environ: Mapping[str, str] | None = None,
+        collect: Sequence[str] = (),
+        keep_files: bool = False,
+    ) -> RunResult:
+        """See `Jail.run`."""
+        program = Program(
+            command=command,
+            files=files,
+            stdin=stdin,
+            environ=environ or {},
+            collect=collect,
+            keep_files=keep_files,
+        )
+        return (await self._call([program], limits or self._limits))[0]
+
+    async def run_pair(
+        self, first: Program, second: Program, limits: Limits | None = None
+    ) -> tuple[RunResult, RunResult]:
+        """See `Jail.run_pair`."""
+        results = await self._call([first, second], limits or self._limits)
+        return results[0], results[1]
+
+    async def _call(self, programs: list[Program], limits: Limits) -> list[RunResult]:
+        self._check(programs, limits)
+        async with self._turn:
+            if self._process is None:
+                await self.open()
+            assert self._process is not None
+            num_oom_kills = self._cgroup.oom_kills() if self._cgroup else 0
+            try:
+                await self._process.send(self._message(programs, limits))
+                answers = await self._process.receive(limits.wall_s + _GRACE_S)
+                results = [
+                    _result(wire.unpack(answer[8:]), program, limits.cpu_s)
+                    for answer, program in zip(answers, programs, strict=True)
+                ]
+            except JailLost as error:
+                return await self._blame(programs, error)
+            except BaseException:  # cancelled, or an answer that cannot be read: out of step
+                await self.close()
+                raise
+            if self._cgroup and self._cgroup.oom_kills() > num_oom_kills:
+                results = [_with_memory(result) for result in results]
+            return results
+
+    async def _blame(self, programs: list[Program], error: JailLost) -> list[RunResult]:
+        """A jail died in a call: the program's doing if a fresh jail works, the machine's if not.
+
+        Raises:
+            EnvironmentFailure: a control program does not run either.
+        """
+        num_oom_kills = self._cgroup.oom_kills() if self._cgroup else 0
+        await self.close()
+        await self.open()
+        assert self._process is not None
+        await self._process.send(self._message([_CONTROL], self._limits))
+        answer = (await self._process.receive(self._limits.wall_s + _GRACE_S))[0]
+        if not _result(wire.unpack(answer[8:]), _CONTROL, self._limits.cpu_s).is_ok:
+            raise error
+        ended: Ended = "memory" if num_oom_kills else "killed"
+        words = f"the jail was lost: {error}".encode()
+        return [RunResult(ended=ended, exit_code=None, stderr=words) for _ in programs]
+
+    def _check(self, programs: list[Program], limits: Limits) -> None:
+        for name in Limits.__slots__:
+            if getattr(limits, name) > getattr(self._limits, name):
+                raise SettingsError(
+                    f"limits.{name}={getattr(limits, name)} is above the jail's own "
+                    f"{getattr(self._limits, name)}; open the jail with as much as any call needs"
+                )
+        for program in programs:
+            if not program.command or isinstance(program.command, str):
+                raise SettingsError(
+                    f"command={program.command!r}; a sequence is allowed, "
+                    "for example ('python', 'main.py')"
+                )
+
+    def _message(self, programs: list[Program], limits: Limits) -> bytes:
+        watched_bytes = limits.memory_bytes if self._bounds == "watched" else 0
+        each_bytes = 0 if self._bounds == "cgroup" else limits.memory_bytes
+        head = [len(programs), int(1000 * limits.wall_s), limits.output_bytes, watched_bytes]
+        # A pair runs under one user, whose processes are counted together.
+        num_processes = limits.max_processes * len(programs) + _OWN_PROCESSES
+        orders = [_order(program, limits, each_bytes, num_processes) for program in programs]
+        return wire.pack([b"%d" % number for number in head]) + b"".join(orders)
+
+
+def _order(program: Program, limits: Limits, address_space_bytes: int, num_processes: int) -> bytes:
+    numbers = (
+        int(program.keep_files),
+        math.ceil(limits.cpu_s),
+        address_space_bytes,
+        limits.disk_bytes,
+        limits.max_files,
+        num_processes,
+    )
+    fields = [b"%d" % number for number in numbers]
+    environ = {**_ENVIRON, **program.environ}
+    fields += [program.stdin, b"%d" % len(program.command)]
+    fields += [os.fsencode(word) for word in program.command]
+    fields.append(b"%d" % len(environ))
+    for name, value in environ.items():
+        fields += [os.fsencode(name), os.fsencode(value)]
+    fields.append(b"%d" % len(program.files))
+    for path, content in program.files.items():
+        data = content.encode() if isinstance(content, str) else content
+        fields += [os.fsencode(path), b"%d" % 0o644, data]
+    fields.append(b"%d" % len(program.collect))
+    fields += [os.fsencode(path) for path in program.collect]
+    return wire.pack(fields)
+
+
+def _result(fields: list[bytes], program: Program, cpu_s: float) -> RunResult:
+    ended, wall_ms, is_cut, stdout, stderr, *report = fields
+    exit_code = signal_number = None
+    cpu_ms = 0
+    how: str = ended.decode()
+    collected: dict[str, bytes] = {}
+    if report:
+        wait_status, cpu_ms = int(report[0]), int(report[1])
+        found = report[2:]
+        for path, is_there, data in zip(program.collect, found[::2], found[1::2], strict=True):
+            if int(is_there):
+                collected[path] = data
+        code = os.waitstatus_to_exitcode(wait_status)
+        if how == "exited" and code < 0:
+            signal_number = -code
+            is_spent = signal_number == 24 or (signal_number == 9 and cpu_ms >= 1000 * cpu_s)
+            how = "cpu_time" if is_spent else "signaled"
+        elif how == "exited":
+            exit_code = code
+    checked: Ended = how  # type: ignore[assignment]
+    return RunResult(
+        ended=checked,
+        exit_code=exit_code,
+        signal=signal_number,
+        stdout=stdout,
+        stderr=stderr,
+        is_output_cut=bool(int(is_cut)),
+        files=collected,
+        wall_s=int(wall_ms) / 1000,
+        cpu_s=cpu_ms / 1000,
+    )
+
+
+def _with_memory(result: RunResult) -> RunResult:
+    if result.ended not in ("signaled", "killed"):
+        return result
+    return replace(result, ended="memory", exit_code=None)

@@ -1,0 +1,18 @@
+"""Sandboxes for the tests: bubblewrap with and without cgroups."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from outloop.envs.sandbox.backends import BubblewrapSandbox
+from outloop.envs.sandbox.protocol import Limits, Sandbox
+
+LIMITS = Limits(wall_s=20, cpu_s=10, memory_bytes=256 * 2**20, max_processes=16)
+
+
+@pytest.fixture
+async def sandbox() -> AsyncIterator[Sandbox]:
+    """A bubblewrap sandbox with small limits."""
+    made = BubblewrapSandbox(LIMITS)
+    yield made
+    await made.close()
