@@ -49,7 +49,7 @@ def test_every_module_says_what_it_owns() -> None:
         text = path.read_text()
         if not text.strip() or "examples" in path.parts:
             continue
-        doc = ast.get_docstring(ast.parse(text)) or ""
+        doc = " ".join((ast.get_docstring(ast.parse(text)) or "").split())
         if not all(word in doc for word in ("Owns:", "not own:", "Invariant:")):
             silent.append(str(path.relative_to(ROOT)))
     assert not silent
