@@ -39,8 +39,6 @@ class RunSettings(_Section):
     dir: Path = Path("runs")
     seed: int = 0
     """Task order, weight initialisation and sampling seeds derive from it."""
-    keys_file: Path | None = None
-    """Runner, admin and episode keys, made if not there. None: secrets.json in the run folder."""
 
 
 class ModelSettings(_Section):
@@ -88,8 +86,6 @@ class BufferSettings(_Section):
 
     redis_url: str | None = None
     """None: start an embedded server in the run folder."""
-    redis_password_file: Path | None = None
-    """A file that holds the password of redis_url, which is then written down nowhere else."""
     fsync: Literal["always", "everysec", "no"] = "everysec"
     max_memory_mb: int = Field(1024, gt=0)
     group_size: int = Field(8, ge=1)
@@ -156,7 +152,11 @@ class ServerSettings(_Section):
 class PublishSettings(_Section):
     """How weights reach the servers."""
 
-    transport: Literal["shared_memory", "disk"] = "shared_memory"
+    transport: Literal["shared_memory", "cuda_ipc", "disk"] = "shared_memory"
+    """shared_memory, cuda_ipc: servers on this machine, or GPU, read the trainer's staging. disk:
+    servers share a file system."""
+    fallback: Literal["disk", "none"] = "disk"
+    """How servers are fed that were quarantined; and all, when the transport fails on all."""
     mode: Literal["in_place", "retract", "abort"] = "in_place"
     """What happens to in-flight turns while weights move."""
     bucket_mb: float = Field(64.0, gt=0)
@@ -231,6 +231,11 @@ class Settings(BaseSettings):
             raise ValueError(
                 "server.num_servers=0 needs server.urls=[...]; "
                 "name the servers to attach to, or set server.num_servers to 1 or more"
+            )
+        if self.publish.transport == "cuda_ipc" and not self.server.device.startswith("cuda"):
+            raise ValueError(
+                f'publish.transport="cuda_ipc" with server.device={self.server.device!r}: a server '
+                'without a GPU cannot map its memory; set publish.transport="shared_memory"'
             )
         return self
 

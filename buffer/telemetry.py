@@ -68,6 +68,7 @@ METRICS: dict[str, str] = {
     "publish/duration_s": "time of the publish transaction",
     "publish/bytes": "weight bytes moved to each server",
     "publish/pause_s": "time that servers were paused",
+    "publish/peak_extra_buckets": "the most that staging held at once, in buckets; two at most",
     "eval/sampled_reward": "mean reward of evaluation episodes at the run's sampling",
     "eval/sampled_se": "its standard error",
     "eval/greedy_reward": "mean reward of evaluation episodes at temperature 0",

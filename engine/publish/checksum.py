@@ -1,18 +1,30 @@
-"""The checksum by which publisher and server compare weights.
+"""The checksums by which publisher and server compare weights.
 
-Owns: its definition. Does not own: what is compared (transaction). Invariant: equal elements in
-equal dtype give equal checksums, wherever the tensor lies.
+Owns: their definitions. Does not own: what is compared (verify). Invariant: equal bytes give equal
+checksums, wherever the tensor lies.
+
+`xxh3_128` is the publisher's own: at memory speed it finds every accident, which is what it is for.
+`sha256` is SGLang's on a CPU: the first 8 bytes of the digest.
 """
 
 from __future__ import annotations
 
 import hashlib
+from typing import Literal, get_args
 
 import torch
+import xxhash
 from torch import Tensor
 
+Algorithm = Literal["xxh3_128", "sha256"]
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+_NUM_SHA256_HEX = 16
 
-def tensor_checksum(tensor: Tensor) -> str:
-    """SHA-256 (hex) over the tensor's elements as contiguous little-endian bytes."""
+
+def tensor_checksum(tensor: Tensor, algorithm: Algorithm = "xxh3_128") -> str:
+    """Checksum (hex) over the tensor's elements as contiguous little-endian bytes."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.cpu().numpy().data).hexdigest()
+    content = flat.cpu().numpy().data
+    if algorithm == "sha256":
+        return hashlib.sha256(content).hexdigest()[:_NUM_SHA256_HEX]
+    return xxhash.xxh3_128_hexdigest(content)

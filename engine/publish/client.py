@@ -13,12 +13,15 @@ import time
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import structlog
+
 from outloop.buffer.errors import DeadlineExceeded, PublishFailed, ServerUnavailable
 
 PauseMode = Literal["in_place", "retract", "abort"]
 _MAX_IDLE_S = 2.0
 """Servers close idle connections; an older one than this is not trusted."""
 _CHUNK_BYTES = 1 << 16
+_log = structlog.get_logger()
 
 
 class NotServed(PublishFailed):
@@ -89,13 +92,19 @@ class ServerClient:
         self._call("POST", "/update_weights_from_tensor", body, deadline)
 
     def update_from_disk(self, folder: str, deadline: float) -> None:
-        """Load a Hugging Face folder that the server can read."""
+        """Load a Hugging Face folder that the server can read; an open update is closed first."""
+        try:
+            # Left open by a publish that failed; the folder replaces whatever it staged.
+            self._call("POST", "/end_weight_update", {}, deadline)
+        except (NotServed, PublishFailed):
+            _log.debug("no_update_was_open", server_id=self.server_id)
         body = {"model_path": folder, "flush_cache": False}
         self._call("POST", "/update_weights_from_disk", body, deadline)
 
-    def checksums(self, deadline: float) -> dict[str, str]:
-        """Checksum of every parameter by name, as the server holds it."""
-        answer = self._call("POST", "/weights_checker", {"action": "checksum"}, deadline)
+    def checksums(self, algorithm: str | None, deadline: float) -> dict[str, str]:
+        """Checksum of every parameter by name, as the server holds it; None: of its own choice."""
+        body = {"action": "checksum"} | ({"algorithm": algorithm} if algorithm else {})
+        answer = self._call("POST", "/weights_checker", body, deadline)
         found: dict[str, str] = {}
         for rank in answer.get("ranks") or []:
             found.update(rank.get("checksums") or {})

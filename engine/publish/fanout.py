@@ -61,12 +61,26 @@ class Fanout:
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            for server_id in self._left():
-                self._fail(server_id, "publish", str(error))
+            for server_id in self.left:
+                self.fail(server_id, "publish", str(error))
         self._isolate()
         self._pool.shutdown()
         for client in self._clients.values():
             client.close()
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of a phase."""
+        return self._timeout_s
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Ids of the servers that have not failed."""
+        return tuple(server_id for server_id in self._clients if server_id not in self._failures)
+
+    def url_of(self, server_id: str) -> str:
+        """Where a server is."""
+        return self._clients[server_id].url
 
     @property
     def results(self) -> tuple[ServerResult, ...]:
@@ -89,7 +103,7 @@ class Fanout:
         deadline = time.monotonic() + self._timeout_s
         return {
             server_id: self._pool.submit(action, self._clients[server_id], deadline)
-            for server_id in self._left()
+            for server_id in self.left
         }
 
     def finish(self, phase: str, started: dict[str, Future[None]]) -> None:
@@ -99,20 +113,25 @@ class Fanout:
             PublishFailed: no server is left.
         """
         for server_id, future in started.items():
-            try:
-                future.result()
-            except OutloopError as error:
-                self._fail(server_id, phase, str(error))
-        if not self._left():
+            error = error_of(future)
+            if error is not None:
+                self.fail(server_id, phase, str(error))
+        self.require_some()
+
+    def require_some(self) -> None:
+        """Go on only with somebody to go on with.
+
+        Raises:
+            PublishFailed: no server is left.
+        """
+        if not self.left:
             reasons = "; ".join(
                 f"{r.server_id} in phase={r.failed_phase}: {r.error}" for r in self.results
             )
             raise PublishFailed(f"no server took the weights. {reasons}")
 
-    def _left(self) -> list[str]:
-        return [server_id for server_id in self._clients if server_id not in self._failures]
-
-    def _fail(self, server_id: str, phase: str, error: str) -> None:
+    def fail(self, server_id: str, phase: str, error: str) -> None:
+        """Leave a server out from now on; only its first failure counts."""
         if server_id in self._failures:
             return
         _log.warning("server_quarantined", server_id=server_id, phase=phase, error=error)
@@ -135,3 +154,12 @@ class Fanout:
             self._pool.submit(isolate, self._clients[server_id]) for server_id in self._failures
         ]:
             future.result()
+
+
+def error_of(future: Future[None]) -> OutloopError | None:
+    """Wait for an action that ends by its own deadline; how it failed, None if it did not."""
+    try:
+        future.result()
+    except OutloopError as error:
+        return error
+    return None

@@ -8,13 +8,15 @@ holds a single tensor that does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 ALIGNMENT = 64
 """Bytes; a multiple of every element size, so that views of the bucket are aligned."""
+PACKED = 1
+"""No gaps: SGLang lays out the bucket that it receives from a group by itself, and like this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,42 +42,28 @@ class Place:
     end: int
 
 
-class Bucketing:
-    """Fills one bucket after the other; used where tensors come one at a time."""
-
-    def __init__(self, bucket_bytes: int) -> None:
-        self._bucket_bytes = bucket_bytes
-        self._end = 0
-        self._is_empty = True
-
-    def place(self, spec: TensorSpec) -> Place | None:
-        """Where `spec` goes in the open bucket, or None if a new bucket must be opened for it."""
-        start = -(-self._end // ALIGNMENT) * ALIGNMENT
-        end = start + spec.num_bytes
-        if not self._is_empty and end > self._bucket_bytes:
-            return None
-        self._end = end
-        self._is_empty = False
-        return Place(spec=spec, start=start, end=end)
-
-    def open(self) -> None:
-        """Start an empty bucket."""
-        self._end = 0
-        self._is_empty = True
+Bucket = tuple[Place, ...]
 
 
-def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[tuple[Place, ...]]:
-    """The buckets that hold `specs`, in order."""
-    bucketing = Bucketing(bucket_bytes)
+def plan_buckets(
+    specs: Iterable[TensorSpec], bucket_bytes: int, alignment: int = ALIGNMENT
+) -> Iterator[Bucket]:
+    """The buckets that hold `specs`, in order.
+
+    With `alignment` PACKED, offsets are multiples of the element size if all specs have one dtype.
+    """
     bucket: list[Place] = []
     for spec in specs:
-        place = bucketing.place(spec)
-        if place is None:
+        size = spec.num_bytes
+        start = -(-bucket[-1].end // alignment) * alignment if bucket else 0
+        if bucket and start + size > bucket_bytes:
             yield tuple(bucket)
-            bucket = []
-            bucketing.open()
-            place = bucketing.place(spec)
-            assert place is not None
-        bucket.append(place)
+            bucket, start = [], 0
+        bucket.append(Place(spec=spec, start=start, end=start + size))
     if bucket:
         yield tuple(bucket)
+
+
+def largest(buckets: Sequence[Bucket]) -> int:
+    """Bytes of the largest bucket."""
+    return max((bucket[-1].end for bucket in buckets), default=0)

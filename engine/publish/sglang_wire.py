@@ -5,9 +5,10 @@ Owns: writing and reading that payload. Does not own: what is in the bucket (pla
 is read is resolved by an exact list of names, so a payload cannot name anything else.
 
 This is the one place where pickle is used, because SGLang's wire is a pickle:
-{"flattened_tensor": uint8 tensor in shared memory, "metadata": [FlattenedTensorMetadata(name,
-shape, dtype, start_idx, end_idx, numel)]}, with all three numbers in bytes. The tensor must be
-shared by file name: torch's other way of sharing needs related processes and kills SGLang.
+{"flattened_tensor": uint8 tensor in shared or CUDA memory, "metadata":
+[FlattenedTensorMetadata(name, shape, dtype, start_idx, end_idx, numel)]}, with all three numbers in
+bytes. Shared memory must go by file name: torch's other way of sharing needs related processes and
+kills SGLang.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import binascii
 import copyreg
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ from torch.multiprocessing import reductions
 from outloop.engine.publish.plan import Place
 
 _METADATA_NAME = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
+_CUDA_DEVICE_AT = 6
+"""Position of the device among the arguments of torch's rebuild_cuda_tensor."""
 _DTYPES = {
     name: getattr(torch, name)
     for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
@@ -50,9 +53,20 @@ class BucketEntry:
     numel: int
 
 
+def _rebuild_cuda(*arguments: Any) -> Tensor:
+    """Open a CUDA-IPC handle on the device that the payload names by UUID."""
+    at, wanted = _CUDA_DEVICE_AT, str(arguments[_CUDA_DEVICE_AT])
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == wanted:
+            rebuild: Callable[..., Tensor] = reductions.rebuild_cuda_tensor
+            return rebuild(*arguments[:at], index, *arguments[at + 1 :])
+    raise PayloadRefused(f"the payload lies on CUDA device uuid={wanted!r}, which is not here")
+
+
 _READABLE: dict[tuple[str, str], Any] = {
     _METADATA_NAME: BucketEntry,
     ("torch.multiprocessing.reductions", "rebuild_tensor"): reductions.rebuild_tensor,
+    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): _rebuild_cuda,
     (
         "torch.multiprocessing.reductions",
         "rebuild_typed_storage",
@@ -68,11 +82,11 @@ _READABLE: dict[tuple[str, str], Any] = {
 }
 
 
-def write_bucket(staging: Tensor, places: Sequence[Place]) -> str:
+def write_bucket(staging: Tensor, places: Sequence[Place], *, num_readers: int = 1) -> str:
     """The payload (base64) for tensors that lie in `staging` [bytes] uint8 as `places` say.
 
-    `staging` is the whole of a storage in shared memory (see staging). The payload serves one
-    reader: each one takes over a reference to the shared memory.
+    `staging` begins a storage in shared memory or, then for one reader only, on a CUDA device (see
+    staging). Each reader takes over a reference to the memory; `num_readers` are counted.
     """
     entries = [
         BucketEntry(
@@ -86,12 +100,14 @@ def write_bucket(staging: Tensor, places: Sequence[Place]) -> str:
         for place in places
     ]
     file = io.BytesIO()
-    _Writer(file, protocol=4).dump({"flattened_tensor": staging, "metadata": entries})
+    _Writer(file, num_readers=num_readers).dump({"flattened_tensor": staging, "metadata": entries})
     return base64.b64encode(file.getvalue()).decode()
 
 
-def read_bucket(payload: str) -> list[tuple[str, Tensor]]:
-    """Named tensors of a payload, as views of the sender's shared memory.
+def read_bucket(payload: str) -> tuple[Tensor, list[tuple[str, Tensor]]]:
+    """The bucket's bytes, and its named tensors as views of them: all in the sender's memory.
+
+    As long as one of them is held, the next payload of the same memory costs no mapping.
 
     Raises:
         PayloadRefused: not base64, not such a pickle, names outside the list, or offsets that
@@ -109,7 +125,7 @@ def read_bucket(payload: str) -> list[tuple[str, Tensor]]:
     except (TypeError, ValueError, MemoryError) as error:
         raise PayloadRefused(f"the payload is damaged: {error}") from error
     flat, entries = _parts(content)
-    return [_named_view(flat, entry) for entry in entries]
+    return flat, [_named_view(flat, entry) for entry in entries]
 
 
 def _parts(content: object) -> tuple[Tensor, list[BucketEntry]]:
@@ -161,8 +177,9 @@ class _Reader(pickle.Unpickler):
 class _Storage:
     """A storage in shared memory, on its way into a pickle."""
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
+    def __init__(self, storage: torch.UntypedStorage, num_readers: int) -> None:
         self.storage = storage
+        self.num_readers = num_readers
 
 
 # The C pickler resolves every class by importing it, which would import SGLang.
@@ -171,6 +188,10 @@ _PythonPickler: Any = pickle._Pickler
 
 class _Writer(_PythonPickler):
     """Writes BucketEntry under SGLang's name and tensors as torch.multiprocessing does."""
+
+    def __init__(self, file: io.BytesIO, *, num_readers: int) -> None:
+        super().__init__(file, protocol=4)
+        self._num_readers = num_readers
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         """Name a class; BucketEntry by its counterpart."""
@@ -187,14 +208,17 @@ class _Writer(_PythonPickler):
         if isinstance(obj, BucketEntry):
             return copyreg.__newobj__, (BucketEntry,), dict(vars(obj))  # type: ignore[attr-defined]
         if isinstance(obj, Tensor):
+            if obj.is_cuda:
+                return _reduce_cuda(obj)
             place = (obj.storage_offset(), obj.size(), obj.stride(), False)
-            typed = _Typed(_Storage(obj.untyped_storage()), obj.dtype)
+            typed = _Typed(_Storage(obj.untyped_storage(), self._num_readers), obj.dtype)
             return reductions.rebuild_tensor, (torch.Tensor, typed, place)
         if isinstance(obj, _Typed):
             return reductions.rebuild_typed_storage, (obj.storage, obj.dtype)
         if isinstance(obj, _Storage):
             manager, handle, size = obj.storage._share_filename_cpu_()
-            obj.storage._shared_incref()
+            for _ in range(obj.num_readers):
+                obj.storage._shared_incref()
             return reductions.rebuild_storage_filename, (
                 torch.UntypedStorage,
                 manager,
@@ -210,3 +234,11 @@ class _Typed:
     def __init__(self, storage: _Storage, dtype: torch.dtype) -> None:
         self.storage = storage
         self.dtype = dtype
+
+
+def _reduce_cuda(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """A CUDA-IPC handle; its device goes by UUID: processes may number devices differently."""
+    _, arguments = reductions.reduce_tensor(tensor)
+    device = str(torch.cuda.get_device_properties(tensor.device).uuid)
+    at = _CUDA_DEVICE_AT
+    return reductions.rebuild_cuda_tensor, (*arguments[:at], device, *arguments[at + 1 :])

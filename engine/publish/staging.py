@@ -1,9 +1,9 @@
-"""Shared memory that buckets are copied into for servers on this machine to read.
+"""Memory that buckets are copied into, for others to read.
 
-Owns: two buffers, their growth and removal. Does not own: what lies in them (plan), who reads them
-(transaction). Invariant: after `close` nothing of it is left in /dev/shm, whatever the readers did,
-once the last tensor that views it is gone; if this process is killed, torch's own memory manager
-removes it.
+Owns: buffers in shared memory and on a device, their growth and removal, the count of what they
+hold. Does not own: what lies in them (plan), who reads them (transports). Invariant: after `close`
+nothing of a shared buffer is left in /dev/shm, whatever the readers did, once the last tensor that
+views it is gone; if this process is killed, torch's own memory manager removes it.
 
 torch keeps a count of references in the first bytes of the shared file, and removes the file when
 the count falls to zero: one for this process, one for each payload until its reader has opened it,
@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import struct
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,12 +26,31 @@ _SHARED_MEMORY = Path("/dev/shm")
 _GROWTH_BYTES = 1 << 16
 
 
-class StagingBuffer:
-    """One buffer that grows to what is asked of it and is reused from publish to publish."""
+class Buffer(Protocol):
+    """Grows to what is asked of it and is reused from bucket to bucket."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it occupies now."""
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        """The first `num_bytes` of the buffer, uint8 [num_bytes]."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class SharedBuffer:
+    """A buffer in shared memory."""
 
     def __init__(self) -> None:
         self._tensor: Tensor | None = None
         self._path: Path | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What it occupies now."""
+        return 0 if self._tensor is None else len(self._tensor)
 
     def reserve(self, num_bytes: int) -> Tensor:
         """The first `num_bytes` of the buffer, uint8 [num_bytes].
@@ -58,15 +78,101 @@ class StagingBuffer:
             tensor.untyped_storage()._shared_decref()
 
     def _allocate(self, num_bytes: int) -> None:
-        # Without this a write past the file system's end kills the process.
         if _SHARED_MEMORY.is_dir():
             room = os.statvfs(_SHARED_MEMORY)
             if room.f_bavail * room.f_frsize < num_bytes:
-                raise PublishFailed(
-                    f"{_SHARED_MEMORY} has {room.f_bavail * room.f_frsize} bytes free, a bucket "
-                    f'needs {num_bytes}; lower publish.bucket_mb or set publish.transport="disk"'
-                )
-        storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
+                raise _no_room(num_bytes, f"{room.f_bavail * room.f_frsize} bytes are free")
+        try:
+            storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
+        except RuntimeError as error:
+            raise _no_room(num_bytes, str(error)) from error
         _, handle, _ = storage._share_filename_cpu_()
         self._path = _SHARED_MEMORY / handle.decode().lstrip("/")
         self._tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self._claim_pages()
+
+    def _claim_pages(self) -> None:
+        """Take the pages now: a write to one that cannot be had later kills the process."""
+        if self._path is None or not self._path.exists():
+            return
+        descriptor = os.open(self._path, os.O_RDWR)
+        try:
+            os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size)
+        except OSError as error:
+            num_bytes = self.num_bytes
+            self.close()
+            raise _no_room(num_bytes, str(error)) from error
+        finally:
+            os.close(descriptor)
+
+
+class DeviceBuffer:
+    """A buffer in ordinary memory of a device, CPU included.
+
+    On a GPU it is a plain allocation: memory of a virtual-memory allocator cannot be exported.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensor: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What it occupies now."""
+        return 0 if self._tensor is None else len(self._tensor)
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        """The first `num_bytes` of the buffer, uint8 [num_bytes].
+
+        Raises:
+            PublishFailed: the device has no room.
+        """
+        if self._tensor is None or len(self._tensor) < num_bytes:
+            self._tensor = None
+            try:
+                self._tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            except RuntimeError as error:
+                raise PublishFailed(
+                    f"device={str(self._device)!r} has no room for a bucket of {num_bytes} bytes: "
+                    f"{error}; lower publish.bucket_mb"
+                ) from error
+        return self._tensor[:num_bytes]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._tensor = None
+
+
+class Staging:
+    """Buffers used in turn: of two, one is filled while the other is read."""
+
+    def __init__(self, *buffers: Buffer) -> None:
+        self._buffers = buffers
+        self.peak_bytes = 0
+        """The most that all held at once since `reset_peak`."""
+
+    def reserve(self, index: int, num_bytes: int) -> Tensor:
+        """Room for bucket `index`, uint8 [num_bytes]; an earlier bucket lay there."""
+        room = self._buffers[index % len(self._buffers)].reserve(num_bytes)
+        self._count()
+        return room
+
+    def reset_peak(self) -> None:
+        """Count anew, from what is held now."""
+        self.peak_bytes = 0
+        self._count()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for buffer in self._buffers:
+            buffer.close()
+
+    def _count(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, sum(b.num_bytes for b in self._buffers))
+
+
+def _no_room(num_bytes: int, reason: str) -> PublishFailed:
+    return PublishFailed(
+        f"{_SHARED_MEMORY} has no room for a bucket of {num_bytes} bytes ({reason}); "
+        'lower publish.bucket_mb or set publish.transport="disk"'
+    )

@@ -1,6 +1,6 @@
 """Publishing a policy version: all of it on every server, or that server is quarantined.
 
-Owns: the phases and their order, verification, what is reported. Does not own: how bytes travel
+Owns: the phases and their order, who is fed how, what is reported. Does not own: how bytes travel
 (transports), which servers exist and what they are said to hold (the registry), when a version is
 announced or acknowledged (trainer). Invariant: a server is said to hold a version only after it
 took every byte, its checksums agreed and it acknowledged the version; every wait has a deadline.
@@ -14,14 +14,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
-import torch
 
 from outloop.buffer.errors import DeadlineExceeded, OutloopError, PublishFailed
 from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import Run
+from outloop.buffer.settings import PublishSettings
+from outloop.engine.publish.buckets import Fed
+from outloop.engine.publish.build import build_transport
 from outloop.engine.publish.client import ServerClient
 from outloop.engine.publish.fanout import Fanout, ServerResult
-from outloop.engine.publish.transports import Disk, Fed, NamedTensors, SharedMemory, Transport
+from outloop.engine.publish.source import TensorSource
+from outloop.engine.publish.transports import Transport
+from outloop.engine.publish.verify import algorithms_for, verify_server
 
 _POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0
@@ -40,13 +44,17 @@ class Registry(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishReport:
-    """What a publish did and cost."""
+    """What a publish did and cost; of two transports in one publish, the sums."""
 
     policy_version: int
     duration_s: float
     num_bytes: int
     """Weight bytes moved to each server."""
     num_buckets: int
+    peak_extra_bytes: int
+    """The most that staging held at once, beside the model itself."""
+    bucket_bytes: int
+    """Size of the largest bucket; staging holds two at most."""
     pause_s: float
     """From the first pause until the last server goes on."""
     results: tuple[ServerResult, ...]
@@ -55,6 +63,11 @@ class PublishReport:
     def quarantined(self) -> tuple[str, ...]:
         """Ids of the servers that do not hold the version."""
         return tuple(r.server_id for r in self.results if r.is_quarantined)
+
+    @property
+    def peak_extra_buckets(self) -> float:
+        """`peak_extra_bytes` in buckets."""
+        return self.peak_extra_bytes / max(1, self.bucket_bytes)
 
 
 class Publisher:
@@ -67,25 +80,24 @@ class Publisher:
         self._num_expected = settings.server.num_servers or len(settings.server.urls)
         self._start_timeout_s = settings.server.start_timeout_s
         self._has_published = False
-        dtype = torch.float32 if settings.server.dtype == "float32" else torch.bfloat16
-        self._transport: Transport
-        if self._settings.transport == "disk":
-            self._transport = Disk(run.dir / "publish", dtype=dtype)
-        else:
-            self._transport = SharedMemory(
-                bucket_bytes=int(self._settings.bucket_mb * 2**20), dtype=dtype
-            )
+        self._transport = build_transport(run, settings.publish.transport)
+        self._fallback: Transport | None = None
+        if settings.publish.fallback != "none" and settings.publish.transport != "disk":
+            self._fallback = build_transport(run, settings.publish.fallback)
 
     def close(self) -> None:
-        """Remove shared memory or files."""
+        """Remove shared memory, files and groups."""
         self._transport.close()
+        if self._fallback is not None:
+            self._fallback.close()
 
-    def publish(self, named_tensors: NamedTensors, policy_version: int) -> PublishReport:
-        """Make `named_tensors` (Hugging Face names, any float dtype) every server's weights.
+    def publish(self, source: TensorSource, policy_version: int) -> PublishReport:
+        """Make the tensors of `source` every server's weights.
 
-        They are sent in `server.dtype` and must be all of the model. In-flight turns are held and
-        go on afterwards by `publish.mode`. A server that fails a phase is entered as quarantined
-        and fed in full by the next publish.
+        They are sent in `server.dtype` and must be all of the model. Servers that hold the version
+        already are left alone. In-flight turns are held and go on afterwards by `publish.mode`. A
+        server that fails a phase is entered as quarantined and fed in full by the next publish,
+        through `publish.fallback`; when all fail, they are fed through it at once.
 
         Raises:
             DeadlineExceeded: no server is there.
@@ -93,47 +105,43 @@ class Publisher:
         """
         entries = self._wait_for_servers()
         began_at = time.monotonic()
-
-        def quarantine(server_id: str) -> None:
-            self._registry.set_server_version(server_id, None, quarantined=True)
-
-        self._transport.prepare(named_tensors, policy_version)
-        with Fanout(
-            entries, phase_timeout_s=self._settings.phase_timeout_s, on_failure=quarantine
-        ) as fanout:
-            paused_at = time.monotonic()
-            fed = self._move(fanout, policy_version)
-            resumed_at = time.monotonic()
-            for result in fanout.results:
-                if not result.is_quarantined:
-                    self._registry.set_server_version(
-                        result.server_id, policy_version, quarantined=False
-                    )
-            results = fanout.results
+        pass_of = _Passes(entries, self._registry, self._settings)
+        holders, main, spare = self._divide(entries, policy_version)
+        error: PublishFailed | None = None
+        try:
+            if main:
+                pass_of.feed(self._transport, main, source, policy_version)
+        except PublishFailed as failure:
+            error = failure
+        if self._fallback is not None and not (holders or pass_of.has_any):
+            spare = [entry for entry in entries if _answers(entry)]
+        try:
+            if self._fallback is not None and spare:
+                # Both together would hold more than two buckets.
+                self._transport.release()
+                pass_of.feed(self._fallback, spare, source, policy_version)
+        except PublishFailed as failure:
+            error = error or failure
+        if error is not None and not (holders or pass_of.has_any):
+            raise error
         self._has_published = True
-        return PublishReport(
-            policy_version=policy_version,
-            duration_s=time.monotonic() - began_at,
-            num_bytes=fed.num_bytes,
-            num_buckets=fed.num_buckets,
-            pause_s=resumed_at - paused_at,
-            results=results,
-        )
+        return pass_of.report(policy_version, duration_s=time.monotonic() - began_at)
 
-    def _move(self, fanout: Fanout, policy_version: int) -> Fed:
-        """Every phase between pause and continue."""
-        mode, version = self._settings.mode, str(policy_version)
-        fanout.run("pause", lambda client, deadline: client.pause(mode, deadline))
-        fed = self._transport.feed(fanout)
-        if self._settings.verify:
-
-            def verify(client: ServerClient, deadline: float) -> None:
-                compare_checksums(client.server_id, fed.checksums, client.checksums(deadline))
-
-            fanout.run("verify", verify)
-        fanout.run("version", lambda client, deadline: client.set_version(version, deadline))
-        fanout.run("continue", ServerClient.resume)
-        return fed
+    def _divide(
+        self, entries: Sequence[ServerEntry], policy_version: int
+    ) -> tuple[list[ServerEntry], list[ServerEntry], list[ServerEntry]]:
+        """Servers that hold the version, those for the transport, those for the fallback."""
+        holders = [
+            e for e in entries if e.policy_version == policy_version and not e.is_quarantined
+        ]
+        rest = [e for e in entries if e not in holders]
+        if self._fallback is None:
+            return holders, rest, []
+        # Latecomers would make the members of a group join another one and back.
+        if self._transport.is_joint and holders:
+            return holders, [], rest
+        main = [e for e in rest if not e.is_quarantined]
+        return holders, main, [e for e in rest if e.is_quarantined]
 
     def _wait_for_servers(self) -> Sequence[ServerEntry]:
         """Servers to feed: before the first publish all that are expected, later those there are.
@@ -166,28 +174,82 @@ class Publisher:
         return answering
 
 
-def compare_checksums(server_id: str, sent: dict[str, str], held: dict[str, str]) -> None:
-    """Refuse a server whose weights are not what was sent.
+class _Passes:
+    """Feeds servers through one transport after the other, and adds up."""
 
-    Both map Hugging Face names to hex SHA-256 of the tensor's bytes. A server that names its
-    parameters otherwise (SGLang fuses some) needs its names translated before.
+    def __init__(
+        self, entries: Sequence[ServerEntry], registry: Registry, settings: PublishSettings
+    ) -> None:
+        self._registry = registry
+        self._settings = settings
+        self._results = {
+            entry.server_id: ServerResult(server_id=entry.server_id, is_quarantined=False)
+            for entry in entries
+        }
+        self._fed: list[Fed] = []
+        self._pause_s = 0.0
 
-    Raises:
-        PublishFailed: a tensor differs, is missing, or was never sent.
-    """
-    wrong = sorted(name for name, value in sent.items() if held.get(name, value) != value)
-    missing = sorted(sent.keys() - held.keys())
-    unsent = sorted(held.keys() - sent.keys())
-    for names, what in (
-        (wrong, "differ from what was sent"),
-        (missing, "were sent but are not there"),
-        (unsent, "were never sent"),
-    ):
-        if names:
-            raise PublishFailed(
-                f"{server_id}: {len(names)} tensors {what}, the first is {names[0]!r}; "
-                "the server is fed again by the next publish"
-            )
+    @property
+    def has_any(self) -> bool:
+        """True once a server was fed."""
+        return bool(self._fed)
+
+    def feed(
+        self,
+        transport: Transport,
+        entries: Sequence[ServerEntry],
+        source: TensorSource,
+        policy_version: int,
+    ) -> None:
+        """All phases on `entries`.
+
+        Raises:
+            PublishFailed: none of them took the weights.
+        """
+
+        def quarantine(server_id: str) -> None:
+            self._registry.set_server_version(server_id, None, quarantined=True)
+
+        algorithms = algorithms_for(e.kind for e in entries) if self._settings.verify else ()
+        fanout = Fanout(
+            entries, phase_timeout_s=self._settings.phase_timeout_s, on_failure=quarantine
+        )
+        try:
+            with fanout:
+                transport.prepare(source, fanout, algorithms)
+                paused_at = time.monotonic()
+                fed = self._move(transport, fanout, policy_version)
+                self._pause_s += time.monotonic() - paused_at
+                for server_id in fanout.left:
+                    self._registry.set_server_version(server_id, policy_version, quarantined=False)
+            self._fed.append(fed)
+        finally:
+            transport.end()
+            self._results |= {result.server_id: result for result in fanout.results}
+
+    def report(self, policy_version: int, *, duration_s: float) -> PublishReport:
+        """What all passes did."""
+        return PublishReport(
+            policy_version=policy_version,
+            duration_s=duration_s,
+            num_bytes=max((fed.num_bytes for fed in self._fed), default=0),
+            num_buckets=sum(fed.num_buckets for fed in self._fed),
+            peak_extra_bytes=max((fed.peak_bytes for fed in self._fed), default=0),
+            bucket_bytes=max((fed.bucket_bytes for fed in self._fed), default=0),
+            pause_s=self._pause_s,
+            results=tuple(self._results.values()),
+        )
+
+    def _move(self, transport: Transport, fanout: Fanout, policy_version: int) -> Fed:
+        """Every phase between pause and continue."""
+        mode, version = self._settings.mode, str(policy_version)
+        fanout.run("pause", lambda client, deadline: client.pause(mode, deadline))
+        fed = transport.feed(fanout)
+        if self._settings.verify:
+            fanout.run("verify", lambda client, deadline: verify_server(client, fed, deadline))
+        fanout.run("version", lambda client, deadline: client.set_version(version, deadline))
+        fanout.run("continue", ServerClient.resume)
+        return fed
 
 
 def _answers(entry: ServerEntry) -> bool:

@@ -23,7 +23,6 @@ import uvicorn
 from outloop.buffer.errors import PartFailed, SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import ServerEntry
-from outloop.buffer.registry import advertised_url
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
 from outloop.engine.serve.torch_server.app import PURPOSE, ServerApp
@@ -47,19 +46,9 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def serve(
-    run: Run,
-    index: int,
-    *,
-    stop: asyncio.Event,
-    on_ready: Callable[[str], None],
-    port: int = 0,
-    advertise: str | None = None,
+    run: Run, index: int, *, stop: asyncio.Event, on_ready: Callable[[str], None]
 ) -> None:
     """Load the policy, answer, register as `server-{index}`, and serve until `stop`.
-
-    Args:
-        port: 0 for any free one.
-        advertise: the name or address under which other machines reach this one.
 
     Raises:
         SettingsError: the model folder or `server.kind` cannot be served.
@@ -71,7 +60,7 @@ async def serve(
         on_ready(url)
 
     torch.set_num_threads(run.settings.server.num_threads)
-    await serve_torch(run.settings, stop=stop, on_bound=on_bound, port=port, advertise=advertise)
+    await serve_torch(run.settings, stop=stop, on_bound=on_bound)
 
 
 async def serve_torch(
@@ -80,8 +69,6 @@ async def serve_torch(
     stop: asyncio.Event,
     on_bound: Callable[[str], Awaitable[None]],
     is_stream_incremental: bool = False,
-    port: int = 0,
-    advertise: str | None = None,
 ) -> None:
     """A torch server of the settings' policy, without a run; `on_bound` gets its URL.
 
@@ -105,9 +92,7 @@ async def serve_torch(
     )
     engine.start()
     try:
-        with _bind(settings.server.host, port) as listener:
-            url = advertised_url(settings.server.host, listener.getsockname()[1], advertise)
-            await _serve_app(app, engine, listener, url, stop, on_bound)
+        await _serve_app(app, engine, settings.server.host, stop, on_bound)
     finally:
         if not await asyncio.to_thread(engine.stop, _STOP_TIMEOUT_S):
             _log.error("engine_did_not_end", timeout_s=_STOP_TIMEOUT_S)
@@ -141,8 +126,7 @@ def build_engine(settings: Settings, *, notify: Progress) -> Engine:
 async def _serve_app(
     app: ServerApp,
     engine: Engine,
-    listener: socket.socket,
-    url: str,
+    host: str,
     stop: asyncio.Event,
     on_bound: Callable[[str], Awaitable[None]],
 ) -> None:
@@ -157,32 +141,18 @@ async def _serve_app(
             timeout_graceful_shutdown=int(_STOP_TIMEOUT_S),
         )
     )
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        await on_bound(url)
-        _log.info("server_ready", url=url, purpose=PURPOSE)
-        await _watch(engine, serving, stop)
-    finally:
-        server.should_exit = True
-        # Requests that are held would keep their connections, and with them the server.
-        engine.abort(None)
-        await serving
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0: any free one.
-
-    Raises:
-        SettingsError: it cannot listen there.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise SettingsError(
-            f"server.host={host!r} port={port}: cannot listen there ({error}); choose another, or "
-            "port 0 for any free one"
-        ) from error
+    with socket.create_server((host, 0), backlog=2048) as listener:
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            await on_bound(url)
+            _log.info("server_ready", url=url, purpose=PURPOSE)
+            await _watch(engine, serving, stop)
+        finally:
+            server.should_exit = True
+            # Requests that are held would keep their connections, and with them the server.
+            engine.abort(None)
+            await serving
 
 
 async def _watch(engine: Engine, serving: asyncio.Task[None], stop: asyncio.Event) -> None:

@@ -18,6 +18,7 @@ from outloop.buffer.errors import PublishFailed
 from outloop.buffer.records import CheckpointMark, Float32, Lease
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
+from outloop.engine.publish.source import LocalTensors
 from outloop.engine.train.batch import Batch, build_batch
 from outloop.engine.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from outloop.engine.train.custom import loss_of
@@ -79,6 +80,7 @@ class RlLoop:
         self._policy = policy
         self._reader = reader
         self._publisher = publisher
+        self._source = LocalTensors(lambda: named_huggingface_tensors(policy.model))
         self._metrics = metrics
         self._stop = stop
         self._beat = Heartbeat(reader, lease_s=run.settings.buffer.lease_s)
@@ -241,14 +243,10 @@ class RlLoop:
             PublishFailed: no server took them the second time either.
         """
         try:
-            return self._publisher.publish(
-                named_huggingface_tensors(self._policy.model), policy_version
-            )
+            return self._publisher.publish(self._source, policy_version)
         except PublishFailed as error:
             _log.warning("publish_repeated", policy_version=policy_version, reason=str(error))
-        return self._publisher.publish(
-            named_huggingface_tensors(self._policy.model), policy_version
-        )
+        return self._publisher.publish(self._source, policy_version)
 
     def _settle(self, batch: Batch) -> None:
         """Return admission credit; earlier, episodes would start under the old version."""
@@ -324,6 +322,7 @@ class RlLoop:
             "publish/duration_s": published.duration_s,
             "publish/bytes": published.num_bytes,
             "publish/pause_s": published.pause_s,
+            "publish/peak_extra_buckets": published.peak_extra_buckets,
         }
         row |= {name: stats[name] for name in _BUFFER_COUNTERS if name in stats}
         self._metrics.write(self._step, row)

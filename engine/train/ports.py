@@ -7,10 +7,8 @@ either, so a small in-memory program can stand in for both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
-
-from torch import Tensor
 
 from outloop.buffer.records import (
     CheckpointMark,
@@ -20,6 +18,7 @@ from outloop.buffer.records import (
     ServerEntry,
     Trajectory,
 )
+from outloop.engine.publish.source import TensorSource
 
 
 class Reader(Protocol):
@@ -85,10 +84,11 @@ class PublishReport(Protocol):
     @property
     def pause_s(self) -> float: ...
 
+    @property
+    def peak_extra_buckets(self) -> float: ...
+
 
 class Publisher(Protocol):
     """Makes weights available to every server, as one transaction."""
 
-    def publish(
-        self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int
-    ) -> PublishReport: ...
+    def publish(self, source: TensorSource, policy_version: int) -> PublishReport: ...

@@ -11,7 +11,10 @@ import json
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file
 
 from outloop.engine.publish.checksum import tensor_checksum
 from outloop.engine.publish.sglang_wire import read_bucket
@@ -20,6 +23,7 @@ PATHS = {
     "pause": "/pause_generation",
     "begin": "/begin_weight_update",
     "bucket": "/update_weights_from_tensor",
+    "disk": "/update_weights_from_disk",
     "end": "/end_weight_update",
     "verify": "/weights_checker",
     "version": "/update_weight_version",
@@ -72,9 +76,14 @@ class _Handler(BaseHTTPRequestHandler):
             if lie.behaviour == "refuse":
                 return self._answer(200, {"success": False, "message": "no"})
         if self.path == PATHS["bucket"]:
-            for name, tensor in read_bucket(body["serialized_named_tensors"][0]):
+            for name, tensor in read_bucket(body["serialized_named_tensors"][0])[1]:
                 held = tensor + 1 if lie.behaviour == "wrong" else tensor
                 lie.sums[name] = tensor_checksum(held)
+        if self.path == PATHS["disk"]:
+            for file in Path(body["model_path"]).glob("*.safetensors"):
+                for name, tensor in load_file(file).items():
+                    held = tensor + 1 if lie.behaviour == "wrong" else tensor
+                    lie.sums[name] = tensor_checksum(held)
         answer: dict[str, Any] = {"success": True, "message": "", "new_version": None}
         answer["new_version"] = body.get("new_version")
         answer["ranks"] = [{"checksums": lie.sums}]

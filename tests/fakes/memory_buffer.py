@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from outloop.buffer.records import (
 )
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
+from outloop.engine.publish.source import TensorSource
 from outloop.engine.train.loop import RlLoop
 from outloop.engine.train.mcore import Policy
 
@@ -44,6 +45,7 @@ class Report:
     duration_s: float = 0.0
     num_bytes: int = 0
     pause_s: float = 0.0
+    peak_extra_buckets: float = 0.0
 
 
 class Server:
@@ -57,14 +59,13 @@ class Server:
         self.num_publishes = 0
         self._logprobs = np.zeros(0)
 
-    def publish(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], policy_version: int
-    ) -> Report:
+    def publish(self, source: TensorSource, policy_version: int) -> Report:
         """Take the weights in place of the old ones; every name must be known."""
         known = dict(self._model.named_parameters())
         with torch.no_grad():
-            for name, tensor in named_tensors:
-                known[name].copy_(tensor)
+            for spec, tensor in zip(source.specs, source.read(source.specs), strict=True):
+                known[spec.name].copy_(tensor)
+            source.end()
             logits = self._model(torch.tensor([[1, 2]])).logits[0, -1].double()
         self._logprobs = torch.log_softmax(logits, -1).numpy()
         self.version = policy_version

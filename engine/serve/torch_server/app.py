@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from outloop.engine.publish.checksum import Algorithm
 from outloop.engine.publish.sglang_wire import PayloadRefused, read_bucket
 from outloop.engine.serve.torch_server.engine import Engine
 from outloop.engine.serve.torch_server.generate import GenerateEndpoint
@@ -65,6 +66,8 @@ class _Version(BaseModel):
 
 class _Check(BaseModel):
     action: str
+    algorithm: Algorithm = "sha256"
+    """SGLang knows only its own."""
 
 
 class ServerApp:
@@ -122,7 +125,9 @@ class ServerApp:
             )
         if body.abort_all_requests:
             self._engine.abort_all()
-        self._engine.update.write(read_bucket(payloads[0]))
+        content, named_tensors = read_bucket(payloads[0])
+        self._engine.update.write(named_tensors)
+        self._engine.update.keep_mapped(content)
         if body.weight_version is not None:
             self._engine.update.pending_version = body.weight_version
 
@@ -212,7 +217,7 @@ class ServerApp:
                 return _outcome(
                     f"action={body.action!r}; the torch server knows: checksum", is_good=False
                 )
-            sums = await self._in_engine(lambda: engine.update.live.checksums())
+            sums = await self._in_engine(lambda: engine.update.live.checksums(body.algorithm))
             ranks = [{"tp_rank": 0, "pp_rank": 0, "checksums": sums}]
             return JSONResponse({"success": True, "message": "", "ranks": ranks})
 

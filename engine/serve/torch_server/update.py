@@ -13,6 +13,9 @@ from torch import Tensor
 
 from outloop.engine.serve.torch_server.weights import Weights, WeightsRefused, read_folder
 
+_MAX_MAPPED = 2
+"""Senders use two buffers in turn."""
+
 
 class UpdateRefused(Exception):
     """The call does not fit the session's state; HTTP 400."""
@@ -25,6 +28,8 @@ class UpdateSession:
         self.live = live
         self._spare: Weights | None = None
         self._staged: Weights | None = None
+        self._written: set[str] = set()
+        self._mapped: list[Tensor] = []
         self.pending_version: str | None = None
         """Named by an update of the open session; holds from its end."""
 
@@ -44,7 +49,8 @@ class UpdateSession:
                 "begin_weight_update: a session is open; end it with end_weight_update first"
             )
         self._staged = self._fresh()
-        self._staged.copy_from(self.live)
+        self._written = set()
+        self._mapped = []
         self.pending_version = None
 
     def write(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -61,6 +67,11 @@ class UpdateSession:
             )
         for name, tensor in named_tensors:
             self._staged.write(name, tensor)
+            self._written.add(name)
+
+    def keep_mapped(self, content: Tensor) -> None:
+        """Keep a sender's memory mapped until the session ends: it comes again with other bytes."""
+        self._mapped = [content, *self._mapped[: _MAX_MAPPED - 1]]
 
     def end(self) -> None:
         """Make the staged set live.
@@ -73,6 +84,8 @@ class UpdateSession:
                 "end_weight_update: no session is open; start one with begin_weight_update"
             )
         staged, self._staged = self._staged, None
+        self._mapped = []
+        staged.copy_from(self.live, staged.named.keys() - self._written)
         self._swap(staged)
 
     def load(self, folder: Path) -> None:

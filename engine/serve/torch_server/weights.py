@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outloop.buffer.errors import SettingsError
-from outloop.engine.publish.checksum import tensor_checksum
+from outloop.engine.publish.checksum import Algorithm, tensor_checksum
 from outloop.engine.serve.torch_server.config import ModelConfig
 
 
@@ -130,19 +130,19 @@ class Weights:
             )
         target.copy_(tensor)
 
-    def copy_from(self, other: Weights) -> None:
-        """Take over every value of another set of the same model."""
-        for name, tensor in self.named.items():
-            tensor.copy_(other.named[name])
+    def copy_from(self, other: Weights, names: Iterable[str]) -> None:
+        """Take over the values of these names from another set of the same model."""
+        for name in names:
+            self.named[name].copy_(other.named[name])
 
     def refresh(self) -> None:
         """Recompute derived tensors after writes."""
         for layer in self.layers:
             layer.refresh(self.config.num_heads)
 
-    def checksums(self) -> dict[str, str]:
-        """SHA-256 of every named tensor's bytes; see `tensor_checksum`."""
-        return {name: tensor_checksum(tensor) for name, tensor in self.named.items()}
+    def checksums(self, algorithm: Algorithm) -> dict[str, str]:
+        """Checksum of every named tensor's bytes."""
+        return {name: tensor_checksum(tensor, algorithm) for name, tensor in self.named.items()}
 
 
 def read_folder(weights: Weights, folder: Path) -> None:

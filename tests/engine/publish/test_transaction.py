@@ -4,7 +4,7 @@ import json
 import os
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,39 @@ import torch
 from outloop.buffer.errors import DeadlineExceeded, PublishFailed
 from outloop.engine.publish.plan import TensorSpec, plan_buckets
 from outloop.engine.publish.sglang_wire import write_bucket
-from outloop.engine.publish.staging import StagingBuffer
+from outloop.engine.publish.source import LocalTensors
+from outloop.engine.publish.staging import SharedBuffer
 
 TINY_BUCKET_MB = 0.05
+
+
+class InterruptedTensors:
+    """A source that calls `before(index)` before it gives tensor `index`."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], before: Callable[[int], None]) -> None:
+        self._tensors = LocalTensors.of(tensors)
+        self._before = before
+        self._index = 0
+        self.is_ended = False
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]:
+        """As planned."""
+        return self._tensors.specs
+
+    def read(self, specs: Sequence[TensorSpec]) -> Iterator[torch.Tensor]:
+        """One tensor after the other."""
+        for tensor in self._tensors.read(specs):
+            self._before(self._index)
+            self._index += 1
+            yield tensor
+
+    def end(self) -> None:
+        """Remembered."""
+        self._tensors.end()
+        self.is_ended = True
+
+
 GREEDY = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}
 
 
@@ -76,7 +106,7 @@ def test_a_publish_changes_what_every_server_serves(
     publisher = make_publisher(num_servers=2, transport=transport, bucket_mb=bucket_mb)
     expected = _expected(make_model(seed=1))
     for version in (3, 4):
-        report = publisher.publish(iter(other_weights.items()), version)
+        report = publisher.publish(LocalTensors.of(other_weights), version)
         assert report.quarantined == ()
         assert report.num_bytes == sum(t.numel() * 4 for t in other_weights.values())
         assert 0 < report.pause_s <= report.duration_s
@@ -105,15 +135,15 @@ def test_nothing_is_left_in_shared_memory_or_on_disk(
     before = names()
     registry.add("server-0", torch_server.url)
     publisher = make_publisher(bucket_mb=TINY_BUCKET_MB)
-    publisher.publish(other_weights.items(), 1)
+    publisher.publish(LocalTensors.of(other_weights), 1)
     during = names()
     assert len(during - before) == 2
-    publisher.publish(other_weights.items(), 2)
+    publisher.publish(LocalTensors.of(other_weights), 2)
     assert names() == during
     publisher.close()
     assert names() == before
     disk = make_publisher(transport="disk")
-    disk.publish(other_weights.items(), 3)
+    disk.publish(LocalTensors.of(other_weights), 3)
     disk.close()
     assert not list((tmp_path / "run" / "publish").glob("*"))
     _post(torch_server.url, "/update_weights_from_disk", {"model_path": str(make_model())})
@@ -134,7 +164,7 @@ def test_a_failing_server_is_quarantined_and_the_others_go_on(
     """In any phase; the good one holds the version and serves."""
     registry.add("good", torch_server.url)
     registry.add("bad", lying_server(behaviour, phase).url)
-    report = make_publisher(num_servers=2).publish(other_weights.items(), 7)
+    report = make_publisher(num_servers=2).publish(LocalTensors.of(other_weights), 7)
     assert report.quarantined == ("bad",)
     (result,) = [r for r in report.results if r.is_quarantined]
     assert result.failed_phase == phase
@@ -153,11 +183,11 @@ def test_wrong_weights_are_detected(
     liar = lying_server("wrong")
     registry.add("liar", liar.url)
     with pytest.raises(PublishFailed, match="liar in phase=verify.*differ from what was sent"):
-        make_publisher().publish(other_weights.items(), 1)
+        make_publisher().publish(LocalTensors.of(other_weights), 1)
     assert registry.state("liar") == (None, True)
     assert "/update_weight_version" not in liar.calls
     liar.behaviour = ""
-    make_publisher().publish(other_weights.items(), 2)
+    make_publisher().publish(LocalTensors.of(other_weights), 2)
     assert registry.state("liar") == (2, False)
 
 
@@ -173,7 +203,7 @@ def test_a_server_that_hangs_costs_one_deadline(
     registry.add("bad", lying_server("hang", "end").url)
     publisher = make_publisher(num_servers=2, phase_timeout_s=0.5)
     began_at = time.monotonic()
-    report = publisher.publish(other_weights.items(), 1)
+    report = publisher.publish(LocalTensors.of(other_weights), 1)
     assert time.monotonic() - began_at < 5
     assert report.quarantined == ("bad",)
     assert "bad at http" in report.results[1].error
@@ -188,7 +218,7 @@ def test_an_older_release_without_sessions_is_fed(
 ) -> None:
     """404 on begin and end means that no session is needed."""
     registry.add("old", lying_server("old").url)
-    assert make_publisher().publish(other_weights.items(), 1).quarantined == ()
+    assert make_publisher().publish(LocalTensors.of(other_weights), 1).quarantined == ()
 
 
 def test_a_server_killed_in_the_middle_of_a_publish(
@@ -201,18 +231,16 @@ def test_a_server_killed_in_the_middle_of_a_publish(
     url, process = server_process()
     registry.add("server-0", url)
     publisher = make_publisher(bucket_mb=TINY_BUCKET_MB, phase_timeout_s=10.0)
-    publisher.publish(other_weights.items(), 0)
+    publisher.publish(LocalTensors.of(other_weights), 0)
 
-    def dying() -> Iterator[tuple[str, torch.Tensor]]:
-        for index, item in enumerate(other_weights.items()):
-            if index == len(other_weights) // 2:
-                process.kill()
-                process.wait()
-            yield item
+    def kill(index: int) -> None:
+        if index == len(other_weights) // 2:
+            process.kill()
+            process.wait()
 
     began_at = time.monotonic()
     with pytest.raises(PublishFailed, match="server-0 in phase=bucket"):
-        publisher.publish(dying(), 1)
+        publisher.publish(InterruptedTensors(other_weights, kill), 1)
     assert time.monotonic() - began_at < 10
     assert registry.state("server-0") == (None, True)
 
@@ -229,15 +257,13 @@ def test_a_quarantined_server_is_fed_in_full_again(
     registry.add("server-0", server.url)
     publisher = make_publisher(bucket_mb=TINY_BUCKET_MB)
 
-    def broken() -> Iterator[tuple[str, torch.Tensor]]:
-        items = list(other_weights.items())
-        yield from items[:5]
-        yield "no.such.tensor", items[5][1]
+    items = list(other_weights.items())
+    broken = dict(items[:5]) | {"no.such.tensor": items[5][1]}
 
     with pytest.raises(PublishFailed, match="no.such.tensor"):
-        publisher.publish(broken(), 1)
+        publisher.publish(LocalTensors.of(broken), 1)
     assert registry.state("server-0") == (None, True)
-    publisher.publish(other_weights.items(), 2)
+    publisher.publish(LocalTensors.of(other_weights), 2)
     assert registry.state("server-0") == (2, False)
     assert _greedy(server.url)["output_ids"] == _expected(make_model(seed=1))
 
@@ -253,7 +279,7 @@ def test_weights_that_are_not_all_of_the_model_are_refused(
     registry.add("server-0", start_torch_server(make_model()).url)
     some = dict(list(other_weights.items())[1:])
     with pytest.raises(PublishFailed, match="1 tensors were never sent"):
-        make_publisher().publish(some.items(), 1)
+        make_publisher().publish(LocalTensors.of(some), 1)
 
 
 def test_a_source_that_raises_leaves_no_server_in_use(
@@ -266,12 +292,14 @@ def test_a_source_that_raises_leaves_no_server_in_use(
     """The trainer's own error comes through; the servers that were paused are quarantined."""
     registry.add("server-0", start_torch_server(make_model()).url)
 
-    def raising() -> Iterator[tuple[str, torch.Tensor]]:
-        yield next(iter(other_weights.items()))
-        raise ZeroDivisionError
+    def fail(index: int) -> None:
+        if index:
+            raise ZeroDivisionError
 
+    source = InterruptedTensors(other_weights, fail)
     with pytest.raises(ZeroDivisionError):
-        make_publisher().publish(raising(), 1)
+        make_publisher(bucket_mb=TINY_BUCKET_MB).publish(source, 1)
+    assert source.is_ended
     assert registry.state("server-0") == (None, True)
 
 
@@ -283,7 +311,7 @@ def test_a_half_fed_update_is_never_served(
     """Between begin and end the old weights answer; corrupt payloads change and kill nothing."""
     url = start_torch_server(make_model()).url
     before = _greedy(url)["output_ids"]
-    buffer = StagingBuffer()
+    buffer = SharedBuffer()
     name, tensor = next(iter(other_weights.items()))
     spec = TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
     ((place,),) = plan_buckets([spec], 1 << 20)
@@ -313,7 +341,7 @@ def test_no_server_is_a_deadline(
     """Nobody registered, or nobody answering: the error says who waited for what."""
     publisher = make_publisher(start_timeout_s=0.2)
     with pytest.raises(DeadlineExceeded, match=r"publisher waited .*\(0 registered"):
-        publisher.publish(other_weights.items(), 0)
+        publisher.publish(LocalTensors.of(other_weights), 0)
     registry.add("gone", "http://127.0.0.1:9")
     with pytest.raises(DeadlineExceeded, match=r"\(1 registered, none answering"):
-        publisher.publish(other_weights.items(), 0)
+        publisher.publish(LocalTensors.of(other_weights), 0)

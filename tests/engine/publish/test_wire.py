@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from outloop.engine.publish.plan import TensorSpec, plan_buckets
 from outloop.engine.publish.sglang_wire import PayloadRefused, read_bucket, write_bucket
-from outloop.engine.publish.staging import StagingBuffer
+from outloop.engine.publish.staging import SharedBuffer
 
 
-def _payload(buffer: StagingBuffer, tensors: dict[str, torch.Tensor]) -> str:
+def _payload(buffer: SharedBuffer, tensors: dict[str, torch.Tensor]) -> str:
     specs = [
         TensorSpec(name=name, shape=tuple(t.shape), dtype=t.dtype) for name, t in tensors.items()
     ]
@@ -38,9 +38,9 @@ def test_what_is_written_is_read_and_nothing_is_left() -> None:
     """Values, shapes and dtypes survive; closing leaves nothing in shared memory."""
     mark = f"torch_{os.getpid()}_"
     before = {name for name in os.listdir("/dev/shm") if name.startswith(mark)}
-    buffer = StagingBuffer()
+    buffer = SharedBuffer()
     for _ in range(3):
-        read = dict(read_bucket(_payload(buffer, TENSORS)))
+        read = dict(read_bucket(_payload(buffer, TENSORS))[1])
         assert read.keys() == TENSORS.keys()
         for name, tensor in TENSORS.items():
             assert read[name].dtype == tensor.dtype
@@ -54,7 +54,7 @@ def test_what_is_written_is_read_and_nothing_is_left() -> None:
 
 def test_the_payload_names_sglangs_class_in_byte_units() -> None:
     """The names in the pickle are the ones that SGLang's reader allows; SGLang is not imported."""
-    buffer = StagingBuffer()
+    buffer = SharedBuffer()
     raw = base64.b64decode(_payload(buffer, TENSORS))
     strings = [a for op, a, _ in pickletools.genops(raw) if isinstance(a, str)]
     at = strings.index("sglang.srt.weight_sync.tensor_bucket")
@@ -117,14 +117,14 @@ def test_damaged_payloads_are_refused_or_harmless(
     kept: float, written: list[tuple[float, int]]
 ) -> None:
     """Truncated or overwritten bytes never raise anything but PayloadRefused."""
-    buffer = StagingBuffer()
+    buffer = SharedBuffer()
     raw = bytearray(base64.b64decode(_payload(buffer, TENSORS)))
     for place, value in written:
         raw[int(place * len(raw))] = value
     if not written:
         raw = raw[: int(kept * len(raw))]
     try:
-        for _, tensor in read_bucket(base64.b64encode(raw).decode()):
+        for _, tensor in read_bucket(base64.b64encode(raw).decode())[1]:
             tensor.clone()
     except PayloadRefused:
         pass

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import Settings
 from outloop.buffer.telemetry import MetricsWriter, read_metrics
 from outloop.buffer.writer import BufferWriter
+from outloop.engine.publish.source import TensorSource
 from outloop.engine.train.loop import RlLoop
 from outloop.engine.train.mcore import Policy
 
@@ -36,6 +37,7 @@ class Report:
     duration_s: float = 0.0
     num_bytes: int = 0
     pause_s: float = 0.0
+    peak_extra_buckets: float = 0.0
 
 
 class Server:
@@ -46,12 +48,13 @@ class Server:
         self._generator = np.random.default_rng(0)
         self._state: tuple[int, np.ndarray] = (-1, np.zeros(0))
 
-    def publish(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Report:
+    def publish(self, source: TensorSource, version: int) -> Report:
         """Take the weights in place of the old ones."""
         known = dict(self._model.named_parameters())
         with torch.no_grad():
-            for name, tensor in named_tensors:
-                known[name].copy_(tensor)
+            for spec, tensor in zip(source.specs, source.read(source.specs), strict=True):
+                known[spec.name].copy_(tensor)
+            source.end()
             logits = self._model(torch.tensor([[1, 2]])).logits[0, -1].double()
         self._state = (version, torch.log_softmax(logits, -1).numpy())
         return Report()

@@ -1,0 +1,30 @@
+"""Which transport the settings ask for.
+
+Owns: the table of transports. Does not own: how they work. Invariant: every name that
+`publish.transport` allows is built here, and nothing else chooses.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outloop.buffer.run import Run
+from outloop.engine.publish.disk import Disk
+from outloop.engine.publish.staging import DeviceBuffer, SharedBuffer, Staging
+from outloop.engine.publish.transports import Bucketed, PayloadSender, Sender, Transport
+
+
+def build_transport(run: Run, name: str) -> Transport:
+    """The transport called `name` in `publish.transport`."""
+    server, publish = run.settings.server, run.settings.publish
+    bucket_bytes = int(publish.bucket_mb * 2**20)
+    dtype = torch.float32 if server.dtype == "float32" else torch.bfloat16
+    if name == "disk":
+        return Disk(run.dir / "publish", bucket_bytes=bucket_bytes, dtype=dtype)
+    sender: Sender
+    if name == "cuda_ipc":
+        device = torch.device("cuda", torch.cuda.current_device())
+        sender, staging = PayloadSender(), Staging(DeviceBuffer(device), DeviceBuffer(device))
+    else:
+        sender, staging = PayloadSender(), Staging(SharedBuffer(), SharedBuffer())
+    return Bucketed(sender, staging, bucket_bytes=bucket_bytes, dtype=dtype)

@@ -1,0 +1,87 @@
+"""Where the tensors of a publish come from.
+
+Owns: the interface between trainer ranks and publishing, and a source over tensors of this process.
+Does not own: gathering of shards (engine.train), buckets (plan). Invariant: a publish reads buckets
+in the order of `specs`, each tensor at most once per pass, and ends every pass it began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from outloop.buffer.errors import PublishFailed
+from outloop.engine.publish.plan import TensorSpec
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+class TensorSource(Protocol):
+    """All tensors of a model under their Hugging Face names, gathered a bucket at a time.
+
+    With several trainer ranks this is the face of rank 0: inside `read` it makes the other ranks
+    take part in gathering that bucket, and by `end` it tells them that no more follow.
+    """
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]:
+        """Every tensor, in the order in which it will be read; the dtype is the trainer's."""
+
+    def read(self, specs: Sequence[TensorSpec]) -> Iterable[Tensor]:
+        """The full tensors of one bucket, one at a time and in this order.
+
+        A tensor is copied before the next is asked for, so it need not be kept. A pass begins with
+        the first of `specs` and goes on with what follows the bucket before.
+        """
+
+    def end(self) -> None:
+        """The pass is over, complete or not; the next `read` begins another."""
+
+
+class LocalTensors:
+    """A source over tensors that are all in this process."""
+
+    def __init__(self, tensors: Callable[[], NamedTensors]) -> None:
+        """`tensors()` gives every (name, tensor), each time in the same order."""
+        self._tensors = tensors
+        self._specs: tuple[TensorSpec, ...] | None = None
+        self._pass: Iterator[tuple[str, Tensor]] | None = None
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> LocalTensors:
+        """Over a mapping, as it is whenever it is read."""
+        return cls(tensors.items)
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]:
+        """Every tensor; names, shapes and dtypes are looked at once."""
+        if self._specs is None:
+            self._specs = tuple(
+                TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+                for name, tensor in self._tensors()
+            )
+        return self._specs
+
+    def read(self, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
+        """The tensors of a bucket.
+
+        Raises:
+            PublishFailed: the tensors come in another order, or shape, than `specs` said.
+        """
+        if self._pass is None:
+            self._pass = iter(self._tensors())
+        for spec in specs:
+            name, tensor = next(self._pass, ("the end", None))
+            if tensor is None or name != spec.name or tuple(tensor.shape) != spec.shape:
+                shape = None if tensor is None else list(tensor.shape)
+                raise PublishFailed(
+                    f"the trainer's tensors changed: name={spec.name!r} "
+                    f"shape={list(spec.shape)} was planned, {name!r} shape={shape} came"
+                )
+            yield tensor.detach()
+
+    def end(self) -> None:
+        """Let go of the pass."""
+        self._pass = None

@@ -1,0 +1,121 @@
+"""Filling buckets: every byte as it was, two buckets held at most, the source always ended."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from outloop.buffer.errors import PublishFailed
+from outloop.engine.publish.buckets import Fed, Filler
+from outloop.engine.publish.checksum import tensor_checksum
+from outloop.engine.publish.plan import ALIGNMENT, PACKED, TensorSpec
+from outloop.engine.publish.source import LocalTensors
+from outloop.engine.publish.staging import DeviceBuffer, SharedBuffer, Staging
+
+CPU = torch.device("cpu")
+
+
+class GatheredTensors:
+    """A source that makes each tensor when it is asked for, and says what it has made."""
+
+    def __init__(self, specs: list[TensorSpec]) -> None:
+        self.specs: Sequence[TensorSpec] = specs
+        self.num_read = 0
+        self.num_ends = 0
+
+    def read(self, specs: Sequence[TensorSpec]) -> Iterator[torch.Tensor]:
+        """Tensors whose elements count up from their position."""
+        for spec in specs:
+            yield torch.arange(spec.shape[0], dtype=spec.dtype) + self.num_read
+            self.num_read += 1
+
+    def end(self) -> None:
+        """Counted."""
+        self.num_ends += 1
+
+
+def _specs(*sizes: int) -> list[TensorSpec]:
+    return [
+        TensorSpec(name=f"t{index}", shape=(size,), dtype=torch.float32)
+        for index, size in enumerate(sizes)
+    ]
+
+
+def _filler(source: GatheredTensors, staging: Staging, alignment: int = ALIGNMENT) -> Filler:
+    return Filler(source, staging, bucket_bytes=4096, dtype=torch.float32, alignment=alignment)
+
+
+@pytest.mark.parametrize("alignment", [ALIGNMENT, PACKED])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_two_buckets_at_most_are_held_whatever_the_model(is_shared: bool, alignment: int) -> None:
+    """40 tensors in many buckets: staging holds two of them at most, and every byte is right."""
+    source = GatheredTensors(_specs(*([300, 1000, 7, 1] * 10)))
+    buffers = [SharedBuffer() if is_shared else DeviceBuffer(CPU) for _ in range(2)]
+    staging = Staging(*buffers)
+    filler = _filler(source, staging, alignment)
+    fed = Fed(("xxh3_128",))
+    filler.fill_first()
+    for bucket in filler.filled():
+        fed.add(bucket)
+        # The bucket after this one is not yet begun: its gathering would be memory too.
+        assert source.num_read == len(fed.checksums["xxh3_128"])
+    assert fed.num_buckets > 10
+    least = 2 * filler.max_bytes if not is_shared else 2 * (1 << 16)
+    assert filler.peak_bytes == least
+    expected = {
+        spec.name: tensor_checksum(torch.arange(spec.shape[0], dtype=torch.float32) + index)
+        for index, spec in enumerate(source.specs)
+    }
+    assert fed.checksums["xxh3_128"] == expected
+    assert source.num_ends == 1
+    staging.close()
+
+
+def test_the_first_bucket_can_be_filled_before_anybody_is_paused() -> None:
+    """fill_first reads one bucket, which is then given first, once."""
+    source = GatheredTensors(_specs(1000, 1000, 1000))
+    filler = _filler(source, Staging(DeviceBuffer(CPU), DeviceBuffer(CPU)))
+    filler.fill_first()
+    assert source.num_read == 1
+    names = [place.spec.name for bucket in filler.filled() for place in bucket.places]
+    assert names == ["t0", "t1", "t2"]
+
+
+def test_a_pass_that_is_left_ends_the_source() -> None:
+    """Closing the generator halfway tells the source, whose other ranks would wait otherwise."""
+    source = GatheredTensors(_specs(1000, 1000, 1000))
+    buckets = _filler(source, Staging(DeviceBuffer(CPU), DeviceBuffer(CPU))).filled()
+    next(buckets)
+    buckets.close()
+    assert source.num_ends == 1
+
+
+def test_tensors_that_repeat_or_are_missing_are_refused() -> None:
+    """A name twice, or no tensor at all, is found before anything is read."""
+    specs = _specs(1, 2)
+    source = GatheredTensors([specs[0], specs[0]])
+    with pytest.raises(PublishFailed, match="name='t0' was given twice"):
+        _filler(source, Staging(DeviceBuffer(CPU)))
+    with pytest.raises(PublishFailed, match="no tensor to publish"):
+        _filler(GatheredTensors([]), Staging(DeviceBuffer(CPU)))
+    assert source.num_read == 0
+
+
+def test_tensors_that_change_between_plan_and_reading_are_refused() -> None:
+    """Another order, another shape, fewer: never a bucket with the wrong bytes in it."""
+    tensors = {"a": torch.zeros(3), "b": torch.zeros(4)}
+    for changed in ({"b": tensors["b"], "a": tensors["a"]}, {"a": torch.zeros(5)}, {}):
+        source = LocalTensors.of(tensors)
+        specs = source.specs
+        source = LocalTensors(lambda changed=changed: changed.items())  # type: ignore[misc]
+        with pytest.raises(PublishFailed, match="tensors changed"):
+            list(source.read(specs))
+
+
+def test_a_local_source_can_be_read_again_after_its_end() -> None:
+    """Each pass starts with the first tensor, also when the last was left halfway."""
+    source = LocalTensors.of({"a": torch.ones(2), "b": torch.zeros(2)})
+    for _ in range(2):
+        (first,) = source.read(source.specs[:1])
+        assert first.tolist() == [1, 1]
+        source.end()
