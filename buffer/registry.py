@@ -14,6 +14,8 @@ import redis
 from outloop.buffer.connect import translated
 from outloop.buffer.records import ServerEntry
 
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
 
 def encode_facts(facts: dict[str, str]) -> bytes:
     """Bytes of a part's facts or status."""
@@ -26,6 +28,16 @@ def decode_facts(entries: dict[bytes, bytes]) -> dict[str, dict[str, str]]:
         name.decode(): msgspec.json.decode(data, type=dict[str, str])
         for name, data in entries.items()
     }
+
+
+def advertised_url(host: str, port: int, advertise: str | None) -> str:
+    """The URL to register for a part that listens on `host`.
+
+    `advertise` is the name or address under which other machines reach it. Without it, a part that
+    listens on every interface is registered on the loopback one: right for one machine.
+    """
+    name = advertise or _LOOPBACK.get(host, host)
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 def encode_address(entry: ServerEntry) -> bytes:

@@ -1,8 +1,9 @@
 """The handle by which a process joins a run.
 
-Owns: the files `settings.json`, `run.json` and `secrets.json` in the run folder. Does not own:
-what is in Redis. Invariant: `settings.json` holds no secret; `secrets.json` is readable by its
-owner only; a process whose settings have another digest than the run's cannot load it.
+Owns: the files `settings.json` and `run.json` in the run folder, and the file of its keys. Does not
+own: what is in Redis. Invariant: `settings.json` and `run.json` hold no secret that came in a file;
+the keys are readable by their owner only; a process whose settings have another digest than the
+run's cannot load it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote, urlsplit
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings, build_settings
@@ -41,29 +43,61 @@ class Run:
 def create_run(settings: Settings, run_dir: Path, redis_url: str) -> Run:
     """Write the run's files and return its handle; an existing folder keeps its id and keys."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    secrets_path = run_dir / "secrets.json"
-    if secrets_path.exists():
-        keys = RunKeys(**json.loads(secrets_path.read_text()))
-        run_id = json.loads((run_dir / "run.json").read_text())["run_id"]
+    run_path = run_dir / "run.json"
+    if run_path.exists():
+        run_id = json.loads(run_path.read_text())["run_id"]
     else:
-        keys = RunKeys(
-            runner_key="ol-runner-" + secrets.token_urlsafe(24),
-            admin_key="ol-admin-" + secrets.token_urlsafe(24),
-            episode_secret=secrets.token_urlsafe(32),
-        )
         run_id = f"{settings.run.name}-{secrets.token_hex(4)}"
-        descriptor = os.open(secrets_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({name: getattr(keys, name) for name in RunKeys.__slots__}, file)
+    keys = keep_keys(_keys_path(settings, run_dir))
     (run_dir / "settings.json").write_text(settings.model_dump_json(indent=1))
-    (run_dir / "run.json").write_text(
+    run_path.write_text(
         json.dumps({"run_id": run_id, "redis_url": redis_url, "digest": settings.digest()})
     )
-    return Run(run_id=run_id, dir=run_dir, settings=settings, redis_url=redis_url, keys=keys)
+    return Run(
+        run_id=run_id,
+        dir=run_dir,
+        settings=settings,
+        redis_url=_with_password(redis_url, settings.buffer.redis_password_file),
+        keys=keys,
+    )
+
+
+def keep_keys(path: Path) -> RunKeys:
+    """The keys in the file `path`, which is written first (mode 0600) if it is not there."""
+    if path.exists():
+        return RunKeys(**json.loads(path.read_text()))
+    keys = RunKeys(
+        runner_key="ol-runner-" + secrets.token_urlsafe(24),
+        admin_key="ol-admin-" + secrets.token_urlsafe(24),
+        episode_secret=secrets.token_urlsafe(32),
+    )
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump({name: getattr(keys, name) for name in RunKeys.__slots__}, file)
+    return keys
 
 
 def load_run(run_dir: Path) -> Run:
     """Join the run in `run_dir`.
+
+    Raises:
+        SettingsError: the folder is not a run, its settings were changed since it was started, or
+            the file of its keys or of the password of Redis is not there.
+    """
+    settings = load_run_settings(run_dir)
+    facts = json.loads((run_dir / "run.json").read_text())
+    keys_path = _keys_path(settings, run_dir)
+    return Run(
+        run_id=facts["run_id"],
+        dir=run_dir,
+        settings=settings,
+        redis_url=_with_password(facts["redis_url"], settings.buffer.redis_password_file),
+        keys=RunKeys(**json.loads(read_secret(keys_path, "run.keys_file"))),
+    )
+
+
+def load_run_settings(run_dir: Path) -> Settings:
+    """The settings of the run in `run_dir`, for a process that needs neither Redis nor its keys.
 
     Raises:
         SettingsError: the folder is not a run, or its settings were changed since it was started.
@@ -71,8 +105,9 @@ def load_run(run_dir: Path) -> Run:
     run_path = run_dir / "run.json"
     if not run_path.is_file():
         raise SettingsError(
-            f"run folder run_dir={str(run_dir)!r} holds no run.json; "
-            "start one with `outloop train CONFIG` or `outloop serve CONFIG`"
+            f"run folder run_dir={str(run_dir)!r} holds no run.json; start one with "
+            "`outloop train CONFIG` or `outloop serve CONFIG`, or make one with "
+            "`outloop init CONFIG`"
         )
     facts = json.loads(run_path.read_text())
     tree = json.loads((run_dir / "settings.json").read_text())
@@ -82,11 +117,41 @@ def load_run(run_dir: Path) -> Run:
             f"run_dir={str(run_dir)!r}: settings.json has digest={settings.digest()[:12]}, the run "
             f"was started with digest={facts['digest'][:12]}; restart the run instead of editing it"
         )
-    keys = RunKeys(**json.loads((run_dir / "secrets.json").read_text()))
-    return Run(
-        run_id=facts["run_id"],
-        dir=run_dir,
-        settings=settings,
-        redis_url=facts["redis_url"],
-        keys=keys,
-    )
+    return settings
+
+
+def read_secret(path: Path, name: str) -> str:
+    """What a secret's file holds, without surrounding white space; `name` says whose it is.
+
+    Raises:
+        SettingsError: it cannot be read, or is empty.
+    """
+    try:
+        text = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(
+            f"{name}={str(path)!r} cannot be read ({error}); mount the file there, readable by "
+            "this process"
+        ) from error
+    if not text:
+        raise SettingsError(f"{name}={str(path)!r} is empty; write the secret into it")
+    return text
+
+
+def _keys_path(settings: Settings, run_dir: Path) -> Path:
+    return settings.run.keys_file or run_dir / "secrets.json"
+
+
+def _with_password(url: str, file: Path | None) -> str:
+    """`url` with the password in `file`."""
+    if file is None:
+        return url
+    parts = urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    if ":" in user:
+        raise SettingsError(
+            f"buffer.redis_url holds a password and buffer.redis_password_file={str(file)!r} names "
+            "another; leave one of them out"
+        )
+    password = quote(read_secret(file, "buffer.redis_password_file"), safe="")
+    return parts._replace(netloc=f"{user}:{password}@{host}").geturl()

@@ -39,6 +39,8 @@ class RunSettings(_Section):
     dir: Path = Path("runs")
     seed: int = 0
     """Task order, weight initialisation and sampling seeds derive from it."""
+    keys_file: Path | None = None
+    """Runner, admin and episode keys, made if not there. None: secrets.json in the run folder."""
 
 
 class ModelSettings(_Section):
@@ -86,6 +88,8 @@ class BufferSettings(_Section):
 
     redis_url: str | None = None
     """None: start an embedded server in the run folder."""
+    redis_password_file: Path | None = None
+    """A file that holds the password of redis_url, which is then written down nowhere else."""
     fsync: Literal["always", "everysec", "no"] = "everysec"
     max_memory_mb: int = Field(1024, gt=0)
     group_size: int = Field(8, ge=1)

@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 
 from outloop.buffer.errors import PartFailed, SettingsError
+from outloop.buffer.registry import advertised_url
 from outloop.buffer.run import Run
 from outloop.buffer.writer import BufferWriter
 from outloop.router.app import create_app
@@ -35,13 +36,19 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    run: Run, *, stop: asyncio.Event, on_ready: Callable[[str], None], port: int | None = None
+    run: Run,
+    *,
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None],
+    port: int | None = None,
+    advertise: str | None = None,
 ) -> None:
     """Serve until `stop` is set.
 
     Args:
         port: in place of router.port: a router that is started again keeps its address, because
             agents hold it.
+        advertise: the name or address under which other machines reach this one.
 
     Raises:
         SettingsError: the model folder, the renderer or the address is wrong.
@@ -52,7 +59,7 @@ async def serve(
         app = create_app(run, writer)
         with _bind(run, port) as listener:
             host, bound = listener.getsockname()[:2]
-            url = f"http://{host}:{bound}"
+            url = advertised_url(host, bound, advertise)
             server = _Server(
                 uvicorn.Config(
                     app,

@@ -21,7 +21,7 @@ import structlog
 from rich.console import Console
 
 from outloop.buffer.embedded import EmbeddedRedis
-from outloop.buffer.errors import DeadlineExceeded, PartFailed, SettingsError
+from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded, PartFailed, SettingsError
 from outloop.buffer.reader import BufferReader, init_run
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import Settings
@@ -191,6 +191,29 @@ def check_before_start(settings: Settings, config_dir: Path) -> None:
     if answer.returncode != 0:
         sentence = answer.stderr.strip().splitlines()
         raise SettingsError(sentence[-1] if sentence else "the rollout function check failed")
+
+
+def make_run(settings: Settings) -> Run:
+    """Write the run's folder and enter it in Redis, for parts that are started one by one.
+
+    A run that is there with the same settings is left as it is: its parts may be running.
+
+    Raises:
+        SettingsError: buffer.redis_url is not given.
+        BufferUnavailable: Redis does not answer.
+    """
+    redis_url = settings.buffer.redis_url
+    if redis_url is None:
+        raise SettingsError(
+            "buffer.redis_url is missing; parts that are started one by one meet in a Redis of "
+            "their own: give buffer.redis_url='redis://HOST:PORT'"
+        )
+    run = create_run(settings, (settings.run.dir / settings.run.name).absolute(), redis_url)
+    try:
+        BufferReader.connect(run).close()
+    except (BufferUnavailable, SettingsError):
+        init_run(run)
+    return run
 
 
 def start_serving(launcher: Launcher) -> None:

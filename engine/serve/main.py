@@ -23,6 +23,7 @@ import uvicorn
 from outloop.buffer.errors import PartFailed, SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import ServerEntry
+from outloop.buffer.registry import advertised_url
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
 from outloop.engine.serve.torch_server.app import PURPOSE, ServerApp
@@ -46,9 +47,19 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def serve(
-    run: Run, index: int, *, stop: asyncio.Event, on_ready: Callable[[str], None]
+    run: Run,
+    index: int,
+    *,
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None],
+    port: int = 0,
+    advertise: str | None = None,
 ) -> None:
     """Load the policy, answer, register as `server-{index}`, and serve until `stop`.
+
+    Args:
+        port: 0 for any free one.
+        advertise: the name or address under which other machines reach this one.
 
     Raises:
         SettingsError: the model folder or `server.kind` cannot be served.
@@ -60,7 +71,7 @@ async def serve(
         on_ready(url)
 
     torch.set_num_threads(run.settings.server.num_threads)
-    await serve_torch(run.settings, stop=stop, on_bound=on_bound)
+    await serve_torch(run.settings, stop=stop, on_bound=on_bound, port=port, advertise=advertise)
 
 
 async def serve_torch(
@@ -69,6 +80,8 @@ async def serve_torch(
     stop: asyncio.Event,
     on_bound: Callable[[str], Awaitable[None]],
     is_stream_incremental: bool = False,
+    port: int = 0,
+    advertise: str | None = None,
 ) -> None:
     """A torch server of the settings' policy, without a run; `on_bound` gets its URL.
 
@@ -92,7 +105,9 @@ async def serve_torch(
     )
     engine.start()
     try:
-        await _serve_app(app, engine, settings.server.host, stop, on_bound)
+        with _bind(settings.server.host, port) as listener:
+            url = advertised_url(settings.server.host, listener.getsockname()[1], advertise)
+            await _serve_app(app, engine, listener, url, stop, on_bound)
     finally:
         if not await asyncio.to_thread(engine.stop, _STOP_TIMEOUT_S):
             _log.error("engine_did_not_end", timeout_s=_STOP_TIMEOUT_S)
@@ -126,7 +141,8 @@ def build_engine(settings: Settings, *, notify: Progress) -> Engine:
 async def _serve_app(
     app: ServerApp,
     engine: Engine,
-    host: str,
+    listener: socket.socket,
+    url: str,
     stop: asyncio.Event,
     on_bound: Callable[[str], Awaitable[None]],
 ) -> None:
@@ -141,18 +157,32 @@ async def _serve_app(
             timeout_graceful_shutdown=int(_STOP_TIMEOUT_S),
         )
     )
-    with socket.create_server((host, 0), backlog=2048) as listener:
-        url = f"http://{host}:{listener.getsockname()[1]}"
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            await on_bound(url)
-            _log.info("server_ready", url=url, purpose=PURPOSE)
-            await _watch(engine, serving, stop)
-        finally:
-            server.should_exit = True
-            # Requests that are held would keep their connections, and with them the server.
-            engine.abort(None)
-            await serving
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await on_bound(url)
+        _log.info("server_ready", url=url, purpose=PURPOSE)
+        await _watch(engine, serving, stop)
+    finally:
+        server.should_exit = True
+        # Requests that are held would keep their connections, and with them the server.
+        engine.abort(None)
+        await serving
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0: any free one.
+
+    Raises:
+        SettingsError: it cannot listen there.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise SettingsError(
+            f"server.host={host!r} port={port}: cannot listen there ({error}); choose another, or "
+            "port 0 for any free one"
+        ) from error
 
 
 async def _watch(engine: Engine, serving: asyncio.Task[None], stop: asyncio.Event) -> None:

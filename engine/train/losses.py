@@ -1,11 +1,12 @@
-"""Token losses, logprobs and the one denominator of an update.
+"""Token losses and the one denominator of an update.
 
-Owns: what is differentiated. Does not own: advantages, reduction over microbatches (update).
+Owns: what is differentiated. Does not own: logprobs (logprobs), advantages, reduction over
+microbatches (update).
 Invariant: a loss is a sum over trained tokens; the caller divides it by `denominator`, fixed
 before the first forward, so how tokens are split over microbatches and ranks changes nothing.
 Clipped tokens stay in the denominator.
 
-Shape letters: N trained tokens of a microbatch, V vocabulary.
+Shape letters: N trained tokens of a microbatch.
 """
 
 from __future__ import annotations
@@ -141,26 +142,6 @@ def kl_loss(
     if kind == "k2":
         return ratio.detach() * distance.square() / 2
     return ratio * (torch.exp(-distance) + distance - 1.0)
-
-
-def token_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor | None) -> Tensor:
-    """log_softmax(logits / temperature) at `token_ids`: [N, V], [N], [N] -> [N] float32."""
-    scaled = logits.float()
-    if temperature is not None:
-        scaled = scaled / temperature[:, None]
-    return -torch.nn.functional.cross_entropy(scaled, token_ids, reduction="none")
-
-
-def entropy(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    """Entropy of softmax(logits / temperature) in nats: [N, V], [N] -> [N] float32.
-
-    The bonus -coefficient * entropy is that of A3C, arXiv:1602.01783, section 4.
-    """
-    scaled = logits.float()
-    if temperature is not None:
-        scaled = scaled / temperature[:, None]
-    logprobs = torch.log_softmax(scaled, dim=-1)
-    return -(logprobs.exp() * logprobs).sum(-1)
 
 
 def denominator(

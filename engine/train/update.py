@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 
 from outloop.buffer.settings_trainer import TrainerSettings
+from outloop.engine.train.logprobs import logprobs_and_entropies
 from outloop.engine.train.losses import (
     TokenLoss,
     cispo,
     denominator,
-    entropy,
     gspo,
     kl_loss,
     ppo_clip,
-    token_logprobs,
 )
 from outloop.engine.train.mcore import Policy, PolicyModel
 from outloop.engine.train.microbatch import Microbatch, Targets, microbatches
@@ -68,7 +67,12 @@ def rl_update(
     function = loss or _LOSSES[settings.loss]
 
     def token_loss(targets: Targets, logits: Tensor, report: UpdateReport) -> Tensor:
-        policy_logprobs = token_logprobs(logits, targets.token_ids_N, targets.temperature_N)
+        policy_logprobs, entropies = logprobs_and_entropies(
+            logits,
+            targets.token_ids_N,
+            targets.temperature_N,
+            has_entropy_gradient=settings.entropy_coefficient > 0,
+        )
         result = function(
             policy_logprobs,
             targets.sequence_log_ratios_N if is_by_sequence else _old_logprobs(targets),
@@ -77,8 +81,6 @@ def rl_update(
             clip_high=settings.clip_high,
         )
         report.add(targets, result, policy_logprobs.detach(), policy_version=policy_version)
-        with torch.set_grad_enabled(settings.entropy_coefficient > 0):
-            entropies = entropy(logits, targets.temperature_N)
         report.entropy_sum += float(entropies.detach().sum())
         return _with_other_terms(result.loss, policy_logprobs, entropies, targets, settings)
 
@@ -137,7 +139,7 @@ def sft_update(
     """One cross-entropy update over trained tokens, averaged over them."""
 
     def token_loss(targets: Targets, logits: Tensor, report: UpdateReport) -> Tensor:
-        return -token_logprobs(logits, targets.token_ids_N, None)
+        return -logprobs_and_entropies(logits, targets.token_ids_N, None)[0]
 
     scale = denominator(samples, "tokens", constant=1.0)
     return _update(policy, samples, settings, scale, token_loss, lambda: None)
@@ -186,7 +188,8 @@ def trained_logprobs(model: PolicyModel, batch: Microbatch, hidden_NH: Tensor) -
     for where in _chunks(len(hidden_NH), model.config.vocab_size):
         targets = batch.targets.part(where)
         logits = model.logits(hidden_NH[where])
-        parts.append(token_logprobs(logits, targets.token_ids_N, targets.temperature_N))
+        logprobs, _ = logprobs_and_entropies(logits, targets.token_ids_N, targets.temperature_N)
+        parts.append(logprobs)
     return torch.cat(parts) if parts else hidden_NH.new_zeros(0)
 
 

@@ -28,6 +28,11 @@ _RUN = click.option(
 _SET = click.option(
     "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting."
 )
+_ADVERTISE = click.option(
+    "--advertise",
+    metavar="HOST",
+    help="Name or address under which other machines reach this one.",
+)
 _CONFIG = click.argument("config", type=click.Path(path_type=Path))
 
 
@@ -85,6 +90,19 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
         sys.exit(launcher.serve(settings, stop=stop, console=Console()))
 
 
+@cli.command("init")
+@_CONFIG
+@_SET
+def init_command(config: Path, overrides: tuple[str, ...]) -> None:
+    """Make the run of CONFIG in its folder and in Redis, for parts that are started elsewhere."""
+    from outloop.buffer.settings import load_settings
+    from outloop.engine.launch import launcher
+
+    settings = load_settings(config, overrides)
+    launcher.check_before_start(settings, config.parent)
+    click.echo(launcher.make_run(settings).dir)
+
+
 @cli.command()
 def doctor() -> None:
     """Say what is installed, what is missing and what this machine can run."""
@@ -96,7 +114,8 @@ def doctor() -> None:
 @cli.command()
 @_RUN
 @click.option("--port", type=int, help="In place of router.port.")
-def router(run_dir: Path, port: int | None) -> None:
+@_ADVERTISE
+def router(run_dir: Path, port: int | None, advertise: str | None) -> None:
     """Run the router of a run."""
     from outloop.buffer.run import load_run
     from outloop.router.main import serve as serve_router
@@ -104,14 +123,18 @@ def router(run_dir: Path, port: int | None) -> None:
     run = load_run(run_dir)
     _configure("router", run.settings.telemetry.log_level)
     _until_signalled(
-        lambda stop: serve_router(run, stop=stop, on_ready=_ready("router"), port=port)
+        lambda stop: serve_router(
+            run, stop=stop, on_ready=_ready("router"), port=port, advertise=advertise
+        )
     )
 
 
 @cli.command()
 @_RUN
 @click.option("--index", default=0, show_default=True)
-def server(run_dir: Path, index: int) -> None:
+@click.option("--port", default=0, help="0, the default: any free one.")
+@_ADVERTISE
+def server(run_dir: Path, index: int, port: int, advertise: str | None) -> None:
     """Run one server of a run."""
     from outloop.buffer.run import load_run
     from outloop.engine.serve.main import serve as serve_weights
@@ -119,26 +142,41 @@ def server(run_dir: Path, index: int) -> None:
     run = load_run(run_dir)
     _configure(f"server-{index}", run.settings.telemetry.log_level)
     _until_signalled(
-        lambda stop: serve_weights(run, index, stop=stop, on_ready=_ready(f"server-{index}"))
+        lambda stop: serve_weights(
+            run,
+            index,
+            stop=stop,
+            on_ready=_ready(f"server-{index}"),
+            port=port,
+            advertise=advertise,
+        )
     )
 
 
 @cli.command()
 @_RUN
 @click.option("--router-timeout-s", default=120.0, show_default=True)
-def runner(run_dir: Path, router_timeout_s: float) -> None:
+@click.option("--router-url", help="Left out: from the run's registry in Redis.")
+@click.option(
+    "--runner-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="With --router-url: the runner then needs neither Redis nor the run's other keys.",
+)
+def runner(
+    run_dir: Path, router_timeout_s: float, router_url: str | None, runner_key_file: Path | None
+) -> None:
     """Play episodes for a run."""
-    from outloop.buffer.run import load_run
+    from outloop.buffer.run import load_run, load_run_settings, read_secret
     from outloop.envs.runner import run as run_episodes
 
-    run = load_run(run_dir)
-    _configure("runner", run.settings.telemetry.log_level)
-    url = _find_router(run_dir, router_timeout_s)
-    _until_signalled(
-        lambda stop: run_episodes(
-            run.settings, router_url=url, runner_key=run.keys.runner_key, stop=stop
-        )
-    )
+    settings = load_run_settings(run_dir)
+    _configure("runner", settings.telemetry.log_level)
+    url = router_url or _find_router(run_dir, router_timeout_s)
+    if runner_key_file is not None:
+        key = read_secret(runner_key_file, "--runner-key-file")
+    else:
+        key = load_run(run_dir).keys.runner_key
+    _until_signalled(lambda stop: run_episodes(settings, router_url=url, runner_key=key, stop=stop))
 
 
 @cli.command()

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from outloop.engine.train.losses import (
     cispo,
     denominator,
-    entropy,
     gspo,
     kl_loss,
     ppo_clip,
-    token_logprobs,
 )
 from outloop.engine.train.samples import Sample
 
@@ -58,22 +56,6 @@ def test_on_policy_the_gradient_is_reinforce() -> None:
     ppo_clip(policy, policy.detach(), advantages, clip_low=0.2, clip_high=0.2).loss.sum().backward()
     assert policy.grad is not None
     assert torch.allclose(policy.grad, -advantages)
-
-
-def test_logprobs_and_entropy_are_of_the_tempered_distribution() -> None:
-    """log_softmax(logits / T) per token, each with its own T, against numpy."""
-    generator = np.random.default_rng(0)
-    logits = generator.normal(size=(5, 11)) * 3
-    ids = generator.integers(0, 11, 5)
-    temperature = np.array([0.5, 1.0, 2.0, 0.7, 1.3])
-    scaled = logits / temperature[:, None]
-    logprobs = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
-    got = token_logprobs(
-        torch.tensor(logits), torch.tensor(ids), torch.tensor(temperature, dtype=torch.float32)
-    )
-    assert np.allclose(got, logprobs[np.arange(5), ids], atol=1e-5)
-    got_entropy = entropy(torch.tensor(logits), torch.tensor(temperature, dtype=torch.float32))
-    assert np.allclose(got_entropy, -(np.exp(logprobs) * logprobs).sum(-1), atol=1e-5)
 
 
 @given(

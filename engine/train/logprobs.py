@@ -1,0 +1,139 @@
+"""Logprobs and entropies of tokens from logits, without a second tensor of the logits' size.
+
+Owns: log_softmax at the drawn tokens, entropy, and the gradients of both. Does not own: logits,
+which rows are computed together (update). Invariant: beside the logits at most `_BLOCK` numbers in
+float32 are alive; the vocabulary may be split over ranks and is never gathered.
+
+Shape letters: N tokens, V vocabulary, or this rank's part of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_BLOCK = {"cpu": 2**18, "cuda": 2**24}
+"""Numbers computed at once: what fits in a core's cache, what fills a GPU."""
+
+
+def logprobs_and_entropies(
+    logits: Tensor,
+    token_ids: Tensor,
+    temperature: Tensor | None,
+    *,
+    has_entropy_gradient: bool = False,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """log_softmax(logits / temperature) at `token_ids`, and the distribution's entropy in nats.
+
+    With gradients the backward pass overwrites `logits` with theirs, so they must be nobody
+    else's: the output of a matrix product, not a leaf. Backward runs once.
+
+    Args:
+        logits: [N, V], any float dtype; computed in float32.
+        token_ids: [N] int64, in the whole vocabulary.
+        temperature: [N] float32; None: 1.
+        has_entropy_gradient: False: entropies are constants.
+        vocab_start: the first id of this rank's part of the vocabulary.
+        group: ranks that hold the other parts; None: this one holds all of it.
+
+    The entropy is that of the bonus of A3C, arXiv:1602.01783, section 4: exact, over the whole
+    vocabulary, not an estimate from drawn tokens.
+
+    Returns:
+        Both [N] float32, the same on every rank of `group`.
+    """
+    logprobs, entropies = _TokenStatistics.apply(
+        logits, token_ids, temperature, has_entropy_gradient, vocab_start, group
+    )
+    return logprobs, entropies
+
+
+class _TokenStatistics(torch.autograd.Function):
+    """See `logprobs_and_entropies`; with p the softmax, l the logprob, H the entropy, by logit j:
+    dl/dj = [j drawn] - p_j and dH/dj = -p_j (log p_j + H), both over the temperature."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        token_ids: Tensor,
+        temperature: Tensor | None,
+        has_entropy_gradient: bool,
+        vocab_start: int,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor]:
+        sums = logits.new_zeros((3, len(logits)), dtype=torch.float32)
+        places, is_here = _places(token_ids, vocab_start, logits.shape[1])
+        highest = _highest(logits, temperature, group)
+        for rows in _blocks(logits):
+            block = _scaled(logits, temperature, rows).sub_(highest[rows, None])
+            sums[0, rows] = block.gather(1, places[rows, None])[:, 0].mul_(is_here[rows])
+            weights = block.exp()
+            sums[1, rows] = weights.sum(-1)
+            # exp(-inf) * -inf is 0 here: a token that cannot be drawn adds nothing.
+            sums[2, rows] = weights.mul_(block.clamp_(min=torch.finfo(torch.float32).min)).sum(-1)
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        log_total = sums[1].log()
+        logprobs = sums[0] - log_total
+        entropies = log_total - sums[2] / sums[1]
+        ctx.save_for_backward(logits, places, is_here, temperature, highest + log_total, entropies)
+        ctx.has_entropy_gradient = has_entropy_gradient
+        if not has_entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        logits, places, is_here, temperature, log_total, entropies = ctx.saved_tensors
+        for rows in _blocks(logits):
+            log_p = _scaled(logits, temperature, rows).sub_(log_total[rows, None])
+            p = log_p.exp()
+            if ctx.has_entropy_gradient:
+                log_p.clamp_(min=torch.finfo(torch.float32).min).add_(entropies[rows, None])
+                factor = log_p.mul_(by_entropy[rows, None]).add_(by_logprob[rows, None])
+                p.mul_(factor.neg_())
+            else:
+                p.mul_(-by_logprob[rows, None])
+            p.scatter_add_(1, places[rows, None], (by_logprob[rows] * is_here[rows])[:, None])
+            if temperature is not None:
+                p.div_(temperature[rows, None])
+            logits[rows] = p
+        return logits, None, None, None, None, None
+
+
+def _places(token_ids: Tensor, vocab_start: int, size: int) -> tuple[Tensor, Tensor]:
+    """Each token's column in this rank's part, and 1 where it has one, else 0."""
+    columns = token_ids - vocab_start
+    is_here = (columns >= 0) & (columns < size)
+    return columns.clamp(0, max(0, size - 1)), is_here.float()
+
+
+def _highest(logits: Tensor, temperature: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
+    """The largest scaled logit of every row [N], over all parts; a part may have no columns."""
+    highest = logits.new_full((len(logits),), -torch.inf, dtype=torch.float32)
+    if logits.numel():
+        highest = logits.max(-1).values.float()
+    if temperature is not None:
+        highest = highest / temperature
+    if group is not None:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    return highest
+
+
+def _scaled(logits: Tensor, temperature: Tensor | None, rows: slice) -> Tensor:
+    """A block in float32, over its temperatures; a copy."""
+    block = logits[rows].to(torch.float32, copy=True)
+    return block if temperature is None else block.div_(temperature[rows, None])
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    if not logits.numel():
+        return []
+    size = max(1, _BLOCK.get(logits.device.type, _BLOCK["cuda"]) // logits.shape[1])
+    return [slice(start, start + size) for start in range(0, len(logits), size)]
