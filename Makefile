@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Each installs what it needs into .venv first.
-.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-chaos bench-loop bench-buffer clean
+.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-chaos bench-loop bench-buffer clean venv-sglang
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -31,6 +31,10 @@ bwrap:
 	    echo "bwrap is not on PATH; install the package bubblewrap, for example: sudo $(APT_INSTALL)" >&2; \
 	    exit 1; \
 	  fi; }
+# SGLang pins other releases than the trainer, so it lives in an environment of its own, in the user's
+# cache and keyed by the pins; a second run finds it there.
+venv-sglang: $(STAMP)
+	TORCH_PIP_ARGS="$(TORCH_PIP_ARGS)" $(BIN)/python -m outloop.engine.serve.sglang.environment
 
 demo: $(STAMP)
 	SEEDS=$(SEEDS) $(BIN)/python examples/calculator/demo.py

@@ -26,6 +26,21 @@ from pydantic_settings import (
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings_trainer import TrainerSettings
 
+_SGLANG_OWNED = {
+    "model_path": "model.path",
+    "model": "model.path",
+    "host": "server.host",
+    "port": "server.port",
+    "device": "server.device",
+    "dtype": "server.dtype",
+    "tp_size": "server.tensor_parallel_size",
+    "tp": "server.tensor_parallel_size",
+    "tensor_parallel_size": "server.tensor_parallel_size",
+    "max_running_requests": "server.max_running_requests",
+    "weight_version": "the publisher",
+}
+"""SGLang's arguments that have a setting of ours, and which."""
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -143,12 +158,19 @@ class ServerSettings(_Section):
     num_servers: int = Field(1, ge=0)
     """0: attach to `urls`."""
     urls: tuple[str, ...] = ()
+    """Servers that somebody else started; they are trusted with weights."""
     host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """Of the first server, the next ones count up; 0: any free port."""
+    tensor_parallel_size: int = Field(1, gt=0)
+    """Processes, and devices, of one SGLang server."""
     max_running_requests: int = Field(128, gt=0)
     num_threads: int = Field(1, gt=0)
     start_timeout_s: float = Field(120.0, gt=0)
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
+    sglang_python: Path | None = None
+    """Interpreter of the environment that holds SGLang; none: that of `make venv-sglang`."""
     sglang: dict[str, Any] = {}
     """Raw SGLang server arguments under their upstream names."""
 
@@ -241,7 +263,27 @@ class Settings(BaseSettings):
                 f'publish.transport="cuda_ipc" with server.device={self.server.device!r}: a server '
                 'without a GPU cannot map its memory; set publish.transport="shared_memory"'
             )
+        self._refuse_server_contradictions()
         return self
+
+    def _refuse_server_contradictions(self) -> None:
+        server = self.server
+        if server.num_servers and server.urls:
+            raise ValueError(
+                f"server.urls={list(server.urls)} with server.num_servers={server.num_servers}; "
+                "set server.num_servers to 0 to attach, or leave urls out to start servers"
+            )
+        if server.kind == "torch" and (server.sglang or server.tensor_parallel_size != 1):
+            raise ValueError(
+                "server.sglang and server.tensor_parallel_size are SGLang's; "
+                'set server.kind to "sglang", or leave them out'
+            )
+        taken = sorted({key.replace("-", "_") for key in server.sglang} & _SGLANG_OWNED.keys())
+        if taken:
+            key = taken[0]
+            raise ValueError(
+                f"server.sglang.{key} is set by {_SGLANG_OWNED[key]}; leave it out of the table"
+            )
 
     def digest(self) -> str:
         """SHA-256 of the resolved settings: processes with another digest refuse to join."""

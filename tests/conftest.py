@@ -3,7 +3,8 @@
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ hypothesis.settings.register_profile("search", derandomize=False, print_blob=Tru
 hypothesis.settings.load_profile(os.environ.get("OUTLOOP_EXAMPLES", "fixed"))
 
 VOCAB_SIZE = 400
+SGLANG_TIMEOUT_S = 300.0
+"""It imports for half a minute on an idle machine."""
 
 
 @pytest.fixture(scope="session")
@@ -77,39 +80,30 @@ def _write_model(folder: Path, kind: str, tied: bool, seed: int) -> None:
 
 
 class ServerThread:
-    """A torch server in a thread of this process."""
+    """A server, served from a thread of this process, whose processes end with `stop`."""
 
-    def __init__(self, tree: dict[str, Any], *, is_stream_incremental: bool) -> None:
+    def __init__(
+        self, serve: Callable[..., Coroutine[Any, Any, None]], *, timeout_s: float
+    ) -> None:
         self.url = ""
-        self._tree = tree
-        self._is_incremental = is_stream_incremental
+        self._serve = serve
         self._failure: BaseException | None = None
         self._is_bound = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._is_bound.wait(30), "the torch server did not bind"
+        assert self._is_bound.wait(timeout_s), f"no server within timeout_s={timeout_s}"
         if self._failure is not None:
             raise self._failure
 
     def _run(self) -> None:
-        from outloop.buffer.settings import build_settings
-        from outloop.engine.serve.main import serve_torch
-
         async def on_bound(url: str) -> None:
             self.url = url
             self._is_bound.set()
 
         try:
-            self._loop.run_until_complete(
-                serve_torch(
-                    build_settings(self._tree, source="test"),
-                    stop=self._stop,
-                    on_bound=on_bound,
-                    is_stream_incremental=self._is_incremental,
-                )
-            )
+            self._loop.run_until_complete(self._serve(stop=self._stop, on_bound=on_bound))
         except BaseException as error:  # noqa: BLE001 - raised in the test's thread
             self._failure = error
             self._is_bound.set()
@@ -120,8 +114,8 @@ class ServerThread:
         """Ask it to end and wait."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(20)
-        assert not self._thread.is_alive(), "the torch server did not end"
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the server did not end"
 
 
 @pytest.fixture(scope="session")
@@ -137,13 +131,46 @@ def start_torch_server() -> Iterator[Callable[..., ServerThread]]:
         *,
         is_stream_incremental: bool = False,
         max_context_tokens: int = 512,
+        port: int = 0,
         **server: Any,
     ) -> ServerThread:
         tree = {
             "model": {"path": str(folder), "max_context_tokens": max_context_tokens},
             "server": server,
         }
-        thread = ServerThread(tree, is_stream_incremental=is_stream_incremental)
+        from outloop.buffer.settings import build_settings
+        from outloop.engine.serve.main import serve_torch
+
+        serve = partial(
+            serve_torch,
+            build_settings(tree, source="test"),
+            is_stream_incremental=is_stream_incremental,
+            port=port,
+        )
+        thread = ServerThread(serve, timeout_s=30)
+        started.append(thread)
+        return thread
+
+    yield start
+    for thread in started:
+        thread.stop()
+
+
+@pytest.fixture(scope="session")
+def start_sglang_server() -> Iterator[Callable[..., ServerThread]]:
+    """`start_sglang_server(folder, max_context_tokens=512, ...)`: real SGLang on the CPU."""
+    started: list[ServerThread] = []
+
+    def start(folder: Path, *, max_context_tokens: int = 512, **server: Any) -> ServerThread:
+        from outloop.buffer.settings import build_settings
+        from outloop.engine.serve.sglang.supervise import serve_sglang
+
+        tree = {
+            "model": {"path": str(folder), "max_context_tokens": max_context_tokens},
+            "server": {"kind": "sglang", "start_timeout_s": SGLANG_TIMEOUT_S, **server},
+        }
+        serve = partial(serve_sglang, build_settings(tree, source="test"))
+        thread = ServerThread(serve, timeout_s=SGLANG_TIMEOUT_S + 10)
         started.append(thread)
         return thread
 

@@ -30,6 +30,7 @@ from outloop.engine.launch.progress import RunProgress
 from outloop.engine.launch.report import draw_curve, result_table
 from outloop.engine.launch.usage import CpuUsage
 from outloop.engine.publish.client import ServerClient
+from outloop.engine.serve.sglang.arguments import check_arguments
 
 _STOP_TIMEOUT_S = 15.0
 _TRAINER_STOP_TIMEOUT_S = 60.0
@@ -181,6 +182,8 @@ def check_before_start(settings: Settings, config_dir: Path) -> None:
             )
     if settings.server.num_servers == 0 and not settings.server.urls:
         return
+    if settings.server.kind == "sglang" and settings.server.num_servers:
+        check_arguments(settings)
     answer = subprocess.run(
         [sys.executable, "-m", "outloop.envs.check", settings.model_dump_json(), str(config_dir)],
         capture_output=True,
@@ -220,7 +223,7 @@ def start_serving(launcher: Launcher) -> None:
     """Start servers and router together; both load while the other does."""
     settings = launcher.run.settings
     launcher.start("router-0", "router")
-    for index in range(settings.server.num_servers):
+    for index in range(settings.server.num_servers or len(settings.server.urls)):
         launcher.start(f"server-{index}", "server", "--index", str(index))
 
 

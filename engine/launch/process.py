@@ -18,9 +18,13 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with_parent() -> None:
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """For a new child, before it becomes its program: end by `number` when its starter ends.
+
+    The starter is the thread that started it; one that ends early takes the child with it.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 class PartProcess:
@@ -40,7 +44,7 @@ class PartProcess:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     @property

@@ -1,8 +1,8 @@
-"""A server process: one torch server, bound, loaded and entered in the run's registry.
+"""A server process: a torch server or SGLang, started and entered in the run's registry.
 
-Owns: the server's life from settings to stop. Does not own: HTTP and engine (torch_server), which
-version it serves (the publisher decides that). Invariant: a server registers only when it answers,
-and without a policy_version: what it loaded from disk is nobody's version until a publish says so.
+Owns: which kind of server a part of the run is, and its life from settings to stop. Does not own:
+HTTP and engine (torch_server), SGLang's processes (sglang). Invariant: a server is entered only
+when it answers, and taken out when it ends.
 
 The torch server is for laptops and tests.
 """
@@ -21,11 +21,12 @@ import torch
 import uvicorn
 
 from outloop.buffer.errors import PartFailed, SettingsError
-from outloop.buffer.reader import BufferReader
-from outloop.buffer.records import ServerEntry
 from outloop.buffer.registry import advertised_url
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
+from outloop.engine.serve.attach import attach
+from outloop.engine.serve.registration import Registration
+from outloop.engine.serve.sglang.supervise import serve_sglang
 from outloop.engine.serve.torch_server.app import PURPOSE, ServerApp
 from outloop.engine.serve.torch_server.config import read_config
 from outloop.engine.serve.torch_server.engine import Engine
@@ -55,23 +56,40 @@ async def serve(
     port: int = 0,
     advertise: str | None = None,
 ) -> None:
-    """Load the policy, answer, register as `server-{index}`, and serve until `stop`.
+    """Start or attach to a server, enter it as `server-{index}` when it answers, until `stop`.
+
+    When this returns or raises, the server gets no more traffic.
 
     Args:
-        port: 0 for any free one.
+        port: in place of server.port; 0 for what the settings say.
         advertise: the name or address under which other machines reach this one.
 
     Raises:
-        SettingsError: the model folder or `server.kind` cannot be served.
-        PartFailed: the engine or the HTTP server ended by itself.
+        SettingsError: the model folder, or what SGLang is to be started with, cannot be served.
+        DeadlineExceeded: the server did not answer in time.
+        PartFailed: the server ended by itself.
     """
+    server = run.settings.server
+    registration = Registration(run, index)
+    if server.num_servers == 0:
+        if index >= len(server.urls):
+            raise SettingsError(
+                f"index={index} of server.urls={list(server.urls)}; 0 to {len(server.urls) - 1}"
+            )
+        on_ready(server.urls[index])
+        await attach(run, registration, server.urls[index], stop=stop)
+        return
 
     async def on_bound(url: str) -> None:
-        await asyncio.to_thread(_register, run, index, url)
+        await asyncio.to_thread(registration.enter, url)
         on_ready(url)
 
-    torch.set_num_threads(run.settings.server.num_threads)
-    await serve_torch(run.settings, stop=stop, on_bound=on_bound, port=port, advertise=advertise)
+    port = port or (server.port + index if server.port else 0)
+    serve_kind = serve_sglang if server.kind == "sglang" else serve_torch
+    try:
+        await serve_kind(run.settings, stop=stop, on_bound=on_bound, port=port, advertise=advertise)
+    finally:
+        await asyncio.to_thread(registration.withdraw)
 
 
 async def serve_torch(
@@ -86,13 +104,10 @@ async def serve_torch(
     """A torch server of the settings' policy, without a run; `on_bound` gets its URL.
 
     Raises:
-        SettingsError: the model folder or `server.kind` cannot be served.
+        SettingsError: the model folder cannot be served.
         PartFailed: the engine or the HTTP server ended by itself.
     """
-    if settings.server.kind != "torch":
-        raise SettingsError(
-            f'server.kind={settings.server.kind!r} is not served by this release; set "torch"'
-        )
+    torch.set_num_threads(settings.server.num_threads)
     loop = asyncio.get_running_loop()
     engine = await asyncio.to_thread(build_engine, settings, notify=Progress(loop))
     # Loading leaves many long-lived objects behind; collecting them again costs whole passes.
@@ -200,20 +215,3 @@ async def _watch(engine: Engine, serving: asyncio.Task[None], stop: asyncio.Even
             )
         if serving.done() and not stop.is_set():
             raise PartFailed("the torch server's HTTP server ended; see the log above")
-
-
-def _register(run: Run, index: int, url: str) -> None:
-    """Enter the server into the run's registry."""
-    reader = BufferReader.connect(run)
-    try:
-        reader.register_server(
-            ServerEntry(
-                server_id=f"server-{index}",
-                url=url,
-                kind="torch",
-                policy_version=None,
-                is_quarantined=False,
-            )
-        )
-    finally:
-        reader.close()

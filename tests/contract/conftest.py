@@ -9,16 +9,27 @@ from typing import Any
 import aiohttp
 import pytest
 
-KINDS = ["torch"]
+KINDS = ["torch", pytest.param("sglang", marks=pytest.mark.sglang)]
+SGLANG_DEFECTS = {
+    "fatal_ids": "an id outside the vocabulary ends the server; the router refuses such ids",
+    "seed": "sampling_seed needs --enable-deterministic-inference, which has no CPU backend",
+}
+"""Where SGLang 0.5.23 is not what the suite asks for, by the name that tests use."""
 
 
 class Server:
     """A server under test, spoken to as any client would."""
 
-    def __init__(self, url: str, folder: Path, session: aiohttp.ClientSession) -> None:
+    def __init__(self, kind: str, url: str, folder: Path, session: aiohttp.ClientSession) -> None:
+        self.kind = kind
         self.url = url
         self.folder = folder
         self.session = session
+
+    def has_defect(self, name: str) -> bool:
+        """Whether the suite knows this kind of server to differ here."""
+        assert name in SGLANG_DEFECTS
+        return self.kind == "sglang"
 
     async def post(self, path: str, **body: Any) -> tuple[int, Any]:
         """Status and decoded answer."""
@@ -62,7 +73,7 @@ class Server:
                         yield json.loads(line[6:])
             assert is_done
 
-    async def wait_until_running(self, num: int, *, timeout_s: float = 10.0) -> None:
+    async def wait_until_running(self, num: int, *, timeout_s: float = 30.0) -> None:
         """Wait until `num` requests are running and have drawn something."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
@@ -73,12 +84,16 @@ class Server:
             assert asyncio.get_running_loop().time() < deadline, load
             await asyncio.sleep(0.005)
 
-    async def wait_until_idle(self, *, timeout_s: float = 10.0) -> None:
-        """Wait until nothing runs or waits."""
+    async def wait_until_idle(
+        self, note: Callable[[dict[str, Any]], None] | None = None, *, timeout_s: float = 30.0
+    ) -> None:
+        """Wait until nothing runs or waits; `note` sees every load on the way."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             _, answer = await self.get("/v1/loads")
             load = answer["loads"][0]
+            if note is not None:
+                note(load)
             if load["num_running_reqs"] + load["num_waiting_reqs"] == 0:
                 return
             assert asyncio.get_running_loop().time() < deadline, load
@@ -90,21 +105,23 @@ def started(
     request: pytest.FixtureRequest,
     make_model: Callable[..., Path],
     start_torch_server: Callable[..., Any],
-) -> tuple[str, Path]:
-    """URL and model folder of one running server of a kind."""
-    assert request.param == "torch"
+    start_sglang_server: Callable[..., Any],
+) -> tuple[str, str, Path]:
+    """Kind, URL and model folder of one running server of each kind."""
+    start = {"torch": start_torch_server, "sglang": start_sglang_server}[request.param]
     folder = make_model()
-    return start_torch_server(folder).url, folder
+    return request.param, start(folder).url, folder
 
 
 @pytest.fixture
-async def server(started: tuple[str, Path]) -> AsyncIterator[Server]:
+async def server(started: tuple[str, str, Path]) -> AsyncIterator[Server]:
     """The server, idle, going, and with its first weights and version when the test begins."""
-    url, folder = started
+    kind, url, folder = started
     connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=30)
+    timeout = aiohttp.ClientTimeout(total=60)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        server = Server(url, folder, session)
+        server = Server(kind, url, folder, session)
+        await server.post("/update_weight_version", new_version="default")
         yield server
         await server.post("/abort_request", abort_all=True)
         await server.post("/end_weight_update")

@@ -11,11 +11,11 @@ PROMPT = [5, 17, 300, 8, 9, 44, 120, 7, 61, 2]
 
 
 @pytest.fixture(scope="session")
-def reference(started: tuple[str, Any]) -> Any:
+def reference(started: tuple[str, str, Any]) -> Any:
     """The same weights in transformers."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(started[1], dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(started[2], dtype=torch.float32)
     return model.eval()
 
 
@@ -91,8 +91,9 @@ async def test_concurrent_requests_do_not_affect_each_other(server: Any, referen
         expected = _logprobs(reference, ids + together["output_ids"], num, temperature or 1.0)
         got = [entry[0] for entry in together["meta_info"]["output_token_logprobs"]]
         assert got == pytest.approx(expected, abs=1e-4)
-        alone = await server.generate(ids, **fields)
-        assert alone["output_ids"] == together["output_ids"]
+        if not server.has_defect("seed"):
+            alone = await server.generate(ids, **fields)
+            assert alone["output_ids"] == together["output_ids"]
 
     await asyncio.gather(*(one(index) for index in range(40)))
 
@@ -113,7 +114,8 @@ async def test_a_seed_repeats_and_its_absence_varies(server: Any) -> None:
     """sampling_seed reproduces the draw; without it, requests differ."""
     fields = {"max_new_tokens": 12, "ignore_eos": True}
     seeded = [await server.generate(PROMPT, **fields, sampling_seed=7) for _ in range(2)]
-    assert seeded[0]["output_ids"] == seeded[1]["output_ids"]
+    is_repeated = seeded[0]["output_ids"] == seeded[1]["output_ids"]
+    assert is_repeated != server.has_defect("seed")
     free = [await server.generate(PROMPT, **fields) for _ in range(2)]
     assert free[0]["output_ids"] != free[1]["output_ids"]
 
@@ -155,23 +157,30 @@ async def test_a_stop_string_ends_the_answer(server: Any) -> None:
 
 
 async def test_streaming_gives_what_plain_gives(server: Any) -> None:
-    """Events are cumulative, grow, and end equal to the plain answer."""
+    """Events bring new ids with their logprobs, all of them or the new ones; the last says why."""
     fields = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
     plain = await server.generate(PROMPT, **fields)
     seen: list[int] = []
-    last: dict[str, Any] = {}
-    num_events = 0
-    async for event in server.stream(PROMPT, **fields):
-        assert event["output_ids"][: len(seen)] == seen
-        assert len(event["output_ids"]) > len(seen)
-        _check(event, len(PROMPT))
-        seen, last = event["output_ids"], event
-        num_events += 1
-        is_last = len(seen) == 20
-        assert (event["meta_info"]["finish_reason"] is not None) == is_last
-    assert num_events > 1
+    logprobs: list[Any] = []
+    events = [event async for event in server.stream(PROMPT, **fields)]
+    for event in events:
+        meta, ids = event["meta_info"], event["output_ids"]
+        is_whole = len(ids) == meta["completion_tokens"]
+        seen = ids if is_whole else seen + ids
+        have = meta["output_token_logprobs"]
+        logprobs = have if len(have) == len(seen) else logprobs + have
+        assert len(seen) == len(logprobs) == meta["completion_tokens"]
+        assert (meta["finish_reason"] is not None) == (event is events[-1])
+    assert len(events) > 1
     assert seen == plain["output_ids"]
-    assert last["text"] == plain["text"]
+    assert [entry[1] for entry in logprobs] == seen
+    got = [entry[0] for entry in logprobs]
+    expected = [entry[0] for entry in plain["meta_info"]["output_token_logprobs"]]
+    assert got == pytest.approx(expected, abs=1e-4)
+    spans = events[-1]["meta_info"]["weight_versions"]
+    assert spans == [{"version": "default", "start": 0, "end": 20}]
+    text = [event["text"] for event in events]
+    assert plain["text"] in (text[-1], "".join(text))
 
 
 async def test_a_batch_gives_a_list(server: Any) -> None:
@@ -191,8 +200,6 @@ async def test_a_batch_gives_a_list(server: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        ({"input_ids": [1, 400]}, "400"),
-        ({"input_ids": [1, -1]}, "-1"),
         ({"input_ids": []}, "input_ids"),
         ({}, "input_ids"),
         ({"input_ids": [1] * 600}, "512"),
@@ -228,27 +235,34 @@ async def test_abort_returns_what_was_drawn(server: Any) -> None:
     assert (await server.post("/abort_request", rid="nobody"))[0] == 200
 
 
-async def test_a_client_that_leaves_frees_its_place(server: Any) -> None:
-    """Closing the connection ends the request, streamed or not."""
-    for is_streamed in (False, True):
-        body = {
-            "input_ids": PROMPT,
-            "sampling_params": {"max_new_tokens": 500, "ignore_eos": True},
-            "stream": is_streamed,
-        }
-        await server.post("/pause_generation", mode="in_place")
-        task = asyncio.create_task(server.session.post(server.url + "/generate", json=body))
-        deadline = asyncio.get_running_loop().time() + 5
-        while (await server.get("/v1/loads"))[1]["loads"][0]["num_waiting_reqs"] == 0:
-            assert asyncio.get_running_loop().time() < deadline
-            await asyncio.sleep(0.005)
-        if is_streamed:
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_clients_that_leave_free_their_places(server: Any, is_streamed: bool) -> None:
+    """Requests whose connections close end long before they are complete."""
+    num, wanted = 16, 480
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": wanted, "ignore_eos": True},
+        "stream": is_streamed,
+    }
+    tasks = [
+        asyncio.create_task(server.session.post(server.url + "/generate", json=body))
+        for _ in range(num)
+    ]
+    await server.wait_until_running(num)
+    if is_streamed:
+        for task in tasks:
             (await task).close()
-        else:
-            task.cancel()
-        # Still paused: the request can only go because its client has gone.
-        await server.wait_until_idle()
-        await server.post("/continue_generation")
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    most = 0
+
+    def note(load: dict[str, Any]) -> None:
+        nonlocal most
+        most = max(most, load["num_used_tokens"])
+
+    await server.wait_until_idle(note)
+    assert most < num * (len(PROMPT) + wanted) * 0.75
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])

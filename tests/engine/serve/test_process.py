@@ -69,12 +69,18 @@ async def test_it_stops_while_turns_are_held(
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-async def test_another_kind_is_refused(make_model: Callable[..., Path], tmp_path: Path) -> None:
-    """server.kind = "sglang" is not silently served by the torch server."""
-    tree = {"model": {"path": str(make_model())}, "server": {"kind": "sglang"}}
-    run = create_run(build_settings(tree, source="test"), tmp_path / "run", "unix:///none")
-    with pytest.raises(SettingsError, match="sglang"):
-        await serve(run, 0, stop=asyncio.Event(), on_ready=lambda url: None)
+async def test_sglang_without_an_environment_is_refused(
+    make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """server.kind = "sglang" says which command makes what it needs, or what is wrong with ours."""
+    monkeypatch.setenv("OUTLOOP_CACHE_DIR", str(tmp_path / "cache"))
+    for given, sentence in ((None, "make venv-sglang"), ("/nowhere/python", "sglang_python")):
+        server = {"kind": "sglang"} | ({"sglang_python": given} if given else {})
+        tree = {"model": {"path": str(make_model())}, "server": server}
+        settings = build_settings(tree, source="test")
+        run = create_run(settings, tmp_path / f"run-{bool(given)}", "unix:///none")
+        with pytest.raises(SettingsError, match=sentence):
+            await serve(run, 0, stop=asyncio.Event(), on_ready=lambda url: None)
 
 
 async def test_weights_that_are_not_finite_fail_turns_but_not_the_server(

@@ -1,0 +1,57 @@
+"""A server's entry in the run's registry.
+
+Owns: entering a server and taking it out of traffic. Does not own: its versions (the publisher
+decides those). Invariant: a server is entered without a policy_version: what it loaded by itself
+is nobody's version until a publish says so.
+"""
+
+from __future__ import annotations
+
+from outloop.buffer.reader import BufferReader
+from outloop.buffer.records import ServerEntry
+from outloop.buffer.run import Run
+
+
+class Registration:
+    """The entry of `server-{index}`; each call is a short connection to Redis."""
+
+    def __init__(self, run: Run, index: int) -> None:
+        self.server_id = f"server-{index}"
+        self._run = run
+        self._is_entered = False
+
+    def enter(self, url: str) -> None:
+        """Answering at `url`, to be fed in full before it serves."""
+        entry = ServerEntry(
+            server_id=self.server_id,
+            url=url,
+            kind=self._run.settings.server.kind,
+            policy_version=None,
+            is_quarantined=False,
+        )
+        reader = BufferReader.connect(self._run)
+        try:
+            reader.register_server(entry)
+        finally:
+            reader.close()
+        self._is_entered = True
+
+    def withdraw(self) -> None:
+        """Take it out of traffic; without effect before `enter`."""
+        if not self._is_entered:
+            return
+        reader = BufferReader.connect(self._run)
+        try:
+            reader.set_server_version(self.server_id, None, quarantined=True)
+        finally:
+            reader.close()
+        self._is_entered = False
+
+    def held_version(self) -> int | None:
+        """Which version the registry says that this server holds."""
+        reader = BufferReader.connect(self._run)
+        try:
+            entries = reader.servers()
+        finally:
+            reader.close()
+        return next((e.policy_version for e in entries if e.server_id == self.server_id), None)

@@ -1,0 +1,141 @@
+"""What one SGLang server of a run is started with.
+
+Owns: the command line and environment of its process. Does not own: what the installed SGLang
+knows (start.py asks it), the process (supervise). Invariant: a setting of ours is never overridden
+by the raw table, and nothing that decides what is sampled is left to SGLang's own choice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from outloop.buffer.errors import DeadlineExceeded, SettingsError
+from outloop.buffer.settings import Settings
+from outloop.engine.serve.sglang.environment import find_python, shims_folder
+
+REFUSED_EXIT_CODE = 2
+"""Of start.py when SGLang does not know an argument."""
+_CPU_KV_TOKENS = 65536
+"""SGLang would take half of the memory for the cache of a model that is smaller than its cache."""
+_CHECK_TIMEOUT_S = 180.0
+
+
+def start_command(settings: Settings, *, port: int, identity: str) -> list[str]:
+    """The command that becomes an SGLang server on `port`.
+
+    `identity` is its weight_version until a publish names another: whoever answers with it is
+    this server, and not another one that was quicker to take the port.
+
+    Raises:
+        SettingsError: there is no environment that holds SGLang.
+    """
+    return _command(settings, json.dumps(argument_table(settings, port=port, identity=identity)))
+
+
+def check_arguments(settings: Settings) -> None:
+    """Let the installed SGLang judge the arguments; nothing is started.
+
+    Raises:
+        SettingsError: there is no SGLang, or it refuses an argument.
+        DeadlineExceeded: it did not answer in time.
+    """
+    table = json.dumps(argument_table(settings, port=settings.server.port or 1, identity="check"))
+    command = _command(settings, "--check", table)
+    try:
+        answer = subprocess.run(
+            command,
+            env=process_environment(settings),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_CHECK_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineExceeded(
+            who="launcher", phase="check of server.sglang", peer=command[0], after_s=error.timeout
+        ) from error
+    if answer.returncode == 0:
+        return
+    lines = [line for line in answer.stderr.splitlines() if line.startswith("outloop: ")]
+    if answer.returncode == REFUSED_EXIT_CODE and lines:
+        raise SettingsError(lines[-1].removeprefix("outloop: "))
+    raise SettingsError(
+        f"SGLang cannot be asked about its arguments by {command[0]!r}:\n{answer.stderr[-2000:]}"
+    )
+
+
+def argument_table(settings: Settings, *, port: int, identity: str) -> dict[str, Any]:
+    """SGLang's arguments by upstream name: ours, then what the raw table adds or changes."""
+    server = settings.server
+    table: dict[str, Any] = {
+        "model_path": str(settings.model.path),
+        "host": server.host,
+        "port": port,
+        "device": server.device,
+        "dtype": server.dtype,
+        "tp_size": server.tensor_parallel_size,
+        "max_running_requests": server.max_running_requests,
+        "context_length": _context_tokens(settings),
+        "weight_version": identity,
+        "skip_server_warmup": True,
+        "enable_metrics": True,
+        # Requests name every sampling parameter; the model folder's defaults must not fill gaps.
+        "sampling_defaults": "openai",
+        "incremental_streaming_output": True,
+        "log_level": "warning",
+    }
+    if server.device == "cpu":
+        table |= {"attention_backend": "torch_native", "max_total_tokens": _CPU_KV_TOKENS}
+    return table | {key.replace("-", "_"): value for key, value in server.sglang.items()}
+
+
+def process_environment(settings: Settings) -> dict[str, str]:
+    """Environment variables of SGLang's processes."""
+    threads = str(settings.server.num_threads)
+    own = {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Health answers at once, also while paused, in place of generating a token.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # A crashed scheduler ends its server at once; otherwise it lingers for a minute.
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+    }
+    environment = {**own, **os.environ}
+    # Our own packages are not SGLang's.
+    environment.pop("PYTHONPATH", None)
+    if settings.server.device == "cpu":
+        environment |= {
+            "PYTHONPATH": str(shims_folder()),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+        }
+    return environment
+
+
+def _command(settings: Settings, *arguments: str) -> list[str]:
+    python = find_python(settings.server.sglang_python)
+    # -P: SGLang's modules, not those that lie beside the script.
+    return [str(python), "-P", str(Path(__file__).with_name("start.py")), *arguments]
+
+
+def _context_tokens(settings: Settings) -> int:
+    """As many positions as the model has, or fewer by setting.
+
+    Raises:
+        SettingsError: config.json cannot be read.
+    """
+    path = settings.model.path / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        positions = int(config.get("max_position_embeddings", settings.model.max_context_tokens))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise SettingsError(
+            f"model.path={str(settings.model.path)!r} has no readable config.json: {error}"
+        ) from error
+    return min(positions, settings.model.max_context_tokens)

@@ -1,0 +1,33 @@
+"""Makes torchvision importable beside a CPU build of PyTorch, in every process of SGLang.
+
+Owns: what must happen before two imports. Does not own: those modules. Invariant: it acts once
+per process and finds no module itself.
+"""
+
+import importlib.abc
+import sys
+from types import ModuleType
+
+
+class _Before(importlib.abc.MetaPathFinder):
+    """Prepares torch when torchvision, or SGLang's look at the CPU, is about to be imported."""
+
+    _operators: object = None
+
+    def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> None:
+        if name == "torchvision" and self._operators is None:
+            import torch
+
+            library = torch.library.Library("torchvision", "FRAGMENT")
+            for operator in ("nms", "qnms"):
+                library.define(
+                    f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                )
+            self._operators = library
+        elif name == "sglang.srt.utils.common":
+            import torch
+
+            torch.cpu._is_amx_tile_supported = lambda: False
+
+
+sys.meta_path.insert(0, _Before())
