@@ -4,6 +4,8 @@
 
 PYTHON ?= python3.11
 SEEDS ?= 0
+# Of examples/: calculator or another with a warm_start.toml.
+EXAMPLE ?= calculator
 # For a machine whose package index gives torch with CUDA: TORCH_PIP_ARGS="--index-url <CPU index>"
 TORCH_PIP_ARGS ?=
 VENV := .venv
@@ -37,7 +39,7 @@ venv-sglang: $(STAMP)
 	TORCH_PIP_ARGS="$(TORCH_PIP_ARGS)" $(BIN)/python -m outloop.engine.serve.sglang.environment
 
 demo: $(STAMP)
-	SEEDS=$(SEEDS) $(BIN)/python examples/calculator/demo.py
+	SEEDS=$(SEEDS) $(BIN)/python examples/demo.py $(EXAMPLE)
 
 test: lint test-checkout test-wheel
 

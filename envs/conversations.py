@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -35,8 +36,19 @@ def load_conversations(settings: Settings) -> Iterator[dict[str, Any]]:
             'trainer.mode="sft" needs env.conversations; give a JSONL file, '
             "or package.module:function that returns {messages, tools} rows"
         )
+    return read_conversations(source, setting=setting, import_dir=settings.env.import_dir)
+
+
+def read_conversations(
+    source: str, *, setting: str, import_dir: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Checked rows of a JSONL file or of what package.module:function returns.
+
+    Raises:
+        SettingsError: no row, or a row of another shape (named by line or index).
+    """
     empty = True
-    for place, row in read_rows(source, setting=setting, import_dir=settings.env.import_dir):
+    for place, row in read_rows(source, setting=setting, import_dir=import_dir):
         _check_row(row, place)
         empty = False
         yield row

@@ -15,6 +15,8 @@ from verifier import score
 
 from outloop.envs.tasks import split_of
 
+TITLE = "A calculator agent learns to use its tool"
+
 OPERATORS = "+-*"
 OPERANDS = range(10, 100)
 SHARES = {"train": 8, "validation": 1, "test": 1}

@@ -103,6 +103,34 @@ def init_command(config: Path, overrides: tuple[str, ...]) -> None:
     click.echo(launcher.make_run(settings).dir)
 
 
+@cli.command("new-policy")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True)
+@click.option("--conversations", metavar="SOURCE", help="JSONL file or module:function.")
+@click.option(
+    "--import-dir",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Where SOURCE is looked for after the working directory.",
+)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--vocab-size", default=640, show_default=True)
+@click.option("--hidden-size", default=64, show_default=True)
+@click.option("--num-layers", default=2, show_default=True)
+@click.option("--max-context-tokens", default=512, show_default=True)
+def new_policy(
+    out: Path, conversations: str | None, import_dir: Path | None, seed: int, **sizes: int
+) -> None:
+    """Make a small random policy, its tokenizer trained on conversations, for a laptop."""
+    from outloop.engine.new_policy import Sizes, write_policy
+    from outloop.envs.conversations import read_conversations
+
+    rows = (
+        read_conversations(conversations, setting="--conversations", import_dir=import_dir)
+        if conversations is not None
+        else ()
+    )
+    click.echo(f"{out}: {write_policy(out, seed, rows, Sizes(**sizes))} random weights")
+
+
 @cli.command()
 def doctor() -> None:
     """Say what is installed, what is missing and what this machine can run."""

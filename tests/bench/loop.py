@@ -131,9 +131,9 @@ def run_demo_phase() -> Path:
     """The demo's warm start and the first steps of its RL phase; returns the RL run's folder."""
     shutil.rmtree(OUT / "loop", ignore_errors=True)
     model = OUT / "loop" / "policy"
-    subprocess.run(
-        [sys.executable, "examples/calculator/policy.py", "--out", str(model)], cwd=ROOT, check=True
-    )
+    command = [sys.executable, "-m", "outloop.cli", "new-policy", "--out", str(model)]
+    command += ["--conversations", "tasks:conversations", "--import-dir", "examples/calculator"]
+    subprocess.run(command, cwd=ROOT, check=True)
     place = {"run__dir": str(OUT / "loop")}
     train("warm_start.toml", run__name="warm-start", model__path=str(model), **place)
     train(

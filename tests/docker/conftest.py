@@ -11,8 +11,8 @@ import pytest
 import redis
 
 from outloop.buffer.embedded import find_server
+from outloop.engine.new_policy import write_policy
 
-ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "p@ss/word:%41"
 ROLLOUTS = '''
 """Digits score: a random policy differs within a group, so there is signal."""
@@ -100,10 +100,9 @@ def redis_port(tmp_path: Path) -> Iterator[int]:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The calculator's initial policy."""
+    """A policy of random weights."""
     folder = tmp_path_factory.mktemp("model")
-    policy = ROOT / "examples/calculator/policy.py"
-    subprocess.run([sys.executable, str(policy), "--out", str(folder)], check=True, timeout=120)
+    write_policy(folder, 0)
     return folder
 
 

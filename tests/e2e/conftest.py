@@ -105,12 +105,15 @@ timeout_s = 60
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The calculator's initial policy: 0.1M random parameters and its tokenizer."""
+    """0.1M random parameters and a tokenizer trained on the calculator's conversations."""
     folder = tmp_path_factory.mktemp("model")
     subprocess.run(
-        [sys.executable, str(ROOT / "examples/calculator/policy.py"), "--out", str(folder)],
+        [
+            *(sys.executable, "-m", "outloop.cli", "new-policy", "--out", str(folder)),
+            *("--conversations", "tasks:conversations"),
+        ],
         check=True,
-        cwd=ROOT,
+        cwd=ROOT / "examples/calculator",
         timeout=120,
     )
     return folder

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from outloop.engine.new_policy import write_policy
+
 ROOT = Path(__file__).resolve().parents[2]
 CALCULATOR = ROOT / "examples/calculator"
 sys.path.insert(0, str(CALCULATOR))
@@ -15,11 +17,11 @@ sys.path.insert(0, str(CALCULATOR))
 
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The initial policy of seed 0."""
-    from policy import write_policy
+    """The calculator's initial policy of seed 0."""
+    from tasks import conversations
 
     folder = tmp_path_factory.mktemp("policy")
-    write_policy(folder, 0)
+    write_policy(folder, 0, conversations())
     return folder
 
 

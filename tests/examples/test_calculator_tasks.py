@@ -1,13 +1,9 @@
 """The calculator's problems, its scripted players and its initial policy."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from agent import evaluate
-from policy import renderer_of, train_tokenizer
 from tasks import (
     NUM_CONVERSATIONS,
     conversation,
@@ -22,6 +18,7 @@ from tasks import (
 from tokenizers import Tokenizer
 
 from outloop.buffer.settings import load_settings
+from outloop.engine.new_policy import renderer_of, train_tokenizer
 from outloop.envs.check import check_rollout
 
 CALCULATOR = Path(__file__).resolve().parents[2] / "examples/calculator"
@@ -70,20 +67,6 @@ def test_conversations_hold_guesses_calls_and_slips() -> None:
 def test_the_settings_files_pass_the_check(name: str) -> None:
     """Both files load, and what they name can be imported from their own folder."""
     check_rollout(load_settings(CALCULATOR / name))
-
-
-def test_the_policy_program_writes_a_folder(tmp_path: Path) -> None:
-    """`python policy.py --out DIR --seed N` needs no torch; seeds give other weights."""
-    code = (
-        "import sys; sys.argv = ['policy.py', '--out', sys.argv[1], '--seed', '3']\n"
-        "import policy; policy.main(); assert 'torch' not in sys.modules"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=CALCULATOR, check=True, timeout=60
-    )
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["vocab_size"] <= 640
-    assert (tmp_path / "model.safetensors").stat().st_size < 2**20
 
 
 def test_transformers_loads_the_policy(policy_folder: Path) -> None:

@@ -1,27 +1,35 @@
-"""Makes the initial policy: a random Qwen3-shaped model and a tokenizer trained on the spot.
+"""Makes a policy from nothing: a small random Qwen3-shaped model and a tokenizer of its own.
 
-    python policy.py --out DIR [--seed 0]
+Owns: the sizes, weights, tokenizer and chat template of such a folder. Does not own: where the
+conversations come from, training (a warm start by SFT comes next). Invariant: the folder is a
+Hugging Face folder that the torch server, the trainer and transformers load; neither torch nor
+transformers is needed to make it, and nothing is downloaded.
 
-DIR is then a Hugging Face folder. Nothing is downloaded, and neither torch nor transformers is
-needed. The tokenizer is a byte-level BPE trained on whole rendered conversations, the tool
-preamble included: the preamble is sent with every turn, and text that the BPE has not seen costs
-several hundred ids.
+The tokenizer is a byte-level BPE trained on whole rendered conversations, the tool preamble
+included: the preamble is sent with every turn, and text that the BPE has not seen costs several
+hundred ids.
 """
 
-import argparse
+from __future__ import annotations
+
 import json
 import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from renderers import Qwen3RendererConfig, create_renderer
 from safetensors.numpy import save_file
-from tasks import conversations
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from tokenizers.trainers import BpeTrainer
+
+from outloop.buffer.errors import SettingsError
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKER_TOKENS = [
@@ -33,21 +41,27 @@ MARKER_TOKENS = [
     "</think>",
 ]
 NUM_TOKENIZER_CONVERSATIONS = 400
-VOCAB_SIZE = 640
-"""At most; the BPE stops when nothing is left to merge."""
-CONFIG = {
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How large a new policy is; the default has 0.14M weights."""
+
+    vocab_size: int = 640
+    """At most; the BPE stops when nothing is left to merge."""
+    hidden_size: int = 64
+    num_layers: int = 2
+    max_context_tokens: int = 512
+
+
+_HEAD_DIM = 16
+_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": _HEAD_DIM,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
     "tie_word_embeddings": True,
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -99,7 +113,7 @@ CHAT_TEMPLATE = """\
 class RendererTokenizer:
     """The few methods that `renderers` asks of a tokenizer."""
 
-    name_or_path = "calculator"
+    name_or_path = "outloop-new-policy"
     unk_token_id = None
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -115,24 +129,25 @@ class RendererTokenizer:
         return self.tokenizer.token_to_id(token)
 
 
-def renderer_of(tokenizer: Tokenizer):
+def renderer_of(tokenizer: Tokenizer) -> Any:
     """The renderer that the router uses, over `tokenizer`."""
     config = Qwen3RendererConfig(enable_thinking=False)
     return create_renderer(RendererTokenizer(tokenizer), config)
 
 
-def train_tokenizer(rows: list[dict], vocab_size: int) -> Tokenizer:
+def train_tokenizer(rows: Iterable[Mapping[str, Any]], vocab_size: int) -> Tokenizer:
     """A BPE over the conversations, rendered by the renderer that will render them later."""
     bytes_only = bpe([], vocab_size=0)
     renderer = renderer_of(bytes_only)
 
-    def text_of(row: dict, num_messages: int, ends_in_prompt: bool) -> str:
+    def text_of(row: Mapping[str, Any], num_messages: int, ends_in_prompt: bool) -> str:
         ids = renderer.render_ids(
             row["messages"][:num_messages],
-            tools=row["tools"],
+            tools=row.get("tools"),
             add_generation_prompt=ends_in_prompt,
         )
-        return bytes_only.decode(ids, skip_special_tokens=False)
+        text: str = bytes_only.decode(ids, skip_special_tokens=False)
+        return text
 
     texts = []
     for row in rows:
@@ -169,7 +184,7 @@ def bpe(texts: list[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def initial_weights(config: dict, seed: int) -> dict[str, np.ndarray]:
+def initial_weights(config: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
     """Random float32 weights under their Hugging Face names."""
     rng = np.random.default_rng(seed)
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -179,7 +194,9 @@ def initial_weights(config: dict, seed: int) -> dict[str, np.ndarray]:
     def normal(rows: int, columns: int, scale: float) -> np.ndarray:
         return (rng.standard_normal((rows, columns)) * scale).astype(np.float32)
 
-    ones = lambda size: np.ones(size, np.float32)  # noqa: E731
+    def ones(size: int) -> np.ndarray:
+        return np.ones(size, np.float32)
+
     wide, deep = hidden**-0.5, (2 * config["num_hidden_layers"]) ** -0.5
     weights = {"model.embed_tokens.weight": normal(config["vocab_size"], hidden, 0.05)}
     for layer in range(config["num_hidden_layers"]):
@@ -201,18 +218,49 @@ def initial_weights(config: dict, seed: int) -> dict[str, np.ndarray]:
     return weights | {"model.norm.weight": ones(hidden)}
 
 
-def write_policy(folder: Path, seed: int) -> None:
-    """Write the folder: tokenizer, template, config and weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(conversations()[:NUM_TOKENIZER_CONVERSATIONS], VOCAB_SIZE)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    end, pad = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")
-    config = CONFIG | {
-        "vocab_size": tokenizer.get_vocab_size(),
+def config_of(sizes: Sizes, vocab_size: int, *, end: int, pad: int) -> dict[str, Any]:
+    """The folder's config.json."""
+    return _CONFIG | {
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": 3 * sizes.hidden_size,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.hidden_size // _HEAD_DIM,
+        "num_key_value_heads": sizes.hidden_size // _HEAD_DIM // 2,
+        "max_position_embeddings": sizes.max_context_tokens,
+        "vocab_size": vocab_size,
         "bos_token_id": pad,
         "eos_token_id": end,
         "pad_token_id": pad,
     }
+
+
+def write_policy(
+    folder: Path,
+    seed: int,
+    conversations: Iterable[Mapping[str, Any]] = (),
+    sizes: Sizes = Sizes(),
+) -> int:
+    """Write the folder: tokenizer, template, config and weights; returns the number of weights.
+
+    Args:
+        seed: of the weights.
+        conversations: rows {"messages", "tools"?}; the tokenizer learns from the first of them.
+            None: every byte is a token.
+
+    Raises:
+        SettingsError: hidden_size cannot be divided into pairs of heads.
+    """
+    if sizes.hidden_size <= 0 or sizes.hidden_size % (2 * _HEAD_DIM):
+        raise SettingsError(
+            f"hidden_size={sizes.hidden_size}: heads have {_HEAD_DIM} each and share keys in "
+            f"pairs; give a multiple of {2 * _HEAD_DIM}"
+        )
+    rows = islice(conversations, NUM_TOKENIZER_CONVERSATIONS)
+    tokenizer = train_tokenizer(rows, sizes.vocab_size)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    end, pad = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")
+    config = config_of(sizes, tokenizer.get_vocab_size(), end=end, pad=pad)
     files = {
         "config.json": config,
         "generation_config.json": {"eos_token_id": [end, pad], "pad_token_id": pad},
@@ -220,7 +268,7 @@ def write_policy(folder: Path, seed: int) -> None:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": "<|im_end|>",
             "pad_token": "<|endoftext|>",
-            "model_max_length": config["max_position_embeddings"],
+            "model_max_length": sizes.max_context_tokens,
             "clean_up_tokenization_spaces": False,
             "chat_template": CHAT_TEMPLATE,
         },
@@ -229,18 +277,4 @@ def write_policy(folder: Path, seed: int) -> None:
         (folder / name).write_text(json.dumps(content, indent=1))
     weights = initial_weights(config, seed)
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the initial policy.")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    write_policy(options.out, options.seed)
-    config = json.loads((options.out / "config.json").read_text())
-    num_weights = sum(weight.size for weight in initial_weights(config, 0).values())
-    print(f"{options.out}: {num_weights} random weights, {config['vocab_size']} tokens")
-
-
-if __name__ == "__main__":
-    main()
+    return sum(weight.size for weight in weights.values())

@@ -1,12 +1,14 @@
-"""From nothing to a learning curve: what `make demo` runs.
+"""From nothing to a learning curve, for an example with a warm start: what `make demo` runs.
 
-    python examples/calculator/demo.py          # SEEDS=0,1,2 for more than one seed
+    python examples/demo.py calculator          # SEEDS=0,1,2 for more than one seed
 
-For each seed: make a policy, warm-start it by SFT on a mediocre scripted player, train it by GRPO,
-and write down how it does on held-out problems. Everything lands in runs/demo: a folder per seed,
-summary.json and curve.png.
+For each seed: make a policy, warm-start it by SFT on the example's scripted player, train it by
+GRPO, and write down how it does on held-out problems. Everything lands in runs/demo/NAME: a folder
+per seed, summary.json and curve.png.
 """
 
+import argparse
+import importlib
 import json
 import os
 import shutil
@@ -14,23 +16,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import matplotlib as mpl
-from policy import write_policy
 from rich.console import Console
 from rich.table import Table
-from tasks import oracle_player, reward_of, scripted_player
 
-HERE = Path(__file__).resolve().parent
-DEMO = Path("runs/demo")
+EXAMPLES = Path(os.path.relpath(Path(__file__).resolve().parent))
 STOP_TIMEOUT_S = 90
 
 
-def train(config: str, *overrides: str) -> float:
-    """Run `outloop train`, its progress on this terminal; returns seconds."""
-    command = [sys.executable, "-m", "outloop.cli", "train", os.path.relpath(HERE / config)]
-    for override in overrides:
-        command += ["--set", override]
+def outloop(*arguments: str) -> float:
+    """Run the command line, its progress on this terminal; returns seconds."""
+    command = [sys.executable, "-m", "outloop.cli", *arguments]
     started = time.monotonic()
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
@@ -44,39 +42,39 @@ def train(config: str, *overrides: str) -> float:
     return time.monotonic() - started
 
 
+def train(config: Path, **settings: object) -> float:
+    """Run `outloop train` with some settings of its own."""
+    overrides = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in settings.items()]
+    return outloop("train", str(config), *(word for o in overrides for word in ("--set", o)))
+
+
 def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def run_seed(seed: int, console: Console) -> dict:
+def run_seed(example: Path, tasks: ModuleType, folder: Path, seed: int, console: Console) -> dict:
     """Policy, warm start and RL of one seed; the row of summary.json."""
-    folder = DEMO / f"seed-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     console.rule(f"seed {seed}: warm start (SFT on a mediocre scripted player)")
-    write_policy(folder / "policy", seed)
-    place = (f"run.dir={json.dumps(str(folder))}", f"run.seed={seed}")
-    warm_start_s = train(
-        "warm_start.toml",
-        *place,
-        'run.name="warm-start"',
-        f"model.path={json.dumps(str(folder / 'policy'))}",
+    outloop(
+        *("new-policy", "--out", str(folder / "policy"), "--seed", str(seed)),
+        *("--conversations", "tasks:conversations", "--import-dir", str(example)),
     )
+    place = {"run__dir": str(folder), "run__seed": seed}
+    policy = {"run__name": "warm-start", "model__path": str(folder / "policy")}
+    warm_start_s = train(example / "warm_start.toml", **place, **policy)
     console.rule(f"seed {seed}: reinforcement learning (GRPO)")
-    rl_s = train(
-        "run.toml",
-        *place,
-        'run.name="rl"',
-        f"model.path={json.dumps(str(folder / 'warm-start' / 'hf'))}",
-    )
+    policy = {"run__name": "rl", "model__path": str(folder / "warm-start" / "hf")}
+    rl_s = train(example / "run.toml", **place, **policy)
     rows = read_metrics(folder / "rl")
     sampled = [row for row in rows if row.get("eval/sampled_reward") is not None]
     greedy = [row for row in rows if row.get("eval/greedy_reward") is not None]
     return {
         "seed": seed,
-        "scripted": reward_of(scripted_player),
+        "scripted": tasks.reward_of(tasks.scripted_player),
         "warm_start": sampled[0]["eval/sampled_reward"],
         "trained": sampled[-1]["eval/sampled_reward"],
-        "oracle": reward_of(oracle_player),
+        "oracle": tasks.reward_of(tasks.oracle_player),
         "se": sampled[-1]["eval/sampled_se"],
         "warm_start_greedy": greedy[0]["eval/greedy_reward"],
         "trained_greedy": greedy[-1]["eval/greedy_reward"],
@@ -110,14 +108,14 @@ def result_table(seeds: list[dict]) -> Table:
     return table
 
 
-def draw_curve(seeds: list[dict], path: Path) -> None:
+def draw_curve(seeds: list[dict], folder: Path, title: str) -> None:
     """Training reward of every step, evaluations as points, and what to compare them with."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.8), dpi=120, layout="constrained")
     for number, row in enumerate(seeds):
-        rows = read_metrics(DEMO / f"seed-{row['seed']}" / "rl")
+        rows = read_metrics(folder / f"seed-{row['seed']}" / "rl")
         color = f"C{number}"
         trained = [r for r in rows if r.get("train/reward_mean") is not None]
         axes.plot(
@@ -149,28 +147,33 @@ def draw_curve(seeds: list[dict], path: Path) -> None:
     }
     for (name, value), style in zip(means.items(), ("-", "--", ":"), strict=True):
         axes.axhline(value, color="0.4", linestyle=style, linewidth=1, label=f"{name} {value:.2f}")
-    axes.set_xlabel("step (one update of 32 groups of 8 episodes)")
+    axes.set_xlabel("step (one optimizer update and its publish)")
     axes.set_ylabel("mean reward, T = 1")
     axes.set_ylim(0.0, 1.05)
     axes.set_xlim(left=0)
-    axes.set_title("A calculator agent learns to use its tool")
+    axes.set_title(title)
     axes.grid(alpha=0.25)
     axes.legend(loc="center right", fontsize=8)
-    figure.savefig(path)
+    figure.savefig(folder / "curve.png")
     plt.close(figure)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Train an example from nothing.")
+    parser.add_argument("name", help="a folder of examples/ that has a warm_start.toml")
+    example = EXAMPLES / parser.parse_args().name
+    sys.path.insert(0, str(example))
+    tasks = importlib.import_module("tasks")
     console = Console()
-    seeds = [int(seed) for seed in os.environ.get("SEEDS", "0").split(",")]
-    DEMO.mkdir(parents=True, exist_ok=True)
+    folder = Path("runs/demo") / example.name
+    folder.mkdir(parents=True, exist_ok=True)
     rows = []
-    for seed in seeds:
-        rows.append(run_seed(seed, console))
-        (DEMO / "summary.json").write_text(json.dumps({"seeds": rows}, indent=1) + "\n")
-    draw_curve(rows, DEMO / "curve.png")
+    for seed in map(int, os.environ.get("SEEDS", "0").split(",")):
+        rows.append(run_seed(example, tasks, folder / f"seed-{seed}", seed, console))
+        (folder / "summary.json").write_text(json.dumps({"seeds": rows}, indent=1) + "\n")
+    draw_curve(rows, folder, tasks.TITLE)
     console.print(result_table(rows))
-    console.print(f"curve {DEMO / 'curve.png'}, figures {DEMO / 'summary.json'}", highlight=False)
+    console.print(f"curve {folder}/curve.png, figures {folder}/summary.json", highlight=False)
 
 
 if __name__ == "__main__":
