@@ -24,6 +24,7 @@ from outloop.buffer.errors import RecordError, SettingsError
 from outloop.buffer.jsonl import format_line, read_lines
 from outloop.buffer.records import Trajectory
 from outloop.buffer.scripts import SyncScripts
+from outloop.buffer.staging import put_sync, sft_records
 from outloop.buffer.stored import EPISODE_FIELDS, trajectory_from
 
 _CHUNK = 64
@@ -139,8 +140,7 @@ class Archive:
 
     def _store_for_sft(self, records: list[bytes], *, final: bool) -> None:
         key = "import:" + hashlib.sha256(b"".join(records)).hexdigest()
-        what = "importing trajectories for SFT"
-        self._scripts.call("put_trajectories", key, int(final), *records, what=what)
+        put_sync(self._client, self._prefix, self._scripts, records, key=key, final=final)
 
     def _keep(self, chunk: list[tuple[Trajectory, bytes]]) -> None:
         words = [word for t, record in chunk for word in (t.episode.episode_id, record)]
@@ -183,15 +183,8 @@ class Archive:
                 yield error
 
     def _of_stream(self) -> Iterator[Trajectory | RecordError]:
-        start = "-"
-        while True:
-            with translated("reading trajectories"):
-                rows: Any = self._client.xrange(f"{self._prefix}sft", min=start, count=_CHUNK)
-            for entry_id, fields in rows:
-                yield _decoded(fields[b"d"])
-                start = f"({entry_id.decode()}"
-            if len(rows) < _CHUNK:
-                return
+        for record in sft_records(self._client, self._prefix):
+            yield _decoded(record)
 
 
 def _decoded(record: bytes) -> Trajectory | RecordError:

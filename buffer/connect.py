@@ -7,7 +7,7 @@ twice), and no redis-py exception leaves this package untranslated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ SOCKET_TIMEOUT_S = 30.0
 """Longest silence of the server in one command; blocking commands must ask for much less."""
 CONNECT_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64
+_WINDOW = 32
 """Per process and event loop; further commands wait for a free connection."""
 
 _ADVICE = (
@@ -63,6 +64,40 @@ def connect_async(url: str) -> redis.asyncio.Redis:
     except ValueError as error:
         raise _bad_url(url, error) from error
     return redis.asyncio.Redis.from_pool(pool)
+
+
+def replies(client: redis.Redis, commands: Sequence[Sequence[str]]) -> Generator[Any]:
+    """The answer to each command, in order, while later ones are on their way.
+
+    Whoever reads them slowly, because he decodes what he got, does so while the server works.
+
+    Raises:
+        redis.RedisError: as a pipeline would; an answer that is an error, at its place.
+    """
+    pool = client.connection_pool
+    connection = pool.get_connection()
+    windows = [commands[i : i + _WINDOW] for i in range(0, len(commands), _WINDOW)]
+    num_unread = 0
+    try:
+        for index in range(len(windows) + 1):
+            if index < len(windows):
+                connection.send_packed_command([b"".join(map(_packed, windows[index]))])
+                num_unread += len(windows[index])
+            if index > 0:
+                for _ in windows[index - 1]:
+                    answer = connection.read_response()
+                    num_unread -= 1
+                    yield answer
+    finally:
+        if num_unread:
+            # Its next user must not get these answers.
+            connection.disconnect()
+        pool.release(connection)
+
+
+def _packed(command: Sequence[str]) -> bytes:
+    words = [word.encode() for word in command]
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)
 
 
 @contextmanager

@@ -75,7 +75,8 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("eval:NAME", "hash", _RUN, "request_eval", "total, done, sampling, version"),
     KeySpec("eval:NAME:rewards", "hash", _RUN, "close", "attempt -> reward"),
     KeySpec("eval:NAME:episodes", "list", "last evaluations", "close", "closed episode ids"),
-    KeySpec("sft", "stream", _RUN, "put_trajectories", "trajectories for supervised training"),
+    KeySpec("staged:TOKEN:NUMBER", "string", "10 minutes", "writer", "a record about to be stored"),
+    KeySpec("sft:NUMBER", "string", _RUN, "put_trajectories", "a trajectory for SFT, by arrival"),
     KeySpec("sft_keys", "set", _RUN, "put_trajectories", "idempotency keys used"),
     KeySpec(
         "imported", "hash", _RUN, "import_trajectories", "episode id -> trajectory, to look at"

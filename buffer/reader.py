@@ -7,10 +7,12 @@ Invariant: whoever lost the fence changes nothing; waiting always has a deadline
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any, Literal
 
 import msgspec
@@ -19,7 +21,7 @@ import structlog
 
 from outloop.buffer import codec
 from outloop.buffer.archive import Archive
-from outloop.buffer.connect import connect_sync, translated
+from outloop.buffer.connect import connect_sync, replies, translated
 from outloop.buffer.errors import DeadlineExceeded, NotFound, RecordError
 from outloop.buffer.join import check_joinable, init_run
 from outloop.buffer.keys import key, prefix
@@ -36,15 +38,15 @@ from outloop.buffer.records import (
 from outloop.buffer.registry import SyncRegistry
 from outloop.buffer.run import Run
 from outloop.buffer.scripts import Clock, SyncScripts
+from outloop.buffer.staging import sft_records
 from outloop.buffer.stats import stats_from
-from outloop.buffer.stored import EPISODE_FIELDS, open_episode_from, trajectory_from
+from outloop.buffer.stored import EPISODE_FIELDS, open_episode_from, trajectory_of
 
 __all__ = ["BufferReader", "init_run"]
 
 _WAKE_TIMEOUT_S = 0.5
 _REMEMBERED_MARKS = 16
 _KEPT_EVALS = 8
-_SFT_CHUNK = 64
 _MAX_ERROR_CHARS = 2000
 
 _log = structlog.get_logger()
@@ -127,7 +129,7 @@ class BufferReader(SyncRegistry):
             )
             if taken:
                 rows: list[_LeaseRow] = msgspec.msgpack.decode(answer[0])
-                leases += self._load_leases(rows, fence, int(answer[1]) / 1000)
+                leases += self._load_leases(rows, answer[2:], fence, int(answer[1]) / 1000)
                 continue
             ready, in_flight, num_open = answer
             sentence = (
@@ -287,26 +289,13 @@ class BufferReader(SyncRegistry):
 
     def sft_progress(self) -> tuple[int, bool]:
         """(number of trajectories stored for supervised training, no more will come)."""
-        with (
-            translated("counting trajectories"),
-            self._client.pipeline(transaction=True) as pipeline,
-        ):
-            pipeline.xlen(self._key("sft"))
-            pipeline.hget(self._key("state"), "sft_final")
-            number, final = pipeline.execute()
-        return int(number), final == b"1"
+        with translated("counting trajectories"):
+            number, final = self._state("sft_stored", "sft_final")
+        return int(number or 0), final == b"1"
 
     def sft_trajectories(self) -> Iterator[Trajectory]:
         """Those trajectories, in the order of their arrival, read a few at a time."""
-        start = "-"
-        while True:
-            with translated("reading trajectories"):
-                rows: Any = self._client.xrange(self._key("sft"), min=start, count=_SFT_CHUNK)
-            for entry_id, fields in rows:
-                yield codec.decode_trajectory(fields[b"d"])
-                start = f"({entry_id.decode()}"
-            if len(rows) < _SFT_CHUNK:
-                return
+        yield from map(codec.decode_trajectory, sft_records(self._client, self._prefix))
 
     def set_run_state(self, state: Literal["running", "finished", "failed"]) -> None:
         """Only a running run gives out claims."""
@@ -329,32 +318,43 @@ class BufferReader(SyncRegistry):
             fields, turns = pipeline.execute()
         return open_episode_from(fields, turns)
 
+    def _state(self, *names: str) -> list[Any]:
+        values: Any = self._client.hmget(self._key("state"), list(names))
+        return list(values)
+
     def _wait_for_wake(self, timeout_s: float) -> None:
         with translated("waiting for ready groups"):
             self._client.blpop([self._key("wake")], timeout=timeout_s)
 
-    def _load_leases(self, rows: Sequence[_LeaseRow], fence: int, deadline: float) -> list[Lease]:
+    def _load_leases(
+        self, rows: Sequence[_LeaseRow], facts: Sequence[Any], fence: int, deadline: float
+    ) -> list[Lease]:
+        commands = [
+            ("LRANGE", self._key(f"episode:{episode_id}:turns"), "0", "-1")
+            for row in rows
+            for episode_id in row[4]
+        ]
+        leases: list[Lease] = []
+        damaged: dict[str, RecordError] = {}
+        at = 0
         with (
             translated("reading leased groups"),
-            self._client.pipeline(transaction=False) as pipeline,
+            codec.many_at_once(),
+            closing(replies(self._client, commands)) as stored,
         ):
             for row in rows:
-                for episode_id in row[4]:
-                    name = self._key(f"episode:{episode_id}")
-                    pipeline.hmget(name, list(EPISODE_FIELDS))
-                    pipeline.lrange(f"{name}:turns", 0, -1)
-            stored = iter(pipeline.execute())
-        leases = []
-        for row in rows:
-            group_id = row[0]
-            parts = [(episode_id, next(stored), next(stored)) for episode_id in row[4]]
-            try:
-                group = _group_from(row, parts)
-            except RecordError as error:
-                _log.error("group_dropped", group_id=group_id, reason="malformed", error=str(error))
-                self.drop(group_id, "malformed", fence=fence, error=str(error))
-            else:
-                leases.append(Lease(group=group, fence=fence, deadline=deadline))
+                turns = [next(stored) for _ in row[4]]
+                fields = [facts[at + 4 * i : at + 4 * i + 4] for i in range(len(turns))]
+                at += 4 * len(turns)
+                try:
+                    group = _group_from(row, fields, turns)
+                except RecordError as error:
+                    damaged[row[0]] = error
+                else:
+                    leases.append(Lease(group=group, fence=fence, deadline=deadline))
+        for group_id, problem in damaged.items():
+            _log.error("group_dropped", group_id=group_id, reason="malformed", error=str(problem))
+            self.drop(group_id, "malformed", fence=fence, error=str(problem))
         return leases
 
 
@@ -362,12 +362,14 @@ def _mark_words(mark: CheckpointMark) -> tuple[int | str, int, tuple[str, ...]]:
     return mark.policy_version, mark.next_slot, mark.group_ids
 
 
-def _group_from(row: _LeaseRow, parts: Sequence[tuple[str, Any, Any]]) -> Group:
-    group_id, slot, size, task_id, _ = row
-    trajectories = sorted(
-        (trajectory_from(episode_id, fields, turns) for episode_id, fields, turns in parts),
-        key=lambda trajectory: trajectory.episode.attempt,
-    )
+def _group_from(row: _LeaseRow, fields: Sequence[Any], turns: Sequence[Sequence[bytes]]) -> Group:
+    group_id, slot, size, task_id, episode_ids = row
+    decoded = iter(codec.decode_turns([record for records in turns for record in records]))
+    trajectories = [
+        trajectory_of(episode_id, facts, list(itertools.islice(decoded, len(records))))
+        for episode_id, facts, records in zip(episode_ids, fields, turns, strict=True)
+    ]
+    trajectories.sort(key=lambda trajectory: trajectory.episode.attempt)
     if any(trajectory.episode.reward is None for trajectory in trajectories):
         raise RecordError(f"group_id={group_id}: an episode lacks its reward")
     return Group(

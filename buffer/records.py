@@ -8,7 +8,7 @@ type instead of filling a field in.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import numpy as np
@@ -56,7 +56,7 @@ class Sampling:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Output tokens [start, end) of a turn were drawn under `policy_version`."""
 
@@ -115,6 +115,11 @@ class Turn:
         for ids, name in ((self.prompt_ids, "prompt_ids"), (self.output_ids, "output_ids")):
             if ids.dtype != np.int32 or ids.ndim != 1 or (len(ids) and np.minimum.reduce(ids) < 0):
                 raise RecordError(f"turn {self.turn_id}: {name} must be non-negative int32 [T]")
+        self.check_spans()
+
+    def check_spans(self) -> None:
+        """Raises RecordError unless version_spans and loss_spans fit the output tokens."""
+        num_output = len(self.output_ids)
         if self.behavior_logprobs is not None:
             position = 0
             for span in self.version_spans:
@@ -149,30 +154,51 @@ class Turn:
         return tuple(spans)
 
 
+_TURN_SETTERS = tuple(getattr(Turn, item.name).__set__ for item in fields(Turn))
+
+
+def turn_of_checked(values: tuple[object, ...]) -> Turn:
+    """A turn of its fields in order, whose arrays were checked already, many turns in one go: for
+    the codec, since a constructor call for each costs as much as all the rest of decoding."""
+    turn = object.__new__(Turn)
+    for set_field, value in zip(_TURN_SETTERS, values, strict=True):
+        set_field(turn, value)
+    return turn
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
-    """A verifier's score: `value` is trained; the rest is kept for reading."""
+    """A verifier's score: `value` is the episode's; what is named beside it is kept with it."""
 
     value: float
     components: dict[str, float] = field(default_factory=dict)
+    """By name: what the value is made of."""
     turns: dict[str, float] = field(default_factory=dict)
-    """Scores of single turns, by turn_id."""
+    """By turn_id: what single turns earned."""
     branches: dict[str, float] = field(default_factory=dict)
-    """Scores of single branches, by the turn_id of their last turn."""
+    """By the turn_id of its last turn: what single branches earned."""
 
     def __post_init__(self) -> None:
-        named = (*self.components.items(), *self.turns.items(), *self.branches.items())
-        for name, number in (("value", self.value), *named):
-            if isinstance(number, bool) or not isinstance(number, int | float):
-                raise RecordError(
-                    f"reward {name}={number!r} is a {type(number).__name__}; "
-                    "a finite number is allowed. Return a float from the verifier."
-                )
-            if not math.isfinite(number):
-                raise RecordError(
-                    f"reward {name}={number!r}; a finite number is allowed. "
-                    "Check the verifier for a division by zero or an empty mean."
-                )
+        if type(self.value) is not float or not math.isfinite(self.value):
+            _check_number("value", self.value)
+        if not (self.components or self.turns or self.branches):
+            return
+        for name in ("components", "turns", "branches"):
+            for word, number in getattr(self, name).items():
+                _check_number(f"{name}.{word}", number)
+
+
+def _check_number(name: str, number: object) -> None:
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise RecordError(
+            f"reward {name}={number!r} is a {type(number).__name__}; "
+            "a finite number is allowed. Return a float from the verifier."
+        )
+    if not math.isfinite(number):
+        raise RecordError(
+            f"reward {name}={number!r}; a finite number is allowed. "
+            "Check the verifier for a division by zero or an empty mean."
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from outloop.buffer import codec
 from outloop.buffer.errors import RecordError
-from outloop.buffer.records import Episode, OpenEpisode, Opening, Reward, Trajectory, Turn
+from outloop.buffer.records import OpenEpisode, Reward, Trajectory, Turn
 
 EPISODE_FIELDS = ("opening", "closure", "reward", "closed")
 """What to read from an episode's hash, in this order."""
@@ -25,7 +25,7 @@ def open_episode_from(fields: Fields, turns: Sequence[bytes]) -> OpenEpisode | N
     closure = None if fields[1] is None else codec.decode_closure(fields[1])
     return OpenEpisode(
         opening=codec.decode_opening(fields[0]),
-        turns=tuple(codec.decode_turn(data) for data in turns),
+        turns=tuple(codec.decode_turns(turns)),
         is_closed=closure is not None,
         outcome=None if closure is None else closure.outcome,
         reward=_reward(fields),
@@ -42,26 +42,17 @@ def trajectory_from(episode_id: str, fields: Fields, turns: Sequence[bytes]) -> 
         RecordError: it is not closed, or a record is damaged or belongs to another episode.
         SchemaMismatch: a record was written by another release.
     """
-    if fields[0] is None or fields[1] is None or fields[3] is None:
+    return trajectory_of(episode_id, fields, codec.decode_turns(turns))
+
+
+def trajectory_of(episode_id: str, fields: Fields, turns: Sequence[Turn]) -> Trajectory:
+    """As trajectory_from, with turns that are decoded already."""
+    opening, closure, reward, closed_at_ms = fields
+    if opening is None or closure is None or closed_at_ms is None:
         raise RecordError(f"episode_id={episode_id} lacks its opening or its closure")
-    opening: Opening = codec.decode_opening(fields[0])
-    closure = codec.decode_closure(fields[1])
-    decoded = tuple(codec.decode_turn(data) for data in turns)
-    check_turns(episode_id, decoded)
-    episode = Episode(
-        episode_id=episode_id,
-        task_id=opening.task_id,
-        group_id=opening.group_id,
-        attempt=opening.attempt,
-        purpose=opening.purpose,
-        outcome=closure.outcome,
-        failure_kind=closure.failure_kind,
-        reward=_reward(fields),
-        metadata=opening.metadata,
-        opened_at=opening.opened_at,
-        closed_at=int(fields[3]) / 1000,
-    )
-    return Trajectory(episode=episode, turns=decoded)
+    check_turns(episode_id, turns)
+    episode = codec.decode_episode(episode_id, opening, closure, reward, int(closed_at_ms) / 1000)
+    return Trajectory(episode=episode, turns=tuple(turns))
 
 
 def check_turns(episode_id: str, turns: Sequence[Turn]) -> None:

@@ -39,6 +39,7 @@ from outloop.buffer.records import (
 from outloop.buffer.registry import decode_servers, encode_facts
 from outloop.buffer.run import Run
 from outloop.buffer.scripts import AsyncScripts, Clock, refusal
+from outloop.buffer.staging import put_async
 from outloop.buffer.stored import EPISODE_FIELDS, open_episode_from
 from outloop.buffer.tasks import check_id, encode_tasks, refuse_overlap, tasks_digest
 
@@ -278,13 +279,9 @@ class BufferWriter:
                     f"purpose={trajectory.episode.purpose!r}; only 'sft' is allowed here"
                 )
         records = [codec.encode_trajectory(trajectory) for trajectory in trajectories]
-        await self._scripts.call(
-            "put_trajectories",
-            check_id(key, "key"),
-            int(final),
-            *records,
-            what="storing trajectories",
-        )
+        check_id(key, "key")
+        client, scripts = self._client, self._scripts
+        await put_async(client, self._prefix, scripts, records, key=key, final=final)
 
     async def policy_state(self) -> PolicyState:
         """Versions, servers and run state, read together."""

@@ -6,7 +6,7 @@ long queues, and kills the server. Prints a table and writes runs/bench/buffer.j
 
 write_vs_raw: put_trajectories beside pipelined SETs of the same records, synchronous or asyncio,
 whichever is faster. read_vs_raw: take beside pipelined LRANGEs of the very same turns.
-read_vs_get, stream_vs_get: take and sft_trajectories beside GETs of one value for each trajectory.
+read_vs_get, sft_vs_get: take and sft_trajectories beside GETs of one value for each trajectory.
 play_vs_raw: turn after turn, as routers record, beside the SETs. Each is the median over repeats;
 without a size it is the worst of the sizes. codec_share: encoding and decoding, of the time that
 write and take need.
@@ -228,13 +228,12 @@ class SizeBench:
         self.seconds.setdefault(name, []).append(seconds)
 
     async def _write(self, trajectories: Sequence[Trajectory], repeat: int) -> None:
-        stream = key(self.run.run_id, "sft")
         before = time.perf_counter()
         for index, batch in enumerate(batches(trajectories, len(self.record))):
             await self.writer.put_trajectories(batch, key=f"{repeat}.{index}", final=False)
         self._note("write", time.perf_counter() - before)
-        self._note("read_stream", timed(lambda: list(self.reader.sft_trajectories())))
-        self.client.delete(stream)
+        self._note("read_sft", timed(lambda: list(self.reader.sft_trajectories())))
+        self._forget_trajectories()
         records = [self.record] * self.number
         self._note("raw_write", timed(lambda: self._raw_write(records)))
         self._note("raw_get", timed(lambda: self._raw_read(len(records))))
@@ -248,6 +247,12 @@ class SizeBench:
         self._note("raw_write_async", time.perf_counter() - before)
         for number, batch in enumerate(batches(records, len(self.record))):
             self.client.delete(*(f"raw{number}.{index}" for index in range(len(batch))))
+
+    def _forget_trajectories(self) -> None:
+        for start in range(0, self.number, CHUNK):
+            numbers = range(start, min(start + CHUNK, self.number))
+            self.client.delete(*(key(self.run.run_id, f"sft:{number}") for number in numbers))
+        self.client.hdel(key(self.run.run_id, "state"), "sft_stored")
 
     def _raw_write(self, records: Sequence[bytes]) -> None:
         numbered = list(enumerate(records))
@@ -317,10 +322,14 @@ class SizeBench:
         )
 
     def _codec(self, trajectories: Sequence[Trajectory]) -> None:
-        records = list(map(codec.encode_trajectory, trajectories))
+        turns = [
+            [codec.encode_turn(turn) for trajectory in batch for turn in trajectory.turns]
+            for batch in batches(trajectories, len(self.record) * GROUP_SIZE)
+        ]
         for _ in range(NUM_REPEATS):
             self._note("encode", timed(lambda: consume(map(codec.encode_trajectory, trajectories))))
-            self._note("decode", timed(lambda: consume(map(codec.decode_trajectory, records))))
+            with codec.many_at_once():
+                self._note("decode", timed(lambda: consume(map(codec.decode_turns, turns))))
 
     def _figures(self) -> dict[str, float]:
         s = {name: statistics.median(seconds) for name, seconds in self.seconds.items()}
@@ -334,7 +343,7 @@ class SizeBench:
             "write_vs_raw": self._ratio(raw_write, "write"),
             "read_vs_raw": self._ratio("raw_lrange", "read"),
             "read_vs_get": self._ratio("raw_get", "read"),
-            "stream_vs_get": self._ratio("raw_get", "read_stream"),
+            "sft_vs_get": self._ratio("raw_get", "read_sft"),
             "play_vs_raw": self._ratio(raw_write, "play"),
             "codec_share": (s["encode"] + s["decode"]) / (s["write"] + s["read"]),
             "bytes_per_token_vs_arrays": max(turns, len(self.record)) / arrays,

@@ -3,7 +3,8 @@
 import contextlib
 import itertools
 import struct
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
 
 import msgspec
 import numpy as np
@@ -70,7 +71,8 @@ def turns(draw: st.DrawFn) -> Turn:
     )
 
 
-REWARDS = st.builds(Reward, value=FLOAT, components=st.dictionaries(TEXT, FLOAT, max_size=3))
+NUMBERS = st.dictionaries(TEXT, FLOAT, max_size=3)
+REWARDS = st.builds(Reward, value=FLOAT, components=NUMBERS, turns=NUMBERS, branches=NUMBERS)
 EPISODES = st.builds(
     Episode,
     episode_id=TEXT,
@@ -161,7 +163,7 @@ def test_damaged_bytes_are_refused_and_nothing_else(turn: Turn, data: st.DataObj
 def test_an_unknown_schema_is_refused_by_both_numbers() -> None:
     """The message names what was written and what this release reads."""
     data = codec.encode_reward(Reward(value=1.0))
-    with pytest.raises(SchemaMismatch, match="schema=7, this release reads schema=1"):
+    with pytest.raises(SchemaMismatch, match="schema=7, this release reads schema=2"):
         codec.decode_reward(struct.pack("<H", 7) + data[2:])
 
 
@@ -181,45 +183,82 @@ def test_the_form_of_arrays_is_fixed() -> None:
         started_at=0.0,
         finished_at=0.0,
     )
-    row = msgspec.msgpack.decode(codec.encode_turn(turn)[2:])
-    assert row[4:9] == [
-        b"\x01\0\0\0",
-        b"\x02\x01\0\0\x03\0\0\0",
-        struct.pack("<2f", -1.0, 0.0),
-        [[5, 0, 2]],
-        [[0, 2]],
-    ]
+    data = codec.encode_turn(turn)
+    assert data[:8] == struct.pack("<HHI", codec.SCHEMA, 0, 5)
+    assert data[8:20] == struct.pack("<3i", 1, 258, 3)
+    assert data[20:28] == struct.pack("<2f", -1.0, 0.0)
+    assert msgspec.msgpack.decode(data[28:])[4:9] == [1, 2, True, [[5, 0, 2]], [[0, 2]]]
 
 
-def test_bytes_that_break_a_records_invariants_are_refused() -> None:
-    """NaN, odd lengths and unequal lengths name the field."""
-    good = msgspec.msgpack.decode(codec.encode_reward(Reward(value=1.0))[2:])
-    nan = b"\x01\0" + msgspec.msgpack.encode([float("nan"), good[1]])
-    with pytest.raises(RecordError, match="value=nan"):
-        codec.decode_reward(nan)
-    for field, name in ((4, "prompt_ids"), (6, "behavior_logprobs")):
-        row: list[object] = [
-            "t",
-            "e",
-            None,
-            0,
-            b"",
-            b"",
-            b"",
-            [],
-            [],
-            "",
-            None,
-            "stop",
-            "",
-            None,
-            0.0,
-            0.0,
-        ]
-        row[10] = [1.0, 1.0, -1, 0.0, 0.0, 0.0, 1.0, 8, [], None]
-        row[field] = b"\x01\x02\x03"
-        with pytest.raises(RecordError, match=f"{name} has 3 bytes"):
-            codec.decode_turn(b"\x01\0" + msgspec.msgpack.encode(row))
+def _with_row(turn: Turn, changes: dict[int, object], arrays: bytes) -> bytes:
+    """The record of a turn with other fields and other arrays."""
+    data = codec.encode_turn(turn)
+    (num_words,) = struct.unpack_from("<I", data, 4)
+    row = msgspec.msgpack.decode(data[8 + 4 * num_words :])
+    for index, value in changes.items():
+        row[index] = value
+    head = struct.pack("<HHI", codec.SCHEMA, 0, len(arrays) // 4)
+    return head + arrays + msgspec.msgpack.encode(row)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arrays", "sentence"),
+    [
+        ({}, struct.pack("<3i2f", 1, -2, 3, -1.0, 0.0), "must be non-negative"),
+        ({}, struct.pack("<3i2f", 1, 2, 3, float("nan"), 0.0), "behavior_logprobs holds NaN"),
+        ({}, struct.pack("<3i2f", 1, 2, 3, 3e38, float("inf")), "behavior_logprobs holds NaN"),
+        ({}, struct.pack("<3i1f", 1, 2, 3, 0.0), "hold 4 numbers, 5 are announced"),
+        ({4: -1}, struct.pack("<1i2f", 1, 0.0, 0.0), "Expected `int` >= 0"),
+        ({7: [[5, 0, 1]]}, struct.pack("<3i2f", 1, 2, 3, 0.0, 0.0), "version_spans end at 1"),
+        ({8: [[0, 3]]}, struct.pack("<3i2f", 1, 2, 3, 0.0, 0.0), "loss_spans"),
+        ({10: 7}, struct.pack("<3i2f", 1, 2, 3, 0.0, 0.0), "sampling is damaged"),
+    ],
+)
+def test_bytes_that_break_a_turns_invariants_are_refused(
+    changes: dict[int, object], arrays: bytes, sentence: str, make_turn: Callable[..., Turn]
+) -> None:
+    """Negative ids, NaN, unequal lengths and gaps name the field, alone and among good ones."""
+    good = make_turn("e", num_output=2)
+    good = replace(good, prompt_ids=good.prompt_ids[:1])
+    bad = _with_row(good, changes, arrays)
+    with pytest.raises(RecordError, match=sentence):
+        codec.decode_turn(bad)
+    with pytest.raises(RecordError, match=sentence):
+        codec.decode_turns([codec.encode_turn(good)] * 3 + [bad])
+
+
+def test_logprobs_whose_sum_overflows_are_not_taken_for_infinity(
+    make_turn: Callable[..., Turn],
+) -> None:
+    """The quick check looks closer before it refuses."""
+    turn = replace(make_turn("e"), behavior_logprobs=np.full(4, -3e38, np.float32))
+    np.testing.assert_array_equal(
+        codec.decode_turn(codec.encode_turn(turn)).behavior_logprobs, turn.behavior_logprobs
+    )
+
+
+def test_many_turns_decode_as_one_by_one(make_turn: Callable[..., Turn]) -> None:
+    """Small and large records, with and without logprobs, keep their own arrays."""
+    many = [make_turn("e", index, num_output=size) for index, size in enumerate((4, 9000, 0, 5, 1))]
+    many[3] = replace(many[3], behavior_logprobs=None, version_spans=())
+    for turn, again in zip(many, codec.decode_turns([*map(codec.encode_turn, many)]), strict=True):
+        _assert_equal_turns(turn, again)
+        assert not again.output_ids.flags.writeable
+        assert again.output_ids.flags.aligned
+
+
+def test_a_reward_that_is_not_finite_is_refused_by_field() -> None:
+    """Its value, its components, and those of turns and branches."""
+    head = struct.pack("<HHI", codec.SCHEMA, 0, 0)
+    rows: dict[str, list[object]] = {
+        "value=nan": [float("nan"), {}, {}, {}],
+        "components.style=inf": [0.0, {"style": float("inf")}, {}, {}],
+        "turns.t1=nan": [0.0, {}, {"t1": float("nan")}, {}],
+        "branches.t2=-inf": [0.0, {}, {}, {"t2": float("-inf")}],
+    }
+    for sentence, row in rows.items():
+        with pytest.raises(RecordError, match=sentence):
+            codec.decode_reward(head + msgspec.msgpack.encode(row))
 
 
 def test_a_payload_that_is_not_json_is_refused() -> None:

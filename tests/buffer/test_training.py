@@ -208,7 +208,7 @@ async def test_a_damaged_group_is_dropped_and_the_next_one_taken(
     loop = await start(buffer__max_staleness=1)
     await loop.play_all()
     client = loop.reader._client
-    client.lset(loop.reader._key("episode:g0-1-0:turns"), 0, b"\x01\x00rubbish")
+    client.lset(loop.reader._key("episode:g0-1-0:turns"), 0, b"\x02\x00rubbish")
     assert [lease.group.slot for lease in loop.take(2)] == [1, 2]
     assert loop.reader.stats()["buffer/dropped/malformed"] == 1
 
@@ -220,7 +220,7 @@ async def test_records_of_another_release_stop_the_reader(start: Callable[..., A
     turns = loop.reader._key("episode:g0-1-0:turns")
     data = loop.reader._client.lindex(turns, 0)
     loop.reader._client.lset(turns, 0, b"\x09\x00" + data[2:])
-    with pytest.raises(SchemaMismatch, match="schema=9, this release reads schema=1"):
+    with pytest.raises(SchemaMismatch, match="schema=9, this release reads schema=2"):
         loop.take()
 
 

@@ -1,0 +1,155 @@
+"""The frame of a stored record: its head, its arrays, its fields.
+
+Owns: the schema number, the layout of a frame, and its checks. Does not own: which fields a record
+has (codec). Invariant: bytes of another schema are refused by name; no bytes make unpacking raise
+anything but SchemaMismatch and RecordError; ids that come out are not negative, logprobs finite.
+
+A frame is a head of eight bytes (schema number, uint16; zero, uint16; number of ids and logprobs
+together, uint32), then the token ids (int32) and the logprobs (float32) of all its turns, then
+MessagePack of a fixed list of fields; everything is little-endian. Arrays lie on multiples of four
+bytes, so what comes out of a frame are aligned views of it, not copies.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from outloop.buffer.errors import RecordError, SchemaMismatch
+from outloop.buffer.records import Float32, Int32
+
+SCHEMA = 2
+MAX_RECORD_BYTES = 64 * 2**20
+_HEAD = struct.Struct("<HHI")
+_WORD = 4
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+_SHARED_BYTES = 16384
+"""Below, copying a frame's arrays costs less than numpy's calls for views and checks of its own."""
+_Wire = TypeVar("_Wire")
+_encode = msgspec.msgpack.Encoder(order="deterministic").encode
+
+
+def encode_fields(wire: Any) -> bytes:
+    """MessagePack of a list of fields; equal for equal fields."""
+    return _encode(wire)
+
+
+def pack(
+    wire: Any, what: str, ids: Sequence[Int32] = (), logprobs: Sequence[Float32] = ()
+) -> bytes:
+    """The frame of `what`.
+
+    Raises:
+        RecordError: a field cannot be stored, or the frame is too large.
+    """
+    try:
+        body = _encode(wire)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RecordError(f"{what} cannot be stored: {error}") from error
+    num_words = sum(map(len, ids)) + sum(map(len, logprobs))
+    num_bytes = _HEAD.size + _WORD * num_words + len(body)
+    if num_bytes > MAX_RECORD_BYTES:
+        raise RecordError(
+            f"{what} takes {num_bytes} bytes; at most {MAX_RECORD_BYTES} are allowed. Split it, "
+            "or lower model.max_context_tokens"
+        )
+    parts: list[Any] = [_HEAD.pack(SCHEMA, 0, num_words)]
+    parts += [_as_stored(array, _INT32) for array in ids]
+    parts += [_as_stored(array, _FLOAT32) for array in logprobs]
+    parts.append(body)
+    return b"".join(parts)
+
+
+def unpack(data: bytes, decoder: msgspec.msgpack.Decoder[_Wire], what: str) -> tuple[_Wire, int]:
+    """(fields, number of ids and logprobs together).
+
+    Raises:
+        SchemaMismatch: written by a release with another schema.
+        RecordError: the bytes are damaged.
+    """
+    try:
+        schema, _, num_words = _HEAD.unpack_from(data)
+    except struct.error:
+        raise RecordError(
+            f"{what} has {len(data)} bytes and no schema number; it is damaged"
+        ) from None
+    if schema != SCHEMA:
+        raise SchemaMismatch(
+            f"{what} was written with schema={schema}, this release reads schema={SCHEMA}; read it "
+            "with the release that wrote it, or start a new run"
+        )
+    start = _HEAD.size + _WORD * num_words
+    if start > len(data):
+        raise RecordError(f"{what} has {len(data)} bytes, its arrays alone need {start}")
+    try:
+        return decoder.decode(memoryview(data)[start:]), num_words
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RecordError(f"{what} is damaged: {error}") from error
+
+
+def arrays(frames: Sequence[tuple[bytes, int, int]]) -> Iterator[tuple[Int32, Float32]]:
+    """All token ids and all logprobs of each frame, given as (bytes, number of ids, of logprobs).
+
+    They are read-only: views of a large frame, of a copy shared by all small frames otherwise.
+
+    Raises:
+        RecordError: an id of some frame is negative or a logprob not finite.
+    """
+    small = [frame for frame in frames if len(frame[0]) < _SHARED_BYTES]
+    shared_ids = _ids(b"".join([memoryview(d)[8 : 8 + 4 * i] for d, i, _ in small]))
+    shared_logprobs = _logprobs(
+        b"".join([memoryview(d)[8 + 4 * i : 8 + 4 * (i + n)] for d, i, n in small])
+    )
+    at = logprobs_at = 0
+    for data, num_ids, num_logprobs in frames:
+        if len(data) < _SHARED_BYTES:
+            end, logprobs_end = at + num_ids, logprobs_at + num_logprobs
+            yield shared_ids[at:end], shared_logprobs[logprobs_at:logprobs_end]
+            at, logprobs_at = end, logprobs_end
+        else:
+            middle = _HEAD.size + _WORD * num_ids
+            view = memoryview(data)
+            yield _ids(view[8:middle]), _logprobs(view[middle : middle + _WORD * num_logprobs])
+
+
+def _ids(data: bytes | memoryview) -> Int32:
+    ids = np.frombuffer(data, _INT32)
+    if len(ids) and np.minimum.reduce(ids) < 0:
+        raise RecordError("prompt_ids and output_ids must be non-negative")
+    return ids
+
+
+def _logprobs(data: bytes | memoryview) -> Float32:
+    logprobs = np.frombuffer(data, _FLOAT32)
+    # Their sum is NaN or infinite if one of them is; else it may overflow still, so look closely.
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = np.add.reduce(logprobs)
+    if not math.isfinite(total) and not np.isfinite(logprobs).all():
+        raise RecordError("behavior_logprobs holds NaN or infinity")
+    return logprobs
+
+
+@contextmanager
+def many_at_once() -> Iterator[None]:
+    """Inside, the garbage collector rests: it would walk again and again through the thousands of
+    records that a batch has, and find nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _as_stored(array: Int32 | Float32, dtype: np.dtype[Any]) -> Int32 | Float32:
+    if array.dtype == dtype and array.flags.c_contiguous:
+        return array
+    return np.ascontiguousarray(array, dtype=dtype)
