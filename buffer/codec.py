@@ -61,8 +61,8 @@ class RewardWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     value: float
     components: dict[str, float]
-    turns: dict[str, float]
-    branches: dict[str, float]
+    turns: dict[str, float] = {}
+    branches: dict[str, float] = {}
 
 
 class _SamplingWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
