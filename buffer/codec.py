@@ -8,19 +8,15 @@ decoding raise anything but SchemaMismatch and RecordError.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from outloop.buffer.errors import RecordError
 from outloop.buffer.frames import (
     MAX_RECORD_BYTES,
     SCHEMA,
-    arrays,
-    encode_fields,
     many_at_once,
     pack,
     unpack,
@@ -28,22 +24,17 @@ from outloop.buffer.frames import (
 from outloop.buffer.records import (
     Episode,
     FailureKind,
-    FinishReason,
     Opening,
     Outcome,
     Purpose,
     Reward,
-    Sampling,
     Task,
     Trajectory,
     Turn,
-    VersionSpan,
-    turn_of_checked,
 )
+from outloop.buffer.turns import Frame, TurnWire, pack_turns, turn_to_wire, turns_of
 
 __all__ = ["MAX_RECORD_BYTES", "SCHEMA", "many_at_once"]
-
-_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Closure(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -65,39 +56,6 @@ class RewardWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
     branches: dict[str, float] = {}
 
 
-class _SamplingWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    max_new_tokens: int
-    stop: tuple[str, ...]
-    seed: int | None
-
-
-class _TurnWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    turn_id: str
-    episode_id: str
-    parent_turn_id: str | None
-    choice_index: int
-    num_prompt: _Count
-    num_output: _Count
-    has_logprobs: bool
-    version_spans: tuple[tuple[int, int, int], ...]
-    loss_spans: tuple[tuple[int, int], ...]
-    mask_reason: str
-    sampling: msgspec.Raw
-    """A _SamplingWire; apart, because all turns of a run have few different ones."""
-    finish_reason: FinishReason
-    branch_cause: str
-    retry_key: str | None
-    started_at: float
-    finished_at: float
-
-
 class _EpisodeWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
     episode_id: str
     task_id: str
@@ -114,7 +72,7 @@ class _EpisodeWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class _TrajectoryWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
     episode: _EpisodeWire
-    turns: tuple[_TurnWire, ...]
+    turns: tuple[TurnWire, ...]
 
 
 class _OpeningWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -135,9 +93,7 @@ class _TaskWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
     payload: dict[str, Any]
 
 
-_Frame = tuple[bytes, Sequence[_TurnWire], int]
-"""Bytes, the turns in them, number of token ids and logprobs together."""
-_TURN = msgspec.msgpack.Decoder(_TurnWire)
+_TURN = msgspec.msgpack.Decoder(TurnWire)
 _TRAJECTORY = msgspec.msgpack.Decoder(_TrajectoryWire)
 _OPENING = msgspec.msgpack.Decoder(_OpeningWire)
 _CLOSURE = msgspec.msgpack.Decoder(Closure)
@@ -145,21 +101,9 @@ _REWARD = msgspec.msgpack.Decoder(RewardWire)
 _TASK = msgspec.msgpack.Decoder(_TaskWire)
 
 
-@functools.lru_cache(maxsize=256)
-def _sampling_to_wire(sampling: Sampling) -> msgspec.Raw:
-    words = (getattr(sampling, name) for name in _SamplingWire.__struct_fields__)
-    return msgspec.Raw(encode_fields(_SamplingWire(*words)))
-
-
-@functools.lru_cache(maxsize=256)
-def _sampling_from_wire(data: bytes) -> Sampling:
-    wire = msgspec.msgpack.decode(data, type=_SamplingWire)
-    return Sampling(**msgspec.structs.asdict(wire))
-
-
 def encode_turn(turn: Turn) -> bytes:
     """Bytes of a turn."""
-    return _pack_turns(_turn_to_wire(turn), (turn,), f"turn {turn.turn_id}")
+    return pack_turns(turn_to_wire(turn), (turn,), f"turn {turn.turn_id}")
 
 
 def decode_turn(data: bytes) -> Turn:
@@ -174,11 +118,11 @@ def decode_turn(data: bytes) -> Turn:
 
 def decode_turns(records: Sequence[bytes]) -> list[Turn]:
     """Many at once, for a fraction of what one after the other costs; raises as decode_turn."""
-    frames: list[_Frame] = []
+    frames: list[Frame] = []
     for data in records:
         wire, num_words = unpack(data, _TURN, "turn")
         frames.append((data, (wire,), num_words))
-    return list(_turns_of(frames))
+    return list(turns_of(frames))
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
@@ -198,9 +142,9 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             e.opened_at,
             e.closed_at,
         ),
-        tuple(map(_turn_to_wire, trajectory.turns)),
+        tuple(map(turn_to_wire, trajectory.turns)),
     )
-    return _pack_turns(wire, trajectory.turns, f"trajectory {e.episode_id}")
+    return pack_turns(wire, trajectory.turns, f"trajectory {e.episode_id}")
 
 
 def decode_trajectory(data: bytes) -> Trajectory:
@@ -210,13 +154,13 @@ def decode_trajectory(data: bytes) -> Trajectory:
 
 def decode_trajectories(records: Sequence[bytes]) -> list[Trajectory]:
     """Many at once; raises as decode_turn."""
-    frames: list[_Frame] = []
+    frames: list[Frame] = []
     wires: list[_TrajectoryWire] = []
     for data in records:
         wire, num_words = unpack(data, _TRAJECTORY, "trajectory")
         wires.append(wire)
         frames.append((data, wire.turns, num_words))
-    turns = _turns_of(frames)
+    turns = turns_of(frames)
     return [
         Trajectory(
             episode=_episode_from_wire(wire.episode),
@@ -335,89 +279,3 @@ def _reward_to_wire(reward: Reward | None) -> RewardWire | None:
         float(reward.value),
         *({name: float(number) for name, number in numbers.items()} for numbers in named),
     )
-
-
-def _turn_to_wire(turn: Turn) -> _TurnWire:
-    return _TurnWire(
-        turn.turn_id,
-        turn.episode_id,
-        turn.parent_turn_id,
-        turn.choice_index,
-        len(turn.prompt_ids),
-        len(turn.output_ids),
-        turn.behavior_logprobs is not None,
-        tuple([(span.policy_version, span.start, span.end) for span in turn.version_spans]),
-        turn.loss_spans,
-        turn.mask_reason,
-        _sampling_to_wire(turn.sampling),
-        turn.finish_reason,
-        turn.branch_cause,
-        turn.retry_key,
-        turn.started_at,
-        turn.finished_at,
-    )
-
-
-def _pack_turns(wire: msgspec.Struct, turns: Sequence[Turn], what: str) -> bytes:
-    ids = [array for turn in turns for array in (turn.prompt_ids, turn.output_ids)]
-    logprobs = [t.behavior_logprobs for t in turns if t.behavior_logprobs is not None]
-    return pack(wire, what, ids, logprobs)
-
-
-def _turns_of(frames: Sequence[_Frame]) -> Iterator[Turn]:
-    """The turns of all frames, in order."""
-    counted = [(data, *_count(wires, num_words)) for data, wires, num_words in frames]
-    for (ids, logprobs), (_, wires, _) in zip(arrays(counted), frames, strict=True):
-        at = logprobs_at = 0
-        for wire in wires:
-            (turn_id, episode_id, parent, choice, num_prompt, num_output, has_logprobs, versions,
-             loss_spans, mask_reason, sampling, *rest) = msgspec.structs.astuple(wire)  # fmt: skip
-            middle = at + num_prompt
-            end = middle + num_output
-            drawn_logprobs = None
-            if has_logprobs:
-                drawn_logprobs = logprobs[logprobs_at : logprobs_at + num_output]
-                logprobs_at += num_output
-            turn = turn_of_checked(
-                (
-                    turn_id,
-                    episode_id,
-                    parent,
-                    choice,
-                    ids[at:middle],
-                    ids[middle:end],
-                    drawn_logprobs,
-                    tuple([VersionSpan(*span) for span in versions]),
-                    loss_spans,
-                    mask_reason,
-                    _sampling_of(sampling, turn_id),
-                    *rest,
-                )
-            )
-            turn.check_spans()
-            yield turn
-            at = end
-
-
-def _count(wires: Sequence[_TurnWire], num_words: int) -> tuple[int, int]:
-    """(number of token ids, number of logprobs) of a frame."""
-    num_ids = num_logprobs = 0
-    for wire in wires:
-        num_output = wire.num_output
-        num_ids += wire.num_prompt + num_output
-        if wire.has_logprobs:
-            num_logprobs += num_output
-    if num_ids + num_logprobs != num_words:
-        what = f"turn {wires[0].turn_id}" if wires else "a trajectory without turns"
-        raise RecordError(
-            f"{what}: prompt_ids, output_ids and behavior_logprobs hold {num_words} numbers, "
-            f"{num_ids + num_logprobs} are announced"
-        )
-    return num_ids, num_logprobs
-
-
-def _sampling_of(data: msgspec.Raw, turn_id: str) -> Sampling:
-    try:
-        return _sampling_from_wire(bytes(data))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RecordError(f"turn {turn_id}: sampling is damaged: {error}") from error

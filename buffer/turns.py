@@ -1,0 +1,169 @@
+"""The turns inside a frame.
+
+Owns: the fields of a turn as they are stored, and building many turns at once. Does not own: which
+records have turns (codec) or how bytes are framed (frames). Invariant: turns that come out keep
+every invariant of records.Turn; bytes that break one raise RecordError.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import msgspec
+
+from outloop.buffer.errors import RecordError
+from outloop.buffer.frames import arrays, encode_fields, pack
+from outloop.buffer.records import (
+    FinishReason,
+    Sampling,
+    Turn,
+    VersionSpan,
+    turn_of_checked,
+)
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _SamplingWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    seed: int | None
+
+
+class TurnWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Turn, without its arrays."""
+
+    turn_id: str
+    episode_id: str
+    parent_turn_id: str | None
+    choice_index: int
+    num_prompt: _Count
+    num_output: _Count
+    has_logprobs: bool
+    version_spans: tuple[tuple[int, int, int], ...]
+    loss_spans: tuple[tuple[int, int], ...]
+    mask_reason: str
+    sampling: msgspec.Raw
+    """A _SamplingWire; apart, because all turns of a run have few different ones."""
+    finish_reason: FinishReason
+    branch_cause: str
+    retry_key: str | None
+    started_at: float
+    finished_at: float
+
+
+Frame = tuple[bytes, Sequence[TurnWire], int]
+"""Bytes, the turns in them, number of token ids and logprobs together."""
+
+
+@functools.lru_cache(maxsize=256)
+def _sampling_to_wire(sampling: Sampling) -> msgspec.Raw:
+    words = (getattr(sampling, name) for name in _SamplingWire.__struct_fields__)
+    return msgspec.Raw(encode_fields(_SamplingWire(*words)))
+
+
+@functools.lru_cache(maxsize=256)
+def _sampling_from_wire(data: bytes) -> Sampling:
+    wire = msgspec.msgpack.decode(data, type=_SamplingWire)
+    return Sampling(**msgspec.structs.asdict(wire))
+
+
+def turn_to_wire(turn: Turn) -> TurnWire:
+    """The fields of a turn, without its arrays."""
+    return TurnWire(
+        turn.turn_id,
+        turn.episode_id,
+        turn.parent_turn_id,
+        turn.choice_index,
+        len(turn.prompt_ids),
+        len(turn.output_ids),
+        turn.behavior_logprobs is not None,
+        tuple([(span.policy_version, span.start, span.end) for span in turn.version_spans]),
+        turn.loss_spans,
+        turn.mask_reason,
+        _sampling_to_wire(turn.sampling),
+        turn.finish_reason,
+        turn.branch_cause,
+        turn.retry_key,
+        turn.started_at,
+        turn.finished_at,
+    )
+
+
+def pack_turns(wire: msgspec.Struct, turns: Sequence[Turn], what: str) -> bytes:
+    """The frame of a record with these turns; raises as frames.pack."""
+    ids = [array for turn in turns for array in (turn.prompt_ids, turn.output_ids)]
+    logprobs = [t.behavior_logprobs for t in turns if t.behavior_logprobs is not None]
+    return pack(wire, what, ids, logprobs)
+
+
+def turns_of(frames: Sequence[Frame]) -> Iterator[Turn]:
+    """The turns of all frames, in order.
+
+    Raises:
+        RecordError: one breaks its invariants.
+    """
+    counted = [(data, *_count(wires, num_words)) for data, wires, num_words in frames]
+    for (ids, logprobs), (_, wires, _) in zip(arrays(counted), frames, strict=True):
+        at = logprobs_at = 0
+        for wire in wires:
+            (turn_id, episode_id, parent, choice, num_prompt, num_output, has_logprobs, versions,
+             loss_spans, mask_reason, sampling, *rest) = msgspec.structs.astuple(wire)  # fmt: skip
+            middle = at + num_prompt
+            end = middle + num_output
+            drawn_logprobs = None
+            if has_logprobs:
+                drawn_logprobs = logprobs[logprobs_at : logprobs_at + num_output]
+                logprobs_at += num_output
+            turn = turn_of_checked(
+                (
+                    turn_id,
+                    episode_id,
+                    parent,
+                    choice,
+                    ids[at:middle],
+                    ids[middle:end],
+                    drawn_logprobs,
+                    tuple([VersionSpan(*span) for span in versions]),
+                    loss_spans,
+                    mask_reason,
+                    _sampling_of(sampling, turn_id),
+                    *rest,
+                )
+            )
+            turn.check_spans()
+            yield turn
+            at = end
+
+
+def _count(wires: Sequence[TurnWire], num_words: int) -> tuple[int, int]:
+    """(number of token ids, number of logprobs) of a frame."""
+    num_ids = num_logprobs = 0
+    for wire in wires:
+        num_output = wire.num_output
+        num_ids += wire.num_prompt + num_output
+        if wire.has_logprobs:
+            num_logprobs += num_output
+    if num_ids + num_logprobs != num_words:
+        what = f"turn {wires[0].turn_id}" if wires else "a trajectory without turns"
+        raise RecordError(
+            f"{what}: prompt_ids, output_ids and behavior_logprobs hold {num_words} numbers, "
+            f"{num_ids + num_logprobs} are announced"
+        )
+    return num_ids, num_logprobs
+
+
+def _sampling_of(data: msgspec.Raw, turn_id: str) -> Sampling:
+    try:
+        return _sampling_from_wire(bytes(data))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RecordError(f"turn {turn_id}: sampling is damaged: {error}") from error
