@@ -1,0 +1,57 @@
+"""What verifiers read: fields of the task, and text that a policy wrote.
+
+Owns: naming a missing field, taking code out of an answer, bounding its length. Does not own: what
+is right (the verifiers). Invariant: a task that lacks what its verifier needs is an
+EnvironmentFailure; nothing that a policy writes raises here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+from outloop.buffer.errors import EnvironmentFailure
+from outloop.buffer.records import Task
+
+T = TypeVar("T")
+MAX_ANSWER_CHARS = 200_000
+"""Longer answers are judged by their end."""
+_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
+
+
+def field_of(task: Task, name: str, kind: type[T]) -> T:
+    """`task.payload[name]`, which must be a `kind`.
+
+    Raises:
+        EnvironmentFailure: the task has no such field, or it is something else.
+    """
+    value = task.payload.get(name)
+    if not isinstance(value, kind):
+        known = ", ".join(map(str, task.payload))
+        raise EnvironmentFailure(
+            f"task_id={task.task_id!r}: the verifier needs the field {name!r} as "
+            f"{kind.__name__}, and found {type(value).__name__}; the task has: {known}"
+        )
+    return value
+
+
+def text_of(task: Task, name: str) -> str:
+    """A field that is a string, or a number written as one."""
+    value = task.payload.get(name)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    return field_of(task, name, str)
+
+
+def end_of(answer: str) -> str:
+    """An answer without what is too long to be judged."""
+    return answer[-MAX_ANSWER_CHARS:]
+
+
+def code_of(answer: str) -> str:
+    """The code of an answer: its last fenced block (the last one called python, if any is)."""
+    blocks: list[tuple[str, str]] = _FENCE.findall(end_of(answer))
+    named = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
+    if named:
+        return named[-1]
+    return blocks[-1][1] if blocks else answer
