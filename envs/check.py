@@ -12,8 +12,8 @@ import sys
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings, build_settings
+from outloop.envs.agent_command import CommandAgent, load_player
 from outloop.envs.conversations import load_conversations
-from outloop.envs.loading import load_rollout
 from outloop.envs.tasks import load_run_tasks
 
 
@@ -27,10 +27,13 @@ def check_rollout(settings: Settings) -> None:
         for _ in load_conversations(settings):
             pass
         return
-    if settings.env.num_runners == 0 and settings.env.rollout_function_path is None:
+    env = settings.env
+    if env.num_runners == 0 and env.rollout_function_path is None and env.agent_command is None:
         return
-    load_rollout(settings)
-    load_run_tasks(settings)
+    load_player(env)
+    tasks, eval_tasks = load_run_tasks(settings)
+    if env.agent_command is not None:
+        CommandAgent(env).check_tasks(tasks + eval_tasks)
 
 
 def main(arguments: list[str]) -> int:

@@ -7,7 +7,6 @@ Owns: telling the kinds of failure apart, and logging each once. Does not own: w
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +16,7 @@ import structlog
 
 from outloop.buffer.errors import EnvironmentFailure
 from outloop.buffer.records import FailureKind
+from outloop.envs.ending import Ending
 
 _log = structlog.get_logger()
 _NUM_FIRST_EPISODES = 20
@@ -51,20 +51,18 @@ class FailureLog:
         """An episode ended as it should."""
         self._num_closed += 1
 
-    def failure(self, kind: FailureKind, error: BaseException, episode_id: str) -> None:
+    def failure(self, ending: Ending, episode_id: str) -> None:
         """An episode failed; says so once per kind, exception type and place."""
         self._num_closed += 1
-        frames = traceback.extract_tb(error.__traceback__)
-        place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        signature = (kind, type(error).__name__, place)
+        signature = (ending.failure_kind or "", ending.error_type, ending.place)
         self._counts[signature] += 1
         if self._counts[signature] == 1:
             _log.warning(
                 "episode_failed",
-                failure_kind=kind,
+                failure_kind=ending.failure_kind,
                 episode_id=episode_id,
-                error=f"{type(error).__name__}: {error}",
-                exc_info=error if frames else None,
+                error=ending.error,
+                **({"exception": ending.trace} if ending.trace else {}),
                 note="the next failures of this kind are only counted",
             )
         if not self._warned and self._counts[signature] == self._num_closed == _NUM_FIRST_EPISODES:
@@ -72,11 +70,18 @@ class FailureLog:
             _log.error(
                 "every_episode_fails",
                 num_episodes=self._num_closed,
-                failure_kind=kind,
-                error=f"{type(error).__name__}: {error}",
-                place=place,
+                failure_kind=ending.failure_kind,
+                error=ending.error,
+                place=ending.place,
                 note="all episodes so far ended the same way; nothing can be learned from that",
             )
+
+    def counts(self) -> dict[str, int]:
+        """How many episodes ended, and how many failures of each kind were among them."""
+        found = {"num_closed": self._num_closed}
+        for (kind, _, _), count in self._counts.items():
+            found[f"num_failed_{kind}"] = found.get(f"num_failed_{kind}", 0) + count
+        return found
 
     def summary(self) -> None:
         """Log how many episodes were played, and how often each failure was seen."""

@@ -1,29 +1,20 @@
-"""The user's code, found and checked before anything is started.
+"""The user's code, found before anything is started.
 
-Owns: importing `package.module:function`, where it is looked for, and the signature of a rollout
-function. Does not own: calling it (runner), what tasks look like (tasks). Invariant: whatever is
-wrong with a path or a signature is a SettingsError of one line that says what to change.
+Owns: importing `package.module:function` and where it is looked for. Does not own: signatures
+(rollout), calling it (play).
+Invariant: whatever is wrong with a path is a SettingsError of one line that says what to change.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
-import inspect
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.records import Task
-from outloop.buffer.settings import Settings
-from outloop.envs.episode import Episode
-
-RolloutFunction = Callable[[Task, Episode], Awaitable[Any]]
-_EXPECTED = "`async def play(task, episode) -> float`"
 
 
 def import_folders(import_dir: Path | None) -> tuple[Path, ...]:
@@ -74,51 +65,6 @@ def import_object(path: str, *, setting: str, import_dir: Path | None) -> Any:
             )
         target = getattr(target, part)
     return target
-
-
-def load_rollout(settings: Settings) -> RolloutFunction:
-    """The run's rollout function.
-
-    Raises:
-        SettingsError: not given, not importable, or not `async def play(task, episode)`.
-    """
-    path = settings.env.rollout_function_path
-    setting = "env.rollout_function_path"
-    if path is None:
-        raise SettingsError(
-            f"{setting} is missing; name {_EXPECTED} as package.module:function in the settings "
-            "file or by --rollout-function-path"
-        )
-    function = import_object(path, setting=setting, import_dir=settings.env.import_dir)
-    _check_signature(function, f"{setting}={path!r}")
-    checked: RolloutFunction = function
-    return checked
-
-
-def _check_signature(function: Any, named: str) -> None:
-    if not callable(function) or inspect.isclass(function):
-        kind = "class" if inspect.isclass(function) else type(function).__name__
-        raise SettingsError(f"{named} is a {kind}; a function {_EXPECTED} is allowed")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError) as error:
-        raise SettingsError(f"{named} has no signature to check; write {_EXPECTED}") from error
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        raise SettingsError(
-            f"{named} has the signature {signature}, which cannot be called with (task, episode): "
-            f"{error}; {_EXPECTED} is allowed"
-        ) from error
-    inner = function.func if isinstance(function, functools.partial) else function
-    call = inner if inspect.isroutine(inner) else type(inner).__call__
-    if inspect.isasyncgenfunction(call):
-        raise SettingsError(f"{named} is an async generator; return the reward, do not yield it")
-    if not inspect.iscoroutinefunction(inspect.unwrap(call)):
-        raise SettingsError(
-            f"{named} is a blocking function; {_EXPECTED} is allowed: write `async def`, and run "
-            "blocking work in it by `await asyncio.to_thread(...)`"
-        )
 
 
 def _import_raised(path: str, setting: str, error: BaseException) -> SettingsError:

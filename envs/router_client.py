@@ -143,11 +143,17 @@ class RouterClient:
         failure_kind: FailureKind | None,
         reward: Reward | None,
         error: str,
+        output: str = "",
     ) -> bool:
         """Close an episode with its reward; False when it came too late or will be replaced."""
         scored = None
         if reward is not None:
             scored = {"value": reward.value, "components": reward.components}
+            scored |= {
+                name: numbers
+                for name, numbers in (("turns", reward.turns), ("branches", reward.branches))
+                if numbers
+            }
         answer = await self._post(
             f"/episodes/{episode_id}/close",
             {
@@ -155,10 +161,20 @@ class RouterClient:
                 "failure_kind": failure_kind,
                 "reward": scored,
                 "error": error,
+                "output": output,
                 "key": f"close-{episode_id}",
             },
         )
         return bool(answer.get("counted", True))
+
+    async def count_turns(self, episode_id: str) -> int | None:
+        """How many model calls an episode has made; None if it is not known any more."""
+        assert self._session is not None, "use `async with RouterClient(...)`"
+        try:
+            async with self._session.get(f"{self.url}/episodes/{episode_id}") as response:
+                return len((await response.json())["turns"]) if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return None
 
     async def put_trajectories(
         self, rows: Sequence[dict[str, Any]], *, key: str, final: bool

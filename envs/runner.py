@@ -1,7 +1,7 @@
-"""Claims tasks, plays them at the same time, scores and closes their episodes.
+"""Claims tasks, has them played at the same time, and closes their episodes.
 
-Owns: how many episodes are played, their deadlines, turning what `play` did into an outcome. Does
-not own: which task comes next, groups, admission (buffer), what a reward means (verifier).
+Owns: how many episodes are open, closing each, when to stop. Does not own: playing (workers, play),
+which task comes next, groups, admission (buffer), what a reward means (verifier).
 Invariant: every claimed episode is closed exactly once, or the run's deadline closes it; an
 infrastructure failure never becomes a reward.
 """
@@ -11,109 +11,137 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import structlog
 
-from outloop.buffer.errors import Gone, NotFound, OutloopError, RecordError, SettingsError
-from outloop.buffer.records import FailureKind, Outcome, Reward
+from outloop.buffer.errors import (
+    Conflict,
+    DeadlineExceeded,
+    Gone,
+    NotFound,
+    OutloopError,
+    RecordError,
+    SettingsError,
+)
 from outloop.buffer.settings import Settings
 from outloop.envs.conversations import submit_conversations
-from outloop.envs.episode import Episode, SharedClient
-from outloop.envs.failures import FailureLog, kind_of
-from outloop.envs.loading import RolloutFunction, load_rollout
+from outloop.envs.ending import Ending, failed
+from outloop.envs.failures import FailureLog
 from outloop.envs.router_client import OpenedClaim, RouterClient
 from outloop.envs.tasks import load_run_tasks
+from outloop.envs.workers import InProcess, Players, WorkerPool
 
 T = TypeVar("T")
 _log = structlog.get_logger()
 
 _DRAIN_S = 5.0
-_CANCEL_S = 2.0
+_CANCEL_S = 4.0
 _GATHER_S = 0.01
 """Slots that become free within it are claimed together."""
 _MIN_POLL_S = 0.02
 _MAX_POLL_S = 5.0
 _MAX_BAD_REWARDS = 8
 """In a row: then the verifier is broken and playing on is a waste."""
+_NUM_SILENT = 32
+"""Completed episodes without any model call at the start of a run: then the agent talks to another
+endpoint."""
 _MAX_BACKOFF_S = 2.0
-_MAX_ERROR_CHARS = 500
+_PROGRESS_S = 30.0
+_LATE_S = 30.0
+"""How long after its deadline an ending may come, beyond env.max_stall_s."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Ending:
-    """How an episode ended."""
-
-    outcome: Outcome
-    failure_kind: FailureKind | None = None
-    reward: Reward | None = None
-    error: str = ""
-
-
-async def run(settings: Settings, *, router_url: str, runner_key: str, stop: asyncio.Event) -> None:
+async def run(
+    settings: Settings,
+    *,
+    router_url: str,
+    runner_key: str,
+    stop: asyncio.Event,
+    in_process: bool = False,
+) -> None:
     """Play until the run is finished or `stop` is set; with trainer.mode "sft", send conversations.
 
+    Args:
+        in_process: play in this process, whatever env.num_workers says.
+
     Raises:
-        SettingsError: the rollout function or the tasks are wrong, the key is refused, or the
-            rollout function keeps returning something that is no reward.
+        SettingsError: the user's code or the tasks are wrong, the key is refused, episodes end
+            without a usable reward, or the agent never calls the model.
         DeadlineExceeded: the router did not answer.
+        PartFailed: no worker process can be kept up.
     """
     deadline_s = max(60.0, settings.server.start_timeout_s)
     async with RouterClient(router_url, runner_key, deadline_s=deadline_s) as router:
         if settings.trainer.mode == "sft":
             await _until_stopped(submit_conversations(settings, router), stop)
             return
-        play = load_rollout(settings)
         tasks, eval_tasks = load_run_tasks(settings)
         await _until_stopped(router.register_tasks(tasks, eval_tasks), stop)
-        if not stop.is_set():
-            await Runner(settings, router, play, stop).play_all()
+        if stop.is_set():
+            return
+        alone = in_process or settings.env.num_workers == 0
+        changed = asyncio.Event()
+        players: Players = InProcess(settings) if alone else WorkerPool(settings, changed.set)
+        try:
+            await _until_stopped(players.start(), stop)
+            if not stop.is_set():
+                await Runner(settings, router, players, stop, changed).play_all()
+        finally:
+            await players.close()
 
 
 class Runner:
-    """Plays up to env.max_concurrent_episodes episodes at once."""
+    """Plays up to env.max_concurrent_episodes episodes at once.
+
+    Args:
+        changed: set by `players` when there may be places again.
+    """
 
     def __init__(
-        self, settings: Settings, router: RouterClient, play: RolloutFunction, stop: asyncio.Event
+        self,
+        settings: Settings,
+        router: RouterClient,
+        players: Players,
+        stop: asyncio.Event,
+        changed: asyncio.Event,
     ) -> None:
         self._settings = settings
         self._router = router
-        self._play_function = play
+        self._players = players
         self._stop = stop
         self._playing: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
+        self._changed = changed
         self._fatal: BaseException | None = None
         self._failures = FailureLog()
         self._num_bad_rewards = 0
+        self._num_silent: int | None = 0
+        """Completed episodes without a model call so far; None once one has made a call."""
         self._backoff_s = 0.0
-        self._clients = SharedClient(
-            max_connections=2 * settings.env.max_concurrent_episodes + 16,
-            timeout_s=settings.env.episode_deadline_s,
-        )
 
     async def play_all(self) -> None:
         """Claim and play until finished or stopped; then let the last episodes end."""
+        reporting = asyncio.create_task(self._report())
+        self._players.failed.add_done_callback(self._players_failed)
         try:
             await self._claim_until_finished()
             await self._drain()
         finally:
+            reporting.cancel()
             for task in self._playing:
                 task.cancel()
             await asyncio.gather(*self._playing, return_exceptions=True)
-            await self._clients.close()
             self._failures.summary()
         if self._fatal is not None:
             raise self._fatal
 
     async def _claim_until_finished(self) -> None:
-        limit = self._settings.env.max_concurrent_episodes
         reason = ""
         while not self._stop.is_set() and self._fatal is None:
             self._changed.clear()
-            free = limit - len(self._playing)
+            free = self._free()
             if free == 0:
                 await self._wait_for_slots()
                 continue
@@ -121,8 +149,7 @@ class Runner:
             claimed = await _until_stopped(call, self._stop)
             if claimed is None:
                 return
-            for opened in claimed.claims:
-                self._start(opened)
+            await self._start(claimed.claims)
             if claimed.claims:
                 reason = ""
                 continue
@@ -135,15 +162,35 @@ class Runner:
             wait_s = max(claimed.retry_after_s, self._backoff_s, _MIN_POLL_S)
             await _first(min(wait_s, _MAX_POLL_S), self._stop)
 
+    def _free(self) -> int:
+        """Places for new episodes; a batch is claimed whole."""
+        free = self._players.num_free()
+        if self._players.kind == "batch":
+            return free
+        return min(self._settings.env.max_concurrent_episodes - len(self._playing), free)
+
     async def _wait_for_slots(self) -> None:
         """Until an episode ends, and those that end right after it; longer after failures."""
         await _first(_MAX_POLL_S, self._changed, self._stop)
         await _first(max(_GATHER_S, self._backoff_s), self._stop)
 
-    def _start(self, opened: OpenedClaim) -> None:
-        task = asyncio.create_task(self._play_and_close(opened), name=opened.episode_id)
-        self._playing.add(task)
-        task.add_done_callback(self._ended)
+    async def _start(self, claims: Sequence[OpenedClaim]) -> None:
+        for purpose in ("eval", "train"):
+            some = [opened for opened in claims if opened.claim.purpose == purpose]
+            if not some:
+                continue
+            # The key ends with the deadline; the reward must be in before it does.
+            deadlines = [
+                time.time() + limit_s - min(1.0, 0.05 * limit_s)
+                for limit_s in (opened.claim.deadline_s for opened in some)
+            ]
+            endings = await self._players.play(some, deadlines)
+            for opened, deadline, ending in zip(some, deadlines, endings, strict=True):
+                task = asyncio.create_task(
+                    self._play_and_close(opened, deadline, ending), name=opened.episode_id
+                )
+                self._playing.add(task)
+                task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._playing.discard(task)
@@ -151,139 +198,121 @@ class Runner:
             self._fatal = self._fatal or error
         self._changed.set()
 
-    async def _drain(self) -> None:
-        """Let running episodes end: all of them when finished, for a short time when stopped."""
-        if self._stop.is_set() or self._fatal is not None:
-            limit_s = _DRAIN_S
-        else:
-            limit_s = self._settings.env.episode_deadline_s + _CANCEL_S
-        deadline = time.monotonic() + limit_s
-        while self._playing and (left_s := deadline - time.monotonic()) > 0:
-            if self._stop.is_set():
-                deadline = min(deadline, time.monotonic() + _DRAIN_S)
-            self._changed.clear()
-            await _first(min(left_s, 0.5), self._changed)
-        if self._playing:
-            _log.info("episodes_given_up", num_episodes=len(self._playing))
+    def _players_failed(self, failure: asyncio.Future[None]) -> None:
+        if not failure.cancelled():
+            self._fatal = self._fatal or failure.exception()
+            self._changed.set()
 
-    async def _play_and_close(self, opened: OpenedClaim) -> None:
+    async def _drain(self) -> None:
+        if not self._playing:
+            return
+        if self._stop.is_set():
+            _log.info("runner_drains", num_playing=len(self._playing), limit_s=_DRAIN_S)
+        _, late = await asyncio.wait(self._playing, timeout=_DRAIN_S)
+        if late:
+            _log.warning("episodes_aborted", num_aborted=len(late))
+            for task in late:
+                task.cancel()
+            await asyncio.wait(late, timeout=2 * _CANCEL_S)
+
+    async def _play_and_close(
+        self, opened: OpenedClaim, deadline: float, playing: asyncio.Future[Ending]
+    ) -> None:
+        limit_s = deadline - time.time() + self._settings.env.max_stall_s + _LATE_S
         try:
-            ending = await self._play(opened)
+            async with asyncio.timeout(max(0.0, limit_s)):
+                ending = await playing
+        except TimeoutError:
+            late = DeadlineExceeded(
+                who="runner", phase="play", peer="its worker process", after_s=limit_s
+            )
+            ending = failed(late, "infrastructure")
         except asyncio.CancelledError:
-            ending = _Ending(
+            ending = Ending(
                 outcome="aborted", failure_kind="infrastructure", error="the runner was stopped"
             )
             with suppress(OutloopError, TimeoutError):
                 await asyncio.wait_for(self._close(opened, ending), _CANCEL_S)
             raise
-        await self._close(opened, ending)
-        if self._num_bad_rewards >= _MAX_BAD_REWARDS:
-            path = self._settings.env.rollout_function_path
-            raise SettingsError(
-                f"env.rollout_function_path={path!r} returned no usable reward "
-                f"{self._num_bad_rewards} times in a row, the last time: {ending.error}"
-            )
+        ending = await self._close(opened, ending)
+        self._count(ending, opened.episode_id)
+        await self._refuse_silence(ending, opened.episode_id)
 
-    async def _close(self, opened: OpenedClaim, ending: _Ending) -> None:
+    async def _close(self, opened: OpenedClaim, ending: Ending) -> Ending:
+        """Close an episode; returns how, which differs if the router refuses its scores."""
         try:
             await self._router.close_episode(
                 opened.episode_id,
                 outcome=ending.outcome,
                 failure_kind=ending.failure_kind,
                 reward=ending.reward,
-                error=ending.error[:_MAX_ERROR_CHARS],
+                error=ending.error,
+                output=ending.output,
             )
         except (Gone, NotFound) as error:
             _log.debug("closed_too_late", episode_id=opened.episode_id, error=str(error))
+        except (Conflict, RecordError) as error:
+            if ending.reward is None:
+                raise
+            _log.warning("scores_refused", episode_id=opened.episode_id, error=str(error))
+            return await self._close(opened, failed(error, "environment", output=ending.output))
+        return ending
 
-    async def _play(self, opened: OpenedClaim) -> _Ending:
-        claim = opened.claim
-        # The key ends with the deadline; the reward must be in before it does.
-        limit_s = claim.deadline_s - min(1.0, 0.05 * claim.deadline_s)
-        episode = Episode(
-            episode_id=opened.episode_id,
-            task=claim.task,
-            purpose=claim.purpose,
-            base_url=opened.base_url,
-            api_key=opened.api_key,
-            deadline=time.time() + limit_s,
-            shared_client=self._clients,
-        )
-        # The function gets a copy: what it writes into the payload stays in its episode.
-        task = replace(claim.task, payload=dict(claim.task.payload))
-        playing = asyncio.ensure_future(self._play_function(task, episode))
-        try:
-            await asyncio.wait({playing}, timeout=limit_s)
-        finally:
-            expired = not playing.done()
-            if expired:
-                await _cancel(playing, opened.episode_id)
-        if expired:
-            return self._failed(
-                TimeoutError(f"play took longer than {limit_s:.1f} s"), opened, outcome="truncated"
-            )
-        error = _error_of(playing)
-        if error is not None:
-            return self._failed(error, opened)
-        return self._scored(playing.result(), opened)
+    def _count(self, ending: Ending, episode_id: str) -> None:
+        """Log a failure, and notice what makes playing on a waste.
 
-    def _scored(self, value: Any, opened: OpenedClaim) -> _Ending:
-        try:
-            reward = _as_reward(value)
-        except RecordError as error:
-            self._num_bad_rewards += 1
-            self._failures.failure("environment", error, opened.episode_id)
-            return _Ending(outcome="failed", failure_kind="environment", error=str(error))
-        self._num_bad_rewards = 0
-        self._backoff_s = 0.0
-        self._failures.success()
-        return _Ending(outcome="completed", reward=reward)
-
-    def _failed(
-        self, error: BaseException, opened: OpenedClaim, outcome: Outcome = "failed"
-    ) -> _Ending:
-        kind = "agent" if outcome == "truncated" else kind_of(error, opened.base_url)
-        self._failures.failure(kind, error, opened.episode_id)
-        text = f"{type(error).__name__}: {error}"
-        if kind != "agent":
+        Raises:
+            SettingsError: the user's code asks for what the settings refuse, or gives no reward
+                many times in a row.
+        """
+        if ending.failure_kind is None:
+            self._num_bad_rewards = 0
+            self._backoff_s = 0.0
+            self._failures.success()
+            return
+        self._failures.failure(ending, episode_id)
+        if ending.failure_kind != "agent":
             self._backoff_s = min(_MAX_BACKOFF_S, max(0.05, 2 * self._backoff_s))
-            return _Ending(outcome="failed", failure_kind=kind, error=text)
-        reward = Reward(value=self._settings.env.failure_reward)
-        return _Ending(outcome=outcome, failure_kind=kind, reward=reward, error=text)
+        if ending.is_refused:
+            raise SettingsError(ending.error)
+        if not ending.is_bad_reward:
+            return
+        self._num_bad_rewards += 1
+        if self._num_bad_rewards >= _MAX_BAD_REWARDS:
+            env = self._settings.env
+            name, value = "env.verifier", env.verifier
+            if env.agent_command is None:
+                name, value = "env.rollout_function_path", env.rollout_function_path
+            raise SettingsError(
+                f"{name}={value!r} returned no usable reward "
+                f"{self._num_bad_rewards} times in a row, the last time: {ending.error}"
+            )
 
+    async def _refuse_silence(self, ending: Ending, episode_id: str) -> None:
+        """Notice an agent that never calls the model that is trained.
 
-def _as_reward(value: Any) -> Reward:
-    """What `play` returned, as a reward; scalars of array libraries count as numbers.
+        Raises:
+            SettingsError: none of the first completed episodes made a model call.
+        """
+        if self._num_silent is None or ending.outcome != "completed":
+            return
+        num_turns = await self._router.count_turns(episode_id)
+        if num_turns or self._num_silent is None:
+            self._num_silent = None
+            return
+        self._num_silent += num_turns == 0
+        if self._num_silent >= _NUM_SILENT:
+            raise SettingsError(
+                f"none of the first {self._num_silent} episodes made a model call through outloop, "
+                "so there is nothing to train: the agent talks to another endpoint or to none. "
+                "Let it use episode.client or episode.base_url with episode.api_key; a program "
+                "reads OPENAI_BASE_URL and OPENAI_API_KEY from its environment"
+            )
 
-    Raises:
-        RecordError: with the sentence for whoever wrote the verifier.
-    """
-    if isinstance(value, Reward):
-        return value
-    if not isinstance(value, int | float) and getattr(value, "shape", None) == ():
-        value = value.item()
-    return Reward(value=value)
-
-
-def _error_of(playing: asyncio.Future[Any]) -> BaseException | None:
-    if playing.cancelled():
-        return RuntimeError("play was cancelled from inside")
-    return playing.exception()
-
-
-async def _cancel(playing: asyncio.Future[Any], episode_id: str) -> None:
-    """Cancel what is still playing; an agent that will not be cancelled is left behind."""
-    playing.cancel()
-    await asyncio.wait({playing}, timeout=_CANCEL_S)
-    if not playing.done():
-        _log.warning(
-            "play_ignores_cancellation",
-            episode_id=episode_id,
-            note="it goes on in the background; let asyncio.CancelledError pass through play",
-        )
-        playing.add_done_callback(_error_of)
-    else:
-        _error_of(playing)
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            _log.info("runner_progress", num_playing=len(self._playing), **self._failures.counts())
 
 
 async def _first(timeout_s: float, *events: asyncio.Event) -> None:

@@ -8,6 +8,7 @@ that part; an OutloopError is shown as one sentence, anything else with its trac
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -46,11 +47,15 @@ def cli() -> None:
 @_CONFIG
 @_SET
 @click.option("--rollout-function-path", metavar="PACKAGE.MODULE:FUNCTION")
+@click.option("--agent-command", metavar="'PROGRAM {task_file}'", help="In place of a function.")
+@click.option("--verifier", metavar="MODULE:FUNCTION or COMMAND", help="Scores an agent command.")
 @click.option("--single-process", is_flag=True, help="All parts in this process, for a debugger.")
 def train(
     config: Path,
     overrides: tuple[str, ...],
     rollout_function_path: str | None,
+    agent_command: str | None,
+    verifier: str | None,
     single_process: bool,
 ) -> None:
     """Train the policy of CONFIG: starts every part on this machine and watches them."""
@@ -60,8 +65,14 @@ def train(
     from outloop.buffer.telemetry import configure_logging
     from outloop.engine.launch import launcher
 
-    if rollout_function_path is not None:
-        overrides = (*overrides, f'env.rollout_function_path="{rollout_function_path}"')
+    for name, value in (
+        ("rollout_function_path", rollout_function_path),
+        ("agent_command", agent_command),
+        ("verifier", verifier),
+    ):
+        if value is not None:
+            # JSON's strings are TOML's.
+            overrides = (*overrides, f"env.{name}={json.dumps(value)}")
     settings = load_settings(config, overrides)
     configure_logging("launcher", settings.telemetry.log_level)
     launcher.check_before_start(settings, config.parent)

@@ -83,7 +83,11 @@ def train_in_one_process(settings: Settings, *, stop: threading.Event, console: 
             start(
                 "runner",
                 lambda ended: run_episodes(
-                    settings, router_url=url, runner_key=run.keys.runner_key, stop=ended
+                    settings,
+                    router_url=url,
+                    runner_key=run.keys.runner_key,
+                    stop=ended,
+                    in_process=True,
                 ),
             )
             train_policy(run, stop=stop)

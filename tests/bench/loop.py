@@ -24,7 +24,7 @@ import uvicorn
 from rich.console import Console
 from rich.table import Table
 
-from outloop.envs.episode import SharedClient
+from outloop.envs.clients import Clients
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "runs" / "bench"
@@ -104,11 +104,11 @@ async def _measure_agent(base_url: str) -> float:
     sys.path.insert(0, str(ROOT / "examples" / "calculator"))
     from agent import solve
 
-    shared = SharedClient(max_connections=2 * AGENT_CONCURRENCY + 16, timeout_s=60.0)
+    shared = Clients(max_connections=2 * AGENT_CONCURRENCY + 16, timeout_s=60.0)
 
     async def worker(num_episodes: int) -> None:
         for _ in range(num_episodes):
-            assert await solve("12*7", shared.for_episode(base_url, "key")) == "84"
+            assert await solve("12*7", shared.openai(base_url, "key")) == "84"
 
     await worker(4)
     share = NUM_AGENT_EPISODES // AGENT_CONCURRENCY

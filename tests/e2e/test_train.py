@@ -81,6 +81,7 @@ def test_an_agent_as_a_program_is_trained(
         *("--set", "trainer.groups_per_step=2", "--set", "eval.every=0"),
         # Starting a Python with its client takes seconds on a busy machine.
         *("--set", "env.episode_deadline_s=90", "--set", "env.max_concurrent_episodes=4"),
+        *("--set", "trainer.take_timeout_s=120"),
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]

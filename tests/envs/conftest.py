@@ -57,7 +57,9 @@ def make_settings(folder: Path) -> Callable[..., Settings]:
     def make(trainer: dict[str, Any] | None = None, **env: Any) -> Settings:
         tree = {
             "model": {"path": str(folder)},
-            "env": {"tasks": "user:tasks", "rollout_function_path": "user:play"} | env,
+            # In the runner's process, unless a test is about processes.
+            "env": {"tasks": "user:tasks", "rollout_function_path": "user:play", "num_workers": 0}
+            | env,
             "trainer": trainer or {},
         }
         return build_settings(tree, source="test")

@@ -10,7 +10,8 @@ import pytest
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
 from outloop.envs.check import check_rollout
-from outloop.envs.loading import import_object, load_rollout
+from outloop.envs.loading import import_object
+from outloop.envs.rollout import load_rollout
 
 GOOD = """
 import functools
@@ -49,6 +50,49 @@ class Player:
         return 1.0
 
 
+class Stateful:
+    def __init__(self, size=1):
+        self.size = size
+
+    async def play(self, task, episode):
+        return 1.0
+
+
+class Picky(Stateful):
+    def __init__(self, size):
+        self.size = size
+
+
+class Fragile(Stateful):
+    def __init__(self):
+        raise KeyError("x")
+
+
+class Whole:
+    async def rollout(self, tasks, context):
+        pass
+
+
+class Both(Stateful, Whole):
+    pass
+
+
+async def rollout(tasks, context):
+    pass
+
+
+async def mixed(tasks, episode):
+    return 1.0
+
+
+def blocking_rollout(tasks, context):
+    pass
+
+
+def from_slime(args, rollout_id, data_source, evaluation=False):
+    pass
+
+
 player = Player()
 partial = functools.partial(play_default, temperature=0.5)
 number = 3
@@ -59,13 +103,27 @@ def tasks():
 """
 
 
-@pytest.mark.parametrize("name", ["play", "play_default", "player", "partial"])
-def test_coroutine_functions_of_two_arguments_are_accepted(
-    name: str, folder: Path, make_settings: Callable[..., Settings]
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("play", "async"),
+        ("play_default", "async"),
+        ("player", "async"),
+        ("partial", "async"),
+        ("Stateful", "async"),
+        ("blocking", "blocking"),
+        ("rollout", "batch"),
+        ("Whole", "batch"),
+    ],
+)
+def test_every_form_is_told_apart_by_its_signature(
+    name: str, kind: str, folder: Path, make_settings: Callable[..., Settings]
 ) -> None:
-    """Functions, callable objects and partials that take (task, episode) are loaded."""
+    """Functions, callables, partials and classes; one task or many; async or blocking."""
     (folder / "user.py").write_text(GOOD)
-    assert callable(load_rollout(make_settings(rollout_function_path=f"user:{name}")))
+    loaded = load_rollout(make_settings(rollout_function_path=f"user:{name}").env)
+    assert callable(loaded.call)
+    assert loaded.kind == kind
 
 
 @pytest.mark.parametrize(
@@ -78,9 +136,14 @@ def test_coroutine_functions_of_two_arguments_are_accepted(
         ("user:one", ["signature (task)", "(task, episode)", "async def play(task, episode)"]),
         ("user:three", ["signature (task, episode, more)", "'more'"]),
         ("user:keyword_only", ["positional", "(task, episode)"]),
-        ("user:blocking", ["blocking function", "async def", "to_thread"]),
-        ("user:generator", ["async generator", "return the reward"]),
-        ("user:Player", ["is a class"]),
+        ("user:blocking_rollout", ["blocking function", "async def rollout(tasks, context)"]),
+        ("user:generator", ["is a generator", "return the reward"]),
+        ("user:Player", ["is a class with neither play nor rollout", "async def play(self"]),
+        ("user:Both", ["is a class with play and rollout", "one method"]),
+        ("user:Picky", ["cannot be called without arguments", "'size'", "set_up"]),
+        ("user:Fragile", ["its constructor raised KeyError", "set_up"]),
+        ("user:mixed", ["(tasks, episode)", "neither (task, episode) nor (tasks, context)"]),
+        ("user:from_slime", ["slime's signature", "docs/coming-from-slime.md"]),
         ("user:number", ["is a int"]),
         ("broken:play", ["ZeroDivisionError", "broken.py:1"]),
         ("needs:play", ["ModuleNotFoundError", "no_such_package"]),
@@ -96,7 +159,7 @@ def test_a_wrong_path_is_a_sentence(
     (folder / "needs.py").write_text("import no_such_package\n")
     (folder / "exits.py").write_text("raise SystemExit(3)\n")
     with pytest.raises(SettingsError) as caught:
-        load_rollout(make_settings(rollout_function_path=path))
+        load_rollout(make_settings(rollout_function_path=path).env)
     sentence = str(caught.value)
     assert "env.rollout_function_path" in sentence
     assert "\n" not in sentence
@@ -106,7 +169,7 @@ def test_a_wrong_path_is_a_sentence(
 def test_a_missing_path_is_a_sentence(make_settings: Callable[..., Settings]) -> None:
     """Without a rollout function there is nothing to play with."""
     with pytest.raises(SettingsError, match="rollout_function_path is missing"):
-        load_rollout(make_settings(rollout_function_path=None))
+        load_rollout(make_settings(rollout_function_path=None).env)
 
 
 def test_import_dir_is_searched_after_the_working_directory(folder: Path) -> None:

@@ -13,8 +13,10 @@ from openai import AsyncOpenAI
 from verifier import score
 
 from outloop.buffer.records import Task
-from outloop.envs.episode import Episode, SharedClient
+from outloop.envs.clients import Clients
+from outloop.envs.episode import Episode
 from outloop.envs.loading import import_object
+from outloop.envs.scores import Scores
 
 CALCULATOR = Path(__file__).resolve().parents[2] / "examples/calculator"
 
@@ -29,7 +31,8 @@ def episode_of(router: Any, question: str) -> tuple[Task, Episode]:
         base_url=f"{router.url}/episodes/ep-0/v1",
         api_key="ol-ep-ep-0-signature",
         deadline=0.0,
-        shared_client=SharedClient(max_connections=4, timeout_s=10.0),
+        scores=Scores(takes_turns=False, weights={}),
+        clients=Clients(max_connections=4, timeout_s=10.0),
     )
     return task, episode
 
@@ -103,7 +106,7 @@ async def test_the_agent_calls_its_tool_and_answers(router: Any) -> None:
     task, episode = episode_of(router, "12*7")
     play = import_object("rollout:play", setting="s", import_dir=CALCULATOR)
     assert await play(task, episode) == 1.0
-    await episode.shared_client.close()
+    await episode.clients.close()
     assert [message["role"] for message in seen[1]] == ["system", "user", "assistant", "tool"]
     assert seen[1][3] == {"role": "tool", "tool_call_id": "call_1", "content": "84"}
 
@@ -116,7 +119,7 @@ async def test_an_agent_that_never_answers_gives_up(router: Any) -> None:
     play = import_object("rollout:play", setting="s", import_dir=CALCULATOR)
     assert await play(task, episode) == 0.0
     assert router.num_chat_calls == MAX_TURNS
-    await episode.shared_client.close()
+    await episode.clients.close()
 
 
 async def test_solve_takes_any_client_and_model(router: Any) -> None:

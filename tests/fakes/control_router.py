@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,10 @@ class FakeRouter:
         self.trajectories: list[dict[str, Any]] = []
         self.trajectory_calls: dict[str, bool] = {}
         self.num_chat_calls = 0
+        self.turns: Counter[str] = Counter()
+        self.counts_turns = False
+        """False: every episode is said to have made a model call."""
+        self.health_status = 200
         self.most_open = 0
         self.url = ""
         self._next = 0
@@ -67,6 +72,8 @@ class FakeRouter:
         app = web.Application(client_max_size=64 * 2**20)
         app.router.add_post("/tasks", self._register)
         app.router.add_post("/tasks/claim", self._claim)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/episodes/{id}", self._read)
         app.router.add_post("/episodes/{id}/close", self._close)
         app.router.add_post("/trajectories", self._put_trajectories)
         app.router.add_post("/episodes/{id}/v1/chat/completions", self._chat)
@@ -152,6 +159,15 @@ class FakeRouter:
         self.closes.setdefault(request.match_info["id"], await request.json())
         return web.json_response({"counted": True, "sealed_group": None})
 
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({}, status=self.health_status)
+
+    async def _read(self, request: web.Request) -> web.Response:
+        if refusal := self._refuse(request):
+            return refusal
+        num_turns = self.turns[request.match_info["id"]] if self.counts_turns else 1
+        return web.json_response({"turns": [{}] * num_turns})
+
     async def _put_trajectories(self, request: web.Request) -> web.Response:
         if refusal := self._refuse(request):
             return refusal
@@ -164,6 +180,7 @@ class FakeRouter:
     async def _chat(self, request: web.Request) -> web.Response:
         self.num_chat_calls += 1
         episode_id = request.match_info["id"]
+        self.turns[episode_id] += 1
         if request.headers.get("Authorization") != f"Bearer ol-ep-{episode_id}-signature":
             return _error(401, "another episode's key", {"x-should-retry": "false"})
         if self.chat_gate is not None:

@@ -1,0 +1,93 @@
+"""Ready-made clients, shared by every episode of a process.
+
+Owns: one connection pool per client library. Does not own: addresses and keys (episode).
+Invariant: an episode's client costs no connection pool, since one per episode costs ten times a
+call; a library is loaded only when its client is asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from outloop.buffer.errors import SettingsError
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic, AsyncAnthropic
+    from openai import AsyncOpenAI, OpenAI
+
+_MAX_RETRIES = 5
+_NOWHERE = "http://episode.invalid"
+
+
+class Clients:
+    """The connection pools behind every episode's clients.
+
+    Guarantees that at least `max_connections` calls can be in flight: the libraries' default of
+    1,000 fails under more episodes than that.
+    """
+
+    def __init__(self, *, max_connections: int, timeout_s: float) -> None:
+        self._max_connections = max_connections
+        self._timeout_s = timeout_s
+        self._made: dict[str, Any] = {}
+        # Blocking rollout functions ask from several threads.
+        self._lock = threading.Lock()
+
+    def openai(self, base_url: str, api_key: str) -> AsyncOpenAI:
+        """`openai.AsyncOpenAI` with one episode's address and key."""
+        client: AsyncOpenAI = self._shared("openai", "AsyncOpenAI")
+        return client.with_options(base_url=base_url, api_key=api_key)
+
+    def openai_blocking(self, base_url: str, api_key: str) -> OpenAI:
+        """The same for code that blocks."""
+        client: OpenAI = self._shared("openai", "OpenAI")
+        return client.with_options(base_url=base_url, api_key=api_key)
+
+    def anthropic(self, base_url: str, api_key: str) -> AsyncAnthropic:
+        """`anthropic.AsyncAnthropic` with one episode's address and key."""
+        client: AsyncAnthropic = self._shared("anthropic", "AsyncAnthropic")
+        return client.with_options(base_url=base_url, api_key=api_key)
+
+    def anthropic_blocking(self, base_url: str, api_key: str) -> Anthropic:
+        """The same for code that blocks."""
+        client: Anthropic = self._shared("anthropic", "Anthropic")
+        return client.with_options(base_url=base_url, api_key=api_key)
+
+    async def close(self) -> None:
+        """Close the pools that were opened."""
+        for name, client in self._made.items():
+            closing = client.close()
+            if name.startswith("Async"):
+                await closing
+
+    def _shared(self, package: str, name: str) -> Any:
+        with self._lock:
+            if name not in self._made:
+                self._made[name] = self._make(package, name)
+            return self._made[name]
+
+    def _make(self, package: str, name: str) -> Any:
+        try:
+            library: Any = __import__(package)
+        except ImportError as error:
+            raise SettingsError(
+                f"a ready-made client needs the package {package}, which is not installed; "
+                f"pip install {package}, or use episode.base_url and episode.api_key"
+            ) from error
+        # Which HTTP library the limits belong to depends on the client's version.
+        limits = type(library.DEFAULT_CONNECTION_LIMITS)(
+            max_connections=self._max_connections,
+            max_keepalive_connections=self._max_connections,
+            keepalive_expiry=30.0,
+        )
+        http = "DefaultAsyncHttpxClient" if name.startswith("Async") else "DefaultHttpxClient"
+        return getattr(library, name)(
+            base_url=_NOWHERE,
+            api_key="episode",
+            max_retries=_MAX_RETRIES,
+            timeout=self._timeout_s,
+            http_client=getattr(library, http)(
+                limits=limits, timeout=self._timeout_s, trust_env=False
+            ),
+        )

@@ -1,0 +1,263 @@
+"""`python -I -S keeper.py LIMITS COMMAND...`: runs a program and leaves nothing of it behind.
+
+Owns: the program's process tree, its time, memory and output. Does not own: what the program is for
+(agent_command). It loads the standard library only, because it is started once per episode.
+Invariant: when this process ends, no descendant of the program is alive, also none that left its
+session: it is their reaper. When its runner goes away it ends them at once.
+
+LIMITS is JSON: control (a socket to the runner), time_s, memory_mb, output_bytes, kept_bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import selectors
+import signal
+import sys
+import time
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_TERM_GRACE_S = 1.0
+_DRAIN_S = 0.5
+_KILL_S = 5.0
+_POLL_S = 0.5
+Limits = dict[str, float]
+_PAGE_MB = resource.getpagesize() / 2**20
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+class Kept:
+    """The end of a stream, and how long it was."""
+
+    def __init__(self, limit: int) -> None:
+        self.data = bytearray()
+        self.total = 0
+        self._limit = limit
+
+    def add(self, data: bytes) -> None:
+        """Take more of it."""
+        self.total += len(data)
+        self.data += data
+        if len(self.data) > 2 * self._limit:
+            del self.data[: -self._limit]
+
+    def text(self) -> str:
+        """Its end as text."""
+        left_out = self.total - min(len(self.data), self._limit)
+        text = bytes(self.data[-self._limit :]).decode(errors="replace")
+        return f"[{left_out} bytes left out]\n{text}" if left_out else text
+
+
+def start(command: list[str], limits: Limits, outputs: dict[int, int]) -> int:
+    """Fork and execute the program in a process group of its own; returns its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setpgid(0, 0)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        memory = int(limits["memory_mb"] * 2**20)
+        # Data, not address space: node reserves far more of the latter than it touches.
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+        for target, source in outputs.items():
+            os.dup2(source, target)
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"outloop: {command[0]!r} cannot be started: {error}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def children(pid: int) -> list[int]:
+    """Pids of a process's children; of all its threads."""
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return found
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                found += map(int, file.read().split())
+        except OSError:
+            continue
+    return found
+
+
+def descendants() -> list[int]:
+    """Pids of every process below this one."""
+    found: list[int] = []
+    frontier = children(os.getpid())
+    while frontier:
+        found += frontier
+        frontier = [child for pid in frontier for child in children(pid)]
+    return found
+
+
+def resident_mb(pids: list[int]) -> float:
+    """Memory of the processes together."""
+    pages = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/statm", "rb") as file:
+                pages += int(file.read().split()[1])
+        except (OSError, IndexError):
+            continue
+    return pages * _PAGE_MB
+
+
+def kill_all(pid: int) -> bool:
+    """Kill and reap until nothing is left below this process; True if that was reached."""
+    deadline = time.monotonic() + _KILL_S
+    if sys.platform != "linux":
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    while True:
+        for victim in descendants():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(victim, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+
+
+class Keeper:
+    """Watches one program until it ends or passes a limit."""
+
+    def __init__(self, pid: int, limits: Limits, streams: dict[int, Kept], wake: int) -> None:
+        self._pid = pid
+        self._limits = limits
+        self._streams = streams
+        self._selector = selectors.DefaultSelector()
+        for descriptor, kept in streams.items():
+            os.set_blocking(descriptor, False)
+            self._selector.register(descriptor, selectors.EVENT_READ, kept)
+        self._selector.register(int(limits["control"]), selectors.EVENT_READ, None)
+        # A child's end wakes the selector, so that nobody waits for the next poll.
+        self._selector.register(wake, selectors.EVENT_READ, Kept(1))
+        self._is_abandoned = False
+        self.reason = ""
+        self.memory_mb = 0.0
+        self.status: int | None = None
+
+    def watch(self) -> None:
+        """Until the program ended; `reason` says which limit ended it: time, memory, output."""
+        end = time.monotonic() + self._limits["time_s"]
+        next_poll = 0.0
+        while self.status is None and not self._is_abandoned:
+            self._read(_POLL_S)
+            now = time.monotonic()
+            if now >= next_poll:
+                next_poll = now + _POLL_S
+                self._weigh()
+            total = sum(kept.total for kept in self._streams.values())
+            if total > self._limits["output_bytes"]:
+                self.reason = "output"
+            if now > end:
+                self.reason = "time"
+                self._ask_to_end()
+            if self.reason:
+                return
+            self._reap()
+
+    def drain(self) -> None:
+        """What is still in the pipes, once nobody writes to them any more."""
+        end = time.monotonic() + _DRAIN_S
+        while time.monotonic() < end and self._read(0):
+            pass
+
+    def _weigh(self) -> None:
+        self.memory_mb = max(self.memory_mb, resident_mb(descendants()))
+        if self.memory_mb > self._limits["memory_mb"]:
+            self.reason = "memory"
+
+    def _ask_to_end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGTERM)
+        end = time.monotonic() + _TERM_GRACE_S
+        while self.status is None and time.monotonic() < end and not self._is_abandoned:
+            self._read(0.02)
+            self._reap()
+
+    def _reap(self) -> None:
+        try:
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid == self._pid:
+                    self.status = status
+        except ChildProcessError:
+            return
+
+    def _read(self, timeout_s: float) -> bool:
+        events = self._selector.select(timeout_s)
+        for key, _ in events:
+            if key.data is None:
+                self._is_abandoned = True
+                self._selector.unregister(key.fd)
+                continue
+            try:
+                data = os.read(key.fd, 65536)
+            except BlockingIOError:
+                continue
+            if data:
+                key.data.add(data)
+            else:
+                self._selector.unregister(key.fd)
+        return bool(events)
+
+
+def main() -> None:
+    limits = json.loads(sys.argv[1])
+    command = sys.argv[2:]
+    os.set_inheritable(int(limits["control"]), False)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    wake, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    pipes = {target: os.pipe() for target in (1, 2)}
+    pid = start(command, limits, {target: ends[1] for target, ends in pipes.items()})
+    signal.signal(signal.SIGTERM, lambda number, frame: (kill_all(pid), os._exit(1)))
+    kept = {target: Kept(int(limits["kept_bytes"])) for target in pipes}
+    for _, end in pipes.values():
+        os.close(end)
+    keeper = Keeper(pid, limits, {ends[0]: kept[target] for target, ends in pipes.items()}, wake)
+    keeper.watch()
+    is_clean = kill_all(pid)
+    keeper.drain()
+    status = keeper.status
+    result = {
+        "exit_code": os.waitstatus_to_exitcode(status) if status is not None else None,
+        "reason": keeper.reason,
+        "stdout": kept[1].text(),
+        "stderr": kept[2].text(),
+        "memory_mb": keeper.memory_mb,
+        "is_clean": is_clean,
+    }
+    data = json.dumps(result).encode()
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(int(limits["control"]), data) :]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Which episode's code runs in a worker right now, kept where its death cannot take it.
+
+Owns: shared memory with the loop's heartbeat and the number of the running episode, and the task
+factory that keeps it. Does not own: what follows from it (workers).
+Invariant: while a step of an episode's coroutine or thread runs, its number stands in a cell; so a
+worker that dies or stalls names who did it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import ContextVar
+from typing import Any
+
+_BEAT = 0
+_LOOP_CELL = 1
+_FIRST_THREAD_CELL = 2
+_NUM_CELLS = 512
+_SIZE = 8 * _NUM_CELLS
+MAX_THREADS = _NUM_CELLS - _FIRST_THREAD_CELL
+
+episode_number: ContextVar[int] = ContextVar("episode_number", default=0)
+"""Of the task or thread that runs; 0: none."""
+
+
+class Marker:
+    """The cells, in memory that the runner and one worker share."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, _SIZE)
+        self._cells = memoryview(self._memory).cast("q")
+
+    @classmethod
+    def create(cls) -> Marker:
+        """Cells of their own, all zero; hand `descriptor` to the worker."""
+        descriptor = os.memfd_create("outloop-marker")
+        os.ftruncate(descriptor, _SIZE)
+        return cls(descriptor)
+
+    def close(self) -> None:
+        """Free the memory in this process."""
+        self._cells.release()
+        self._memory.close()
+        os.close(self.descriptor)
+
+    @property
+    def beats(self) -> int:
+        """Rises as long as the worker's event loop turns."""
+        return self._cells[_BEAT]
+
+    def beat(self) -> None:
+        """The event loop turned."""
+        self._cells[_BEAT] += 1
+
+    def running(self) -> frozenset[int]:
+        """Numbers of the episodes whose code runs now."""
+        return frozenset(self._cells[_LOOP_CELL:].tolist()) - {0}
+
+    def running_in_loop(self) -> int:
+        """Number of the episode whose coroutine runs now; 0: none."""
+        return self._cells[_LOOP_CELL]
+
+    def in_thread(self, index: int, number: int) -> None:
+        """Thread `index` runs the episode `number`; 0: none."""
+        self._cells[_FIRST_THREAD_CELL + index] = number
+
+    def task_factory(self) -> Callable[..., asyncio.Task[Any]]:
+        """For `loop.set_task_factory`: tasks of an episode mark each of their steps."""
+
+        def create(
+            loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
+        ) -> asyncio.Task[Any]:
+            context = options.get("context")
+            number = episode_number.get() if context is None else context.get(episode_number, 0)
+            if number and asyncio.iscoroutine(coroutine):
+                coroutine = _Marked(coroutine, self._cells, number)
+            return asyncio.Task(coroutine, loop=loop, **options)
+
+        return create
+
+
+class _Marked(Coroutine[Any, Any, Any]):
+    """A coroutine that writes its episode's number into the loop's cell while it runs."""
+
+    def __init__(self, inner: Any, cells: memoryview, number: int) -> None:
+        self._inner = inner
+        self._cells = cells
+        self._number = number
+        self.__name__ = getattr(inner, "__name__", "")
+        self.__qualname__ = getattr(inner, "__qualname__", "")
+
+    def send(self, value: Any) -> Any:
+        self._cells[_LOOP_CELL] = self._number
+        try:
+            return self._inner.send(value)
+        finally:
+            self._cells[_LOOP_CELL] = 0
+
+    def throw(self, *error: Any) -> Any:
+        self._cells[_LOOP_CELL] = self._number
+        try:
+            return self._inner.throw(*error)
+        finally:
+            self._cells[_LOOP_CELL] = 0
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._inner.__await__()
+
+    def __getattr__(self, name: str) -> Any:
+        # Libraries look at cr_frame, cr_running and their like.
+        return getattr(self._inner, name)

@@ -1,0 +1,170 @@
+"""`python -m outloop.envs.worker SOCKET MARKER STACKS`: plays episodes in a process of its own.
+
+Owns: the process: its event loop, limits, heartbeat and what it says to its runner. Does not own:
+playing (play, batch), starting and replacing it (workers).
+Invariant: it holds keys of single episodes only, and ends when its runner does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import resource
+import signal
+import socket
+import sys
+
+import structlog
+
+from outloop.buffer.errors import OutloopError, SettingsError
+from outloop.buffer.settings import EnvSettings
+from outloop.buffer.telemetry import configure_logging
+from outloop.envs import agent_command, wire
+from outloop.envs.batch import play_batch
+from outloop.envs.ending import Ending, failed
+from outloop.envs.marker import Marker
+from outloop.envs.play import Player
+from outloop.envs.wire import Job
+
+_BEAT_S = 0.2
+_log = structlog.get_logger()
+
+
+class Worker:
+    """One worker process."""
+
+    def __init__(self, writer: asyncio.StreamWriter, marker: Marker, begin: wire.Begin) -> None:
+        self._writer = writer
+        self._marker = marker
+        self._env = EnvSettings.model_validate_json(begin.env)
+        self._max_episodes = begin.max_episodes
+        self._player: Player | None = None
+        self._playing: set[asyncio.Task[None]] = set()
+        self._num_batches = 0
+
+    async def prepare(self) -> bool:
+        """Load the user's code and call its set_up; False when it cannot be used."""
+        try:
+            rollout = agent_command.load_player(self._env)
+            await asyncio.wait_for(rollout.set_up(), self._env.set_up_timeout_s)
+        except SettingsError as error:
+            self._say(wire.Refused(str(error)))
+        except Exception as error:  # noqa: BLE001 - the user's set_up may raise anything
+            self._say(wire.Refused(f"set_up raised {type(error).__name__}: {error}"))
+        else:
+            self._player = Player(
+                rollout,
+                self._env,
+                max_episodes=self._max_episodes,
+                marker=self._marker,
+                on_stuck=lambda number: self._say(wire.Stuck(number)),
+            )
+            self._say(wire.Ready(rollout.kind, self._player.max_episodes))
+        return self._player is not None
+
+    async def serve(self, reader: asyncio.StreamReader) -> None:
+        """Play what comes until told to stop, or the runner is gone."""
+        beating = asyncio.create_task(self._beat())
+        while (data := await wire.read_frame(reader)) is not None:
+            message = wire.to_worker.decode(data)
+            if isinstance(message, wire.Stop):
+                break
+            assert isinstance(message, wire.Play)
+            self._start(message.jobs)
+        for task in self._playing:
+            task.cancel()
+        await asyncio.gather(*self._playing, return_exceptions=True)
+        beating.cancel()
+        assert self._player is not None
+        try:
+            await asyncio.wait_for(self._player.rollout.tear_down(), self._env.set_up_timeout_s)
+        except Exception:  # noqa: BLE001 - the user's tear_down may raise anything
+            _log.exception("tear_down_raised")
+        await self._player.close()
+
+    def _start(self, jobs: tuple[Job, ...]) -> None:
+        assert self._player is not None
+        if self._player.rollout.kind == "batch":
+            self._num_batches += 1
+            playing = self._play_batch(jobs, self._num_batches - 1)
+        else:
+            playing = self._play(jobs[0])
+        task = asyncio.create_task(playing)
+        self._playing.add(task)
+        task.add_done_callback(self._playing.discard)
+
+    async def _play(self, job: Job) -> None:
+        assert self._player is not None
+        self._end(job.number, await self._player.play(job))
+
+    async def _play_batch(self, jobs: tuple[Job, ...], num_calls: int) -> None:
+        assert self._player is not None
+        await play_batch(self._player, jobs, num_calls, self._end)
+        self._say(wire.Played())
+
+    def _end(self, number: int, ending: Ending) -> None:
+        try:
+            self._say(wire.Ended(number, ending))
+        except OutloopError as error:
+            # Numbers above 64 bits, or a component's name that is no text.
+            self._say(wire.Ended(number, failed(error, "environment")))
+
+    async def _beat(self) -> None:
+        while True:
+            self._marker.beat()
+            await asyncio.sleep(_BEAT_S)
+
+    def _say(self, message: wire.FromWorker) -> None:
+        self._writer.write(wire.frame(message))
+
+
+def _limit(memory_mb: float) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # Data, not address space: libraries reserve far more of the latter than they touch.
+    resource.setrlimit(resource.RLIMIT_DATA, (int(memory_mb * 2**20), resource.RLIM_INFINITY))
+
+
+async def _run(connection: socket.socket, marker: Marker) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    data = await wire.read_frame(reader)
+    if data is None:
+        return
+    begin = wire.to_worker.decode(data)
+    assert isinstance(begin, wire.Begin)
+    configure_logging("worker", begin.log_level)
+    asyncio.get_running_loop().set_task_factory(marker.task_factory())
+    worker = Worker(writer, marker, begin)
+    _limit(worker._env.worker_memory_mb)
+    if await worker.prepare():
+        await worker.serve(reader)
+    with contextlib.suppress(ConnectionError):
+        await writer.drain()
+    writer.close()
+
+
+def main(arguments: list[str]) -> None:
+    """Run until the socket closes; never waits for threads that hang."""
+    descriptor, marker, stacks = map(int, arguments)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(file=stacks)
+    # Stopping is the runner's word; a signal to the group must not cut episodes short.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        import uvloop
+
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    except ImportError:
+        runner = asyncio.Runner()
+    with runner:
+        runner.run(_run(socket.socket(fileno=descriptor), Marker(marker)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
