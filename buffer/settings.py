@@ -24,6 +24,7 @@ from pydantic_settings import (
 )
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings_env import EnvSettings
 from outloop.buffer.settings_trainer import TrainerSettings
 
 _SGLANG_OWNED = {
@@ -69,57 +70,6 @@ class ModelSettings(_Section):
     name: str = "policy"
     """What agents send as `model`."""
     max_context_tokens: int = Field(2048, gt=0)
-
-
-class EnvSettings(_Section):
-    """What is played, by whom, under which limits."""
-
-    rollout_function_path: str | None = None
-    """package.module:function, `async def play(task, episode) -> reward`."""
-    agent_command: str | None = None
-    """A program that plays one episode, in place of a rollout function; `{task_file}` and fields of
-    the task are filled in."""
-    verifier: str | None = None
-    """What scores an agent program: package.module:function, or a command."""
-    hidden_task_fields: tuple[str, ...] = ()
-    """Fields of a task that only the verifier sees."""
-    reward_weights: dict[str, float] = {}
-    """Of named components, where a verifier returns several; 1 for those left out."""
-    tasks: str | None = None
-    """JSONL file, or package.module:function returning an iterable of tasks."""
-    eval_tasks: str | None = None
-    import_dir: Path | None = None
-    """Where user code and task files are looked for after the working directory. Left out: the
-    settings file's own folder."""
-    conversations: str | None = None
-    """SFT only: JSONL file or package.module:function giving {"messages", "tools"} rows."""
-    max_concurrent_episodes: int = Field(64, gt=0)
-    num_runners: int = Field(1, ge=0)
-    """0: runners are started elsewhere."""
-    num_workers: int = Field(1, ge=0)
-    """Processes per runner in which episodes are played; 0: in the runner itself."""
-    max_blocking_episodes: int = Field(32, gt=0, le=256)
-    """Threads per worker for a rollout function that blocks."""
-    max_stall_s: float = Field(30.0, gt=0)
-    """A worker whose event loop stands still for longer is killed and replaced."""
-    worker_memory_mb: float = Field(4096, gt=64)
-    set_up_timeout_s: float = Field(120.0, gt=0)
-    episode_deadline_s: float = Field(60.0, gt=0)
-    verifier_timeout_s: float = Field(30.0, gt=0)
-    agent_memory_mb: float = Field(2048, gt=16)
-    """Of an agent program's processes together."""
-    max_output_bytes: int = Field(64 * 2**20, gt=0)
-    """An agent program that writes more is ended."""
-    max_kept_bytes: int = Field(65536, gt=0, le=4 * 2**20)
-    """What its verifier sees of standard output and of standard error: the end."""
-    turn_scores: Literal["refuse", "record"] = "refuse"
-    """Scores of single turns or branches: nothing is trained by them. record: kept for reading."""
-    failure_reward: float = 0.0
-    """Reward of an episode whose agent failed: the lowest that the verifier can give."""
-    max_replacements: int = Field(3, ge=0)
-    """Attempts replaced per slot before the group is dead-lettered."""
-    max_replaced_share: float = Field(0.02, ge=0, le=1)
-    """The run stops when a larger share of attempts ended without a result (after 200 attempts)."""
 
 
 class BufferSettings(_Section):

@@ -19,7 +19,7 @@ import aiohttp
 
 from outloop.buffer.errors import EnvironmentFailure, RecordError, SettingsError
 from outloop.buffer.records import Outcome, Reward, Task
-from outloop.buffer.settings import EnvSettings
+from outloop.buffer.settings_env import EnvSettings
 from outloop.envs import program
 from outloop.envs.ending import Ending, failed, without_reward
 from outloop.envs.episode import Episode

@@ -20,7 +20,7 @@ import structlog
 
 from outloop.buffer.errors import RecordError, SettingsError
 from outloop.buffer.records import Outcome, Reward, Task
-from outloop.buffer.settings import EnvSettings
+from outloop.buffer.settings_env import EnvSettings
 from outloop.envs.clients import Clients
 from outloop.envs.ending import Ending, failed, without_reward
 from outloop.envs.episode import Episode

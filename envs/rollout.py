@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.settings import EnvSettings
+from outloop.buffer.settings_env import EnvSettings
 from outloop.envs.loading import import_object
 
 Kind = Literal["async", "blocking", "batch"]

@@ -24,7 +24,7 @@ import msgspec
 
 from outloop.buffer.errors import EnvironmentFailure, RecordError, SettingsError
 from outloop.buffer.records import Reward, Task
-from outloop.buffer.settings import EnvSettings
+from outloop.buffer.settings_env import EnvSettings
 from outloop.envs import program
 from outloop.envs.ending import as_reward
 from outloop.envs.loading import import_object

@@ -19,7 +19,7 @@ import sys
 import structlog
 
 from outloop.buffer.errors import OutloopError, SettingsError
-from outloop.buffer.settings import EnvSettings
+from outloop.buffer.settings_env import EnvSettings
 from outloop.buffer.telemetry import configure_logging
 from outloop.envs import agent_command, wire
 from outloop.envs.batch import play_batch
