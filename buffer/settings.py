@@ -152,9 +152,11 @@ class ServerSettings(_Section):
 class PublishSettings(_Section):
     """How weights reach the servers."""
 
-    transport: Literal["shared_memory", "cuda_ipc", "disk"] = "shared_memory"
-    """shared_memory, cuda_ipc: servers on this machine, or GPU, read the trainer's staging. disk:
-    servers share a file system."""
+    transport: Literal["shared_memory", "cuda_ipc", "collective", "disk"] = "shared_memory"
+    """shared_memory, cuda_ipc: servers on this machine, or GPU, read the trainer's staging.
+    collective: servers anywhere join a group with the trainer. disk: they share a file system."""
+    host: str = "127.0.0.1"
+    """collective: the trainer's address, as servers reach it."""
     fallback: Literal["disk", "none"] = "disk"
     """How servers are fed that were quarantined; and all, when the transport fails on all."""
     mode: Literal["in_place", "retract", "abort"] = "in_place"

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 
 from outloop.buffer.run import Run
+from outloop.engine.publish.collective import GroupSender
 from outloop.engine.publish.disk import Disk
+from outloop.engine.publish.group import Backend
 from outloop.engine.publish.staging import DeviceBuffer, SharedBuffer, Staging
 from outloop.engine.publish.transports import Bucketed, PayloadSender, Sender, Transport
 
@@ -25,6 +27,11 @@ def build_transport(run: Run, name: str) -> Transport:
     if name == "cuda_ipc":
         device = torch.device("cuda", torch.cuda.current_device())
         sender, staging = PayloadSender(), Staging(DeviceBuffer(device), DeviceBuffer(device))
+    elif name == "collective":
+        backend: Backend = "nccl" if server.device.startswith("cuda") else "gloo"
+        device = torch.device("cuda" if backend == "nccl" else "cpu")
+        sender = GroupSender(host=publish.host, backend=backend)
+        staging = Staging(DeviceBuffer(device), DeviceBuffer(device))
     else:
         sender, staging = PayloadSender(), Staging(SharedBuffer(), SharedBuffer())
     return Bucketed(sender, staging, bucket_bytes=bucket_bytes, dtype=dtype)

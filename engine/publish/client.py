@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -90,6 +91,52 @@ class ServerClient:
             "flush_cache": False,
         }
         self._call("POST", "/update_weights_from_tensor", body, deadline)
+
+    def join_group(
+        self,
+        host: str,
+        port: int,
+        *,
+        rank: int,
+        world_size: int,
+        name: str,
+        backend: str,
+        deadline: float,
+    ) -> None:
+        """Join the group `name` as `rank`; answers when all members have joined."""
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": rank,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
+        self._call("POST", "/init_weights_update_group", body, deadline)
+
+    def leave_group(self, name: str, deadline: float) -> None:
+        """Leave the group `name`."""
+        body = {"group_name": name}
+        self._call("POST", "/destroy_weights_update_group", body, deadline)
+
+    def update_from_group(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group: str,
+        deadline: float,
+    ) -> None:
+        """Receive these tensors, packed without gaps, as one broadcast over `group`."""
+        body = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        self._call("POST", "/update_weights_from_distributed", body, deadline)
 
     def update_from_disk(self, folder: str, deadline: float) -> None:
         """Load a Hugging Face folder that the server can read; an open update is closed first."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import structlog
 
@@ -98,12 +99,12 @@ class Fanout:
         """
         self.finish(phase, self.start(action))
 
-    def start(self, action: Action) -> dict[str, Future[None]]:
-        """Begin `action` on every server that has not failed; `finish` must follow."""
+    def start(self, action: Action, only: Sequence[str] | None = None) -> dict[str, Future[None]]:
+        """Begin `action` on every server that has not failed, or on some; `finish` must follow."""
         deadline = time.monotonic() + self._timeout_s
         return {
             server_id: self._pool.submit(action, self._clients[server_id], deadline)
-            for server_id in self.left
+            for server_id in (self.left if only is None else only)
         }
 
     def finish(self, phase: str, started: dict[str, Future[None]]) -> None:
@@ -156,7 +157,7 @@ class Fanout:
             future.result()
 
 
-def error_of(future: Future[None]) -> OutloopError | None:
+def error_of(future: Future[Any]) -> OutloopError | None:
     """Wait for an action that ends by its own deadline; how it failed, None if it did not."""
     try:
         future.result()

@@ -3,10 +3,12 @@
     python lying_server.py BEHAVIOUR [PHASE]
 
 Behaviours: `wrong` holds other weights than it was sent; `hang` never answers PHASE; `error`
-answers PHASE with 500; `refuse` answers it with 200 and success=false; `old` has no weight update
-session (404) and otherwise holds what it was sent. Prints its URL on one line.
+answers PHASE with 500; `refuse` answers it with 200 and success=false; `claim` answers it with
+success and does nothing; `old` has no weight update session (404) and otherwise holds what it was
+sent. Prints its URL on one line.
 """
 
+import contextlib
 import json
 import sys
 import threading
@@ -18,9 +20,14 @@ from safetensors.torch import load_file
 
 from outloop.engine.publish.checksum import tensor_checksum
 from outloop.engine.publish.sglang_wire import read_bucket
+from outloop.engine.serve.torch_server.bodies import FromGroupBody
+from outloop.engine.serve.torch_server.groups import UpdateGroups
+from outloop.engine.serve.torch_server.update import UpdateRefused
 
 PATHS = {
     "pause": "/pause_generation",
+    "join": "/init_weights_update_group",
+    "broadcast": "/update_weights_from_distributed",
     "begin": "/begin_weight_update",
     "bucket": "/update_weights_from_tensor",
     "disk": "/update_weights_from_disk",
@@ -42,6 +49,7 @@ class LyingServer(ThreadingHTTPServer):
         self.path_of_phase = PATHS.get(phase, "")
         self.sums: dict[str, str] = {}
         self.calls: list[str] = []
+        self.groups = UpdateGroups()
         self.closing = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -75,19 +83,34 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._answer(500, {"error": "it broke"})
             if lie.behaviour == "refuse":
                 return self._answer(200, {"success": False, "message": "no"})
-        if self.path == PATHS["bucket"]:
-            for name, tensor in read_bucket(body["serialized_named_tensors"][0])[1]:
-                held = tensor + 1 if lie.behaviour == "wrong" else tensor
-                lie.sums[name] = tensor_checksum(held)
-        if self.path == PATHS["disk"]:
-            for file in Path(body["model_path"]).glob("*.safetensors"):
-                for name, tensor in load_file(file).items():
-                    held = tensor + 1 if lie.behaviour == "wrong" else tensor
-                    lie.sums[name] = tensor_checksum(held)
+            if lie.behaviour == "claim":
+                return self._answer(200, {"success": True, "message": ""})
+        for name, tensor in self._received(body):
+            held = tensor + 1 if lie.behaviour == "wrong" else tensor
+            lie.sums[name] = tensor_checksum(held)
         answer: dict[str, Any] = {"success": True, "message": "", "new_version": None}
         answer["new_version"] = body.get("new_version")
         answer["ranks"] = [{"checksums": lie.sums}]
         return self._answer(200, answer)
+
+    def _received(self, body: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Named tensors of an update, taken as a real server takes them."""
+        groups = self.server.groups
+        if self.path == PATHS["bucket"]:
+            return read_bucket(body["serialized_named_tensors"][0])[1]
+        if self.path == PATHS["disk"]:
+            files = Path(body["model_path"]).glob("*.safetensors")
+            return [item for file in files for item in load_file(file).items()]
+        if self.path == PATHS["join"]:
+            host, port, name = body["master_address"], body["master_port"], body["group_name"]
+            rank, size = body["rank_offset"], body["world_size"]
+            groups.join(host, port, rank=rank, world_size=size, name=name, backend="gloo")
+        elif self.path == "/destroy_weights_update_group":
+            with contextlib.suppress(UpdateRefused):
+                groups.leave(body["group_name"])
+        elif self.path == PATHS["broadcast"]:
+            return groups.receive(FromGroupBody(**body))
+        return []
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:
         content = json.dumps(body).encode()

@@ -8,20 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
+from torch import Tensor
 
-from outloop.engine.publish.checksum import Algorithm
 from outloop.engine.publish.sglang_wire import PayloadRefused, read_bucket
+from outloop.engine.serve.torch_server.bodies import (
+    AbortBody,
+    BeginBody,
+    CheckBody,
+    FromDiskBody,
+    FromGroupBody,
+    FromTensorBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+    PauseBody,
+    VersionBody,
+)
 from outloop.engine.serve.torch_server.engine import Engine
 from outloop.engine.serve.torch_server.generate import GenerateEndpoint
+from outloop.engine.serve.torch_server.groups import UpdateGroups, in_thread
 from outloop.engine.serve.torch_server.update import UpdateRefused
 from outloop.engine.serve.torch_server.weights import WeightsRefused
 
@@ -29,45 +41,6 @@ PURPOSE = "outloop's torch server: for laptops and tests. Use SGLang to serve at
 _CALL_TIMEOUT_S = 60.0
 _FLUSH_POLL_S = 0.01
 _T = TypeVar("_T")
-
-
-class _Abort(BaseModel):
-    rid: str = ""
-    abort_all: bool = False
-
-
-class _Pause(BaseModel):
-    mode: Literal["abort", "in_place", "retract"] = "abort"
-
-
-class _Begin(BaseModel):
-    selector: Literal["all", "target"] = "all"
-
-
-class _FromTensor(BaseModel):
-    serialized_named_tensors: list[str]
-    load_format: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-
-
-class _FromDisk(BaseModel):
-    model_path: str
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-    flush_cache: bool = True
-
-
-class _Version(BaseModel):
-    new_version: str
-    abort_all_requests: bool = True
-
-
-class _Check(BaseModel):
-    action: str
-    algorithm: Algorithm = "sha256"
-    """SGLang knows only its own."""
 
 
 class ServerApp:
@@ -82,11 +55,13 @@ class ServerApp:
     ) -> None:
         self._engine = engine
         self._model_path = model_path
+        self._groups = UpdateGroups()
         self._start_version = engine.weight_version
         self._generate = GenerateEndpoint(engine, is_incremental=is_stream_incremental)
         self._control = FastAPI(title="outloop torch server", description=PURPOSE)
         self._add_generation_routes()
         self._add_update_routes()
+        self._add_group_routes()
         self._add_version_routes()
         self._add_info_routes()
         self._control.add_exception_handler(RequestValidationError, _on_invalid)
@@ -110,12 +85,9 @@ class ServerApp:
 
     async def _update(self, function: Callable[[], str]) -> Response:
         """Answer `success` and a message, 400 if the update was refused."""
-        try:
-            return _outcome(await self._in_engine(function))
-        except (UpdateRefused, WeightsRefused, PayloadRefused) as error:
-            return _outcome(str(error), is_good=False)
+        return await _answer(self._in_engine(function))
 
-    def _stage(self, body: _FromTensor) -> None:
+    def _stage(self, body: FromTensorBody) -> None:
         """Write a payload's tensors to the staged weights; in the engine's thread."""
         payloads = body.serialized_named_tensors
         if body.load_format != "flattened_bucket" or len(payloads) != 1:
@@ -123,11 +95,17 @@ class ServerApp:
                 f"load_format={body.load_format!r} with {len(payloads)} payloads; the torch server "
                 'takes one payload with load_format "flattened_bucket"'
             )
+        content, named_tensors = read_bucket(payloads[0])
+        self._write(named_tensors, body)
+        self._engine.update.keep_mapped(content)
+
+    def _write(
+        self, named_tensors: list[tuple[str, Tensor]], body: FromTensorBody | FromGroupBody
+    ) -> None:
+        """Stage tensors; in the engine's thread."""
         if body.abort_all_requests:
             self._engine.abort_all()
-        content, named_tensors = read_bucket(payloads[0])
         self._engine.update.write(named_tensors)
-        self._engine.update.keep_mapped(content)
         if body.weight_version is not None:
             self._engine.update.pending_version = body.weight_version
 
@@ -135,7 +113,7 @@ class ServerApp:
         app, engine = self._control, self._engine
 
         @app.post("/abort_request")
-        async def abort_request(body: _Abort) -> Response:
+        async def abort_request(body: AbortBody) -> Response:
             if body.abort_all:
                 engine.abort(None)
             else:
@@ -143,7 +121,7 @@ class ServerApp:
             return Response(status_code=200)
 
         @app.post("/pause_generation")
-        async def pause_generation(body: _Pause) -> dict[str, str]:
+        async def pause_generation(body: PauseBody) -> dict[str, str]:
             await self._in_engine(lambda: engine.pause(body.mode))
             return {"message": f"Generation paused, mode={body.mode}.", "status": "ok"}
 
@@ -166,7 +144,7 @@ class ServerApp:
         app, engine = self._control, self._engine
 
         @app.post("/begin_weight_update")
-        async def begin_weight_update(body: _Begin | None = None) -> Response:
+        async def begin_weight_update(body: BeginBody | None = None) -> Response:
             def begin() -> str:
                 engine.update.begin()
                 return "Weight update begun."
@@ -174,7 +152,7 @@ class ServerApp:
             return await self._update(begin)
 
         @app.post("/update_weights_from_tensor")
-        async def update_weights_from_tensor(body: _FromTensor) -> Response:
+        async def update_weights_from_tensor(body: FromTensorBody) -> Response:
             def write() -> str:
                 self._stage(body)
                 return "Tensors staged."
@@ -190,11 +168,48 @@ class ServerApp:
 
             return await self._update(end)
 
+    def _add_group_routes(self) -> None:
+        app, engine, groups = self._control, self._engine, self._groups
+
+        @app.post("/init_weights_update_group")
+        async def init_weights_update_group(body: JoinGroupBody) -> Response:
+            def join() -> str:
+                groups.join(
+                    body.master_address,
+                    body.master_port,
+                    rank=body.rank_offset,
+                    world_size=body.world_size,
+                    name=body.group_name,
+                    backend=body.backend,
+                )
+                return "Group joined."
+
+            return await _answer(asyncio.wrap_future(in_thread(join)))
+
+        @app.post("/destroy_weights_update_group")
+        async def destroy_weights_update_group(body: LeaveGroupBody) -> Response:
+            def leave() -> str:
+                groups.leave(body.group_name)
+                return "Group left."
+
+            return await _answer(asyncio.wrap_future(in_thread(leave)))
+
+        @app.post("/update_weights_from_distributed")
+        async def update_weights_from_distributed(body: FromGroupBody) -> Response:
+            async def update() -> str:
+                await self._in_engine(engine.update.require_open)
+                receive = in_thread(lambda: groups.receive(body))
+                named_tensors = await asyncio.wrap_future(receive)
+                await self._in_engine(lambda: self._write(named_tensors, body))
+                return "Tensors staged."
+
+            return await _answer(update())
+
     def _add_version_routes(self) -> None:
         app, engine = self._control, self._engine
 
         @app.post("/update_weights_from_disk")
-        async def update_weights_from_disk(body: _FromDisk) -> Response:
+        async def update_weights_from_disk(body: FromDiskBody) -> Response:
             def load() -> str:
                 engine.update.load(Path(body.model_path))
                 if body.abort_all_requests:
@@ -205,14 +220,14 @@ class ServerApp:
             return await self._update(load)
 
         @app.post("/update_weight_version")
-        async def update_weight_version(body: _Version) -> dict[str, Any]:
+        async def update_weight_version(body: VersionBody) -> dict[str, Any]:
             await self._in_engine(
                 lambda: engine.set_version(body.new_version, abort_all=body.abort_all_requests)
             )
             return {"success": True, "message": "Version set.", "new_version": body.new_version}
 
         @app.post("/weights_checker")
-        async def weights_checker(body: _Check) -> Response:
+        async def weights_checker(body: CheckBody) -> Response:
             if body.action != "checksum":
                 return _outcome(
                     f"action={body.action!r}; the torch server knows: checksum", is_good=False
@@ -283,6 +298,14 @@ def _loads(engine: Engine) -> dict[str, Any]:
         "num_accelerators": 1,
         "loads": [load],
     }
+
+
+async def _answer(done: Awaitable[str]) -> Response:
+    """Answer `success` and a message, 400 if the update was refused."""
+    try:
+        return _outcome(await done)
+    except (UpdateRefused, WeightsRefused, PayloadRefused) as error:
+        return _outcome(str(error), is_good=False)
 
 
 def _outcome(message: str, *, is_good: bool = True) -> Response:

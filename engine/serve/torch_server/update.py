@@ -53,6 +53,17 @@ class UpdateSession:
         self._mapped = []
         self.pending_version = None
 
+    def require_open(self) -> None:
+        """Refuse what needs a session.
+
+        Raises:
+            UpdateRefused: no session is open.
+        """
+        if self._staged is None:
+            raise UpdateRefused(
+                "weights must be updated between begin_weight_update and end_weight_update"
+            )
+
     def write(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Stage tensors.
 
@@ -60,11 +71,8 @@ class UpdateSession:
             UpdateRefused: no session is open.
             WeightsRefused: a name or shape that is not this model's.
         """
-        if self._staged is None:
-            raise UpdateRefused(
-                "update_weights_from_tensor must run between begin_weight_update and "
-                "end_weight_update"
-            )
+        self.require_open()
+        assert self._staged is not None
         for name, tensor in named_tensors:
             self._staged.write(name, tensor)
             self._written.add(name)

@@ -1,8 +1,9 @@
 """A publisher over a registry in memory, and servers to publish to."""
 
-import os
-import subprocess
+import json
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,22 +18,8 @@ from outloop.engine.publish.transaction import Publisher
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 
-SERVER_PROGRAM = """
-import asyncio, sys
-import torch
-from outloop.buffer.settings import build_settings
-from outloop.engine.serve.main import serve_torch
 
-async def on_bound(url):
-    print(url, flush=True)
-
-async def main():
-    settings = build_settings({"model": {"path": sys.argv[1]}}, source="test")
-    await serve_torch(settings, stop=asyncio.Event(), on_bound=on_bound)
-
-torch.set_num_threads(1)
-asyncio.run(main())
-"""
+PROMPT = [3, 99, 250, 4, 18, 31, 7, 300, 2, 45, 11]
 
 
 class MemoryRegistry:
@@ -122,33 +109,19 @@ def lying_server() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def server_process(
-    make_model: Callable[..., Path],
-) -> Iterator[Callable[[], tuple[str, subprocess.Popen[str]]]]:
-    """Starts a torch server in a process of its own; gives its URL and the process."""
-    started: list[subprocess.Popen[str]] = []
+def server_process(make_model: Callable[..., Path]) -> Iterator[Callable[[], Any]]:
+    """Starts a torch server in a process of its own."""
+    from torch_server_process import ServerProcess
 
-    def start() -> tuple[str, subprocess.Popen[str]]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", SERVER_PROGRAM, str(make_model())],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        started.append(process)
-        assert process.stdout is not None
-        lines = iter(process.stdout.readline, "")
-        url = next((line.strip() for line in lines if line.startswith("http://")), "")
-        assert url, "the server process ended before it was bound"
-        return url, process
+    started: list[Any] = []
+
+    def start() -> Any:
+        started.append(ServerProcess(make_model()))
+        return started[-1]
 
     yield start
     for process in started:
         process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 @pytest.fixture
@@ -157,3 +130,57 @@ def other_weights(make_model: Callable[..., Path]) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(make_model(seed=1) / "model.safetensors")
+
+
+@pytest.fixture(name="post")
+def post_fixture() -> Callable[..., tuple[int, Any]]:
+    """`post(url, path, body)`: status and JSON body of the answer."""
+    return post
+
+
+@pytest.fixture(scope="session")
+def expected_ids(make_model: Callable[..., Path]) -> list[int]:
+    """What `greedy` must draw under `other_weights`, by transformers."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        make_model(seed=1), dtype=torch.float32
+    )
+    ids = torch.tensor([PROMPT])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=10,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[0, len(PROMPT) :].tolist()
+
+
+def post(url: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    """Status and JSON body of the answer."""
+    request = urllib.request.Request(
+        url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:
+            return response.status, json.loads(response.read() or b"null")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read() or b"null")
+
+
+@pytest.fixture
+def greedy() -> Callable[[str], dict[str, Any]]:
+    """`greedy(url)`: the answer to a fixed prompt at temperature 0."""
+
+    def ask(url: str) -> dict[str, Any]:
+        params = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}
+        status, answer = post(
+            url, "/generate", {"input_ids": PROMPT, "sampling_params": params, "extra_key": "k"}
+        )
+        assert status == 200
+        return answer
+
+    return ask

@@ -1,15 +1,14 @@
 """Publishing to real servers, and to ones that fail or lie."""
 
-import json
 import os
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from interrupted_tensors import InterruptedTensors
 
 from outloop.buffer.errors import DeadlineExceeded, PublishFailed
 from outloop.engine.publish.plan import TensorSpec, plan_buckets
@@ -20,77 +19,12 @@ from outloop.engine.publish.staging import SharedBuffer
 TINY_BUCKET_MB = 0.05
 
 
-class InterruptedTensors:
-    """A source that calls `before(index)` before it gives tensor `index`."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], before: Callable[[int], None]) -> None:
-        self._tensors = LocalTensors.of(tensors)
-        self._before = before
-        self._index = 0
-        self.is_ended = False
-
-    @property
-    def specs(self) -> Sequence[TensorSpec]:
-        """As planned."""
-        return self._tensors.specs
-
-    def read(self, specs: Sequence[TensorSpec]) -> Iterator[torch.Tensor]:
-        """One tensor after the other."""
-        for tensor in self._tensors.read(specs):
-            self._before(self._index)
-            self._index += 1
-            yield tensor
-
-    def end(self) -> None:
-        """Remembered."""
-        self._tensors.end()
-        self.is_ended = True
-
-
-GREEDY = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}
-
-
-def _post(url: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-    request = urllib.request.Request(
-        url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=20) as response:
-            return response.status, json.loads(response.read() or b"null")
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read() or b"null")
-
-
-def _greedy(url: str) -> dict[str, Any]:
-    ids = [3, 99, 250, 4, 18, 31, 7, 300, 2, 45, 11]
-    status, answer = _post(
-        url, "/generate", {"input_ids": ids, "sampling_params": GREEDY, "extra_key": "k"}
-    )
-    assert status == 200
-    return answer
-
-
-def _expected(folder: Path) -> list[int]:
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = torch.tensor([[3, 99, 250, 4, 18, 31, 7, 300, 2, 45, 11]])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=10,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return out[0, 11:].tolist()
-
-
 @pytest.mark.parametrize(
     ("transport", "bucket_mb"), [("shared_memory", TINY_BUCKET_MB), ("disk", 64.0)]
 )
 def test_a_publish_changes_what_every_server_serves(
+    expected_ids: Any,
+    greedy: Any,
     make_model: Callable[..., Path],
     start_torch_server: Callable[..., Any],
     make_publisher: Callable[..., Any],
@@ -104,7 +38,7 @@ def test_a_publish_changes_what_every_server_serves(
     for index, server in enumerate(servers):
         registry.add(f"server-{index}", server.url)
     publisher = make_publisher(num_servers=2, transport=transport, bucket_mb=bucket_mb)
-    expected = _expected(make_model(seed=1))
+    expected = expected_ids
     for version in (3, 4):
         report = publisher.publish(LocalTensors.of(other_weights), version)
         assert report.quarantined == ()
@@ -112,13 +46,14 @@ def test_a_publish_changes_what_every_server_serves(
         assert 0 < report.pause_s <= report.duration_s
         assert (report.num_buckets > 2) == (transport == "shared_memory")
         for index, server in enumerate(servers):
-            answer = _greedy(server.url)
+            answer = greedy(server.url)
             assert answer["output_ids"] == expected
             assert answer["meta_info"]["weight_version"] == str(version)
             assert registry.state(f"server-{index}") == (version, False)
 
 
 def test_nothing_is_left_in_shared_memory_or_on_disk(
+    post: Any,
     make_publisher: Callable[..., Any],
     registry: Any,
     torch_server: Any,
@@ -146,12 +81,13 @@ def test_nothing_is_left_in_shared_memory_or_on_disk(
     disk.publish(LocalTensors.of(other_weights), 3)
     disk.close()
     assert not list((tmp_path / "run" / "publish").glob("*"))
-    _post(torch_server.url, "/update_weights_from_disk", {"model_path": str(make_model())})
+    post(torch_server.url, "/update_weights_from_disk", {"model_path": str(make_model())})
 
 
 @pytest.mark.parametrize("phase", ["pause", "begin", "bucket", "end", "verify", "version"])
 @pytest.mark.parametrize("behaviour", ["error", "refuse"])
 def test_a_failing_server_is_quarantined_and_the_others_go_on(
+    greedy: Any,
     make_model: Callable[..., Path],
     torch_server: Any,
     lying_server: Callable[..., Any],
@@ -170,7 +106,7 @@ def test_a_failing_server_is_quarantined_and_the_others_go_on(
     assert result.failed_phase == phase
     assert registry.state("good") == (7, False)
     assert registry.state("bad") == (None, True)
-    assert _greedy(torch_server.url)["meta_info"]["weight_version"] == "7"
+    assert greedy(torch_server.url)["meta_info"]["weight_version"] == "7"
 
 
 def test_wrong_weights_are_detected(
@@ -228,15 +164,14 @@ def test_a_server_killed_in_the_middle_of_a_publish(
     other_weights: dict[str, torch.Tensor],
 ) -> None:
     """kill -9 between two buckets: PublishFailed at once, and the server is quarantined."""
-    url, process = server_process()
-    registry.add("server-0", url)
+    process = server_process()
+    registry.add("server-0", process.url)
     publisher = make_publisher(bucket_mb=TINY_BUCKET_MB, phase_timeout_s=10.0)
     publisher.publish(LocalTensors.of(other_weights), 0)
 
     def kill(index: int) -> None:
         if index == len(other_weights) // 2:
             process.kill()
-            process.wait()
 
     began_at = time.monotonic()
     with pytest.raises(PublishFailed, match="server-0 in phase=bucket"):
@@ -246,6 +181,8 @@ def test_a_server_killed_in_the_middle_of_a_publish(
 
 
 def test_a_quarantined_server_is_fed_in_full_again(
+    expected_ids: Any,
+    greedy: Any,
     make_model: Callable[..., Path],
     start_torch_server: Callable[..., Any],
     make_publisher: Callable[..., Any],
@@ -265,7 +202,7 @@ def test_a_quarantined_server_is_fed_in_full_again(
     assert registry.state("server-0") == (None, True)
     publisher.publish(LocalTensors.of(other_weights), 2)
     assert registry.state("server-0") == (2, False)
-    assert _greedy(server.url)["output_ids"] == _expected(make_model(seed=1))
+    assert greedy(server.url)["output_ids"] == expected_ids
 
 
 def test_weights_that_are_not_all_of_the_model_are_refused(
@@ -304,13 +241,15 @@ def test_a_source_that_raises_leaves_no_server_in_use(
 
 
 def test_a_half_fed_update_is_never_served(
+    post: Any,
+    greedy: Any,
     make_model: Callable[..., Path],
     start_torch_server: Callable[..., Any],
     other_weights: dict[str, torch.Tensor],
 ) -> None:
     """Between begin and end the old weights answer; corrupt payloads change and kill nothing."""
     url = start_torch_server(make_model()).url
-    before = _greedy(url)["output_ids"]
+    before = greedy(url)["output_ids"]
     buffer = SharedBuffer()
     name, tensor = next(iter(other_weights.items()))
     spec = TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
@@ -319,17 +258,17 @@ def test_a_half_fed_update_is_never_served(
     staged.view(tensor.dtype).view(tensor.shape).copy_(tensor)
     payload = write_bucket(staged, [place])
     body = {"serialized_named_tensors": [payload], "load_format": "flattened_bucket"}
-    assert _post(url, "/begin_weight_update", {})[0] == 200
-    assert _post(url, "/update_weights_from_tensor", body)[0] == 200
-    assert _greedy(url)["output_ids"] == before
+    assert post(url, "/begin_weight_update", {})[0] == 200
+    assert post(url, "/update_weights_from_tensor", body)[0] == 200
+    assert greedy(url)["output_ids"] == before
     for damaged in ("", "????", payload[: len(payload) // 2], "AAAA" + payload):
-        status, answer = _post(
+        status, answer = post(
             url, "/update_weights_from_tensor", body | {"serialized_named_tensors": [damaged]}
         )
         assert (status, answer["success"]) == (400, False)
-    assert _greedy(url)["output_ids"] == before
-    assert _post(url, "/end_weight_update", {})[0] == 200
-    assert _greedy(url)["output_ids"] != before
+    assert greedy(url)["output_ids"] == before
+    assert post(url, "/end_weight_update", {})[0] == 200
+    assert greedy(url)["output_ids"] != before
     buffer.close()
 
 

@@ -1,0 +1,179 @@
+"""A process group beside the default one, that publisher and servers join.
+
+Owns: rendezvous, broadcast, deadlines of both. Does not own: who is a member (collective), HTTP.
+Invariant: joining and broadcasting end by their deadline; keys and ranks are those of SGLang's
+init_custom_process_group, so its servers and ours are members alike. Rank 0 is the publisher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store, TCPStore
+from torch.distributed import ProcessGroupGloo
+
+from outloop.buffer.errors import PublishFailed
+
+Backend = Literal["gloo", "nccl"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+_DEVICE_OF: dict[Backend, str] = {"gloo": "cpu", "nccl": "cuda"}
+_LOCAL_ADDRESS = "127.0.0.1"
+_NUM_GLOO_THREADS = 2
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class Rendezvous:
+    """Where members meet: a store on `host`, at a free port.
+
+    Whoever waits for members that do not come is freed, with an error, by `close`.
+    """
+
+    def __init__(self, host: str) -> None:
+        """Listen.
+
+        Raises:
+            PublishFailed: `host` is no address of this machine.
+        """
+        try:
+            listener = socket.create_server((host, 0))
+        except OSError as error:
+            raise PublishFailed(
+                f"publish.host={host!r} cannot be listened on: {error}; set it to an address of "
+                "this machine that servers reach"
+            ) from error
+        self.host = host
+        self.port: int = listener.getsockname()[1]
+        # The store closes the descriptor that it is given.
+        self._store: Store | None = TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),
+        )
+        listener.close()
+
+    def wait_for(self, name: str, ranks: Sequence[int], backend: Backend, timeout_s: float) -> None:
+        """Wait until these members of the group `name` have come, or `timeout_s` has passed.
+
+        One that comes after `close` keeps trying to connect for as long as its own deadline.
+        """
+        if self._store is None or not ranks:
+            return
+        # Where gloo leaves a member's address. Members of an NCCL group do not wait for each other.
+        keys = [f"{_store_prefix(name, backend)}0/{rank}" for rank in ranks]
+        with contextlib.suppress(RuntimeError):
+            self._store.wait(keys, timedelta(seconds=max(timeout_s, 0.001)))
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._store = None
+
+
+class Group:
+    """Membership in a group."""
+
+    def __init__(self, members: Any, backend: Backend) -> None:
+        self._members = members
+        self.device_type = _DEVICE_OF[backend]
+        """Where broadcast tensors must lie: cpu or cuda."""
+
+    def broadcast(self, content: Tensor, *, timeout_s: float) -> None:
+        """Send `content` from rank 0, or receive it there, on the other ranks.
+
+        Raises:
+            PublishFailed: a member is gone, or did not take part within `timeout_s`.
+        """
+        assert self._members is not None
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        try:
+            work = self._members.broadcast([content], options)
+            work.wait(timedelta(seconds=max(timeout_s, 0.001)))
+            if content.is_cuda:
+                torch.cuda.current_stream(content.device).synchronize()
+        except RuntimeError as error:
+            raise PublishFailed(f"the broadcast of {len(content)} bytes failed: {error}") from error
+
+    def close(self) -> None:
+        """Leave; members that wait for this one fail. May take as long as what is under way."""
+        self._members = None
+
+
+def join_group(
+    host: str,
+    port: int,
+    *,
+    rank: int,
+    world_size: int,
+    name: str,
+    backend: Backend,
+    timeout_s: float,
+) -> Group:
+    """Join the group `name` at `host:port`; returns when all `world_size` members have.
+
+    Operations of the group end after `timeout_s` too.
+
+    Raises:
+        PublishFailed: not all members came in time, or the rendezvous was closed.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        patience = timedelta(seconds=min(timeout_s, _CONNECT_TIMEOUT_S))
+        store: Store = TCPStore(host, port, is_master=False, timeout=patience)
+        store.set_timeout(timeout)
+        # SGLang wraps once, torch's own helper twice more.
+        for prefix in _prefixes(name, backend):
+            store = PrefixStore(prefix, store)
+        members = _join(store, rank, world_size, backend, timeout, _own_address(host, rank))
+    except RuntimeError as error:
+        raise PublishFailed(
+            f"group name={name!r} at {host}:{port} was not complete after {timeout_s:.1f} s or was "
+            f"given up, rank={rank} of world_size={world_size}: {str(error).splitlines()[0]}"
+        ) from error
+    return Group(members, backend)
+
+
+def _join(
+    store: Store, rank: int, world_size: int, backend: Backend, timeout: timedelta, address: str
+) -> Any:
+    """A backend of torch.distributed, whose stubs leave out most of what is used here."""
+    if backend == "nccl":
+        from torch.distributed import ProcessGroupNCCL
+
+        nccl = ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return ProcessGroupNCCL(store, rank, world_size, nccl)
+    gloo_type: Any = ProcessGroupGloo
+    gloo = gloo_type._Options()
+    gloo._timeout = timeout
+    gloo._threads = _NUM_GLOO_THREADS
+    gloo._devices = [gloo_type.create_device(hostname=address)]
+    return gloo_type(store, rank, world_size, gloo)
+
+
+def _prefixes(name: str, backend: Backend) -> tuple[str, str, str]:
+    return name, f"{name}/", f"{_DEVICE_OF[backend]}/"
+
+
+def _store_prefix(name: str, backend: Backend) -> str:
+    return "".join(f"{prefix}/" for prefix in _prefixes(name, backend))
+
+
+def _own_address(host: str, rank: int) -> str:
+    """What the other members connect to: for rank 0 the rendezvous' own address."""
+    if rank == 0:
+        return host
+    try:
+        is_local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_local = host == "localhost"
+    return _LOCAL_ADDRESS if is_local else socket.gethostname()

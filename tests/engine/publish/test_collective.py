@@ -1,0 +1,257 @@
+"""The group transport against server processes that die, hang, refuse, lie or never join."""
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from interrupted_tensors import InterruptedTensors
+
+from outloop.buffer.errors import PublishFailed
+from outloop.engine.publish.group import Rendezvous, join_group
+from outloop.engine.publish.source import LocalTensors
+
+TINY_BUCKET_MB = 0.05
+SHORT_S = 6.0
+"""Of a phase; long enough for a busy machine to answer within half of it."""
+
+
+@pytest.fixture
+def publish_to(
+    make_publisher: Callable[..., Any], registry: Any, other_weights: dict[str, torch.Tensor]
+) -> Callable[..., Any]:
+    """`publish_to({"a": url}, phase_timeout_s=...)` registers, gives `publish(version, source)`."""
+
+    def start(urls: dict[str, str], **settings: Any) -> Callable[..., Any]:
+        for server_id, url in urls.items():
+            registry.add(server_id, url)
+        settings = {"bucket_mb": TINY_BUCKET_MB, "fallback": "none"} | settings
+        publisher = make_publisher(num_servers=len(urls), transport="collective", **settings)
+
+        def publish(version: int, source: Any = None) -> Any:
+            return publisher.publish(source or LocalTensors.of(other_weights), version)
+
+        return publish
+
+    return start
+
+
+@pytest.fixture
+def three(server_process: Callable[..., Any]) -> dict[str, Any]:
+    """Three server processes by id."""
+    return {f"server-{index}": server_process() for index in range(3)}
+
+
+def _urls(servers: dict[str, Any]) -> dict[str, str]:
+    return {server_id: server.url for server_id, server in servers.items()}
+
+
+def test_all_servers_take_what_is_broadcast(
+    three: dict[str, Any],
+    publish_to: Callable[..., Any],
+    registry: Any,
+    greedy: Any,
+    expected_ids: list[int],
+) -> None:
+    """Three servers draw with the new weights under the version; the group serves twice."""
+    publish = publish_to(_urls(three), phase_timeout_s=20.0)
+    for version in (1, 2):
+        report = publish(version)
+        assert report.quarantined == ()
+        assert report.num_buckets > 3
+        assert report.peak_extra_buckets <= 2
+    for server_id, server in three.items():
+        assert registry.state(server_id) == (2, False)
+        answer = greedy(server.url)
+        assert answer["meta_info"]["weight_version"] == "2"
+        assert answer["output_ids"] == expected_ids
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_member_lost_in_the_middle_is_left_out_and_the_group_built_again(
+    three: dict[str, Any],
+    publish_to: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+    greedy: Any,
+    how: str,
+) -> None:
+    """Killed, or stopped for good, between two buckets: the others hold this and the next."""
+    publish = publish_to(_urls(three), phase_timeout_s=SHORT_S)
+    publish(1)
+
+    def lose(index: int) -> None:
+        if index == len(other_weights) // 2:
+            three["server-1"].signal(getattr(signal, how))
+
+    began_at = time.monotonic()
+    report = publish(2, InterruptedTensors(other_weights, lose))
+    assert time.monotonic() - began_at < 6 * SHORT_S
+    assert report.quarantined == ("server-1",)
+    assert registry.state("server-1") == (None, True)
+    assert publish(3).quarantined == ()
+    for server_id in ("server-0", "server-2"):
+        assert registry.state(server_id) == (3, False)
+        assert greedy(three[server_id].url)["meta_info"]["weight_version"] == "3"
+
+
+@pytest.mark.parametrize("behaviour", ["hang", "claim", "error", "refuse"])
+def test_a_member_that_never_joins_is_quarantined(
+    server_process: Callable[..., Any],
+    lying_server: Callable[..., Any],
+    publish_to: Callable[..., Any],
+    registry: Any,
+    behaviour: str,
+) -> None:
+    """It does not answer, says it has joined and has not, or refuses: the other one is fed."""
+    urls = {"good": server_process().url, "bad": lying_server(behaviour, "join").url}
+    began_at = time.monotonic()
+    report = publish_to(urls, phase_timeout_s=SHORT_S)(1)
+    assert time.monotonic() - began_at < 6 * SHORT_S
+    assert report.quarantined == ("bad",)
+    (bad,) = [result for result in report.results if result.is_quarantined]
+    assert bad.failed_phase == "join"
+    assert registry.state("good") == (1, False)
+
+
+@pytest.mark.parametrize("behaviour", ["hang", "claim", "error", "refuse", "wrong"])
+def test_a_member_that_joined_and_does_not_take_buckets_is_quarantined(
+    server_process: Callable[..., Any],
+    lying_server: Callable[..., Any],
+    publish_to: Callable[..., Any],
+    registry: Any,
+    behaviour: str,
+) -> None:
+    """It hangs, refuses, acknowledges what it did not receive, or holds something else."""
+    urls = {"good": server_process().url, "bad": lying_server(behaviour, "broadcast").url}
+    report = publish_to(urls, phase_timeout_s=SHORT_S)(1)
+    assert report.quarantined == ("bad",)
+    assert registry.state("good") == (1, False)
+
+
+def test_nobody_left_is_an_error_within_the_deadline(
+    server_process: Callable[..., Any],
+    publish_to: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+) -> None:
+    """The only member is killed between two buckets: PublishFailed, and the source is told."""
+    server = server_process()
+    publish = publish_to({"server-0": server.url}, phase_timeout_s=SHORT_S)
+
+    def kill(index: int) -> None:
+        if index == len(other_weights) // 2:
+            server.kill()
+
+    source = InterruptedTensors(other_weights, kill)
+    with pytest.raises(PublishFailed, match="server-0 in phase=bucket"):
+        publish(1, source)
+    assert source.is_ended
+    assert registry.state("server-0") == (None, True)
+
+
+def test_latecomers_and_the_quarantined_are_fed_from_disk(
+    server_process: Callable[..., Any],
+    publish_to: Callable[..., Any],
+    registry: Any,
+    greedy: Any,
+    expected_ids: list[int],
+) -> None:
+    """They hold the same version as the group's members, who are left in peace meanwhile."""
+    first, second = server_process(), server_process()
+    publish = publish_to({"first": first.url}, fallback="disk", phase_timeout_s=20.0)
+    publish(1)
+    registry.history.clear()
+    registry.add("second", second.url)
+    assert publish(1).quarantined == ()
+    assert registry.history == [("second", 1, False)]
+    registry.set_server_version("second", None, quarantined=True)
+    assert publish(2).quarantined == ()
+    for server_id, server in (("first", first), ("second", second)):
+        assert registry.state(server_id) == (2, False)
+        assert greedy(server.url)["output_ids"] == expected_ids
+
+
+def test_names_that_do_not_match_are_refused_by_every_member(
+    server_process: Callable[..., Any],
+    publish_to: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+    greedy: Any,
+) -> None:
+    """A tensor that the model does not have: nobody holds the version, the old weights stay."""
+    server = server_process()
+    publish = publish_to({"server-0": server.url}, phase_timeout_s=20.0)
+    publish(1)
+    before = greedy(server.url)
+    wrong = {name.replace("layers.1", "layers.7"): t for name, t in other_weights.items()}
+    with pytest.raises(PublishFailed, match=r"layers\.7.*is not in this model"):
+        publish(2, LocalTensors.of(wrong))
+    assert registry.state("server-0") == (None, True)
+    assert before["meta_info"]["weight_version"] == "1"
+
+
+def _join_as_sglang_does(port: int, name: str, sender: Any) -> None:
+    from torch.distributed import PrefixStore, broadcast, rendezvous
+    from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
+
+    timeout = timedelta(seconds=30)
+    store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = _new_process_group_helper(
+        size, rank, [], Backend("gloo"), PrefixStore(name, store), group_name=name, timeout=timeout
+    )
+    _world.pg_group_ranks[group] = {0: 0, 1: 1}
+    content = torch.empty(1000, dtype=torch.uint8)
+    broadcast(content, src=0, group=group)
+    sender.send(content.tolist())
+
+
+@pytest.fixture
+def sglang_member() -> Iterator[Callable[[int, str], Any]]:
+    """A process that joins through torch's own helper; gives the pipe of what it received."""
+    started: list[Any] = []
+
+    def start(port: int, name: str) -> Any:
+        context = multiprocessing.get_context("forkserver")
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_join_as_sglang_does, args=(port, name, sender))
+        process.start()
+        started.append(process)
+        return receiver
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def test_the_group_is_joined_by_torchs_own_helper(sglang_member: Callable[..., Any]) -> None:
+    """SGLang's members come through torch's helper: keys, ranks and the broadcast are the same."""
+    rendezvous = Rendezvous("127.0.0.1")
+    receiver = sglang_member(rendezvous.port, "some-group")
+    group = join_group(
+        rendezvous.host,
+        rendezvous.port,
+        rank=0,
+        world_size=2,
+        name="some-group",
+        backend="gloo",
+        timeout_s=60.0,
+    )
+    content = torch.arange(1000, dtype=torch.uint8)
+    group.broadcast(content, timeout_s=30.0)
+    assert receiver.poll(30.0)
+    assert receiver.recv() == content.tolist()
+    group.close()
+    rendezvous.close()
+
+
+def test_a_rendezvous_at_an_address_of_another_machine_is_refused() -> None:
+    """publish.host must be an address of this one; the error says so."""
+    with pytest.raises(PublishFailed, match=r"publish\.host='192\.0\.2\.1' cannot be listened on"):
+        Rendezvous("192.0.2.1")

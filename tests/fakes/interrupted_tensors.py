@@ -1,0 +1,35 @@
+"""A source of tensors in which things happen between one tensor and the next."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from outloop.engine.publish.plan import TensorSpec
+from outloop.engine.publish.source import LocalTensors
+
+
+class InterruptedTensors:
+    """A source that calls `before(index)` before it gives tensor `index`."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], before: Callable[[int], None]) -> None:
+        self._tensors = LocalTensors.of(tensors)
+        self._before = before
+        self._index = 0
+        self.is_ended = False
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]:
+        """As planned."""
+        return self._tensors.specs
+
+    def read(self, specs: Sequence[TensorSpec]) -> Iterator[torch.Tensor]:
+        """One tensor after the other."""
+        for tensor in self._tensors.read(specs):
+            self._before(self._index)
+            self._index += 1
+            yield tensor
+
+    def end(self) -> None:
+        """Remembered."""
+        self._tensors.end()
+        self.is_ended = True
