@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Each installs what it needs into .venv first.
-.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-chaos bench-loop bench-buffer clean venv-sglang
+.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-chaos bench-loop bench-buffer bench-trainer clean venv-sglang
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -87,6 +87,9 @@ bench-loop: $(STAMP)
 
 bench-buffer: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/buffer.py
+
+bench-trainer: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python tests/bench/trainer.py
 
 clean:
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

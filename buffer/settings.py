@@ -223,11 +223,19 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Settings:
-        if self.trainer.mode == "rl" and self.buffer.group_size < 2:
+        has_take_baseline = (
+            self.trainer.advantage == "reinforce_pp" and self.trainer.advantage_path is None
+        )
+        if self.trainer.mode == "rl" and self.buffer.group_size < 2 and not has_take_baseline:
             raise ValueError(
                 f"buffer.group_size={self.buffer.group_size} with "
                 f'trainer.advantage="{self.trainer.advantage}" makes every advantage zero; '
-                "set buffer.group_size to 2 or more"
+                'set buffer.group_size to 2 or more, or trainer.advantage = "reinforce_pp"'
+            )
+        if self.trainer.mode == "rl" and self.buffer.group_size * self.trainer.groups_per_step < 2:
+            raise ValueError(
+                "buffer.group_size=1 with trainer.groups_per_step=1 leaves an episode nothing to "
+                "be compared with; set trainer.groups_per_step to 2 or more"
             )
         if self.server.num_servers == 0 and not self.server.urls and self.trainer.mode == "rl":
             raise ValueError(

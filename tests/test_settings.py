@@ -54,9 +54,16 @@ def test_broken_toml_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_contradictions_are_refused(config: Path) -> None:
-    """A group of one has no baseline."""
+    """A group of one has no baseline, unless the take's episodes are one."""
+    alone = "buffer.group_size=1"
     with pytest.raises(SettingsError, match=r"buffer\.group_size=1"):
-        load_settings(config, ("buffer.group_size=1",))
+        load_settings(config, (alone,))
+    with pytest.raises(SettingsError, match=r"buffer\.group_size=1"):
+        load_settings(config, (alone, "trainer.advantage=reinforce_pp_baseline"))
+    plus = "trainer.advantage=reinforce_pp"
+    assert load_settings(config, (alone, plus)).buffer.group_size == 1
+    with pytest.raises(SettingsError, match=r"trainer\.groups_per_step=1"):
+        load_settings(config, (alone, plus, "trainer.groups_per_step=1"))
 
 
 def test_an_override_without_equals_is_a_sentence(config: Path) -> None:

@@ -171,9 +171,11 @@ local function seal_group(group_id)
   redis.call('ZREM', FILL, group_id)
   redis.call('ZREM', GROUP_DEADLINES, group_id)
   local f = redis.call('HMGET', g, 'scored', 'size', 'replaced', 'lost')
-  if tonumber(f[1]) < MIN_SCORED then
+  -- A group of one is compared with other groups.
+  local needed = math.min(MIN_SCORED, tonumber(f[2]))
+  if tonumber(f[1]) < needed then
     drop_group(group_id, 'failed', false, false, 'scored ' .. f[1] .. ' of ' .. f[2]
-      .. ' attempts (at least ' .. MIN_SCORED .. ' are needed), replaced ' .. f[3] .. ', given up '
+      .. ' attempts (at least ' .. needed .. ' are needed), replaced ' .. f[3] .. ', given up '
       .. f[4])
     return nil
   end

@@ -27,8 +27,8 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor
 from torch.nn import functional
 
-_MAX_LENGTH_RATIO = 1.25
-"""Samples share one padded attention call while the longest is at most this much longer."""
+_MAX_PADDING_SHARE = 0.02
+"""Samples share one padded attention call while at most this share of it is padding."""
 
 
 @dataclass(kw_only=True)
@@ -59,8 +59,11 @@ def pack_row(lengths: Sequence[int], device: torch.device) -> PackedRow:
     begin = 0
     while begin < len(by_length):
         longest = lengths[by_length[begin]]
-        end = begin
-        while end < len(by_length) and lengths[by_length[end]] * _MAX_LENGTH_RATIO >= longest:
+        end, num_real = begin, 0
+        while end < len(by_length):
+            num_real += lengths[by_length[end]]
+            if num_real < (1.0 - _MAX_PADDING_SHARE) * longest * (end + 1 - begin):
+                break
             end += 1
         members = by_length[begin:end]
         index = torch.full((len(members), longest), total, dtype=torch.int64)

@@ -148,17 +148,18 @@ def train(
     """Run the loop on Redis: (rows of metrics.jsonl, the buffer's stats)."""
     with EmbeddedRedis(tmp_path / "redis", fsync="no") as redis:
 
-        def run_it(*, num_steps: int, staleness: int) -> Any:
+        def run_it(*, num_steps: int, staleness: int, group_size: int = 4, **trainer: Any) -> Any:
             settings = Settings(
                 model={"path": tiny_folder()},
-                buffer={"group_size": 4, "max_staleness": staleness},
+                buffer={"group_size": group_size, "max_staleness": staleness},
                 trainer={
                     "num_steps": num_steps,
                     "groups_per_step": 4,
                     "learning_rate": 4e-3,
                     "checkpoint_every": 2,
                     "take_timeout_s": WAIT_S,
-                },
+                }
+                | trainer,
                 eval={"every": 3, "num_episodes": 4, "final_num_episodes": 8, "timeout_s": WAIT_S},
             )
             run = create_run(settings, tmp_path / "run", redis.url)
@@ -207,3 +208,15 @@ def test_a_restart_goes_on_from_the_checkpoint(train: Any) -> None:
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     versions = [row["train/policy_version"] for row in steps]
     assert versions == sorted(set(versions))
+
+
+def test_groups_of_one_are_trained_under_a_baseline_of_the_take(train: Any) -> None:
+    """REINFORCE++ compares a take's episodes with each other; no group is dropped for its size."""
+    chosen = {"advantage": "reinforce_pp", "groups_per_step": 12}
+    rows, stats = train(num_steps=3, staleness=1, group_size=1, **chosen)
+    steps = [row for row in rows if "train/loss" in row]
+    assert [row["train/episodes"] for row in steps] == [12, 12, 12]
+    assert [row["train/samples"] for row in steps] == [12, 12, 12]
+    assert all(row["train/grad_norm"] > 0 for row in steps)
+    assert stats["buffer/dropped_groups"] == 0
+    assert stats["buffer/acknowledged_groups"] == 36
