@@ -1,7 +1,12 @@
-"""A real server, a run on it, and both faces of the buffer."""
+"""A real server, its in-process twin, a run on either, and both faces of the buffer.
+
+Tests that use `url`, `join`, `faces` or `start` are the contract of the buffer: each runs on
+Redis and on the twin.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +33,9 @@ from outloop.buffer.records import (
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import build_settings
 from outloop.buffer.writer import BufferWriter
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
+from twin import Twin
 
 
 class FakeClock:
@@ -77,15 +85,34 @@ def make_run(tmp_path: Path) -> Callable[..., Run]:
     return make
 
 
+@pytest.fixture(params=["redis", "twin"])
+def where(request: pytest.FixtureRequest) -> str:
+    """What the buffer runs on."""
+    return str(request.param)
+
+
 @pytest.fixture
-def join(
-    server: EmbeddedRedis, make_run: Callable[..., Run], clock: FakeClock
-) -> Iterator[Callable[..., Any]]:
+def url(where: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of the real server, or of a twin."""
+    if where == "redis":
+        return str(request.getfixturevalue("server").url)
+    twin = Twin()
+    for module in ("reader", "join", "writer"):
+        kind = "async" if module == "writer" else "sync"
+        client = twin.async_client if module == "writer" else twin.client
+        monkeypatch.setattr(
+            f"outloop.buffer.{module}.connect_{kind}", lambda url, make=client: make()
+        )
+    return "unix:///twin"
+
+
+@pytest.fixture
+def join(url: str, make_run: Callable[..., Run], clock: FakeClock) -> Iterator[Callable[..., Any]]:
     """Both faces of a new run with `section__key=value` settings, on the test's clock."""
     readers: list[BufferReader] = []
 
     async def connect(**changes: Any) -> tuple[BufferWriter, BufferReader]:
-        run = make_run(server.url, **changes)
+        run = make_run(url, **changes)
         reader = BufferReader.connect(run, clock=clock)
         readers.append(reader)
         return await BufferWriter.connect(run, clock=clock), reader
@@ -235,6 +262,12 @@ class Loop:
         group_ids = [lease.group.group_id for lease in leases]
         self.reader.mark_trained(group_ids, fence=self.fence, policy_version=version)
         return self.mark(leases, version)
+
+
+@pytest.fixture
+def loop_of() -> type[Loop]:
+    """Makes a Loop of both faces."""
+    return Loop
 
 
 @pytest.fixture

@@ -4,17 +4,24 @@ The walk keeps its own account of what the surviving weights contain and compare
 buffer believes after every step.
 """
 
+import asyncio
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from outloop.buffer.errors import DeadlineExceeded, FenceExpired, Gone
-from outloop.buffer.records import CheckpointMark, Claim, Lease, Turn
+from outloop.buffer.reader import BufferReader
+from outloop.buffer.records import CheckpointMark, Claim, Lease, Reward, Turn
+from outloop.buffer.writer import BufferWriter
 
-NUM_STEPS = 500
+NUM_STEPS = 300
 
 
 @dataclass
@@ -42,11 +49,12 @@ class Walk:
     claims: list[Claim] = field(default_factory=list)
     open: dict[str, int] = field(default_factory=dict)
     closed: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    unscored: list[str] = field(default_factory=list)
     group_ids: set[str] = field(default_factory=set)
     num_ids: int = 0
 
-    async def claim(self) -> None:
-        result = await self.loop.claim(self.choices.randint(1, 5))
+    async def claim(self, count: int = 0) -> None:
+        result = await self.loop.claim(count or self.choices.randint(1, 5))
         self.claims += result.claims
         self.group_ids |= {claim.group_id or "" for claim in result.claims}
 
@@ -88,9 +96,33 @@ class Walk:
         if self.choices.random() < 0.15:
             kind = self.choices.choice(["infrastructure", "environment"])
             words = {"value": None, "failure_kind": kind, "outcome": "failed"}
+        elif self.choices.random() < 0.2:
+            words = {"value": None}
+            self.unscored.append(episode_id)
         first = await self.loop.close(episode_id, **words)
         assert await self.loop.close(episode_id, **words) == first
         self.closed.append((episode_id, words))
+
+    async def play(self) -> None:
+        """Whole episodes, so that short sequences get somewhere."""
+        await self.claim(4)
+        for _ in range(len(self.claims)):
+            await self.open_one()
+        for _ in range(len(self.open)):
+            await self.turn()
+            await self.close()
+
+    async def score(self) -> None:
+        """A reward that comes by itself: before or after the close, or too late."""
+        known = [*self.unscored, *self.open, *(episode_id for episode_id, _ in self.closed)]
+        if not known:
+            return
+        episode_id = self.choices.choice(known)
+        self.num_ids += 1
+        reward = Reward(value=self.choices.random())
+        with contextlib.suppress(Gone):
+            for _ in range(self.choices.choice([1, 2])):
+                await self.loop.writer.put_reward(episode_id, reward, key=f"r{self.num_ids}")
 
     async def close_again(self) -> None:
         if self.closed:
@@ -195,9 +227,22 @@ class Walk:
             assert int(slot) not in live
             state_of = client.hget(f"{prefix}group:{group_id.decode()}", "state")
             live[int(slot)] = state_of
+            if state_of == b"open":
+                self._check_places(group_id.decode())
             num_untrained += state_of != b"trained"
         assert number["admitted"] - number["trained"] == num_untrained + held <= limit
         self._check_slots(live, int(state.get(b"cursor", 0)))
+
+    def _check_places(self, group_id: str) -> None:
+        """Every place of an open group is scored, given up, to be claimed, or in flight."""
+        client, prefix = self.loop.reader._client, self.loop.reader._prefix
+        names = ("size", "scored", "lost", "pending", "next_attempt")
+        size, scored, lost, pending, last = map(
+            int, client.hmget(f"{prefix}group:{group_id}", *names)
+        )
+        members = [f"t:{group_id}:{attempt}" for attempt in range(last)]
+        flying = [m for m in members if client.hexists(f"{prefix}attempts", m)]
+        assert size == scored + lost + pending + len(flying)
 
     def _check_slots(self, live: dict[int, bytes], cursor: int) -> None:
         client, prefix = self.loop.reader._client, self.loop.reader._prefix
@@ -241,6 +286,7 @@ async def test_any_interleaving_trains_each_slot_once(
         walk.turn: 6,
         walk.close: 12,
         walk.close_again: 1,
+        walk.score: 2,
         walk.take: 3,
         walk.train: 4,
         walk.checkpoint: 2,
@@ -253,6 +299,79 @@ async def test_any_interleaving_trains_each_slot_once(
         await step()
         walk.check(2 * (max_staleness + 1))
     await _finish(walk)
+
+
+class Machine(RuleBasedStateMachine):
+    """The walk, its steps chosen by hypothesis, which makes a failure as short as it can."""
+
+    begin: Callable[[], Any]
+    """Starts a walk."""
+    MAX_STALENESS = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.walk: Walk = self.runner.run(type(self).begin())
+
+    def teardown(self) -> None:
+        """Close the connections."""
+        self.walk.loop.reader.close()
+        self.runner.run(self.walk.loop.writer.close())
+        self.runner.close()
+
+    @rule(
+        name=st.sampled_from(
+            [
+                *["play", "play", "play", "take", "take", "train", "train", "checkpoint"],
+                *["claim", "open_one", "turn", "close", "score", "close_again"],
+                *["crash", "wait", "resolve"],
+            ]
+        ),
+        seed=st.integers(0, 2**16),
+    )
+    def step(self, name: str, seed: int) -> None:
+        """One call, its arguments drawn."""
+        self.walk.choices = random.Random(seed)
+        self.runner.run(getattr(self.walk, name)())
+
+    @invariant()
+    def holds(self) -> None:
+        """What must hold after every step."""
+        self.walk.check(2 * (self.MAX_STALENESS + 1))
+
+
+def test_no_sequence_of_calls_breaks_an_invariant(
+    where: str,
+    url: str,
+    make_run: Callable[..., Any],
+    clock: Any,
+    make_turn: Callable[..., Turn],
+    loop_of: Callable[..., Any],
+) -> None:
+    """Open, turn, reward, close, take, acknowledge, expire in any order, each with its repeats."""
+    names = iter(range(10**6))
+
+    async def begin() -> Walk:
+        run = make_run(
+            url,
+            run__name=f"m{next(names)}",
+            run__dir="runs",
+            buffer__max_staleness=Machine.MAX_STALENESS,
+            buffer__group_deadline_s=120,
+            buffer__lease_s=60,
+            env__episode_deadline_s=30,
+            env__max_replacements=1,
+        )
+        reader = BufferReader.connect(run, clock=clock)
+        loop = loop_of(await BufferWriter.connect(run, clock=clock), reader)
+        await loop.start()
+        return Walk(loop, clock, make_turn, random.Random(0))
+
+    here = type("Here", (Machine,), {"begin": staticmethod(begin)})
+    many = settings(
+        max_examples=16 if where == "twin" else 6, stateful_step_count=40, deadline=None
+    )
+    run_state_machine_as_test(here, settings=many)
 
 
 async def _finish(walk: Walk) -> None:
