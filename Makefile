@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Each installs what it needs into .venv first.
-.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-chaos bench-loop bench-buffer bench-trainer clean venv-sglang
+.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos bench-loop bench-buffer bench-trainer clean venv-sglang
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -78,6 +78,10 @@ $(CLIENTS)/.installed: Makefile
 
 test-clients: $(STAMP) $(CLIENTS)/.installed
 	OUTLOOP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python OUTLOOP_CODEX=$(CURDIR)/$(CLIENTS)/node_modules/.bin/codex OUTLOOP_QWEN=$(CURDIR)/$(CLIENTS)/node_modules/.bin/qwen $(BIN)/python -m pytest -m clients tests/router/test_clients.py
+
+# Every layout of the trainer against one process; a few of them are in `make test`.
+test-parity: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m pytest -m parity tests/engine/train/test_parity.py
 
 test-chaos: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/chaos/chaos.py

@@ -207,3 +207,54 @@ def _patch_megatron() -> None:
     ):
         if not hasattr(moe_utils, name):
             setattr(moe_utils, name, None)
+    _patch_token_dispatcher(moe_utils)
+
+
+def _patch_token_dispatcher(moe_utils: Any) -> None:
+    """0.16.1 hands all-to-all its sizes as Python numbers only where they come from a GPU."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    _patch_uneven_collectives()
+    moe_utils.maybe_move_tensor_to_cpu = move_to_cpu
+    token_dispatcher.maybe_move_tensor_to_cpu = move_to_cpu
+
+
+def _patch_uneven_collectives() -> None:
+    """Expert tensor parallelism exchanges parts of unequal size, which gloo refuses to."""
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_parts(
+        input_: torch.Tensor,
+        group: Any,
+        output_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        output = input_.new_empty((sum(output_split_sizes), *input_.shape[1:]))
+        for rank, part in enumerate(output.split(output_split_sizes)):
+            if rank == group.rank():
+                part.copy_(input_)
+            dist.broadcast(part, group=group, group_src=rank)
+        return output
+
+    def scatter_parts(
+        input_: torch.Tensor,
+        group: Any,
+        input_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].contiguous()
+
+    mappings._gather_along_first_dim = gather_parts
+    mappings._reduce_scatter_along_first_dim = scatter_parts

@@ -27,6 +27,8 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor
 from torch.nn import functional
 
+from outloop.engine.rope import inverse_frequencies
+
 _MAX_PADDING_SHARE = 0.02
 """Samples share one padded attention call while at most this share of it is padding."""
 
@@ -113,8 +115,8 @@ class PackedAttention(MegatronModule):
     def __init__(self, config: Any, layer_number: int, *unused: Any, **more: Any) -> None:
         super().__init__(config=config)
         self.scale = more.get("softmax_scale") or 1.0 / math.sqrt(config.kv_channels)
-        half = torch.arange(0, config.kv_channels, 2, dtype=torch.float32) / config.kv_channels
-        self.register_buffer("inv_freq", config.rope_theta**-half, persistent=False)
+        frequencies = inverse_frequencies(config.rope, config.kv_channels)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def forward(
         self,
@@ -159,7 +161,7 @@ def block_spec(config: Any) -> TransformerBlockSubmodules:
     """Megatron-core's local layers with our norm and attention."""
     spec: ModuleSpec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
+        moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
     )

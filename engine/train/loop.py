@@ -18,11 +18,11 @@ from outloop.buffer.errors import PublishFailed
 from outloop.buffer.records import CheckpointMark, Float32, Lease
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
-from outloop.engine.publish.source import LocalTensors
 from outloop.engine.train.batch import Batch, build_batch
 from outloop.engine.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from outloop.engine.train.custom import loss_of
 from outloop.engine.train.evaluation import Evaluations
+from outloop.engine.train.exports import Exports
 from outloop.engine.train.mcore import Policy, PolicyModel
 from outloop.engine.train.ports import Publisher, PublishReport, Reader
 from outloop.engine.train.reference import Reference, load_reference
@@ -30,7 +30,6 @@ from outloop.engine.train.report import UpdateReport
 from outloop.engine.train.samples import Sample
 from outloop.engine.train.scoring import Score, score, with_proximals
 from outloop.engine.train.update import rl_update
-from outloop.engine.train.weights import named_huggingface_tensors, save_huggingface
 
 _BUFFER_COUNTERS = ("buffer/dropped_groups", "buffer/replaced_attempts")
 _log = structlog.get_logger()
@@ -78,9 +77,9 @@ class RlLoop:
         self._settings = run.settings
         self._run_dir = run.dir
         self._policy = policy
+        self._exports = Exports(policy.model)
         self._reader = reader
         self._publisher = publisher
-        self._source = LocalTensors(lambda: named_huggingface_tensors(policy.model))
         self._metrics = metrics
         self._stop = stop
         self._beat = Heartbeat(reader, lease_s=run.settings.buffer.lease_s)
@@ -243,10 +242,10 @@ class RlLoop:
             PublishFailed: no server took them the second time either.
         """
         try:
-            return self._publisher.publish(self._source, policy_version)
+            return self._publisher.publish(self._exports, policy_version)
         except PublishFailed as error:
             _log.warning("publish_repeated", policy_version=policy_version, reason=str(error))
-        return self._publisher.publish(self._source, policy_version)
+        return self._publisher.publish(self._exports, policy_version)
 
     def _settle(self, batch: Batch) -> None:
         """Return admission credit; earlier, episodes would start under the old version."""
@@ -288,9 +287,7 @@ class RlLoop:
         if self._unmarked or is_done:
             self._checkpoint()
         if is_done and not self._stop.is_set():
-            save_huggingface(
-                self._policy.model, self._run_dir / "hf", source=self._settings.model.path
-            )
+            self._exports.save(self._run_dir / "hf", source=self._settings.model.path)
             self._reader.set_run_state("finished")
         self._beat()
 

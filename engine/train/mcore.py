@@ -1,19 +1,18 @@
-"""The only module that touches Megatron-core's process groups, configuration and optimizer.
+"""The only module that touches Megatron-core's process groups, model wrapper and optimizer.
 
-Owns: joining the process group, the model configuration read from a Hugging Face config.json, the
-model, its gradient buffers and its optimizer. Does not own: layers, weights, losses. Invariant:
-gradients are summed, never averaged, over microbatches and data-parallel ranks; the caller divides
-by one denominator that it fixed before the first forward.
+Owns: joining the process group, the model of this rank, its gradient buffers and its optimizer.
+Does not own: configuration (config), layers, weights, losses. Invariant: gradients are summed,
+never averaged, over microbatches and data-parallel ranks; the caller divides by one denominator
+that it fixed before the first forward.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 
 from outloop.engine.train import cpu_backend
@@ -32,50 +31,53 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.transformer import TransformerConfig  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from outloop.buffer.errors import SettingsError  # noqa: E402
 from outloop.buffer.settings_trainer import TrainerSettings  # noqa: E402
+from outloop.engine.train.config import PolicyConfig, read_config  # noqa: E402
 from outloop.engine.train.layers import PackedRow, block_spec  # noqa: E402
+from outloop.engine.train.parallel import ParallelSizes  # noqa: E402
+from outloop.engine.train.places import VocabPart  # noqa: E402
 
-_ARCHITECTURES = {"Qwen3ForCausalLM": {"qk_layernorm": True}, "LlamaForCausalLM": {}}
-_PARALLEL_FIELDS = frozenset(
-    {
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "sequence_parallel",
-    }
-)
-_OWNED_FIELDS = frozenset({"fp16", "bf16", "num_moe_experts", "multi_latent_attention"})
-"""Fields that the trainer decides beside those that `read_config` fills in."""
+__all__ = [
+    "Policy",
+    "PolicyConfig",
+    "PolicyModel",
+    "build_policy",
+    "join_process_group",
+    "leave_process_group",
+    "read_config",
+]
 
 
-@dataclass
-class PolicyConfig(TransformerConfig):
-    """Megatron's configuration and the two facts of the family that it has no field for."""
+def join_process_group(
+    *, seed: int, sizes: ParallelSizes | None = None, timeout_s: float = 600.0
+) -> None:
+    """Join torchrun's group, or make a group of one; idempotent; seeds the random trackers.
 
-    rope_theta: float = 10000.0
-    vocab_size: int = 0
-    is_tied: bool = False
-
-
-def join_process_group(*, seed: int) -> None:
-    """Join torchrun's group, or make a group of one; idempotent; seeds the random trackers."""
+    Args:
+        timeout_s: after which a collective that a rank does not join fails on the others.
+    """
+    sizes = sizes or ParallelSizes()
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
+        timeout = timedelta(seconds=timeout_s)
         if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-            dist.init_process_group(backend)
+            if torch.cuda.is_available():
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            dist.init_process_group(backend, timeout=timeout)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=sizes.expert_tensor,
+            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
@@ -87,115 +89,77 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def read_config(model_path: Path, overrides: dict[str, Any]) -> PolicyConfig:
-    """The Megatron configuration of a Hugging Face folder, with raw upstream overrides.
-
-    Raises:
-        SettingsError: unknown architecture, a family feature that is not supported, an unknown
-            override (the nearest field is named) or one that the model folder decides.
-    """
-    hf = json.loads((model_path / "config.json").read_text())
-    architecture = (hf.get("architectures") or ["none"])[0]
-    if architecture not in _ARCHITECTURES:
-        raise SettingsError(
-            f"model.path={str(model_path)!r} has architecture={architecture!r}; allowed: "
-            f"{', '.join(sorted(_ARCHITECTURES))}"
-        )
-    if hf.get("rope_scaling"):
-        raise SettingsError(
-            f"model.path={str(model_path)!r} has rope_scaling={hf['rope_scaling']!r}; "
-            "only plain rotary embeddings are supported"
-        )
-    heads = hf["num_attention_heads"]
-    fields: dict[str, Any] = {
-        "num_layers": hf["num_hidden_layers"],
-        "hidden_size": hf["hidden_size"],
-        "num_attention_heads": heads,
-        "num_query_groups": hf.get("num_key_value_heads", heads),
-        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
-        "ffn_hidden_size": hf["intermediate_size"],
-        "layernorm_epsilon": hf["rms_norm_eps"],
-        "rope_theta": float(hf.get("rope_theta", 10000.0)),
-        "vocab_size": hf["vocab_size"],
-        "is_tied": bool(hf.get("tie_word_embeddings", False)),
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": functional.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": bool(hf.get("attention_bias", False)),
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "params_dtype": torch.float32,
-        "pipeline_dtype": torch.float32,
-        "use_cpu_initialization": True,
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
-        "cross_entropy_loss_fusion": False,
-        "calculate_per_token_loss": True,
-    }
-    fields |= _ARCHITECTURES[architecture]
-    _check_overrides(overrides, _OWNED_FIELDS | set(fields) | {"qk_layernorm"})
-    try:
-        return PolicyConfig(**(fields | overrides))
-    except (AssertionError, TypeError, ValueError) as error:
-        raise SettingsError(
-            f"megatron-core refuses model.path={str(model_path)!r} with "
-            f"trainer.megatron={overrides!r}: {error}"
-        ) from error
-
-
-def _check_overrides(overrides: dict[str, Any], owned: frozenset[str]) -> None:
-    known = {item.name for item in dataclasses.fields(TransformerConfig)}
-    for name, value in overrides.items():
-        if name in _PARALLEL_FIELDS:
-            raise SettingsError(
-                f"trainer.megatron.{name}={value!r}: this release trains on one rank; remove it"
-            )
-        if name in owned:
-            raise SettingsError(
-                f"trainer.megatron.{name}={value!r}: the model folder or the trainer decides this "
-                "field; remove it"
-            )
-        if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise SettingsError(
-                f"trainer.megatron.{name} is not a field of megatron-core "
-                f"{cpu_backend.SUPPORTED_VERSION} TransformerConfig{hint}"
-            )
-
-
 class PolicyModel(GPTModel):
-    """A GPTModel over packed rows whose logits are computed only where they are asked for."""
+    """This rank's part of a GPTModel over packed rows; logits only where they are asked for."""
 
     def __init__(self, config: PolicyConfig) -> None:
+        size = config.tensor_model_parallel_size
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(config),
-            vocab_size=config.vocab_size,
+            # Megatron wants equal parts; the rows beyond the vocabulary are never looked at.
+            vocab_size=-(-config.vocab_size // size) * size,
             max_sequence_length=1,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
             parallel_output=True,
             share_embeddings_and_output_weights=config.is_tied,
             position_embedding_type="none",
         )
 
+    @property
+    def vocab_part(self) -> VocabPart:
+        """The columns whose logits `logits` gives."""
+        size = self.config.tensor_model_parallel_size
+        if size == 1:
+            return VocabPart(0, self.config.vocab_size)
+        width = -(-self.config.vocab_size // size)
+        start = parallel_state.get_tensor_model_parallel_rank() * width
+        return VocabPart(
+            min(start, self.config.vocab_size),
+            min(start + width, self.config.vocab_size),
+            parallel_state.get_tensor_model_parallel_group(),
+        )
+
     def forward(self, token_ids_T: Tensor, row: PackedRow, positions_N: Tensor) -> Tensor:
-        """Last hidden states [N, H] at `positions_N` of a packed row of T tokens."""
-        hidden_T1H = self.embedding(input_ids=token_ids_T[None, :], position_ids=None)
+        """Of a packed row of T tokens: last hidden states [N, H] at `positions_N`.
+
+        A pipeline stage that is not the last gives what it sends on, [T, 1, H] or, with sequence
+        parallelism, this rank's share of it. The gradient that comes back to the hidden states
+        is summed over the tensor-parallel ranks, each of which knows its own columns' share.
+        """
+        hidden_T1H = None
+        if self.pre_process:
+            hidden_T1H = self.embedding(input_ids=token_ids_T[None, :], position_ids=None)
         hidden_T1H = self.decoder(
             hidden_states=hidden_T1H, attention_mask=None, packed_seq_params=row
         )
-        return hidden_T1H[positions_N, 0]
+        if not self.post_process:
+            return hidden_T1H
+        if self.config.sequence_parallel:
+            hidden_T1H = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_T1H, tensor_parallel_output_grad=True
+            )
+            return hidden_T1H[positions_N, 0]
+        hidden_NH = hidden_T1H[positions_N, 0]
+        if self.config.tensor_model_parallel_size > 1:
+            hidden_NH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_NH)
+        return hidden_NH
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[C, H] this rank's rows of the output layer, padding included; last stage only."""
+        weight: Tensor = (
+            self.shared_embedding_or_output_weight()
+            if self.config.is_tied
+            else self.output_layer.weight
+        )
+        return weight
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """Logits [N, V] of the token that follows each hidden state."""
-        weight = self.shared_embedding_or_output_weight() if self.config.is_tied else None
-        logits_N1V, _ = self.output_layer(hidden_NH[:, None], weight=weight)
-        return logits_N1V[:, 0, :]
+        """Logits [N, C] of the token that follows each hidden state, in `vocab_part`'s columns."""
+        part = self.vocab_part
+        return functional.linear(hidden_NH, self.output_weight[: part.stop - part.start])
 
 
 @dataclass(kw_only=True)
@@ -213,12 +177,26 @@ class Policy:
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    @contextmanager
+    def hold_sync(self) -> Iterator[None]:
+        """Backward passes in here do not count as a parameter's last one of the update."""
+        groups = self.wrapped.bucket_groups + self.wrapped.expert_parallel_bucket_groups
+        before = [group.is_last_microbatch for group in groups]
+        for group in groups:
+            group.is_last_microbatch = False
+        try:
+            yield
+        finally:
+            for group, was_last in zip(groups, before, strict=True):
+                group.is_last_microbatch = was_last
+
     def step(self) -> tuple[float, float]:
         """Sum gradients over ranks, clip, update; returns (gradient norm, learning rate used).
 
         Raises:
             FloatingPointError: the gradient norm is not finite; weights are unchanged.
         """
+        self._report_output_layer()
         finalize_model_grads(
             [self.wrapped], pg_collection=ProcessGroupCollection.use_mpu_process_groups()
         )
@@ -235,18 +213,32 @@ class Policy:
         self.optimizer.step()
         return norm, float(self.optimizer.param_groups[0]["lr"])
 
+    def _report_output_layer(self) -> None:
+        """With overlap, Megatron waits for a parameter whose passes were all held back."""
+        model = self.model
+        if not self.wrapped.ddp_config.overlap_grad_reduce or not model.post_process:
+            return
+        if not (self.config.is_tied and model.pre_process):
+            weight = model.output_weight
+            self.wrapped.param_to_bucket_group[weight].register_grad_ready(weight)
+
 
 def build_policy(config: PolicyConfig, settings: TrainerSettings, *, num_updates: int) -> Policy:
     """Model, gradient buffers, Adam and learning-rate schedule for `num_updates` updates."""
     model = PolicyModel(config)
+    is_distributed = config.sizes.data > 1
+    ddp_options: dict[str, Any] = {"use_distributed_optimizer": is_distributed}
+    ddp_options |= config.ddp_options
     wrapped = DistributedDataParallel(
         config=config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
-        ),
+        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp_options),
         module=model,
     )
     wrapped.broadcast_params()
+    config.no_sync_func = wrapped.no_sync
+    optimizer_options: dict[str, Any] = {
+        "use_distributed_optimizer": ddp_options["use_distributed_optimizer"]
+    }
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -257,6 +249,7 @@ def build_policy(config: PolicyConfig, settings: TrainerSettings, *, num_updates
             adam_beta2=settings.adam_beta2,
             clip_grad=settings.max_grad_norm,
             params_dtype=torch.float32,
+            **(optimizer_options | config.optimizer_options),
         ),
         [wrapped],
     )

@@ -10,7 +10,7 @@ Shape letters: T tokens of a packed row, N trained tokens in it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outloop.buffer.records import Float32
 from outloop.engine.train.layers import PackedRow, pack_row
-from outloop.engine.train.pack import pack
 from outloop.engine.train.samples import Sample
 
 
@@ -62,6 +62,8 @@ class Microbatch:
     """Samples laid behind each other, with the facts of the tokens that are trained."""
 
     row: PackedRow
+    num_tokens: int
+    """Tokens of samples: T without padding."""
     token_ids_T: Tensor
     """[T] int64."""
     predictors_N: Tensor
@@ -71,8 +73,18 @@ class Microbatch:
     targets: Targets
 
 
-def build_microbatch(samples: Sequence[Sample], device: torch.device) -> Microbatch:
-    """Lay `samples` behind each other in one packed row."""
+def build_microbatch(
+    samples: Sequence[Sample], device: torch.device, *, multiple: int = 1
+) -> Microbatch:
+    """Lay `samples` behind each other in one packed row, padded to a multiple of `multiple`.
+
+    Without samples the row is padding alone. Padding is a sample of its own that is not trained.
+    """
+    num_real = sum(sample.num_tokens for sample in samples)
+    num_padding = -num_real % multiple or (0 if samples else multiple)
+    lengths = [sample.num_tokens for sample in samples]
+    if num_padding:
+        samples = [*samples, _padding(num_padding, like=samples[0] if samples else None)]
     mask = np.concatenate([sample.loss_mask for sample in samples])
     trained = np.flatnonzero(mask)
     token_ids = np.concatenate([sample.token_ids for sample in samples]).astype(np.int64)
@@ -94,7 +106,8 @@ def build_microbatch(samples: Sequence[Sample], device: torch.device) -> Microba
         return tensor(np.concatenate(rows)[trained]) if rows else None
 
     return Microbatch(
-        row=pack_row([sample.num_tokens for sample in samples], device),
+        row=pack_row([*lengths, num_padding] if num_padding else lengths, device),
+        num_tokens=num_real,
         token_ids_T=tensor(token_ids),
         predictors_N=tensor(trained - 1),
         sequences_N=tensor(np.repeat(np.arange(len(samples)), counts)),
@@ -112,9 +125,24 @@ def build_microbatch(samples: Sequence[Sample], device: torch.device) -> Microba
     )
 
 
-def microbatches(
-    samples: Sequence[Sample], *, max_tokens: int, device: torch.device
-) -> Iterator[Microbatch]:
-    """The update's samples, packed; built one at a time."""
-    for members in pack([sample.num_tokens for sample in samples], max_tokens=max_tokens):
-        yield build_microbatch([samples[index] for index in members], device)
+def _padding(num_tokens: int, *, like: Sample | None) -> Sample:
+    """A sample without trained tokens, with the same recorded fields as its neighbours."""
+    zeros = np.zeros(num_tokens, np.float32)
+
+    def recorded(name: str) -> Float32 | None:
+        return zeros if getattr(like, name, None) is not None else None
+
+    return Sample(
+        episode_id="",
+        group_id="",
+        branch=0,
+        token_ids=np.zeros(num_tokens, np.int32),
+        loss_mask=np.zeros(num_tokens, np.bool_),
+        behavior_logprobs=zeros if like is None else recorded("behavior_logprobs"),
+        policy_versions=np.full(num_tokens, -1, np.int32),
+        temperature=np.ones(num_tokens, np.float32),
+        advantage=0.0,
+        proximal_logprobs=recorded("proximal_logprobs"),
+        reference_logprobs=recorded("reference_logprobs"),
+        correction=recorded("correction"),
+    )

@@ -7,15 +7,20 @@ beyond rounding.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from outloop.engine.train.exchange import gather_bytes
 from outloop.engine.train.losses import TokenLoss
 from outloop.engine.train.microbatch import Targets
+from outloop.engine.train.places import is_reporting_rank
 
 
 @dataclass(slots=True)
@@ -30,13 +35,15 @@ class UpdateReport:
     num_trained_tokens: int = 0
     entropy_sum: float = 0.0
     ratio_sum: float = 0.0
-    ratio_max: float = 0.0
+    ratio_max: float = field(default=0.0, metadata={"merge": max})
     ratios: list[Tensor] = field(default_factory=list)
     """policy / behavior of every trained token."""
     proximal_ratios: list[Tensor] = field(default_factory=list)
     """policy / recomputed proximal of every trained token."""
     num_clipped: int = 0
     num_clipped_low: int = 0
+    imbalance: float = 0.0
+    """Estimated cost of the busiest data-parallel rank over the mean, less one."""
     gaps: list[Tensor] = field(default_factory=list)
     """|policy - behavior| logprobs of tokens that the current version drew."""
 
@@ -77,6 +84,7 @@ class UpdateReport:
             "train/tokens": self.num_tokens,
             "train/trained_tokens": self.num_trained_tokens,
             "train/padding_share": 1.0 - self.num_tokens / max(1, self.num_padded_tokens),
+            "train/imbalance": self.imbalance,
         }
 
     def policy_metrics(self) -> dict[str, float]:
@@ -101,6 +109,43 @@ class UpdateReport:
             metrics["train/proximal_ratio_mean"] = float(ratios.mean())
             metrics["train/proximal_ratio_max"] = float(ratios.max())
         return metrics
+
+
+def merge_reports(report: UpdateReport) -> UpdateReport:
+    """The sum of the data-parallel shares, on every rank; before the step is reported.
+
+    Each share is told by one rank: the one whose report is kept, see `is_reporting_rank`.
+    """
+    mine = _encode(report) if is_reporting_rank() else b""
+    shares = [_decode(data) for data in gather_bytes(mine) if data]
+    merged: dict[str, Any] = {}
+    for item in dataclasses.fields(UpdateReport):
+        values = [getattr(share, item.name) for share in shares]
+        if isinstance(values[0], list):
+            merged[item.name] = [part for value in values for part in value]
+        else:
+            merged[item.name] = item.metadata.get("merge", sum)(values)
+    return UpdateReport(**merged)
+
+
+def _encode(report: UpdateReport) -> bytes:
+    """Numbers as they are, lists of tensors as float32 bytes."""
+    return msgspec.msgpack.encode(
+        {
+            item.name: torch.cat(value).float().cpu().numpy().tobytes()
+            if isinstance(value := getattr(report, item.name), list) and value
+            else value
+            for item in dataclasses.fields(report)
+        }
+    )
+
+
+def _decode(data: bytes) -> UpdateReport:
+    values: dict[str, Any] = msgspec.msgpack.decode(data)
+    for name, value in values.items():
+        if isinstance(value, bytes):
+            values[name] = [torch.frombuffer(bytearray(value), dtype=torch.float32)]
+    return UpdateReport(**values)
 
 
 def _percentiles(parts: Sequence[Tensor]) -> tuple[float, float]:

@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import chain
 
+import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from outloop.buffer.records import Float32
 from outloop.buffer.settings_trainer import TrainerSettings
 from outloop.engine.train.corrections import Correction, correct, correction_metrics
+from outloop.engine.train.exchange import gather_bytes
 from outloop.engine.train.mcore import PolicyModel
-from outloop.engine.train.microbatch import build_microbatch
-from outloop.engine.train.pack import pack
+from outloop.engine.train.microbatch import Microbatch
+from outloop.engine.train.places import data_rank, is_reporting_rank
 from outloop.engine.train.samples import Sample
+from outloop.engine.train.schedule import deal_samples, run_microbatches
 from outloop.engine.train.update import trained_logprobs
 
 Score = Callable[[Sequence[Sample]], list[Float32]]
@@ -35,28 +40,50 @@ def score(
     max_tokens: int,
     on_microbatch: Callable[[], None],
 ) -> list[Float32]:
-    """Logprobs of the samples' trained tokens at their recorded temperature.
+    """Logprobs of the samples' trained tokens at their recorded temperature, on every rank.
 
     Args:
         max_tokens: trainer.max_microbatch_tokens, as in the update.
-        on_microbatch: called after every forward, for heartbeats.
+        on_microbatch: called before every forward, for heartbeats.
 
     Returns:
         [T] float32 for every sample, 0 at context tokens.
     """
-    device = next(model.parameters()).device
+    mine: list[bytes] = []
+
+    def on_hidden(batch: Microbatch, hidden: Tensor) -> None:
+        mine.append(trained_logprobs(model, batch, hidden).cpu().numpy().tobytes())
+
+    dealt = deal_samples(samples, model.config, max_tokens=max_tokens)
+    run_microbatches(
+        model,
+        model.config,
+        samples,
+        dealt[data_rank()],
+        on_hidden,
+        on_microbatch=on_microbatch,
+        forward_only=True,
+    )
+    told = msgspec.msgpack.encode((data_rank(), b"".join(mine))) if is_reporting_rank() else b""
     results = [np.zeros(sample.num_tokens, np.float32) for sample in samples]
-    for members in pack([sample.num_tokens for sample in samples], max_tokens=max_tokens):
-        batch = build_microbatch([samples[index] for index in members], device)
-        hidden = model(batch.token_ids_T, batch.row, batch.predictors_N)
-        logprobs = trained_logprobs(model, batch, hidden).cpu().numpy()
-        start = 0
-        for index in members:
-            end = start + samples[index].num_trained_tokens
-            results[index][samples[index].loss_mask] = logprobs[start:end]
-            start = end
-        on_microbatch()
+    for data in filter(None, gather_bytes(told)):
+        rank, logprobs = msgspec.msgpack.decode(data, type=tuple[int, bytes])
+        _fill(results, samples, dealt[rank], np.frombuffer(logprobs, np.float32))
     return results
+
+
+def _fill(
+    results: Sequence[Float32],
+    samples: Sequence[Sample],
+    members: Sequence[Sequence[int]],
+    logprobs: Float32,
+) -> None:
+    """Put a data-parallel rank's logprobs, in the order of its microbatches, into their rows."""
+    start = 0
+    for index in chain.from_iterable(members):
+        end = start + samples[index].num_trained_tokens
+        results[index][samples[index].loss_mask] = logprobs[start:end]
+        start = end
 
 
 def with_references(samples: Sequence[Sample], score_reference: Score) -> list[Sample]:

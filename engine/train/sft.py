@@ -16,11 +16,11 @@ import structlog
 from outloop.buffer.errors import DeadlineExceeded, SettingsError
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
+from outloop.engine.train.exports import Exports
 from outloop.engine.train.mcore import Policy
 from outloop.engine.train.ports import Reader
 from outloop.engine.train.samples import Sample, build_samples
 from outloop.engine.train.update import sft_update
-from outloop.engine.train.weights import save_huggingface
 
 _POLL_S = 0.1
 _NUM_ROWS = 100
@@ -77,7 +77,7 @@ def run_sft(
                 {"waiting_for": "", "step": f"{step}/{len(order)}", "loss": f"{report.loss:.4f}"},
             )
             before, tokens = now, 0
-    save_huggingface(policy.model, run.dir / "hf", source=run.settings.model.path)
+    Exports(policy.model).save(run.dir / "hf", source=run.settings.model.path)
     reader.set_run_state("finished")
 
 

@@ -2,10 +2,11 @@
 
 Owns: the terms of a token's loss and accumulating it over microbatches. Does not own: which
 samples, the model's layers, the optimizer. Invariant: the gradient of an update is
-d(sum of token losses)/d(weights) / denominator, whatever the split into microbatches; logits exist
-for trained tokens only, and for one chunk of them at a time.
+d(sum of token losses)/d(weights) / denominator, whatever the split into ranks and microbatches;
+logits exist for trained tokens only, for one chunk of them at a time, in this rank's columns.
 
-Shape letters: T tokens of a packed row, N trained tokens in it, V vocabulary.
+Shape letters: T tokens of a packed row, N trained tokens in it, C columns of the vocabulary that
+this rank holds.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ from outloop.engine.train.losses import (
     ppo_clip,
 )
 from outloop.engine.train.mcore import Policy, PolicyModel
-from outloop.engine.train.microbatch import Microbatch, Targets, microbatches
-from outloop.engine.train.report import UpdateReport
+from outloop.engine.train.microbatch import Microbatch, Targets
+from outloop.engine.train.pack import imbalance
+from outloop.engine.train.places import VocabPart, data_rank
+from outloop.engine.train.report import UpdateReport, merge_reports
 from outloop.engine.train.samples import Sample
+from outloop.engine.train.schedule import deal_samples, run_microbatches
 
 _MAX_CHUNK_LOGITS = 2**24
 """Logits alive at once: 64 MiB in float32."""
@@ -38,8 +42,8 @@ _MAX_CHUNK_LOGITS = 2**24
 LossFunction = Callable[..., TokenLoss]
 """(policy_logprobs, proximal_logprobs, advantages, *, clip_low, clip_high), each [N]."""
 _LOSSES: dict[str, LossFunction] = {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo}
-TokenLossFunction = Callable[[Targets, Tensor, UpdateReport], Tensor]
-"""Targets and logits [N, V] of a chunk -> losses [N]; adds what it measures to the report."""
+TokenLossFunction = Callable[[Targets, Tensor, VocabPart, UpdateReport], Tensor]
+"""Targets and logits [N, C] of a chunk -> losses [N]; adds what it measures to the report."""
 
 
 def rl_update(
@@ -55,7 +59,7 @@ def rl_update(
 
     Args:
         policy_version: of the weights before the update; its own tokens measure the logprob gap.
-        on_microbatch: called after every backward, for heartbeats.
+        on_microbatch: called before every forward, for heartbeats.
         loss: in place of trainer.loss.
 
     Raises:
@@ -66,12 +70,16 @@ def rl_update(
         samples = _with_equal_episodes(samples)
     function = loss or _LOSSES[settings.loss]
 
-    def token_loss(targets: Targets, logits: Tensor, report: UpdateReport) -> Tensor:
+    def token_loss(
+        targets: Targets, logits: Tensor, part: VocabPart, report: UpdateReport
+    ) -> Tensor:
         policy_logprobs, entropies = logprobs_and_entropies(
             logits,
             targets.token_ids_N,
             targets.temperature_N,
             has_entropy_gradient=settings.entropy_coefficient > 0,
+            vocab_start=part.start,
+            group=part.group,
         )
         result = function(
             policy_logprobs,
@@ -138,8 +146,13 @@ def sft_update(
 ) -> UpdateReport:
     """One cross-entropy update over trained tokens, averaged over them."""
 
-    def token_loss(targets: Targets, logits: Tensor, report: UpdateReport) -> Tensor:
-        return -logprobs_and_entropies(logits, targets.token_ids_N, None)[0]
+    def token_loss(
+        targets: Targets, logits: Tensor, part: VocabPart, report: UpdateReport
+    ) -> Tensor:
+        logprobs, _ = logprobs_and_entropies(
+            logits, targets.token_ids_N, None, vocab_start=part.start, group=part.group
+        )
+        return -logprobs
 
     scale = denominator(samples, "tokens", constant=1.0)
     return _update(policy, samples, settings, scale, token_loss, lambda: None)
@@ -156,27 +169,39 @@ def _update(
     is_by_sequence: bool = False,
 ) -> UpdateReport:
     report = UpdateReport()
+    model = policy.model
+    part = model.vocab_part
     policy.zero_grad()
-    device = next(policy.model.parameters()).device
-    limit = settings.max_microbatch_tokens
-    for batch in microbatches(samples, max_tokens=limit, device=device):
-        hidden = policy.wrapped(batch.token_ids_T, batch.row, batch.predictors_N)
+
+    def on_hidden(batch: Microbatch, hidden: Tensor) -> Tensor:
         # Cut the graph at the hidden states: each chunk's logits are freed by its own backward.
         leaf = hidden.detach().requires_grad_()
         targets = batch.targets
         if is_by_sequence:
-            targets = _with_sequence_ratios(batch, trained_logprobs(policy.model, batch, leaf))
-        for where in _chunks(len(leaf), policy.config.vocab_size):
-            logits = policy.model.logits(leaf[where])
-            loss = token_loss(targets.part(where), logits, report).sum() / scale
-            loss.backward()
+            targets = _with_sequence_ratios(batch, trained_logprobs(model, batch, leaf))
+        for where in _chunks(len(leaf), model):
+            logits = model.logits(leaf[where])
+            loss = token_loss(targets.part(where), logits, part, report).sum() / scale
+            with policy.hold_sync():
+                loss.backward()
             report.loss += float(loss.detach())
-        if leaf.grad is not None:
-            hidden.backward(leaf.grad)
-        report.num_tokens += len(batch.token_ids_T)
+        report.num_tokens += batch.num_tokens
         report.num_padded_tokens += sum(index.numel() for index in batch.row.classes)
         report.num_trained_tokens += len(leaf)
-        on_microbatch()
+        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+    dealt = deal_samples(samples, policy.config, max_tokens=settings.max_microbatch_tokens)
+    run_microbatches(
+        policy.wrapped,
+        policy.config,
+        samples,
+        dealt[data_rank()],
+        on_hidden,
+        on_microbatch=on_microbatch,
+    )
+    report = merge_reports(report)
+    lengths = [sample.num_tokens for sample in samples]
+    report.imbalance = imbalance(dealt, lengths, policy.config.hidden_size)
     report.grad_norm, report.learning_rate = policy.step()
     return report
 
@@ -185,10 +210,17 @@ def _update(
 def trained_logprobs(model: PolicyModel, batch: Microbatch, hidden_NH: Tensor) -> Tensor:
     """Logprobs [N] of the trained tokens, chunk by chunk as in an update, without gradient."""
     parts = []
-    for where in _chunks(len(hidden_NH), model.config.vocab_size):
+    vocab = model.vocab_part
+    for where in _chunks(len(hidden_NH), model):
         targets = batch.targets.part(where)
         logits = model.logits(hidden_NH[where])
-        logprobs, _ = logprobs_and_entropies(logits, targets.token_ids_N, targets.temperature_N)
+        logprobs, _ = logprobs_and_entropies(
+            logits,
+            targets.token_ids_N,
+            targets.temperature_N,
+            vocab_start=vocab.start,
+            group=vocab.group,
+        )
         parts.append(logprobs)
     return torch.cat(parts) if parts else hidden_NH.new_zeros(0)
 
@@ -202,7 +234,9 @@ def _with_sequence_ratios(batch: Microbatch, policy_logprobs: Tensor) -> Targets
     return dataclasses.replace(batch.targets, sequence_log_ratios_N=means[sequences].float())
 
 
-def _chunks(num_tokens: int, vocab_size: int) -> Iterator[slice]:
-    size = max(1, _MAX_CHUNK_LOGITS // vocab_size)
+def _chunks(num_tokens: int, model: PolicyModel) -> Iterator[slice]:
+    """Equal on all ranks that share the vocabulary, since they exchange numbers in each chunk."""
+    width = -(-model.config.vocab_size // model.config.tensor_model_parallel_size)
+    size = max(1, _MAX_CHUNK_LOGITS // width)
     for start in range(0, num_tokens, size):
         yield slice(start, min(start + size, num_tokens))

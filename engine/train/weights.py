@@ -1,198 +1,154 @@
-"""Hugging Face folders and Megatron-core models: one table of names and layouts, both directions.
+"""This rank's part of a model's weights: reading it from a folder, finding it by name.
 
-Owns: the table, reading a folder into a model, streaming a model out under Hugging Face names,
-writing a folder. Does not own: who receives the tensors. Invariant: import then export is
-bit-equal; a missing or unknown name is an error that lists the nearest ones.
+Owns: which part of which Hugging Face tensor a parameter of this rank holds. Does not own: names
+and layouts (table), gathering over ranks (exports). Invariant: a rank reads only its own parts;
+import then export is bit-equal under every layout.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
-import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from megatron.core import parallel_state
 from torch import Tensor
 
-from outloop.buffer.errors import SettingsError
+from outloop.engine.train.hf_folder import HuggingFaceFolder
 from outloop.engine.train.mcore import PolicyConfig, PolicyModel
+from outloop.engine.train.table import check_tensors, find_row, merge, sizes, split
 
-Layout = Literal["plain", "qkv", "gate_up"]
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
+_EXPERT = re.compile(r"(.+\.local_experts\.)(\d+)(\..+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One Megatron parameter: which Hugging Face tensors it holds, and how they lie in it.
+class Part:
+    """A slice of one Hugging Face tensor, as a parameter of this rank holds it."""
 
-    `qkv` interleaves by query group: for each group its query heads, its key, its value.
-    `gate_up` puts the gate before the up projection along dimension 0.
-    """
-
-    megatron: str
-    huggingface: tuple[str, ...]
-    layout: Layout = "plain"
-
-
-_GLOBAL = (
-    Row(megatron="embedding.word_embeddings.weight", huggingface=("model.embed_tokens.weight",)),
-    Row(megatron="decoder.final_layernorm.weight", huggingface=("model.norm.weight",)),
-    Row(megatron="output_layer.weight", huggingface=("lm_head.weight",)),
-)
-_LAYER = (
-    Row(megatron="input_layernorm.weight", huggingface=("input_layernorm.weight",)),
-    Row(
-        megatron="self_attention.linear_qkv.weight",
-        huggingface=tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
-        layout="qkv",
-    ),
-    Row(
-        megatron="self_attention.linear_qkv.bias",
-        huggingface=tuple(f"self_attn.{name}_proj.bias" for name in "qkv"),
-        layout="qkv",
-    ),
-    Row(megatron="self_attention.q_layernorm.weight", huggingface=("self_attn.q_norm.weight",)),
-    Row(megatron="self_attention.k_layernorm.weight", huggingface=("self_attn.k_norm.weight",)),
-    Row(megatron="self_attention.linear_proj.weight", huggingface=("self_attn.o_proj.weight",)),
-    Row(megatron="pre_mlp_layernorm.weight", huggingface=("post_attention_layernorm.weight",)),
-    Row(
-        megatron="mlp.linear_fc1.weight",
-        huggingface=("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        layout="gate_up",
-    ),
-    Row(megatron="mlp.linear_fc2.weight", huggingface=("mlp.down_proj.weight",)),
-)
-_ROWS = {row.megatron: row for row in (*_GLOBAL, *_LAYER)}
-_LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dim: int | None
+    """Along which it is split; None: this rank holds all of it."""
+    start: int
+    stop: int
+    parameter: str
+    """Megatron's local name of the parameter that holds it."""
+    index: int
+    """Which of the parameter's tensors it is."""
 
 
-def table_row(name: str) -> Row:
-    """The row of a Megatron parameter, with full Hugging Face names.
-
-    Raises:
-        SettingsError: the table has no such name; the nearest are listed.
-    """
-    match = _LAYER_NAME.fullmatch(name)
-    row = _ROWS.get(match[2] if match else name)
-    if row is None:
-        near = difflib.get_close_matches(name, list(_ROWS), n=3, cutoff=0.3)
-        raise SettingsError(
-            f"Megatron parameter {name!r} is not in the weight table; nearest: {near}"
-        )
-    if match is None:
-        return row
-    prefix = f"model.layers.{match[1]}."
-    return Row(
-        megatron=name,
-        huggingface=tuple(prefix + part for part in row.huggingface),
-        layout=row.layout,
-    )
-
-
-def merge(parts: tuple[Tensor, ...], layout: Layout, config: PolicyConfig) -> Tensor:
-    """Lay Hugging Face tensors into one Megatron parameter."""
-    if layout == "plain":
-        return parts[0]
-    if layout == "gate_up":
-        return torch.cat(parts)
-    groups = config.num_query_groups
-    return torch.cat([p.view(groups, -1, *p.shape[1:]) for p in parts], dim=1).flatten(0, 1)
+def local_parts(model: PolicyModel) -> list[Part]:
+    """What this rank holds, in the order of its parameters."""
+    found: list[Part] = []
+    letters = sizes(model.config)
+    for local_name, _ in model.named_parameters():
+        if _is_copy(model, local_name):
+            continue
+        tensors = find_row(global_name(model, local_name))
+        rank, size = _place(is_expert=tensors.row.is_expert)
+        for index, (name, dims) in enumerate(zip(tensors.names, tensors.dims, strict=True)):
+            shape = tuple(letters[letter] for letter in dims.split())
+            dim = tensors.row.shard_dim if size > 1 else None
+            start, stop = 0, shape[0]
+            if dim is not None:
+                # Rounded up: the vocabulary's last part is shorter, Megatron's rows are not.
+                width = -(-shape[dim] // size)
+                start, stop = min(rank * width, shape[dim]), min((rank + 1) * width, shape[dim])
+            found.append(
+                Part(
+                    name=name,
+                    shape=shape,
+                    dim=dim,
+                    start=start,
+                    stop=stop,
+                    parameter=local_name,
+                    index=index,
+                )
+            )
+    return found
 
 
-def split(whole: Tensor, layout: Layout, config: PolicyConfig) -> tuple[Tensor, ...]:
-    """Take a Megatron parameter apart into its Hugging Face tensors; inverse of `merge`."""
-    if layout == "plain":
-        return (whole,)
-    if layout == "gate_up":
-        return tuple(whole.chunk(2))
-    groups, head = config.num_query_groups, config.kv_channels
-    per_group = config.num_attention_heads // groups * head
-    grouped = whole.view(groups, per_group + 2 * head, *whole.shape[1:])
-    return tuple(p.flatten(0, 1) for p in grouped.split([per_group, head, head], dim=1))
+def global_name(model: PolicyModel, name: str) -> str:
+    """A parameter's name with the indices that its layer and expert have in the whole model."""
+    layer = _LAYER.fullmatch(name)
+    if layer:
+        number = model.decoder.layers[int(layer[2])].layer_number - 1
+        name = f"{layer[1]}{number}{layer[3]}"
+    expert = _EXPERT.fullmatch(name)
+    if expert:
+        per_rank = model.config.num_moe_experts // model.config.expert_model_parallel_size
+        first = per_rank * parallel_state.get_expert_model_parallel_rank()
+        name = f"{expert[1]}{first + int(expert[2])}{expert[3]}"
+    return name
+
+
+def read_part(model: PolicyModel, part: Part) -> Tensor:
+    """The part's values, a view of the parameter if its layout allows, without gradient."""
+    parameter = model.get_parameter(part.parameter).detach()
+    row = find_row(global_name(model, part.parameter)).row
+    config: PolicyConfig = model.config
+    whole = split(
+        parameter,
+        row.layout,
+        num_groups=config.num_query_groups // config.tensor_model_parallel_size,
+        head_dim=config.kv_channels,
+    )[part.index]
+    return whole[: part.stop - part.start] if part.dim == 0 else whole
 
 
 def load_huggingface(model: PolicyModel, folder: Path) -> None:
-    """Copy a folder's tensors into the model.
+    """Copy this rank's parts of a folder's tensors into the model, one parameter at a time.
 
     Raises:
-        SettingsError: a tensor is missing, unknown or of another shape.
+        SettingsError: a tensor is missing, unknown or of another shape; nothing is copied.
     """
-    tensors = _read_folder(folder)
-    unused = set(tensors)
     config: PolicyConfig = model.config
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            row = table_row(name)
-            missing = [part for part in row.huggingface if part not in tensors]
-            if missing:
-                near = difflib.get_close_matches(missing[0], list(tensors), n=3)
-                raise SettingsError(
-                    f"model.path={str(folder)!r} lacks tensor {missing[0]!r}; nearest there: {near}"
-                )
-            whole = merge(tuple(tensors[part] for part in row.huggingface), row.layout, config)
-            if whole.shape != parameter.shape:
-                raise SettingsError(
-                    f"model.path={str(folder)!r}: {row.huggingface} give shape "
-                    f"{tuple(whole.shape)}, config.json asks for {tuple(parameter.shape)}"
-                )
-            parameter.copy_(whole)
-            unused -= set(row.huggingface)
-    unused -= {"lm_head.weight"} if config.is_tied else set()
-    if unused:
-        raise SettingsError(
-            f"model.path={str(folder)!r} holds tensors that its config.json has no place for: "
-            f"{sorted(unused)[:5]}"
+    groups = config.num_query_groups // config.tensor_model_parallel_size
+    with HuggingFaceFolder(folder) as source, torch.no_grad():
+        check_tensors(source.shapes, config, f"model.path={str(folder)!r}")
+        for name, parts in _by_parameter(local_parts(model)):
+            parameter = model.get_parameter(name)
+            row = find_row(global_name(model, name)).row
+            read = tuple(source.read(p.name, p.dim, p.start, p.stop) for p in parts)
+            whole = merge(read, row.layout, num_groups=groups)
+            parameter[: len(whole)].copy_(whole)
+            parameter[len(whole) :].zero_()
+        if config.is_tied and model.post_process and not model.pre_process:
+            _copy_head(model, source)
+
+
+def _copy_head(model: PolicyModel, source: HuggingFaceFolder) -> None:
+    """The last pipeline stage's own copy of a tied embedding."""
+    part = model.vocab_part
+    weight = model.output_weight
+    rows = source.read("model.embed_tokens.weight", 0, part.start, part.stop)
+    weight[: len(rows)].copy_(rows)
+    weight[len(rows) :].zero_()
+
+
+def _by_parameter(parts: list[Part]) -> Iterator[tuple[str, list[Part]]]:
+    grouped: dict[str, list[Part]] = {}
+    for part in parts:
+        grouped.setdefault(part.parameter, []).append(part)
+    yield from grouped.items()
+
+
+def _is_copy(model: PolicyModel, name: str) -> bool:
+    """A tied model's output layer: the embedding's weight, or the last stage's copy of it."""
+    return bool(model.config.is_tied) and name == "output_layer.weight"
+
+
+def _place(*, is_expert: bool) -> tuple[int, int]:
+    if is_expert:
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
         )
-
-
-def named_huggingface_tensors(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor under its Hugging Face name, one at a time, as views of the parameters."""
-    for name, parameter in model.named_parameters():
-        row = table_row(name)
-        parts = split(parameter.detach(), row.layout, model.config)
-        yield from zip(row.huggingface, parts, strict=True)
-
-
-def save_huggingface(model: PolicyModel, folder: Path, *, source: Path) -> None:
-    """Write the model as a Hugging Face folder; configuration and tokenizer come from `source`.
-
-    Tensors have the dtype that the configuration names. The folder appears complete or not at all.
-    """
-    config = json.loads((source / "config.json").read_text())
-    dtype = getattr(torch, config.get("torch_dtype") or config.get("dtype") or "float32")
-    temporary = folder.with_name(folder.name + ".writing")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    for path in source.iterdir():
-        is_weights = path.name == "model.safetensors.index.json"
-        if path.suffix in {".json", ".txt", ".jinja", ".model"} and not is_weights:
-            shutil.copy(path, temporary / path.name)
-    tensors = {
-        name: tensor.to(dtype, copy=True).contiguous()
-        for name, tensor in named_huggingface_tensors(model)
-    }
-    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(temporary, folder)
-
-
-def _read_folder(folder: Path) -> Mapping[str, Tensor]:
-    index = folder / "model.safetensors.index.json"
-    names = (
-        sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        if index.exists()
-        else ["model.safetensors"]
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
     )
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        with safe_open(folder / name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - not a mapping
-                tensors[key] = file.get_tensor(key).float()
-    return tensors

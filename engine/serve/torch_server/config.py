@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outloop.buffer.errors import SettingsError
+from outloop.engine.rope import rotary_parameters
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -29,7 +30,8 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_eps: float
-    rope_theta: float
+    rope: dict[str, Any]
+    """See `outloop.engine.rope.rotary_parameters`."""
     max_positions: int
     is_tied: bool
     has_qk_norm: bool
@@ -59,6 +61,7 @@ def read_config(folder: Path) -> ModelConfig:
             f"allowed: {', '.join(ARCHITECTURES)}"
         )
     _refuse_unsupported(raw, path)
+    rope = rotary_parameters(raw, str(path))
     attention_bias = bool(raw.get("attention_bias", False))
     num_heads = int(raw["num_attention_heads"])
     return ModelConfig(
@@ -71,7 +74,7 @@ def read_config(folder: Path) -> ModelConfig:
         num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
         head_dim=int(raw.get("head_dim") or raw["hidden_size"] // num_heads),
         rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(_rope(raw).get("rope_theta", 10000.0)),
+        rope=rope,
         max_positions=int(raw.get("max_position_embeddings", 2048)),
         is_tied=bool(raw.get("tie_word_embeddings", False)),
         has_qk_norm=architecture == "Qwen3ForCausalLM",
@@ -82,18 +85,7 @@ def read_config(folder: Path) -> ModelConfig:
     )
 
 
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """Rotary parameters: a table of their own in newer configs, top-level keys in older ones."""
-    return raw.get("rope_parameters") or raw
-
-
 def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
-    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind != "default":
-        raise SettingsError(
-            f"{path}: rope_type={kind!r} is not supported by the torch server; allowed: default"
-        )
     if raw.get("use_sliding_window"):
         raise SettingsError(
             f"{path}: use_sliding_window=true is not supported by the torch server; allowed: false"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from outloop.engine.rope import inverse_frequencies
 from outloop.engine.serve.torch_server.cache import KVCache
 from outloop.engine.serve.torch_server.config import ModelConfig
 from outloop.engine.serve.torch_server.weights import LayerWeights, Weights
@@ -44,8 +45,7 @@ class Transformer:
 
     def __init__(self, config: ModelConfig, *, max_tokens: int, device: torch.device) -> None:
         self._config = config
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float()
-        frequencies = 1.0 / (config.rope_theta ** (half / config.head_dim))
+        frequencies = inverse_frequencies(config.rope, config.head_dim)
         angles = torch.outer(torch.arange(max_tokens).float(), frequencies)
         sine = angles.sin()
         self._cosine = torch.cat((angles.cos(), angles.cos()), dim=-1).to(device)

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 with warnings.catch_warnings():
     # megatron-core announces at import what it falls back to without Transformer Engine.
     warnings.simplefilter("ignore")
+    from families import make_family
     from memory_buffer import MakeTrajectory, MakeTurn, MemoryBuffer, RewardOf, Server, Setup, arm
 
     from outloop.engine.train import mcore, weights
@@ -48,30 +49,12 @@ def process_group() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Make (once) a random two-layer model of a family: `tiny_folder("qwen3", tied=True)`."""
-    import transformers
-
     made: dict[tuple[str, bool], Path] = {}
 
     def make(kind: str = "qwen3", *, tied: bool = True) -> Path:
         if (kind, tied) not in made:
-            torch.manual_seed(0)
-            sizes = {
-                "vocab_size": 400,
-                "hidden_size": 64,
-                "intermediate_size": 192,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 16,
-                "tie_word_embeddings": tied,
-                "rms_norm_eps": 1e-6,
-            }
-            if kind == "qwen3":
-                model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
-            else:
-                model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
             folder = tmp_path_factory.mktemp(f"{kind}-{tied}")
-            model.save_pretrained(folder)
+            make_family(kind, folder, is_tied=tied)
             made[kind, tied] = folder
         return made[kind, tied]
 

@@ -13,7 +13,7 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings_trainer import TrainerSettings
 from outloop.engine.train import update as update_module
 from outloop.engine.train.mcore import Policy
-from outloop.engine.train.microbatch import microbatches
+from outloop.engine.train.microbatch import build_microbatch
 from outloop.engine.train.reference import content_hash, load_reference
 from outloop.engine.train.report import UpdateReport
 from outloop.engine.train.samples import Sample
@@ -71,7 +71,7 @@ def wanted_gradient(
     for sample in samples:
         counts[sample.episode_id] = counts.get(sample.episode_id, 0) + sample.num_trained_tokens
     for sample in samples:
-        (batch,) = microbatches([sample], max_tokens=100, device=CPU)
+        batch = build_microbatch([sample], CPU)
         hidden = model(batch.token_ids_T, batch.row, batch.predictors_N)
         table = torch.log_softmax(model.logits(hidden).double(), -1)
         logprobs = table.gather(1, batch.targets.token_ids_N[:, None])[:, 0]

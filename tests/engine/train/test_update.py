@@ -1,16 +1,22 @@
 """One update: what the gradient depends on, and what it does not."""
 
 from collections.abc import Callable
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from outloop.buffer.settings import TrainerSettings
 from outloop.engine.train import update as update_module
 from outloop.engine.train.mcore import Policy
+from outloop.engine.train.microbatch import build_microbatch
+from outloop.engine.train.pack import deal
 from outloop.engine.train.samples import Sample
-from outloop.engine.train.update import UpdateReport, microbatches, rl_update, sft_update
+from outloop.engine.train.update import UpdateReport, rl_update, sft_update
 
 MakePolicy = Callable[..., Policy]
 MakeSamples = Callable[..., list[Sample]]
@@ -51,6 +57,56 @@ def test_splitting_and_permuting_leave_the_gradient_unchanged(
     assert (whole - permuted).abs().max() <= 1e-5 * scale
 
 
+@given(num_ranks=st.integers(1, 5), budget=st.sampled_from([40, 64, 200]), seed=st.integers(0, 99))
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_dealing_over_ranks_leaves_the_gradient_unchanged(
+    num_ranks: int,
+    budget: int,
+    seed: int,
+    make_policy: MakePolicy,
+    make_samples: MakeSamples,
+    whole_gradient: torch.Tensor,
+) -> None:
+    """The sum over all ranks' microbatches is the gradient of one microbatch, in any order.
+
+    One process does the work of every rank: what ranks add is a sum, which test_parity holds.
+    """
+    samples = make_samples(13)
+    order = np.random.default_rng(seed).permutation(len(samples))
+
+    def deal_to_one(samples: list[Sample], config: Any, *, max_tokens: int) -> list[Any]:
+        lengths = [sample.num_tokens for sample in samples]
+        ranks = deal(lengths, max_tokens=max_tokens, num_ranks=num_ranks, hidden_size=64)
+        return [list(chain.from_iterable(ranks))]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update_module, "deal_samples", deal_to_one)
+        dealt = gradient_of(
+            make_policy(max_grad_norm=1e9),
+            [samples[index] for index in order],
+            max_microbatch_tokens=budget,
+        )
+    assert (whole_gradient - dealt).abs().max() <= 1e-5 * whole_gradient.abs().max()
+
+
+@pytest.fixture(scope="module")
+def gradients() -> dict[str, torch.Tensor]:
+    """What `whole_gradient` found, for all examples."""
+    return {}
+
+
+@pytest.fixture
+def whole_gradient(
+    gradients: dict[str, torch.Tensor], make_policy: MakePolicy, make_samples: MakeSamples
+) -> torch.Tensor:
+    """The gradient of thirteen samples in one microbatch."""
+    if not gradients:
+        gradients["whole"] = gradient_of(make_policy(max_grad_norm=1e9), make_samples(13))
+    return gradients["whole"]
+
+
 def test_chunks_of_logits_leave_gradient_and_metrics_unchanged(
     make_policy: MakePolicy, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,11 +130,7 @@ def test_the_gradient_is_the_sum_over_the_denominator(
     policy = make_policy(max_grad_norm=1e9)
     model = policy.model
     total = torch.zeros(())
-    for batch in (
-        b
-        for sample in samples
-        for b in microbatches([sample], max_tokens=100, device=torch.device("cpu"))
-    ):
+    for batch in (build_microbatch([sample], torch.device("cpu")) for sample in samples):
         logits = model.logits(model(batch.token_ids_T, batch.row, batch.predictors_N)).double()
         logprobs = torch.log_softmax(logits, -1).gather(1, batch.targets.token_ids_N[:, None])[:, 0]
         assert batch.targets.behavior_logprobs_N is not None
@@ -99,7 +151,7 @@ def test_logits_are_scaled_by_the_recorded_temperature(
     """At T = 0.5 the ratio compares log_softmax(2 * logits) with the recorded logprobs."""
     policy = make_policy()
     samples = make_samples(5, temperature=0.5)
-    batch = next(microbatches(samples, max_tokens=10_000, device=torch.device("cpu")))
+    batch = build_microbatch(samples, torch.device("cpu"))
     with torch.no_grad():
         logits = policy.model.logits(policy.model(batch.token_ids_T, batch.row, batch.predictors_N))
     logprobs = torch.log_softmax(2 * logits, -1).gather(1, batch.targets.token_ids_N[:, None])[:, 0]
@@ -123,7 +175,7 @@ def test_on_policy_the_first_ratio_is_one(
 
 def with_own_logprobs(policy: Policy, sample: Sample) -> Sample:
     """The sample as if `policy` had drawn it."""
-    batch = next(microbatches([sample], max_tokens=10_000, device=torch.device("cpu")))
+    batch = build_microbatch([sample], torch.device("cpu"))
     with torch.no_grad():
         logits = policy.model.logits(policy.model(batch.token_ids_T, batch.row, batch.predictors_N))
     own = torch.log_softmax(logits, -1).gather(1, batch.targets.token_ids_N[:, None])[:, 0]

@@ -1,0 +1,103 @@
+"""Bytes between trainer ranks.
+
+Owns: broadcast and gathering of byte strings over the process group, and agreement on a failure.
+Does not own: what the bytes mean (commands, plan, report). Invariant: no object is pickled; all
+ranks call the same function in the same order; one rank's refusal is every rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outloop.buffer.errors import OutloopError, PartFailed, SettingsError
+
+Result = TypeVar("Result")
+
+
+def broadcast_bytes(data: bytes) -> bytes:
+    """What rank 0 gives, on every rank; the other ranks' argument is not looked at."""
+    if dist.get_world_size() == 1:
+        return data
+    device = _device()
+    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    dist.broadcast(size, src=0)
+    payload = (
+        _as_tensor(data, device)
+        if dist.get_rank() == 0
+        else torch.empty(int(size), dtype=torch.uint8, device=device)
+    )
+    if len(payload):
+        dist.broadcast(payload, src=0)
+    return payload.cpu().numpy().tobytes()
+
+
+def gather_bytes(data: bytes) -> list[bytes]:
+    """Every rank's bytes in order of rank, on every rank."""
+    world = dist.get_world_size()
+    if world == 1:
+        return [data]
+    device = _device()
+    sizes = torch.zeros(world, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], device=device))
+    longest = int(sizes.max())
+    if longest == 0:
+        return [b""] * world
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(data)] = _as_tensor(data, device)
+    everything = torch.empty(world * longest, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(everything, padded)
+    rows = everything.view(world, longest).cpu().numpy()
+    return [rows[rank, :size].tobytes() for rank, size in enumerate(sizes.tolist())]
+
+
+def agree(phase: str, function: Callable[[], Result]) -> Result:
+    """The function's result, if it succeeds on every rank.
+
+    For work in which ranks do not wait for each other. A rank that fails tells the others, and
+    all of them raise, so that none is left waiting.
+
+    Raises:
+        SettingsError: on every rank, when any rank raised one; its sentence.
+        PartFailed: on the other ranks, when a rank failed otherwise.
+    """
+    failure: Exception | None = None
+    result: list[Result] = []
+    try:
+        result.append(function())
+    except Exception as error:  # noqa: BLE001 - told to the other ranks, then raised
+        failure = error
+    sentences = gather_bytes(_sentence(failure))
+    if failure is not None:
+        raise failure
+    for rank, sentence in enumerate(sentences):
+        if sentence:
+            kind, text = chr(sentence[0]), sentence[1:].decode()
+            if kind == "s":
+                raise SettingsError(text)
+            raise PartFailed(f"trainer rank {rank} failed in phase={phase!r}: {text}")
+    return result[0]
+
+
+def _sentence(error: Exception | None) -> bytes:
+    if error is None:
+        return b""
+    text = str(error) if isinstance(error, OutloopError) else repr(error)
+    return (("s" if isinstance(error, SettingsError) else "f") + text).encode()
+
+
+def _as_tensor(data: bytes, device: torch.device) -> Tensor:
+    # frombuffer refuses an empty buffer, and a read-only one gives a warning.
+    return torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)].to(
+        device
+    )
+
+
+def _device() -> torch.device:
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,127 @@
+"""What every rank of a parity job runs: each case in turn, in its own layout.
+
+Started by torchrun with a folder that holds cases.json; rank 0 leaves CASE.json with the numbers
+of each update, and CASE.safetensors with the weights after the last.
+"""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+with warnings.catch_warnings():
+    # megatron-core announces at import what it falls back to without Transformer Engine.
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from safetensors.torch import save_file
+
+    from outloop.buffer.settings_trainer import TrainerSettings
+    from outloop.engine.train import mcore, weights
+    from outloop.engine.train.checkpoint import latest_checkpoint, load_checkpoint
+    from outloop.engine.train.exports import Exports
+    from outloop.engine.train.hf_folder import HuggingFaceFolder
+    from outloop.engine.train.samples import Sample
+    from outloop.engine.train.scoring import score
+    from outloop.engine.train.update import rl_update
+
+NUM_UPDATES = 3
+
+
+def samples_of(seed: int, *, vocab_size: int, count: int = 11) -> list[Sample]:
+    """Multi-turn rows of unequal length: turns of context and of trained tokens in alternation."""
+    generator = np.random.default_rng(seed)
+    samples = []
+    for index in range(count):
+        mask: list[bool] = []
+        for _ in range(int(generator.integers(1, 4))):
+            mask += [False] * int(generator.integers(1, 9)) + [True] * int(
+                generator.integers(1, 17)
+            )
+        size = len(mask)
+        samples.append(
+            Sample(
+                episode_id=f"e{index // 2}",
+                group_id=f"g{index // 4}",
+                branch=index % 2,
+                token_ids=generator.integers(0, vocab_size, size).astype(np.int32),
+                loss_mask=np.array(mask),
+                behavior_logprobs=generator.normal(-6.0, 0.1, size).astype(np.float32),
+                policy_versions=np.zeros(size, np.int32),
+                temperature=np.full(size, 0.7 if index % 3 else 1.0, np.float32),
+                advantage=float(generator.normal()),
+            )
+        )
+    return samples
+
+
+def run_case(case: dict[str, Any], folder: Path, *, num_ranks: int) -> None:
+    """Some updates in the case's layout; what they measured and the weights they led to."""
+    model = Path(case["model"])
+    config = mcore.read_config(model, case.get("megatron", {}), num_ranks=num_ranks)
+    mcore.join_process_group(seed=1, sizes=config.sizes, timeout_s=120.0)
+    try:
+        settings = TrainerSettings(
+            learning_rate=1e-3, max_microbatch_tokens=64, **case.get("settings", {})
+        )
+        policy = mcore.build_policy(config, settings, num_updates=10)
+        weights.load_huggingface(policy.model, model)
+        exports = Exports(policy.model)
+        is_bit_equal = _comes_back(exports, model)
+        first = 0
+        if "load" in case:
+            checkpoint = latest_checkpoint(Path(case["load"]))
+            assert checkpoint is not None
+            load_checkpoint(policy, checkpoint)
+            first = checkpoint.step
+        result = _updates(policy, settings, first, case.get("num_updates", NUM_UPDATES))
+        result["is_bit_equal"] = is_bit_equal
+        if int(os.environ.get("RANK", "0")):
+            exports.send_all()
+        else:
+            (folder / f"{case['name']}.json").write_text(json.dumps(result))
+            tensors = {name: tensor.clone() for name, tensor in exports.named(bucket_bytes=50_000)}
+            save_file(tensors, folder / f"{case['name']}.safetensors")
+    finally:
+        # The ranks stay; the next case lays them out anew.
+        parallel_state.destroy_model_parallel()
+
+
+def _comes_back(exports: Exports, model: Path) -> bool:
+    """Whether what was read is exported bit for bit; also with buckets of one tensor."""
+    if int(os.environ.get("RANK", "0")):
+        exports.send_all(bucket_bytes=1)
+        return True
+    with HuggingFaceFolder(model) as folder:
+        named = dict(folder.shapes)
+        for name, tensor in exports.named(bucket_bytes=1):
+            if not torch.equal(tensor, folder.read(name)):
+                return False
+            del named[name]
+    return not named
+
+
+def _updates(
+    policy: mcore.Policy, settings: TrainerSettings, first: int, count: int
+) -> dict[str, Any]:
+    rows = []
+    vocab_size = policy.config.vocab_size
+    scores: list[float] = []
+    for seed in range(first, first + count):
+        samples = samples_of(seed, vocab_size=vocab_size)
+        scored = score(policy.model, samples, max_tokens=64, on_microbatch=lambda: None)
+        scores = [float(logprob) for row in scored for logprob in row]
+        report = rl_update(policy, samples, settings, policy_version=0, on_microbatch=lambda: None)
+        rows.append(report.metrics() | report.policy_metrics())
+    return {"updates": rows, "scores": scores}
+
+
+if __name__ == "__main__":
+    work = Path(sys.argv[1])
+    for spec in json.loads((work / "cases.json").read_text()):
+        run_case(spec, work, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    mcore.leave_process_group()

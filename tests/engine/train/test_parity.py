@@ -1,0 +1,164 @@
+"""One process against several: the same samples give the same losses, gradients and weights.
+
+`make test-parity` runs the whole matrix; a few representative layouts run with every other test.
+Tolerances: Adam turns the rounding of a near-zero gradient into a difference of up to its learning
+rate (1e-3 here), so weights may differ where loss and gradient norm agree.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import make_family
+from safetensors.torch import load_file
+
+PROGRAM = Path(__file__).with_name("parity_ranks.py")
+MAX_LOSS_GAP = 1e-5
+MAX_NORM_GAP = 1e-4
+MAX_LOGPROB_GAP = 1e-4
+MAX_WEIGHT_GAP = 1e-4
+
+TP2 = {"tensor_model_parallel_size": 2}
+SP2 = TP2 | {"sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+MODELS: dict[str, tuple[str, bool, dict[str, int]]] = {
+    "qwen3": ("qwen3", False, {}),
+    "llama_tied": ("llama3", True, {}),
+    "qwen2_tied": ("qwen2", True, {}),
+    "moe": ("qwen3_moe", False, {}),
+    "odd_tied": ("qwen3", True, {"vocab_size": 401}),
+}
+MATRIX: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "tp2": (2, "qwen3", TP2),
+    "tp2_sp": (2, "qwen3", SP2),
+    "tp2_tied": (2, "llama_tied", TP2),
+    "tp2_bias": (2, "qwen2_tied", TP2),
+    "tp2_sp_odd_vocabulary": (2, "odd_tied", SP2),
+    "tp2_recompute": (2, "qwen3", TP2 | RECOMPUTE),
+    "pp2": (2, "qwen3", PP2),
+    "pp2_tied": (2, "llama_tied", PP2),
+    "dp2": (2, "qwen3", {"use_distributed_optimizer": False}),
+    "dp2_distributed": (2, "qwen3", {"use_distributed_optimizer": True}),
+    "dp2_overlap": (2, "qwen3", {"overlap_grad_reduce": True}),
+    "dp2_overlap_tied": (2, "llama_tied", {"overlap_grad_reduce": True}),
+    "ep2": (2, "moe", EP2),
+    "ep2_overlap": (2, "moe", EP2 | {"overlap_grad_reduce": True}),
+    "moe_dp2": (2, "moe", {}),
+    "moe_tp2_sp": (2, "moe", SP2),
+    "moe_pp2": (2, "moe", PP2),
+    "ep2_tp2_etp1": (2, "moe", SP2 | EP2 | {"expert_tensor_parallel_size": 1}),
+    "tp2_pp2": (4, "qwen3", TP2 | PP2),
+    "tp2_sp_pp2": (4, "qwen3", SP2 | PP2),
+    "tp2_sp_pp2_tied": (4, "odd_tied", SP2 | PP2),
+    "tp2_sp_dp2_overlap": (4, "odd_tied", SP2 | {"overlap_grad_reduce": True}),
+    "pp2_dp2": (4, "llama_tied", PP2),
+    "dp4": (4, "qwen3", {}),
+    "ep4": (4, "moe", {"expert_model_parallel_size": 4}),
+    "ep2_pp2": (4, "moe", EP2 | PP2),
+    "ep2_tp2_etp2": (4, "moe", SP2 | EP2),
+    "ep2_tp2_etp1_dp2": (4, "moe", SP2 | EP2 | {"expert_tensor_parallel_size": 1}),
+}
+IN_CI = ("tp2_sp_odd_vocabulary", "pp2_tied", "dp2_overlap_tied", "ep2_tp2_etp1")
+
+Job = Callable[[int, list[dict[str, Any]]], None]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the models of the matrix."""
+    folder = tmp_path_factory.mktemp("parity")
+    for name, (kind, is_tied, sizes) in MODELS.items():
+        make_family(kind, folder / "models" / name, is_tied=is_tied, **sizes)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def job(work: Path) -> Job:
+    """Run cases over a number of ranks, all in one start."""
+
+    def run(num_ranks: int, cases: list[dict[str, Any]]) -> None:
+        if not cases:
+            return
+        (work / "cases.json").write_text(json.dumps(cases))
+        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        answer = subprocess.run(
+            [sys.executable, *(start if num_ranks > 1 else []), str(PROGRAM), str(work)],
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert answer.returncode == 0, answer.stderr[-4000:]
+
+    return run
+
+
+def run_layouts(names: Iterable[str], work: Path, job: Job) -> None:
+    """The layouts of `names` and, on one process, what they are compared with."""
+    chosen = {name: MATRIX[name] for name in names}
+    models = sorted({model for _, model, _ in chosen.values()})
+    path = {model: str(work / "models" / model) for model in models}
+    job(1, [{"name": f"alone_{model}", "model": path[model]} for model in models])
+    for num_ranks in (2, 4):
+        job(
+            num_ranks,
+            [
+                {"name": name, "model": path[model], "megatron": raw}
+                for name, (ranks, model, raw) in chosen.items()
+                if ranks == num_ranks
+            ],
+        )
+
+
+def assert_parity(name: str, work: Path) -> None:
+    """Every measure of every update, the last logprobs, and every weight."""
+    alone = f"alone_{MATRIX[name][1]}"
+    want, got = (json.loads((work / f"{case}.json").read_text()) for case in (alone, name))
+    assert got["is_bit_equal"], name
+    assert len(want["updates"]) == len(got["updates"]) == 3
+    for before, after in zip(want["updates"], got["updates"], strict=True):
+        assert abs(before["train/loss"] - after["train/loss"]) <= MAX_LOSS_GAP, name
+        assert abs(before["train/grad_norm"] - after["train/grad_norm"]) <= MAX_NORM_GAP, name
+        for metric in before.keys() - {"train/padding_share", "train/imbalance"}:
+            assert after[metric] == pytest.approx(before[metric], rel=1e-3, abs=1e-4), metric
+    gaps = [abs(a - b) for a, b in zip(want["scores"], got["scores"], strict=True)]
+    assert max(gaps) <= MAX_LOGPROB_GAP, name
+    weights = [load_file(work / f"{case}.safetensors") for case in (alone, name)]
+    assert weights[0].keys() == weights[1].keys()
+    for tensor, values in weights[0].items():
+        assert (values - weights[1][tensor]).abs().max() <= MAX_WEIGHT_GAP, f"{name}: {tensor}"
+
+
+@pytest.mark.timeout(500)
+def test_representative_layouts_agree_with_one_process(work: Path, job: Job) -> None:
+    """TP with SP, PP, DP with the distributed optimizer and overlap, EP with expert TP."""
+    run_layouts(IN_CI, work, job)
+    for name in IN_CI:
+        assert_parity(name, work)
+
+
+@pytest.fixture(scope="module")
+def whole_matrix(work: Path, job: Job) -> Path:
+    """Every layout, run."""
+    run_layouts(MATRIX, work, job)
+    return work
+
+
+@pytest.mark.parity
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("name", sorted(MATRIX))
+def test_every_layout_agrees_with_one_process(name: str, whole_matrix: Path) -> None:
+    """Loss, gradient norm, metrics, logprobs and weights after three updates."""
+    assert_parity(name, whole_matrix)
