@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Each installs what it needs into .venv first.
-.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos bench-loop bench-buffer bench-trainer clean venv-sglang
+.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos bench-loop bench-buffer bench-trainer clean venv-sglang compose-check compose-test
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -82,6 +82,14 @@ test-clients: $(STAMP) $(CLIENTS)/.installed
 # Every layout of the trainer against one process; a few of them are in `make test`.
 test-parity: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m parity tests/engine/train/test_parity.py
+# The files alone; a machine with docker and compose v2. `make test` reads them without docker.
+compose-check:
+	docker compose -f docker/compose.yaml config --quiet
+	OUTLOOP_MODEL=/models/any docker compose -f docker/compose.yaml -f docker/compose.gpu.yaml config --quiet
+
+# Builds the images, trains ten steps, kills every service once. PYTHON_IMAGE, REDIS_IMAGE: other bases.
+compose-test: compose-check
+	$(PYTHON) -u tests/docker/stack.py
 
 test-chaos: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/chaos/chaos.py

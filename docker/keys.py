@@ -10,7 +10,7 @@ from pathlib import Path
 
 from outloop.buffer.run import keep_keys
 
-KEYS = Path("/keys")
+KEYS = Path(os.environ.get("KEYS_DIR", "/keys"))
 
 
 def write_once(path: Path, secret: str) -> None:

@@ -10,7 +10,8 @@ fi
 server=$(command -v valkey-server || command -v redis-server)
 # A full server refuses writes: evicting an episode would lose what was acknowledged.
 exec "$server" - <<CONFIG
-dir /var/lib/outloop-redis
+port ${REDIS_PORT:-6379}
+dir ${REDIS_DIR:-/var/lib/outloop-redis}
 requirepass $password
 save ""
 appendonly yes

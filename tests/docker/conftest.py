@@ -72,6 +72,7 @@ take_timeout_s = 90
 """
 
 
+@pytest.fixture
 def free_port() -> int:
     """A port that nobody listens on now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -79,9 +80,9 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def redis_port(tmp_path: Path) -> Iterator[int]:
+def redis_port(tmp_path: Path, free_port: int) -> Iterator[int]:
     """A server that asks for PASSWORD; the embedded one has neither port nor password."""
-    port = free_port()
+    port = free_port
     options = {"port": str(port), "requirepass": PASSWORD, "dir": str(tmp_path), "save": ""}
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
     with subprocess.Popen([str(find_server()), *words], stdout=subprocess.DEVNULL) as process:
