@@ -8,17 +8,17 @@ bucket's memory is written again only after `filled` has been asked for the buck
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.checksum import Algorithm, tensor_checksum
 from outloop.engine.publish.plan import Bucket, TensorSpec, largest, plan_buckets
 from outloop.engine.publish.source import TensorSource
 from outloop.engine.publish.staging import Staging
+from outloop.engine.publish.verify import Account
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,8 @@ class Filled:
 class Fed:
     """What was handed over."""
 
-    algorithms: tuple[Algorithm, ...]
-    """Checksums that somebody will compare."""
-    checksums: dict[Algorithm, dict[str, str]] = field(default_factory=dict)
-    """Of each tensor's bytes as sent, by Hugging Face name."""
+    accounts: Mapping[str, Account]
+    """What will be compared with servers of each kind."""
     num_bytes: int = 0
     num_buckets: int = 0
     peak_bytes: int = 0
@@ -50,9 +48,8 @@ class Fed:
         for place in bucket.places:
             content = bucket.content[place.start : place.end]
             self.num_bytes += len(content)
-            for algorithm in self.algorithms:
-                sums = self.checksums.setdefault(algorithm, {})
-                sums[place.spec.name] = tensor_checksum(content, algorithm)
+            for account in self.accounts.values():
+                account.add(place.spec, content)
 
 
 class Filler:

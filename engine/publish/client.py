@@ -148,14 +148,11 @@ class ServerClient:
         body = {"model_path": folder, "flush_cache": False}
         self._call("POST", "/update_weights_from_disk", body, deadline)
 
-    def checksums(self, algorithm: str | None, deadline: float) -> dict[str, str]:
-        """Checksum of every parameter by name, as the server holds it; None: of its own choice."""
+    def checksums(self, algorithm: str | None, deadline: float) -> list[dict[str, str]]:
+        """Per rank, checksums by parameter as the server holds them; None: of its own choice."""
         body = {"action": "checksum"} | ({"algorithm": algorithm} if algorithm else {})
         answer = self._call("POST", "/weights_checker", body, deadline)
-        found: dict[str, str] = {}
-        for rank in answer.get("ranks") or []:
-            found.update(rank.get("checksums") or {})
-        return found
+        return [rank.get("checksums") or {} for rank in answer.get("ranks") or [{}]]
 
     def set_version(self, version: str, deadline: float) -> None:
         """Name the weights that the server holds."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -18,11 +19,11 @@ from safetensors.torch import save_file
 
 from outloop.buffer.errors import PublishFailed
 from outloop.engine.publish.buckets import Fed, Filled, Filler
-from outloop.engine.publish.checksum import Algorithm
 from outloop.engine.publish.fanout import Fanout
 from outloop.engine.publish.plan import ALIGNMENT
 from outloop.engine.publish.source import TensorSource
 from outloop.engine.publish.staging import DeviceBuffer, Staging
+from outloop.engine.publish.verify import Account
 
 
 class Disk:
@@ -37,10 +38,10 @@ class Disk:
         self._dtype = dtype
         self._staging = Staging(DeviceBuffer(torch.device("cpu")))
         self._folder: Path | None = None
-        self._fed = Fed(())
+        self._fed = Fed({})
 
     def prepare(
-        self, source: TensorSource, fanout: Fanout, algorithms: tuple[Algorithm, ...]
+        self, source: TensorSource, fanout: Fanout, accounts: Mapping[str, Account]
     ) -> None:
         """Write the folder, before anything is paused.
 
@@ -49,7 +50,7 @@ class Disk:
         """
         self.end()
         self._folder = self._root / "incoming"
-        self._fed = Fed(algorithms)
+        self._fed = Fed(accounts)
         filler = Filler(
             source,
             self._staging,

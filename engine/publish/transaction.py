@@ -25,7 +25,7 @@ from outloop.engine.publish.client import ServerClient
 from outloop.engine.publish.fanout import Fanout, ServerResult
 from outloop.engine.publish.source import TensorSource
 from outloop.engine.publish.transports import Transport
-from outloop.engine.publish.verify import algorithms_for, verify_server
+from outloop.engine.publish.verify import accounts_for
 
 _POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0
@@ -78,6 +78,7 @@ class Publisher:
         self._settings = settings.publish
         self._registry = registry
         self._num_expected = settings.server.num_servers or len(settings.server.urls)
+        self._num_ranks = settings.server.tensor_parallel_size
         self._start_timeout_s = settings.server.start_timeout_s
         self._has_published = False
         self._transport = build_transport(run, settings.publish.transport)
@@ -105,7 +106,7 @@ class Publisher:
         """
         entries = self._wait_for_servers()
         began_at = time.monotonic()
-        pass_of = _Passes(entries, self._registry, self._settings)
+        pass_of = _Passes(entries, self._registry, self._settings, self._num_ranks)
         holders, main, spare = self._divide(entries, policy_version)
         error: PublishFailed | None = None
         try:
@@ -178,10 +179,16 @@ class _Passes:
     """Feeds servers through one transport after the other, and adds up."""
 
     def __init__(
-        self, entries: Sequence[ServerEntry], registry: Registry, settings: PublishSettings
+        self,
+        entries: Sequence[ServerEntry],
+        registry: Registry,
+        settings: PublishSettings,
+        num_ranks: int,
     ) -> None:
         self._registry = registry
         self._settings = settings
+        self._num_ranks = num_ranks
+        self._kinds = {entry.server_id: entry.kind for entry in entries}
         self._results = {
             entry.server_id: ServerResult(server_id=entry.server_id, is_quarantined=False)
             for entry in entries
@@ -210,13 +217,14 @@ class _Passes:
         def quarantine(server_id: str) -> None:
             self._registry.set_server_version(server_id, None, quarantined=True)
 
-        algorithms = algorithms_for(e.kind for e in entries) if self._settings.verify else ()
+        kinds = [entry.kind for entry in entries] if self._settings.verify else []
+        accounts = accounts_for(kinds, num_ranks=self._num_ranks)
         fanout = Fanout(
             entries, phase_timeout_s=self._settings.phase_timeout_s, on_failure=quarantine
         )
         try:
             with fanout:
-                transport.prepare(source, fanout, algorithms)
+                transport.prepare(source, fanout, accounts)
                 paused_at = time.monotonic()
                 fed = self._move(transport, fanout, policy_version)
                 self._pause_s += time.monotonic() - paused_at
@@ -246,7 +254,11 @@ class _Passes:
         fanout.run("pause", lambda client, deadline: client.pause(mode, deadline))
         fed = transport.feed(fanout)
         if self._settings.verify:
-            fanout.run("verify", lambda client, deadline: verify_server(client, fed, deadline))
+
+            def verify(client: ServerClient, deadline: float) -> None:
+                fed.accounts[self._kinds[client.server_id]].verify(client, deadline)
+
+            fanout.run("verify", verify)
         fanout.run("version", lambda client, deadline: client.set_version(version, deadline))
         fanout.run("continue", ServerClient.resume)
         return fed

@@ -7,7 +7,7 @@ bucket is filled while the one before is read, and no third is ever held.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from typing import Any, Protocol
@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import torch
 
 from outloop.engine.publish.buckets import Fed, Filled, Filler
-from outloop.engine.publish.checksum import Algorithm
 from outloop.engine.publish.client import ServerClient
 from outloop.engine.publish.fanout import Fanout
 from outloop.engine.publish.plan import ALIGNMENT
 from outloop.engine.publish.sglang_wire import write_bucket
 from outloop.engine.publish.source import TensorSource
 from outloop.engine.publish.staging import Staging
+from outloop.engine.publish.verify import Account
 
 
 class Transport(Protocol):
@@ -31,7 +31,7 @@ class Transport(Protocol):
     """One server's failure costs the others time: one that failed or came late is fed apart."""
 
     def prepare(
-        self, source: TensorSource, fanout: Fanout, algorithms: tuple[Algorithm, ...]
+        self, source: TensorSource, fanout: Fanout, accounts: Mapping[str, Account]
     ) -> None:
         """What can be done before servers are paused."""
 
@@ -79,17 +79,17 @@ class Bucketed:
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._filler: Filler | None = None
-        self._algorithms: tuple[Algorithm, ...] = ()
+        self._accounts: Mapping[str, Account] = {}
 
     def prepare(
-        self, source: TensorSource, fanout: Fanout, algorithms: tuple[Algorithm, ...]
+        self, source: TensorSource, fanout: Fanout, accounts: Mapping[str, Account]
     ) -> None:
         """Connect, and fill the first bucket.
 
         Raises:
             PublishFailed: nothing to publish, no memory for it, or no server left.
         """
-        self._algorithms = algorithms
+        self._accounts = accounts
         self._sender.connect(fanout)
         self._filler = Filler(
             source,
@@ -103,7 +103,7 @@ class Bucketed:
     def feed(self, fanout: Fanout) -> Fed:
         """Open the update, send every bucket, close the update."""
         assert self._filler is not None
-        filler, fed = self._filler, Fed(self._algorithms)
+        filler, fed = self._filler, Fed(self._accounts)
         fanout.run("begin", ServerClient.begin_update)
         is_in_flight = False
         with closing(filler.filled()) as buckets:

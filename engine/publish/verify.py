@@ -1,45 +1,92 @@
 """Whether a server holds what was sent.
 
-Owns: which checksums are compared for which kind of server. Does not own: their definitions
-(checksum), the phases around it (transaction). Invariant: a server passes only if it names exactly
-the tensors that were sent, each with the checksum of the bytes that were sent.
+Owns: what is kept of a publish to compare with each kind of server. Does not own: how checksums are
+made (checksum, fused), the phases around it (transaction). Invariant: a server passes only if it
+names exactly the parameters that were sent, each with the checksum of the bytes that were sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
 
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.buckets import Fed
-from outloop.engine.publish.checksum import Algorithm
+from outloop.engine.publish.checksum import Algorithm, tensor_checksum
 from outloop.engine.publish.client import ServerClient
+from outloop.engine.publish.fused import FusedChecksums
+from outloop.engine.publish.plan import TensorSpec
 
 _ALGORITHM: Algorithm = "xxh3_128"
 
 
-def algorithms_for(kinds: Iterable[str]) -> tuple[Algorithm, ...]:
-    """Checksums that must be computed to verify servers of these kinds."""
-    return (_ALGORITHM,) if any(True for _ in kinds) else ()
+class Account(Protocol):
+    """What was sent, as one kind of server will speak of it."""
+
+    def add(self, spec: TensorSpec, content: Tensor) -> None:
+        """A tensor's bytes as sent (uint8)."""
+
+    def verify(self, client: ServerClient, deadline: float) -> None:
+        """Ask the server what it holds and compare.
+
+        Raises:
+            PublishFailed: a parameter differs, is missing, or was never sent.
+        """
 
 
-def verify_server(client: ServerClient, fed: Fed, deadline: float) -> None:
-    """Ask the server what it holds and compare.
+class TorchAccount:
+    """Checksums under Hugging Face names: what the torch server holds."""
 
-    Raises:
-        PublishFailed: a tensor differs, is missing, or was never sent.
-    """
-    held = client.checksums(_ALGORITHM, deadline)
-    compare_checksums(client.server_id, fed.checksums[_ALGORITHM], held)
+    def __init__(self) -> None:
+        self._sums: dict[str, str] = {}
+
+    def add(self, spec: TensorSpec, content: Tensor) -> None:
+        """Keep the tensor's checksum."""
+        self._sums[spec.name] = tensor_checksum(content, _ALGORITHM)
+
+    def verify(self, client: ServerClient, deadline: float) -> None:
+        """Compare tensor by tensor."""
+        (held,) = client.checksums(_ALGORITHM, deadline)
+        compare_checksums(client.server_id, self._sums, held)
+
+
+class SGLangAccount:
+    """Checksums of SGLang's fused parameters, rank by rank."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._sums = FusedChecksums(num_ranks)
+        self._num_ranks = num_ranks
+
+    def add(self, spec: TensorSpec, content: Tensor) -> None:
+        """Add the tensor to the parameter that it is part of."""
+        self._sums.add(spec, content)
+
+    def verify(self, client: ServerClient, deadline: float) -> None:
+        """Compare every rank's parameters."""
+        held = client.checksums(None, deadline)
+        if len(held) != self._num_ranks:
+            raise PublishFailed(
+                f"{client.server_id} has num_ranks={len(held)}; "
+                f"server.tensor_parallel_size={self._num_ranks} is expected"
+            )
+        for sent, of_rank in zip(self._sums.result(), held, strict=True):
+            compare_checksums(client.server_id, sent, of_rank)
+
+
+def accounts_for(kinds: Iterable[str], *, num_ranks: int) -> dict[str, Account]:
+    """An empty account for each of the servers' kinds; SGLang's have `num_ranks` ranks."""
+    return {
+        kind: SGLangAccount(num_ranks) if kind == "sglang" else TorchAccount()
+        for kind in sorted(set(kinds))
+    }
 
 
 def compare_checksums(server_id: str, sent: dict[str, str], held: dict[str, str]) -> None:
-    """Refuse a server whose weights are not what was sent.
-
-    Both map names to checksums of the tensor's bytes. A server that names its parameters otherwise
-    (SGLang fuses some) needs its names translated before.
+    """Refuse a server whose weights are not what was sent; both by the server's names.
 
     Raises:
-        PublishFailed: a tensor differs, is missing, or was never sent.
+        PublishFailed: a parameter differs, is missing, or was never sent.
     """
     wrong = sorted(name for name, value in sent.items() if held.get(name, value) != value)
     missing = sorted(sent.keys() - held.keys())
