@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Each installs what it needs into .venv first.
-.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos bench-loop bench-buffer bench-trainer clean venv-sglang compose-check compose-test
+.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos bench-loop bench-buffer bench-trainer clean venv-sglang compose-check compose-test test-sglang
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -38,10 +38,14 @@ bwrap:
 venv-sglang: $(STAMP)
 	TORCH_PIP_ARGS="$(TORCH_PIP_ARGS)" $(BIN)/python -m outloop.engine.serve.sglang.environment
 
+# Real SGLang on the CPU: the contract suite, and the calculator example.
+test-sglang: venv-sglang
+	$(ONE_THREAD) $(BIN)/python -m pytest -m sglang -o timeout=600 tests/contract tests/e2e/test_sglang.py
+
 demo: $(STAMP)
 	SEEDS=$(SEEDS) $(BIN)/python examples/demo.py $(EXAMPLE)
 
-test: lint test-checkout test-wheel
+test: lint test-checkout test-wheel test-sglang
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

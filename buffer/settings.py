@@ -140,7 +140,8 @@ class ServerSettings(_Section):
     """Processes, and devices, of one SGLang server."""
     max_running_requests: int = Field(128, gt=0)
     num_threads: int = Field(1, gt=0)
-    start_timeout_s: float = Field(120.0, gt=0)
+    start_timeout_s: float = Field(300.0, gt=0)
+    """SGLang imports for half a minute on an idle machine, and longer on a busy one."""
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     sglang_python: Path | None = None
@@ -261,6 +262,12 @@ class Settings(BaseSettings):
             raise ValueError(
                 "server.sglang and server.tensor_parallel_size are SGLang's; "
                 'set server.kind to "sglang", or leave them out'
+            )
+        if server.kind == "sglang" and server.device != "cpu" and self.publish.verify:
+            raise ValueError(
+                f"publish.verify=true with SGLang on server.device={server.device!r}: its "
+                "checksums are made otherwise there and cannot be compared; set publish.verify to "
+                "false"
             )
         taken = sorted({key.replace("-", "_") for key in server.sglang} & _SGLANG_OWNED.keys())
         if taken:

@@ -115,7 +115,20 @@ def process_environment(settings: Settings) -> dict[str, str]:
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
         }
+        if settings.server.tensor_parallel_size > 1:
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = _cores_of_ranks(settings)
     return environment
+
+
+def _cores_of_ranks(settings: Settings) -> str:
+    """Cores for each rank, as SGLang wants them named; ranks share cores where there are few."""
+    cores = sorted(os.sched_getaffinity(0))
+    num_ranks, num = settings.server.tensor_parallel_size, settings.server.num_threads
+    of_rank = [
+        [cores[(rank * num + thread) % len(cores)] for thread in range(min(num, len(cores)))]
+        for rank in range(num_ranks)
+    ]
+    return "|".join(",".join(str(core) for core in sorted(set(own))) for own in of_rank)
 
 
 def _command(settings: Settings, *arguments: str) -> list[str]:
