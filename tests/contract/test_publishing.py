@@ -49,7 +49,7 @@ class OneServer:
         )
 
 
-@pytest.fixture(params=["shared_memory", "disk"])
+@pytest.fixture(params=["shared_memory", "collective", "disk"])
 def publisher(
     request: pytest.FixtureRequest, server: Any, tmp_path: Path
 ) -> Iterator[tuple[Publisher, OneServer]]:
