@@ -114,7 +114,7 @@ class ServerThread:
         """Ask it to end and wait."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(30)
+        self._thread.join(60)
         assert not self._thread.is_alive(), "the server did not end"
 
 
