@@ -8,7 +8,9 @@ goes on bounding its jails; no other group is touched.
 from __future__ import annotations
 
 import os
+import select
 import threading
+import time
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -19,6 +21,7 @@ from outloop.envs.sandbox.protocol import Limits
 _OVERHEAD_BYTES = 64 * 2**20
 """For the supervisor and the kernel's own records of a jail."""
 _OVERHEAD_PROCESSES = 8
+_END_S = 2.0
 
 
 class Cgroup:
@@ -47,7 +50,9 @@ class Cgroup:
         return 0
 
     def remove(self) -> None:
-        """Remove it; what the kernel still holds is tried again with the next one."""
+        """Remove it, once its last processes have gone; a busy one is tried again with the next."""
+        with suppress(OSError):
+            _wait_for_all(self._folders["memory"])
         self._owner.discard(self._folders.values())
 
 
@@ -137,6 +142,19 @@ def _descendants(pid: int) -> list[int]:
     except OSError:
         return []
     return [one for child in map(int, children) for one in (child, *_descendants(child))]
+
+
+def _wait_for_all(folder: Path) -> None:
+    """Until the processes of a group that is being killed have ended."""
+    deadline = time.monotonic() + _END_S
+    for pid in (folder / "cgroup.procs").read_text().split():
+        with suppress(ProcessLookupError):
+            ending = os.pidfd_open(int(pid))
+            try:
+                left_s = max(0.0, deadline - time.monotonic())
+                select.select([ending], [], [], left_s)
+            finally:
+                os.close(ending)
 
 
 def _removed(path: Path) -> bool:

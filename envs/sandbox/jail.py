@@ -54,7 +54,7 @@ class SupervisedJail:
         if process is not None:
             await process.close()
         if cgroup is not None:
-            cgroup.remove()
+            await asyncio.to_thread(cgroup.remove)
 
     async def run(
         self,
@@ -139,6 +139,11 @@ class SupervisedJail:
                     f"command={program.command!r}; a sequence is allowed, "
                     "for example ('python', 'main.py')"
                 )
+            for path in (*program.files, *program.collect):
+                if path.startswith("/") or ".." in path.split("/") or not path.strip("./"):
+                    raise SettingsError(
+                        f"path={path!r}; a path below the working directory is allowed"
+                    )
 
     def _message(self, programs: list[Program], limits: Limits) -> bytes:
         watched_bytes = limits.memory_bytes if self._bounds == "watched" else 0

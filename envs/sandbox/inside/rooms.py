@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import resource
 
-from outloop.envs.sandbox.inside import kernel
+from outloop.envs.sandbox.inside import kernel, seccomp
 
 _BOX = "/box"
 _FIRST_UID = 60001
@@ -22,6 +22,7 @@ class NamespaceRoom:
     is_counted_by_user = True
 
     def __init__(self, disk_bytes: int, max_files: int) -> None:
+        self._filter = seccomp.build()
         with open("/proc/sys/user/max_user_namespaces", "w") as file:
             file.write("0")
         kernel.own_mounts()
@@ -42,6 +43,9 @@ class NamespaceRoom:
     def confine(self, index: int) -> None:
         """In the program: give up every right over the jail."""
         kernel.drop_capabilities()
+        kernel.forbid_new_privileges()
+        if self._filter is not None:
+            seccomp.load(self._filter)
 
     def end(self, index: int, pid: int) -> None:
         """In the init: kill whatever the program left behind, at once."""
@@ -79,6 +83,7 @@ class UserRoom:
         os.setgroups([])
         os.setresgid(*[_FIRST_UID + index] * 3)
         os.setresuid(*[_FIRST_UID + index] * 3)
+        kernel.forbid_new_privileges()
 
     def end(self, index: int, pid: int) -> None:
         """Kill every process of the program's user."""
@@ -124,6 +129,7 @@ class PlainRoom:
 
     def confine(self, index: int) -> None:
         """Nothing is given up."""
+        kernel.forbid_new_privileges()
 
     def end(self, index: int, pid: int) -> None:
         """Kill the program's process group."""

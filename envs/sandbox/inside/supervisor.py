@@ -217,14 +217,15 @@ def _show_own_frames(
 
 
 def _resident_bytes() -> int:
-    """Memory of every process in the jail's programs: those that are not the jail's own."""
+    """Memory of all programs and their inits; what they share with files counts as disk."""
     total = 0
     own = {1, os.getpid()}
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) not in own:
             try:
                 with open(f"/proc/{name}/statm") as file:
-                    total += int(file.read().split()[1])
-            except (OSError, IndexError):
+                    _, resident, shared, *_ = file.read().split()
+                    total += int(resident) - int(shared)
+            except (OSError, ValueError):
                 continue
     return total * os.sysconf("SC_PAGE_SIZE")

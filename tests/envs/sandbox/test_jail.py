@@ -1,6 +1,16 @@
 """Calls in a jail: what goes in, what comes back, what stays."""
 
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from outloop.buffer.errors import SettingsError
+from outloop.envs.sandbox.backends import BubblewrapSandbox
+from outloop.envs.sandbox.jail import SupervisedJail
 from outloop.envs.sandbox.protocol import Limits, Program, Sandbox
+
+LIMITS = Limits(wall_s=20, memory_bytes=256 * 2**20, max_processes=16)
 
 
 async def test_a_program_runs_and_leaves_what_was_asked_for(sandbox: Sandbox) -> None:
@@ -73,3 +83,41 @@ async def test_a_pair_talks_over_its_line_only(sandbox: Sandbox) -> None:
     assert one.stdout == b"['b.py']2\n"
     assert one.exit_code == 0
     assert other.ended in ("exited", "partner")
+
+
+async def test_what_no_jail_can_do_is_refused(sandbox: Sandbox) -> None:
+    """Limits above the jail's, paths outside of the workspace and empty commands are sentences."""
+    async with sandbox.jail() as jail:
+        with pytest.raises(SettingsError, match="limits.memory_bytes=.* is above the jail's own"):
+            await jail.run({}, ("true",), Limits(memory_bytes=2**40))
+        for path in ("../x", "/etc/x", "."):
+            with pytest.raises(SettingsError, match="below the working directory"):
+                await jail.run({}, ("true",), collect=[path])
+        for command in ((), "ls -l"):
+            with pytest.raises(SettingsError, match="a sequence is allowed"):
+                await jail.run({}, command)
+    with pytest.raises(SettingsError, match="max_processes=0"):
+        Limits(max_processes=0)
+
+
+async def test_calls_of_one_jail_wait_for_each_other(sandbox: Sandbox) -> None:
+    """Ten calls at once are ten answers, each its own."""
+    async with sandbox.jail() as jail:
+        results = await asyncio.gather(
+            *(jail.run({"a.py": f"print({n})"}, ("python", "a.py")) for n in range(10))
+        )
+    assert [int(result.stdout) for result in results] == list(range(10))
+
+
+async def test_closing_leaves_nothing_behind() -> None:
+    """No process, no folder and no control group of a closed sandbox is there."""
+    made = BubblewrapSandbox(LIMITS)
+    bundle = made._bundle.path
+    async with made.jail() as jail:
+        assert isinstance(jail, SupervisedJail)
+        assert jail._process is not None
+        pid = jail._process.pid
+        folders = [*jail._cgroup._folders.values()] if jail._cgroup else []
+        assert Path(f"/proc/{pid}").exists()
+    await made.close()
+    assert not [path for path in (bundle, Path(f"/proc/{pid}"), *folders) if path.exists()]

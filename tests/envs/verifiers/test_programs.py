@@ -16,7 +16,7 @@ LIMITS = Limits(wall_s=20, memory_bytes=256 * 2**20, max_processes=8)
 ADD = {
     "prompt": "def add(a, b):\n    '''Add.'''\n",
     "entry_point": "add",
-    "test": "def check(candidate):\n    assert candidate(1, 2) == 3 == candidate(0, 3)",
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3 == candidate(1, 1) + 1",
 }
 
 

@@ -1,0 +1,111 @@
+"""Choosing a sandbox: what is refused, and how each backend starts a jail."""
+
+from pathlib import Path
+
+import pytest
+
+from outloop.buffer.errors import EnvironmentFailure, SettingsError
+from outloop.envs.sandbox import backends, cgroups
+from outloop.envs.sandbox.backends import (
+    BubblewrapSandbox,
+    ContainerSandbox,
+    SubprocessSandbox,
+    container_argv,
+    open_sandbox,
+)
+from outloop.envs.sandbox.protocol import Limits
+
+LIMITS = Limits(memory_bytes=100 * 2**20, disk_bytes=10 * 2**20, max_processes=5, max_files=7)
+
+
+def program(folder: Path, text: str) -> str:
+    """An executable shell script in `folder`."""
+    path = folder / "engine"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_missing_bubblewrap_is_told_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package and the alternatives are named; nothing weaker is taken."""
+    monkeypatch.setattr(backends.shutil, "which", lambda *args, **kwargs: None)
+    with pytest.raises(SettingsError, match=r"install the package bubblewrap.*container.*subproc"):
+        open_sandbox()
+    with pytest.raises(SettingsError, match="none of docker, podman is on PATH"):
+        open_sandbox("container")
+    with pytest.raises(SettingsError, match="bubblewrap, container, subprocess are allowed"):
+        open_sandbox("bwrap")
+
+
+def test_an_engine_that_does_not_answer_is_told(tmp_path: Path) -> None:
+    """What the engine said is in the sentence."""
+    engine = program(tmp_path, "echo 'cannot connect to the daemon' >&2; exit 1")
+    with pytest.raises(SettingsError, match="cannot connect to the daemon; start the engine"):
+        ContainerSandbox(engine=engine)
+
+
+async def test_a_jail_that_does_not_start_is_an_environment_failure(tmp_path: Path) -> None:
+    """With the words of whatever failed to start."""
+    engine = program(tmp_path, '[ "$1" = info ] || { echo "no such image" >&2; exit 125; }')
+    sandbox = ContainerSandbox(engine=engine)
+    with pytest.raises(EnvironmentFailure, match="no such image"):
+        await sandbox.run({}, ("true",))
+    await sandbox.close()
+    broken = BubblewrapSandbox(python="/usr/bin/no-such-python")
+    with pytest.raises(EnvironmentFailure, match="no-such-python"):
+        await broken.run({}, ("true",))
+    await broken.close()
+
+
+def test_a_container_gets_every_limit(tmp_path: Path) -> None:
+    """No network, no rights but those of the supervisor, read-only, memory, processes and disk."""
+    argv = container_argv("docker", "jail-1", "image:1", "python3", tmp_path, LIMITS)
+    text = " ".join(argv)
+    for words in (
+        "--network none",
+        "--read-only",
+        "--cap-drop ALL",
+        "--security-opt no-new-privileges",
+        f"--memory {174 * 2**20}b --memory-swap {174 * 2**20}b",
+        "--pids-limit 26",
+        f"--tmpfs /box:rw,nosuid,nodev,exec,size={10 * 2**20},nr_inodes=15",
+        f"--volume {tmp_path}:/outloop:ro",
+        "--name jail-1",
+    ):
+        assert words in text
+    added = {argv[i + 1] for i, word in enumerate(argv) if word == "--cap-add"}
+    assert added == {"SETUID", "SETGID", "CHOWN", "KILL", "DAC_OVERRIDE"}
+    assert argv.index("image:1") > max(i for i, word in enumerate(argv) if word == "--cap-add")
+    assert "--privileged" not in argv
+
+
+async def test_plain_programs_are_limited_and_cleaned_up() -> None:
+    """The subprocess backend bounds each process, keeps nothing, and says what it is."""
+    sandbox = SubprocessSandbox(Limits(memory_bytes=200 * 2**20, wall_s=20))
+    assert "nothing protects this machine" in sandbox.enforcement
+    async with sandbox.jail() as jail:
+        place = await jail.run({"a.py": "import os; print(os.getcwd())"}, ("python", "a.py"))
+        assert not Path(place.stdout.decode().strip()).exists()
+        big = await jail.run({"a.py": "bytearray(2**30)"}, ("python", "a.py"))
+        assert b"MemoryError" in big.stderr
+        slow = Limits(memory_bytes=200 * 2**20, wall_s=0.5)
+        code = {"a.py": "import os, time; print(os.getpid(), flush=True); time.sleep(60)"}
+        late = await jail.run(code, ("python", "a.py"), slow)
+        assert late.ended == "wall_time"
+    await sandbox.close()
+    assert not Path(place.stdout.decode().strip()).parent.exists()
+
+
+def test_why_there_are_no_cgroups_is_told(tmp_path: Path) -> None:
+    """A delegated group that cannot be used says so in words."""
+    assert cgroups.find_cgroups(tmp_path / "no-such-group")[0] is None
+    assert "no-such-group" in cgroups.find_cgroups(tmp_path / "no-such-group")[1]
+
+
+def test_a_delegated_group_of_version_2_is_used(tmp_path: Path) -> None:
+    """Limits are written where the kernel looks for them, below the group that was named."""
+    (tmp_path / "cgroup.subtree_control").write_text("memory pids")
+    found, reason = cgroups.find_cgroups(tmp_path)
+    assert found is not None, reason
+    assert found.version == 2
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
