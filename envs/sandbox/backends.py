@@ -210,6 +210,7 @@ class ContainerSandbox(_Supervised):
                 self._engine, name, self._image, self._python, self._bundle.path, limits
             ),
             end_argv=(self._engine, "rm", "--force", name),
+            inherits_environ=True,
             start_timeout_s=120.0,
         )
 

@@ -25,7 +25,7 @@ _GRACE_S = 15.0
 _OWN_PROCESSES = 4
 """The jail's reaper, the supervisor and the programs' inits count as processes too."""
 _CONTROL = Program(command=("python", "control.py"), files={"control.py": "print('alive')"})
-_ENVIRON = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/work", "LANG": "C.UTF-8"}
+_ENVIRON = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
 
 Bounds = Literal["cgroup", "watched", "each"]
 """What bounds memory: a cgroup; a limit for each process and a watch on the sum; that limit."""

@@ -20,6 +20,7 @@ from outloop.envs.sandbox.inside import wire
 
 _MAX_ERROR_BYTES = 2000
 _LEAVE_S = 2.0
+_ENVIRON = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
 
 
 class JailLost(EnvironmentFailure):
@@ -33,6 +34,8 @@ class Launch:
     argv: Sequence[str]
     user: int | None = None
     """Numeric user and group to become first; None: stay."""
+    inherits_environ: bool = False
+    """True: the command is told by variables where its engine is."""
     end_argv: Sequence[str] = ()
     """A command that ends what killing the process alone would leave behind."""
     start_timeout_s: float = 30.0
@@ -158,7 +161,7 @@ def _popen(launch: Launch, line: socket.socket) -> subprocess.Popen[bytes]:
         stdout=line.fileno(),
         stderr=subprocess.PIPE,
         start_new_session=True,
-        env={"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"},
+        env=None if launch.inherits_environ else _ENVIRON,
         cwd="/",
         user=launch.user,
         group=launch.user,

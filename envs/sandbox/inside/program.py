@@ -152,7 +152,7 @@ def _become(
             file.write("1000")
         os.chdir(root)
         os.environ.clear()
-        os.environ.update(order.environ)
+        os.environ.update({"HOME": root, "TMPDIR": room.temporary or root, **order.environ})
         rooms.set_limits(
             cpu_s=order.cpu_s,
             memory_bytes=order.memory_bytes,

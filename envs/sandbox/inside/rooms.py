@@ -13,12 +13,14 @@ import resource
 from outloop.envs.sandbox.inside import kernel, seccomp
 
 _BOX = "/box"
-_FIRST_UID = 60001
+_FIRST_UID, _NUM_UIDS = 20_000, 40_000
+"""Users of containers: below 65,536, which is what engines map, and chosen anew for each."""
 
 
 class NamespaceRoom:
     """Own pid, mount and ipc namespaces for each program; needs CAP_SYS_ADMIN in the jail."""
 
+    temporary = "/tmp"
     is_counted_by_user = True
 
     def __init__(self, disk_bytes: int, max_files: int) -> None:
@@ -61,10 +63,13 @@ class NamespaceRoom:
 class UserRoom:
     """Own user id for each program; the supervisor is root of a container."""
 
-    is_counted_by_user = False
+    temporary = ""
+    is_counted_by_user = True
 
     def __init__(self, disk_bytes: int, max_files: int) -> None:
         os.chmod(_BOX, 0o711)
+        # Other containers' users are the same to the kernel, which counts processes by user.
+        self._uid = _FIRST_UID + int.from_bytes(os.urandom(4), "big") % _NUM_UIDS
 
     def fork(self) -> int:
         """Start the program's init, which stays root."""
@@ -75,14 +80,14 @@ class UserRoom:
         root = f"{_BOX}/{index}-{'kept' if is_kept else 'fresh'}"
         if not os.path.isdir(root):
             os.mkdir(root, 0o700)
-            os.chown(root, _FIRST_UID + index, _FIRST_UID + index)
+            os.chown(root, self._uid + index, self._uid + index)
         return root
 
     def confine(self, index: int) -> None:
         """Become the program's user."""
         os.setgroups([])
-        os.setresgid(*[_FIRST_UID + index] * 3)
-        os.setresuid(*[_FIRST_UID + index] * 3)
+        os.setresgid(*[self._uid + index] * 3)
+        os.setresuid(*[self._uid + index] * 3)
         kernel.forbid_new_privileges()
 
     def end(self, index: int, pid: int) -> None:
@@ -103,13 +108,14 @@ class UserRoom:
         _remove(f"{_BOX}/{index}-fresh")
         for name in os.listdir("/dev/shm"):
             path = f"/dev/shm/{name}"
-            if os.lstat(path).st_uid == _FIRST_UID + index:
+            if os.lstat(path).st_uid == self._uid + index:
                 _remove(path)
 
 
 class PlainRoom:
     """No wall at all: a folder, a process group and resource limits."""
 
+    temporary = ""
     is_counted_by_user = False
 
     def __init__(self, disk_bytes: int, max_files: int) -> None:
