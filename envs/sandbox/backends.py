@@ -118,20 +118,23 @@ class BubblewrapSandbox(_Supervised):
         _log.info("sandbox", backend="bubblewrap", enforcement=self.enforcement)
 
     async def _start(self, limits: Limits) -> tuple[SupervisorProcess, Cgroup | None]:
-        process = await SupervisorProcess.start(self._launch(limits))
         if self._cgroups is None:
-            return process, None
-        cgroup = None
+            return await super()._start(limits)
         try:
             cgroup = self._cgroups.create(limits)
+        except OSError as error:
+            raise _cgroup_failed(error) from error
+        try:
+            process = await SupervisorProcess.start(self._launch(limits))
+        except BaseException:
+            cgroup.remove()
+            raise
+        try:
             cgroup.add(process.pid)
         except OSError as error:
             await process.close()
-            if cgroup is not None:
-                cgroup.remove()
-            raise EnvironmentFailure(
-                f"the jail's cgroup could not be made: {error}; see docs/sandbox.md, cgroups"
-            ) from error
+            cgroup.remove()
+            raise _cgroup_failed(error) from error
         return process, cgroup
 
     def _launch(self, limits: Limits) -> Launch:
@@ -269,6 +272,12 @@ def container_argv(
         image,
         *boot_argv(python, JAIL_FOLDER, "users", limits.disk_bytes, limits.max_files, ()),
     ]
+
+
+def _cgroup_failed(error: OSError) -> EnvironmentFailure:
+    return EnvironmentFailure(
+        f"the jail's cgroup could not be made: {error}; see docs/sandbox.md, cgroups"
+    )
 
 
 def _system_python() -> str:

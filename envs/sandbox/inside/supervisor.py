@@ -11,10 +11,13 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable
-from types import ModuleType, TracebackType
 
 from outloop.envs.sandbox.inside import kernel, program, rooms, wire
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # imported in every jail, these would be a quarter of its start
+    from collections.abc import Callable
+    from types import TracebackType
 
 _TICK_MS = 50
 _DRAIN_S = 0.2
@@ -195,7 +198,7 @@ def _run_script(argv: list[str]) -> None:
     """What `python SCRIPT ...` does, in the interpreter that is already there."""
     sys.argv = argv
     sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
-    module = ModuleType("__main__")
+    module = type(sys)("__main__")
     module.__dict__.update(__file__=argv[0], __builtins__=__builtins__)
     sys.modules["__main__"] = module
     try:

@@ -103,6 +103,15 @@ async def test_the_tests_cannot_be_read(judge: Judge, unit_tests: UnitTests) -> 
     assert await judge(part, spy, entry_point="leak", test=tests) == 0.5
 
 
+async def test_a_prompt_may_be_a_head_without_a_body(judge: Judge, unit_tests: UnitTests) -> None:
+    """Definitions of the prompt are the tests' too, though its last function has no body yet."""
+    prompt = "def twice(x):\n    return 2 * x\n\n\ndef four(x):\n"
+    test = "assert twice(candidate(1)) == 8"
+    payload = {"prompt": prompt, "entry_point": "four", "test": test}
+    assert await judge(unit_tests, "    return twice(twice(x))", **payload) == 1.0
+    assert await judge(unit_tests, "    return 2", **payload) == 0.0
+
+
 async def test_objects_work_across_the_wall(judge: Judge, unit_tests: UnitTests) -> None:
     """Classes, methods, iteration, changed arguments and expected exceptions behave as at home."""
     code = (
