@@ -101,6 +101,10 @@ test-chaos: $(STAMP)
 bench-loop: $(STAMP)
 	$(BIN)/python tests/bench/loop.py
 
+# PARTS=sandbox,math picks parts; all by default.
+bench-envs: $(STAMP) bwrap
+	$(ONE_THREAD) $(BIN)/python tests/bench/envs.py
+
 bench-buffer: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/buffer.py
 

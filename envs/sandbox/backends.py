@@ -123,19 +123,14 @@ class BubblewrapSandbox(_Supervised):
         try:
             cgroup = self._cgroups.create(limits)
         except OSError as error:
-            raise _cgroup_failed(error) from error
+            raise EnvironmentFailure(
+                f"the jail's cgroup could not be made: {error}; see docs/sandbox.md, cgroups"
+            ) from error
         try:
-            process = await SupervisorProcess.start(self._launch(limits))
+            return await SupervisorProcess.start(self._launch(limits)), cgroup
         except BaseException:
             cgroup.remove()
             raise
-        try:
-            cgroup.add(process.pid)
-        except OSError as error:
-            await process.close()
-            cgroup.remove()
-            raise _cgroup_failed(error) from error
-        return process, cgroup
 
     def _launch(self, limits: Limits) -> Launch:
         boot = boot_argv(
@@ -272,12 +267,6 @@ def container_argv(
         image,
         *boot_argv(python, JAIL_FOLDER, "users", limits.disk_bytes, limits.max_files, ()),
     ]
-
-
-def _cgroup_failed(error: OSError) -> EnvironmentFailure:
-    return EnvironmentFailure(
-        f"the jail's cgroup could not be made: {error}; see docs/sandbox.md, cgroups"
-    )
 
 
 def _system_python() -> str:

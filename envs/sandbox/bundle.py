@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from outloop.envs.sandbox import inside
+from outloop.envs.sandbox.inside import wire
 
 JAIL_FOLDER = "/outloop"
 _PASSWD = "agent:x:1000:1000:agent:/work:/bin/sh\n"
@@ -55,8 +56,12 @@ class Bundle:
 def boot_argv(
     python: str, folder: str, room: str, disk_bytes: int, max_files: int, extra: tuple[str, ...]
 ) -> list[str]:
-    """The command that starts the supervisor: as little of Python as can be."""
+    """The command that starts the supervisor: as little of Python as can be.
+
+    It says that it is there before it imports what it needs, so that both sides go on at once.
+    """
     code = (
+        f"import os; os.write(1, {wire.pack([b'ready'])!r})\n"
         f"import sys; sys.path[:0] = [{folder!r}]; sys.path += {list(extra)!r}\n"
         "from outloop.envs.sandbox.inside.supervisor import main\n"
         f"main({room!r}, {disk_bytes}, {max_files})()"

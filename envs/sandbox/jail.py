@@ -11,10 +11,11 @@ import asyncio
 import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
-from outloop.buffer.errors import SettingsError
+from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.envs.sandbox.cgroups import Cgroup
 from outloop.envs.sandbox.inside import wire
 from outloop.envs.sandbox.process import JailLost, SupervisorProcess
@@ -41,16 +42,25 @@ class SupervisedJail:
         self._bounds = bounds
         self._process: SupervisorProcess | None = None
         self._cgroup: Cgroup | None = None
+        self._placing: asyncio.Future[None] | None = None
         self._turn = asyncio.Lock()
 
     async def open(self) -> None:
         """Start the jail."""
         self._process, self._cgroup = await self._start()
+        if self._cgroup is not None:
+            # The kernel takes its time to move a process; the first call waits for it.
+            add = asyncio.to_thread(self._cgroup.add, self._process.pid)
+            self._placing = asyncio.ensure_future(add)
 
     async def close(self) -> None:
         """End the jail and everything in it."""
         process, self._process = self._process, None
         cgroup, self._cgroup = self._cgroup, None
+        placing, self._placing = self._placing, None
+        if placing is not None:
+            with suppress(OSError):
+                await placing
         if process is not None:
             await process.close()
         if cgroup is not None:
@@ -92,6 +102,7 @@ class SupervisedJail:
                 await self.open()
             assert self._process is not None
             num_oom_kills = self._cgroup.oom_kills() if self._cgroup else 0
+            await self._place()
             try:
                 await self._process.send(self._message(programs, limits))
                 answers = await self._process.receive(limits.wall_s + _GRACE_S)
@@ -108,6 +119,24 @@ class SupervisedJail:
                 results = [_with_memory(result) for result in results]
             return results
 
+    async def _place(self) -> None:
+        """Wait until the jail's processes are in their cgroup.
+
+        Raises:
+            EnvironmentFailure: the kernel refuses; nothing runs unbounded.
+        """
+        if self._placing is None:
+            return
+        try:
+            await asyncio.shield(self._placing)
+        except OSError as error:
+            await self.close()
+            raise EnvironmentFailure(
+                f"the jail's processes cannot be moved into their cgroup: {error}; see "
+                "docs/sandbox.md, cgroups"
+            ) from error
+        self._placing = None
+
     async def _blame(self, programs: list[Program], error: JailLost) -> list[RunResult]:
         """A jail died in a call: the program's doing if a fresh jail works, the machine's if not.
 
@@ -118,8 +147,13 @@ class SupervisedJail:
         await self.close()
         await self.open()
         assert self._process is not None
-        await self._process.send(self._message([_CONTROL], self._limits))
-        answer = (await self._process.receive(self._limits.wall_s + _GRACE_S))[0]
+        await self._place()
+        try:
+            await self._process.send(self._message([_CONTROL], self._limits))
+            answer = (await self._process.receive(self._limits.wall_s + _GRACE_S))[0]
+        except JailLost:
+            await self.close()
+            raise
         if not _result(wire.unpack(answer[8:]), _CONTROL, self._limits.cpu_s).is_ok:
             raise error
         ended: Ended = "memory" if num_oom_kills else "killed"
@@ -148,7 +182,14 @@ class SupervisedJail:
     def _message(self, programs: list[Program], limits: Limits) -> bytes:
         watched_bytes = limits.memory_bytes if self._bounds == "watched" else 0
         each_bytes = 0 if self._bounds == "cgroup" else limits.memory_bytes
-        head = [len(programs), int(1000 * limits.wall_s), limits.output_bytes, watched_bytes]
+        is_kept = any(program.keep_files for program in programs)
+        head = [
+            int(is_kept),
+            len(programs),
+            int(1000 * limits.wall_s),
+            limits.output_bytes,
+            watched_bytes,
+        ]
         # A pair runs under one user, whose processes are counted together.
         num_processes = limits.max_processes * len(programs) + _OWN_PROCESSES
         orders = [_order(program, limits, each_bytes, num_processes) for program in programs]

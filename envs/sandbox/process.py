@@ -78,11 +78,9 @@ class SupervisorProcess:
         try:
             await started.receive(launch.start_timeout_s)
         except JailLost as error:
-            words = started._last_words()
             await started.close()
             raise EnvironmentFailure(
-                f"the sandbox did not start: {words or error}; run `outloop doctor`, "
-                "or see docs/sandbox.md for what a backend needs"
+                f"the sandbox did not start: {error}; docs/sandbox.md says what each backend needs"
             ) from error
         except asyncio.CancelledError:
             await started.close()
@@ -115,7 +113,9 @@ class SupervisorProcess:
                 f"the sandbox waited {timeout_s:.1f} s for the supervisor in the jail; it is ended"
             ) from error
         except (OSError, ValueError) as error:
-            raise JailLost(f"the supervisor in the jail has gone: {error}") from error
+            raise JailLost(
+                f"the supervisor in the jail has gone: {error}; {self._last_words()}"
+            ) from error
 
     async def _read(self, length: int) -> bytes:
         loop = asyncio.get_running_loop()

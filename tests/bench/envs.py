@@ -6,6 +6,7 @@ and runs/bench/envs.json keeps the others' from an earlier run.
 sandbox: `jailed_runs_per_s`, calls through one jail for each core, each a fork of the jail's Python
 with its own files; `fresh_jails_per_s`, one jail for each call; `jail_start_vs_bwrap`, a jail until
 it is ready beside a bare `bwrap python -I -S -c pass` with the same mounts, by turns, medians;
+`fresh_run_vs_bwrap`, the same program in a fresh jail and by bare bwrap, from start to end;
 `unit_tests_per_s`, tests in one process and the code in another, eight calls each.
 math: `math_per_s`, answers of six forms, every expected one another; `math_worst_s`, how long a
 right answer waited that came behind one that never ends in every worker (its deadline is 1 s).
@@ -140,18 +141,34 @@ async def compare_starts(sandbox: BubblewrapSandbox) -> Figures:
     """A jail's start beside bwrap's with the same mounts, by turns."""
     launch = sandbox._launch(Limits())
     bare = [*launch.argv[: launch.argv.index("-c")], "-c", "pass"]
-    ours, theirs = [], []
+    script = [*bare[:-1], FILES["main.py"]]
+    times: dict[str, list[float]] = {"ours": [], "theirs": [], "our_run": [], "their_run": []}
+
+    def take(name: str) -> None:
+        nonlocal started
+        times[name].append(time.perf_counter() - started)
+        started = time.perf_counter()
+
     for _ in range(60):
         started = time.perf_counter()
         subprocess.run(bare, check=True, user=launch.user, group=launch.user, cwd="/")
-        theirs.append(time.perf_counter() - started)
-        started = time.perf_counter()
+        take("theirs")
         async with sandbox.jail():
-            ours.append(time.perf_counter() - started)
+            take("ours")
+        started = time.perf_counter()
+        subprocess.run(
+            script, check=True, user=launch.user, group=launch.user, cwd="/",
+            input=b"1 2", stdout=subprocess.PIPE,
+        )  # fmt: skip
+        take("their_run")
+        await sandbox.run(FILES, COMMAND, stdin=b"1 2")
+        take("our_run")
+    medians = {name: statistics.median(values) for name, values in times.items()}
     return {
-        "jail_start_ms": 1000 * statistics.median(ours),
-        "jail_start_vs_bwrap": statistics.median(ours) / statistics.median(theirs),
-        "jail_start_vs_bwrap_fastest": min(ours) / min(theirs),
+        "bwrap_start_ms": 1000 * medians["theirs"],
+        "jail_start_ms": 1000 * medians["ours"],
+        "jail_start_vs_bwrap": medians["ours"] / medians["theirs"],
+        "fresh_run_vs_bwrap": medians["our_run"] / medians["their_run"],
     }
 
 

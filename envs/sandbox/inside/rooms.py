@@ -25,10 +25,17 @@ class NamespaceRoom:
 
     def __init__(self, disk_bytes: int, max_files: int) -> None:
         self._filter = seccomp.build()
+        self._disk = (disk_bytes, max_files)
+        self._is_kept_open = False
         with open("/proc/sys/user/max_user_namespaces", "w") as file:
             file.write("0")
-        kernel.own_mounts()
-        _mount_box(disk_bytes, max_files)
+
+    def open_kept(self) -> None:
+        """In the supervisor: mount what calls that keep files share."""
+        if not self._is_kept_open:
+            self._is_kept_open = True
+            kernel.own_mounts()
+            _mount_box(*self._disk)
 
     def fork(self) -> int:
         """Start the program's init, pid 1 of its own namespace."""
@@ -70,6 +77,9 @@ class UserRoom:
         os.chmod(_BOX, 0o711)
         # Other containers' users are the same to the kernel, which counts processes by user.
         self._uid = _FIRST_UID + int.from_bytes(os.urandom(4), "big") % _NUM_UIDS
+
+    def open_kept(self) -> None:
+        """Nothing: its folders are made by the calls themselves."""
 
     def fork(self) -> int:
         """Start the program's init, which stays root."""
@@ -122,6 +132,9 @@ class PlainRoom:
         import tempfile
 
         self._root = tempfile.mkdtemp(prefix="outloop-plain-")
+
+    def open_kept(self) -> None:
+        """Nothing: its folders are made by the calls themselves."""
 
     def fork(self) -> int:
         """Start the program's init."""

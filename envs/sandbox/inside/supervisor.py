@@ -70,8 +70,10 @@ class Supervisor:
                 head = program.receive(0)
             except EOFError:
                 return
-            num_programs, wall_ms, output_bytes, memory_bytes = (int(field) for field in head)
-            program.send(1, self._call(num_programs, wall_ms, output_bytes, memory_bytes))
+            is_kept, *numbers = (int(field) for field in head)
+            if is_kept:
+                self._room.open_kept()
+            program.send(1, self._call(*numbers))
 
     def _call(
         self, num_programs: int, wall_ms: int, output_bytes: int, memory_bytes: int
@@ -183,7 +185,6 @@ def _socketpair() -> list[int]:
 def main(kind: str, disk_bytes: int, max_files: int) -> Callable[[], None]:
     """Serve; returns in a forked program with the function that runs its script."""
     room = rooms.ROOMS[kind](disk_bytes, max_files)
-    program.send(1, [b"ready", sys.version.encode()])
     try:
         Supervisor(room).serve()
     except program.Become as become:
