@@ -24,6 +24,8 @@ from outloop.router.wire import Piece, Span, read_piece, request_body
 
 OnTokens = Callable[[list[int]], None]
 _CONNECT_TIMEOUT_S = 5.0
+_MAX_EMPTY_ABORTS = 2
+"""Aborts before the first token that are no fault of the server's: it had the turn queued."""
 _SERVER_FAILURES = (aiohttp.ClientError, TimeoutError, ConnectionError, ServerUnavailable)
 _log = structlog.get_logger()
 
@@ -82,9 +84,8 @@ class Generator:
     ) -> tuple[Drawn, str]:
         """Draw until a stop or the limit; returns what was drawn and the id of the last server.
 
-        A server that dies is replaced; what it had already handed over is kept when the versions
-        may be mixed. With `on_tokens` the turn is streamed and each piece of ids handed on; with
-        `policy_version` every token is by that version.
+        A server that dies is replaced; what it had handed over is kept if versions may be mixed.
+        With `on_tokens` the turn is streamed; with `policy_version` every token is by that version.
 
         Raises:
             DeadlineExceeded: no server finished the turn within the turn timeout.
@@ -92,7 +93,7 @@ class Generator:
             Refusal: 400, the server refuses the request; 404, no server holds `policy_version`.
         """
         deadline = time.monotonic() + self._timeout_s
-        drawn, attempt = Drawn(), 0
+        drawn, attempt, num_empty_aborts = Drawn(), 0, 0
         while not _is_over(drawn, sampling, stop_ids):
             remaining = self._remaining(deadline)
             server = await self._pool.acquire(
@@ -114,20 +115,21 @@ class Generator:
                     stream=on_tokens is not None,
                 )
                 async with asyncio.timeout(remaining):
-                    await self._call(server, body, drawn, on_tokens)
+                    await self._call(server, body, drawn, on_tokens, rid=f"{rid}-{attempt}")
                 version = drawn.spans[-1].policy_version if drawn.spans else None
-                if drawn.finish is None and len(drawn.ids) <= num_before:
-                    raise ServerUnavailable(f"{server.entry.url} aborted the turn at once")
                 _check_version(drawn, policy_version)
-            except asyncio.CancelledError:
-                self._abort_soon(server, f"{rid}-{attempt}")
-                raise
+                num_empty_aborts += drawn.finish is None and len(drawn.ids) <= num_before
+                if num_empty_aborts > _MAX_EMPTY_ABORTS:
+                    raise ServerUnavailable(f"{server.entry.url} aborts the turn at once")
             except TurnLost:
                 raise
             except _SERVER_FAILURES as error:
                 self._pool.suspend(server, f"{type(error).__name__}: {error}")
             finally:
                 self._pool.release(server, policy_version=version)
+            if drawn.finish is None:
+                # Whoever ended it early (a publish, a quarantine) has entered so in the registry.
+                await self._pool.refresh_if_possible()
         return drawn, preferred or ""
 
     async def close(self) -> None:
@@ -179,9 +181,19 @@ class Generator:
             )
 
     async def _call(
+        self, server: Server, body: bytes, drawn: Drawn, on_tokens: OnTokens | None, *, rid: str
+    ) -> None:
+        """One request to one server; one that is given up here is aborted there."""
+        try:
+            await self._request(server, body, drawn, on_tokens)
+        except asyncio.CancelledError:
+            self._abort_soon(server, rid)
+            raise
+
+    async def _request(
         self, server: Server, body: bytes, drawn: Drawn, on_tokens: OnTokens | None
     ) -> None:
-        """One request to one server; adds to `drawn`, sets its finish unless it was aborted."""
+        """Adds what the server draws to `drawn`; sets its finish unless the turn was aborted."""
         async with self._session.post(
             f"{server.entry.url}/generate",
             data=body,

@@ -84,10 +84,7 @@ class ServerPool:
     async def run(self) -> None:
         """Follow the registry until cancelled; a buffer that is away is asked again."""
         while True:
-            try:
-                await self.refresh()
-            except BufferUnavailable as error:
-                _log.warning("policy_state_unavailable", error=str(error))
+            await self.refresh_if_possible()
             self._hurry.clear()
             if self._num_waiting:
                 await asyncio.sleep(_REFRESH_WHILE_WAITED_FOR_S)
@@ -113,6 +110,13 @@ class ServerPool:
                 server.num_failures, server.suspended_until = 0, 0.0
             server.entry, server.policy_version = entry, entry.policy_version
         self._changed.set()
+
+    async def refresh_if_possible(self) -> None:
+        """Read the registry once; what is known stays if the buffer is away."""
+        try:
+            await self.refresh()
+        except BufferUnavailable as error:
+            _log.warning("policy_state_unavailable", error=str(error))
 
     async def wait_until(
         self, is_true: Callable[[], bool], *, timeout_s: float, who: str, phase: str

@@ -95,13 +95,20 @@ class Group:
         assert self._members is not None
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
+        work: Any = None
         try:
             work = self._members.broadcast([content], options)
             work.wait(timedelta(seconds=max(timeout_s, 0.001)))
             if content.is_cuda:
                 torch.cuda.current_stream(content.device).synchronize()
         except RuntimeError as error:
-            raise PublishFailed(f"the broadcast of {len(content)} bytes failed: {error}") from error
+            reason = str(error)
+        else:
+            return
+        finally:
+            # It keeps the connections open, on which others wait, and an error keeps its frame.
+            work = None
+        raise PublishFailed(f"the broadcast of {len(content)} bytes failed: {reason}")
 
     def close(self) -> None:
         """Leave; members that wait for this one fail. May take as long as what is under way."""

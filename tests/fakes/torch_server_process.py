@@ -11,17 +11,21 @@ import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-_START_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 100.0
 
 
 class ServerProcess:
-    """One torch server of the model in `folder`."""
+    """One torch server of the model in `folder`; keyword arguments are server settings."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, max_context_tokens: int = 2048, **server: object) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["outloop.engine.serve.main"])
         receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_serve, args=(str(folder), sender), daemon=True)
+        tree = {
+            "model": {"path": str(folder), "max_context_tokens": max_context_tokens},
+            "server": server,
+        }
+        self._process = context.Process(target=_serve, args=(tree, sender), daemon=True)
         self._process.start()
         sender.close()
         assert receiver.poll(_START_TIMEOUT_S), "the torch server did not bind"
@@ -46,7 +50,7 @@ class ServerProcess:
         assert not self._process.is_alive()
 
 
-def _serve(folder: str, sender: Connection) -> None:
+def _serve(tree: dict[str, object], sender: Connection) -> None:
     import torch
 
     from outloop.buffer.settings import build_settings
@@ -57,7 +61,7 @@ def _serve(folder: str, sender: Connection) -> None:
         sender.close()
 
     torch.set_num_threads(1)
-    settings = build_settings({"model": {"path": folder}}, source="test")
+    settings = build_settings(tree, source="test")
     # What it says would go to the terminal of whoever runs the tests.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         asyncio.run(serve_torch(settings, stop=asyncio.Event(), on_bound=on_bound))

@@ -82,7 +82,7 @@ class UpdateGroups:
             raise UpdateRefused(
                 f'load_format={body.load_format!r}; the torch server takes "flattened_bucket"'
             )
-        bucket = _lay_out(body.names, body.dtypes, body.shapes)
+        bucket = lay_out(body.names, body.dtypes, body.shapes)
         content = torch.empty(bucket[-1].end, dtype=torch.uint8, device=group.device_type)
         try:
             group.broadcast(content, timeout_s=_TIMEOUT_S)
@@ -111,7 +111,12 @@ def in_thread(function: Callable[[], _T]) -> Future[_T]:
     return future
 
 
-def _lay_out(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[list[int]]) -> Bucket:
+def lay_out(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[list[int]]) -> Bucket:
+    """Where the tensors of a bucket without gaps lie.
+
+    Raises:
+        UpdateRefused: lists of unequal length, unknown dtypes, negative sizes, unaligned starts.
+    """
     if not (len(names) == len(dtypes) == len(shapes) > 0):
         raise UpdateRefused(
             f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; equally many are "

@@ -109,14 +109,14 @@ def lying_server() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def server_process(make_model: Callable[..., Path]) -> Iterator[Callable[[], Any]]:
-    """Starts a torch server in a process of its own."""
+def server_process(make_model: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
+    """Starts a torch server, of the tiny model or another, in a process of its own."""
     from torch_server_process import ServerProcess
 
     started: list[Any] = []
 
-    def start() -> Any:
-        started.append(ServerProcess(make_model()))
+    def start(folder: Path | None = None) -> Any:
+        started.append(ServerProcess(folder or make_model()))
         return started[-1]
 
     yield start

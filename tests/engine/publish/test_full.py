@@ -1,0 +1,49 @@
+"""No room: on disk, in shared memory, and what is left behind then."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import resource, sys
+import torch
+from pathlib import Path
+from outloop.buffer.errors import PublishFailed
+from outloop.engine.publish.disk import Disk
+from outloop.engine.publish.source import LocalTensors
+from outloop.engine.publish.staging import SharedBuffer
+
+tensors = {f"t{index}": torch.zeros(50_000) for index in range(4)}
+# The kernel refuses to let any file grow beyond this, as a full disk would.
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+try:
+    if sys.argv[1] == "disk":
+        disk = Disk(Path(sys.argv[3]), bucket_bytes=300_000, dtype=torch.float32)
+        disk.prepare(LocalTensors.of(tensors), None, ())
+    else:
+        SharedBuffer().reserve(800_000)
+except PublishFailed as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("where", ["disk", "shared_memory"])
+def test_a_full_disk_is_an_error_that_says_so(where: str, tmp_path: Path) -> None:
+    """PublishFailed with the place and what to do; nothing half-written stays, nobody is killed."""
+    folder = tmp_path / "publish"
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, where, "150000", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+    if where == "disk":
+        assert f"weights cannot be written to folder='{folder}" in result.stdout
+        assert not list(folder.glob("**/*.safetensors"))
+    else:
+        assert "has no room for a bucket of 800000 bytes" in result.stdout
+        assert "lower publish.bucket_mb" in result.stdout
