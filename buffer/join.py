@@ -85,7 +85,7 @@ def check_joinable(run: Run, meta: dict[bytes, bytes]) -> None:
         )
 
 
-def script_rules(settings: Settings) -> dict[str, int]:
+def script_rules(settings: Settings) -> dict[str, int | str]:
     """The settings that scripts read, in their units."""
     buffer, env = settings.buffer, settings.env
     return {
@@ -97,6 +97,8 @@ def script_rules(settings: Settings) -> dict[str, int]:
         "attempt_ms": int((env.episode_deadline_s + CLOSE_GRACE_S) * 1000),
         "group_ms": int(buffer.group_deadline_s * 1000),
         "lease_ms": int(buffer.lease_s * 1000),
+        "incomplete": buffer.incomplete,
+        "take_window": buffer.take_window,
         "gives_claims": int(settings.trainer.mode == "rl"),
     }
 

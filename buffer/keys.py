@@ -50,6 +50,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("group:GROUP", "hash", _HOUR_AFTER, "scripts", "slot, size, state, places, versions"),
     KeySpec("group:GROUP:episodes", "list", "until its end", "close", "scored episode ids"),
     KeySpec("groups", "zset", _RUN, "claim", "live groups by slot"),
+    KeySpec("open", "zset", _RUN, "claim", "open groups by slot"),
     KeySpec("fill", "zset", _RUN, "claim", "open groups with places to claim, by slot"),
     KeySpec("group_deadlines", "zset", _RUN, "claim", "open groups by deadline, Unix ms"),
     KeySpec("attempts", "hash", _RUN, "claim, open", "attempt in flight -> its episode or empty"),

@@ -21,7 +21,7 @@ Purpose = Literal["train", "eval", "sft"]
 Outcome = Literal["completed", "truncated", "failed", "aborted"]
 FailureKind = Literal["agent", "environment", "infrastructure"]
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
-DropReason = Literal["stale", "no_signal", "failed", "overlong", "malformed"]
+DropReason = Literal["stale", "no_signal", "failed", "overlong", "malformed", "filtered"]
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 

@@ -86,9 +86,22 @@ class BufferSettings(_Section):
     """0: synchronous. 1: one step off-policy. More: fully asynchronous."""
     lease_s: float = Field(120.0, gt=0)
     group_deadline_s: float = Field(300.0, gt=0)
-    """A group that is not complete this long after its first claim seals with what it has."""
+    """How long after its first claim a group seals that is not complete; see `incomplete`."""
+    incomplete: Literal["wait", "train", "drop"] = "train"
+    """A group that lacks scored attempts at its deadline, or for good. train: with what it has, two
+    at least. drop: as failed, with a dead letter. wait: it has no deadline but those of its
+    attempts, and trains with what it has when the last one was given up."""
+    take_window: int = Field(0, ge=0)
+    """A group is taken only if it is fewer slots than this ahead of the oldest open one, so that
+    fast groups do not crowd out slow ones; 0: whatever is ready."""
     drop_zero_signal: bool = True
-    """Drop groups whose rewards are all equal (drop_reason no_signal) without refilling."""
+    """Drop groups whose rewards are all equal (drop_reason no_signal)."""
+    filter_path: str | None = None
+    """package.module:function, `def keep(group) -> str`: empty to train the group, else why not
+    (drop_reason filtered)."""
+    max_refills: int = Field(0, ge=0)
+    """How often a step takes other groups for those dropped as no_signal or filtered before it
+    trains a smaller batch; 0: never."""
 
 
 class SamplingSettings(_Section):
@@ -237,6 +250,12 @@ class Settings(BaseSettings):
             raise ValueError(
                 "buffer.group_size=1 with trainer.groups_per_step=1 leaves an episode nothing to "
                 "be compared with; set trainer.groups_per_step to 2 or more"
+            )
+        window, taken = self.buffer.take_window, self.trainer.groups_per_step
+        if 0 < window < taken:
+            raise ValueError(
+                f"buffer.take_window={window} is smaller than trainer.groups_per_step={taken}, so "
+                "no batch would ever fit; set it to that or more, or to 0 for none"
             )
         if self.server.num_servers == 0 and not self.server.urls and self.trainer.mode == "rl":
             raise ValueError(

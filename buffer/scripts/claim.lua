@@ -60,6 +60,7 @@ local function mint_group()
     'pending', rules.group_size, 'next_attempt', 0, 'scored', 0, 'lost', 0, 'replaced', 0)
   redis.call('ZADD', GROUPS, slot, group_id)
   redis.call('ZADD', FILL, slot, group_id)
+  redis.call('ZADD', OPEN, slot, group_id)
   redis.call('ZADD', GROUP_DEADLINES, now + rules.group_ms, group_id)
   count('groups')
   return group_id, nil

@@ -16,7 +16,7 @@
 local prefix = string.sub(KEYS[1], 1, -5)
 local given = redis.call('HMGET', KEYS[1], 'group_size', 'admission_limit', 'max_staleness',
   'max_replacements', 'attempt_ms', 'group_ms', 'lease_ms', 'gives_claims',
-  'max_replaced_ppm')
+  'max_replaced_ppm', 'incomplete', 'take_window')
 if not given[1] then
   return {'empty', ''}
 end
@@ -26,6 +26,7 @@ local rules = {
   attempt_ms = tonumber(given[5]), group_ms = tonumber(given[6]),
   lease_ms = tonumber(given[7]), gives_claims = given[8] == '1',
   max_replaced_share = (tonumber(given[9]) or 1000000) / 1000000,
+  incomplete = given[10] or 'train', take_window = tonumber(given[11]) or 0,
 }
 local now = tonumber(ARGV[1])
 if now == 0 then
@@ -45,6 +46,7 @@ local STATE, COUNTERS, VERSIONS = key('state'), key('counters'), key('versions')
 local GROUPS, FILL, GROUP_DEADLINES = key('groups'), key('fill'), key('group_deadlines')
 local READY, READY_DEPTHS, LEASES = key('ready'), key('ready_depths'), key('leases')
 local ATTEMPTS, ATTEMPT_DEADLINES = key('attempts'), key('attempt_deadlines')
+local OPEN = key('open')
 local REPLAY, WAKE, DEAD = key('replay'), key('wake'), key('dead')
 local function group_key(group_id) return prefix .. 'group:' .. group_id end
 local function episode_key(episode_id) return prefix .. 'episode:' .. episode_id end
@@ -95,7 +97,7 @@ local function end_group(group_id, state)
   local g = group_key(group_id)
   release_attempts_of(group_id)
   discard_episodes(g .. ':episodes')
-  for _, index in ipairs({GROUPS, FILL, GROUP_DEADLINES, READY, READY_DEPTHS, LEASES}) do
+  for _, index in ipairs({GROUPS, OPEN, FILL, GROUP_DEADLINES, READY, READY_DEPTHS, LEASES}) do
     redis.call('ZREM', index, group_id)
   end
   redis.call('HSET', g, 'state', state)
@@ -169,10 +171,12 @@ local function seal_group(group_id)
   local g = group_key(group_id)
   release_attempts_of(group_id)
   redis.call('ZREM', FILL, group_id)
+  redis.call('ZREM', OPEN, group_id)
   redis.call('ZREM', GROUP_DEADLINES, group_id)
   local f = redis.call('HMGET', g, 'scored', 'size', 'replaced', 'lost')
   -- A group of one is compared with other groups.
   local needed = math.min(MIN_SCORED, tonumber(f[2]))
+  if rules.incomplete == 'drop' then needed = tonumber(f[2]) end
   if tonumber(f[1]) < needed then
     drop_group(group_id, 'failed', false, false, 'scored ' .. f[1] .. ' of ' .. f[2]
       .. ' attempts (at least ' .. needed .. ' are needed), replaced ' .. f[3] .. ', given up '
@@ -294,8 +298,10 @@ local function sweep()
     -- Losing one attempt may seal its group, which releases the others.
     if redis.call('HEXISTS', ATTEMPTS, member) == 1 then lose_attempt(member, 'infrastructure') end
   end
+  -- A group that waits for all of its attempts ends with the last of their own deadlines.
+  local limit = rules.incomplete == 'wait' and 0 or SWEEP_LIMIT
   for _, group_id in ipairs(redis.call('ZRANGEBYSCORE', GROUP_DEADLINES, '-inf', now,
-      'LIMIT', 0, SWEEP_LIMIT)) do
+      'LIMIT', 0, limit)) do
     seal_group(group_id)
   end
   sweep_leases()

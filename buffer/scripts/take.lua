@@ -6,7 +6,8 @@
 --          fields for each episode, or
 --          {'ok', 0, ready groups, attempts in flight, open groups}; fence; replaced: since the
 --          trainer's start too large a share of attempts ended without a result.
--- Keeps    a leased group is fresh enough for policy_version; staler ones are dropped on the way and
+-- Keeps    no leased group is buffer.take_window slots or more ahead of the oldest open one;
+--          a leased group is fresh enough for policy_version; staler ones are dropped on the way and
 --          give their credit back; the same token returns the same leases. Sweeps first; credits
 --          held since a drop are released, because whoever takes needs groups now.
 
@@ -61,12 +62,19 @@ for _, group_id in ipairs(redis.call('ZRANGEBYSCORE', READY_DEPTHS, '-inf',
     '(' .. (depth - rules.max_staleness))) do
   drop_group(group_id, 'stale', false, false)
 end
-if redis.call('ZCARD', READY) < num then
-  return {'ok', 0, redis.call('ZCARD', READY), redis.call('HLEN', ATTEMPTS),
+-- The oldest open group holds the window: groups far ahead of it wait, however fast they were.
+local function highest_slot()
+  local oldest = redis.call('ZRANGE', OPEN, 0, 0, 'WITHSCORES')[2]
+  if rules.take_window == 0 or not oldest then return '+inf' end
+  return '(' .. (tonumber(oldest) + rules.take_window)
+end
+local ready = redis.call('ZRANGEBYSCORE', READY, '-inf', highest_slot(), 'LIMIT', 0, num)
+if #ready < num then
+  return {'ok', 0, #ready, redis.call('HLEN', ATTEMPTS),
     redis.call('ZCARD', GROUP_DEADLINES)}
 end
 local leases = {}
-for _, group_id in ipairs(redis.call('ZRANGE', READY, 0, num - 1)) do
+for _, group_id in ipairs(ready) do
   local g = group_key(group_id)
   redis.call('ZREM', READY, group_id)
   redis.call('ZREM', READY_DEPTHS, group_id)

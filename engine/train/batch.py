@@ -21,7 +21,7 @@ from outloop.buffer.errors import RecordError
 from outloop.buffer.records import DropReason, Group, Trajectory
 from outloop.buffer.settings import Settings
 from outloop.engine.train.advantages import groups_with_signal, take_advantages
-from outloop.engine.train.custom import advantage_of
+from outloop.engine.train.custom import advantage_of, filter_of
 from outloop.engine.train.samples import Sample, build_samples, oldest_trained_version
 from outloop.engine.train.scoring import Score, mean_kl, with_references
 from outloop.engine.train.shaping import kl_penalty, num_drawn_tokens, overlong_penalty
@@ -61,9 +61,9 @@ def build_batch(
     """Measure `groups`, drop what cannot be trained, and build samples from the rest.
 
     Drops: stale (a trained token is older than policy_version - buffer.max_staleness), failed (no
-    scored episode), no_signal (equal rewards, unless buffer.drop_zero_signal is off), overlong
-    (a sample exceeds trainer.max_microbatch_tokens), malformed (ids outside the vocabulary, or a
-    record that contradicts itself).
+    scored episode), no_signal (equal rewards, unless buffer.drop_zero_signal is off), filtered
+    (buffer.filter_path said so), overlong (a sample exceeds trainer.max_microbatch_tokens),
+    malformed (ids outside the vocabulary, or a record that contradicts itself).
 
     Advantages come from rewards less the overlong penalty and, with trainer.kl = "k1", less the KL
     penalty. Whether rewards carry signal is decided before the KL penalty, which nearly always
@@ -123,11 +123,15 @@ def _sift(
 ) -> tuple[dict[int, Episodes], list[tuple[str, DropReason]]]:
     """Samples of the groups that can be trained, by index, and why the others cannot."""
     oldest_allowed = policy_version - settings.buffer.max_staleness
+    keep = filter_of(settings)
     dropped: list[tuple[str, DropReason]] = []
     episodes: dict[int, Episodes] = {}
     for index, group in enumerate(ordered):
         rows: Episodes = []
         reason = _reason_to_drop(group, settings, oldest_allowed, has_signal=signal[index])
+        if reason is None and keep is not None and (sentence := keep(group)):
+            _log.info("group_filtered", group_id=group.group_id, sentence=sentence)
+            reason = "filtered"
         if reason is None:
             try:
                 rows = _group_samples(group, settings)

@@ -1,8 +1,8 @@
-"""Advantages and losses of the user, found and checked before a run starts.
+"""Filters, advantages and losses of the user, found and checked before a run starts.
 
-Owns: trainer.advantage_path and trainer.loss_path. Does not own: the built-in ones. Invariant:
-whatever is wrong with a path, a signature or a result is a SettingsError of one line that says what
-to change.
+Owns: buffer.filter_path, trainer.advantage_path and trainer.loss_path. Does not own: the built-in
+ones. Invariant: whatever is wrong with a path, a signature or a result is a SettingsError of one
+line that says what to change.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.records import Group
 from outloop.buffer.settings import Settings
 from outloop.engine.train.advantages import Advantage, Float64
 from outloop.engine.train.losses import TokenLoss
 from outloop.engine.train.update import LossFunction
 
 _ADVANTAGE = "def advantage(rewards) -> advantages"
+_KEEP = "def keep(group) -> str"
 _LOSS = "def loss(policy_logprobs, proximal_logprobs, advantages, *, clip_low, clip_high) -> losses"
 
 
@@ -80,12 +82,38 @@ def loss_of(settings: Settings) -> LossFunction | None:
     return checked
 
 
+def filter_of(settings: Settings) -> Callable[[Group], str] | None:
+    """The user's filter with its results checked; None: every group is kept.
+
+    Raises:
+        SettingsError: not importable, or another signature.
+    """
+    path = settings.buffer.filter_path
+    if path is None:
+        return None
+    named = f"buffer.filter_path={path!r}"
+    function = _import(path, named, settings.env.import_dir)
+    _check_signature(function, named, _KEEP, (None,), {})
+
+    def checked(group: Group) -> str:
+        reason = function(group)
+        if not isinstance(reason, str):
+            raise SettingsError(
+                f"{named} gave {reason!r} for group_id={group.group_id}; an empty string (train) "
+                "or the reason not to is allowed"
+            )
+        return reason
+
+    return checked
+
+
 def check_custom(settings: Settings) -> None:
-    """Import the run's own advantage and loss and call each once on a few numbers.
+    """Import the run's own filter, advantage and loss, and try the last two on a few numbers.
 
     Raises:
         SettingsError: with the sentence that says what to change.
     """
+    filter_of(settings)
     advantage = advantage_of(settings)
     if not isinstance(advantage, str):
         _probe("trainer.advantage_path", lambda: advantage(np.array([0.0, 1.0, 1.0])))

@@ -100,11 +100,12 @@ class RlLoop:
         self._resume()
         ended_at = time.monotonic()
         while self._step < self._settings.trainer.num_steps and not self._stop.is_set():
-            leases = self._take()
+            leases = self._take(self._settings.trainer.groups_per_step)
             if self._stop.is_set():
                 break
             taken_at = time.monotonic()
-            batch = self._build(leases)
+            batch = self._refill(leases, self._build(leases))
+            self._warn_without_signal(batch)
             report = self._update(batch)
             updated_at = time.monotonic()
             self._evaluations.collect()
@@ -159,7 +160,22 @@ class RlLoop:
         )
         self._reference_hash = self._reference.content_hash
 
-    def _take(self) -> list[Lease]:
+    def _refill(self, leases: list[Lease], batch: Batch) -> Batch:
+        """Take other groups for those that were filtered; statistics cover all that was taken."""
+        wanted = self._settings.trainer.groups_per_step
+        for _ in range(self._settings.buffer.max_refills):
+            filtered = [name for name, why in batch.dropped if why in ("no_signal", "filtered")]
+            missing = min(wanted - len(batch.group_ids), len(filtered))
+            if missing <= 0 or self._stop.is_set():
+                break
+            # Their credit comes back with the next take, or nobody could play the others.
+            for group_id, reason in batch.dropped:
+                self._reader.drop(group_id, reason, fence=self._beat.fence)
+            leases += self._take(missing)
+            batch = self._build(leases)
+        return batch
+
+    def _take(self, num_groups: int) -> list[Lease]:
         """The next groups, oldest slots first."""
 
         def should_stop() -> bool:
@@ -167,7 +183,7 @@ class RlLoop:
 
         settings = self._settings.trainer
         return self._reader.take(
-            settings.groups_per_step,
+            num_groups,
             fence=self._beat.fence,
             policy_version=self._version,
             timeout_s=settings.take_timeout_s,
@@ -193,7 +209,6 @@ class RlLoop:
         self._beat(step=str(self._step + 1), reward=reward)
         slots = [lease.group.slot for lease in leases]
         self._next_slot = max([self._next_slot, *(slot + 1 for slot in slots)])
-        self._warn_without_signal(batch)
         return batch
 
     def _score(self, model: PolicyModel) -> Score:

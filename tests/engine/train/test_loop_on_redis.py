@@ -148,10 +148,19 @@ def train(
     """Run the loop on Redis: (rows of metrics.jsonl, the buffer's stats)."""
     with EmbeddedRedis(tmp_path / "redis", fsync="no") as redis:
 
-        def run_it(*, num_steps: int, staleness: int, group_size: int = 4, **trainer: Any) -> Any:
+        def run_it(
+            *,
+            num_steps: int,
+            staleness: int,
+            group_size: int = 4,
+            buffer: Any = None,
+            **trainer: Any,
+        ) -> Any:
+            sizes = {"group_size": group_size, "max_staleness": staleness}
             settings = Settings(
                 model={"path": tiny_folder()},
-                buffer={"group_size": group_size, "max_staleness": staleness},
+                env={"import_dir": tmp_path},
+                buffer=sizes | (buffer or {}),
                 trainer={
                     "num_steps": num_steps,
                     "groups_per_step": 4,
@@ -220,3 +229,20 @@ def test_groups_of_one_are_trained_under_a_baseline_of_the_take(train: Any) -> N
     assert all(row["train/grad_norm"] > 0 for row in steps)
     assert stats["buffer/dropped_groups"] == 0
     assert stats["buffer/acknowledged_groups"] == 36
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_other_groups_are_taken_for_those_a_filter_drops(
+    staleness: int, train: Any, tmp_path: Path
+) -> None:
+    """Every second group is dropped, at level 0 too, and each step still trains a full batch."""
+    keep = 'def keep(group):\n    return "an odd slot" if group.slot % 2 else ""\n'
+    (tmp_path / f"filters{staleness}.py").write_text(keep)
+    chosen = {"filter_path": f"filters{staleness}:keep", "max_refills": 40}
+    rows, stats = train(num_steps=3, staleness=staleness, buffer=chosen)
+    steps = [row for row in rows if "train/loss" in row]
+    assert [row["train/policy_version"] for row in steps] == [1, 2, 3]
+    assert stats["buffer/acknowledged_groups"] == 3 * 4
+    assert stats["buffer/dropped/filtered"] >= 4
+    taken = sum(row["train/episodes"] for row in steps) / 4
+    assert stats["buffer/acknowledged_groups"] + stats["buffer/dropped_groups"] >= taken
