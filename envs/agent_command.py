@@ -56,7 +56,9 @@ def load_player(env: EnvSettings) -> Rollout:
             f"{env.rollout_function_path!r} are both given; leave one out"
         )
     agent = CommandAgent(env)
-    return Rollout(kind="async", call=agent.play, name=f"{_SETTING}={env.agent_command!r}")
+    return Rollout(
+        kind="async", call=agent.play, name=f"{_SETTING}={env.agent_command!r}", owner=agent
+    )
 
 
 class CommandAgent:
@@ -69,6 +71,10 @@ class CommandAgent:
         )
         self._verifier = load_verifier(env)
         self._env = env
+
+    async def tear_down(self) -> None:
+        """Have the verifier end what it started."""
+        await self._verifier.tear_down()
 
     def check_tasks(self, tasks: tuple[Task, ...]) -> None:
         """Refuse placeholders that no task fills.

@@ -48,6 +48,8 @@ class Verifier(Protocol):
 
     async def __call__(self, task: Task, result: Result) -> Reward: ...
 
+    async def tear_down(self) -> None: ...
+
 
 def load_verifier(env: EnvSettings) -> Verifier:
     """The run's verifier.
@@ -124,6 +126,13 @@ class _FunctionVerifier:
             raise RecordError(f"no reward: the verifier returned None; {_EXPECTED} is allowed")
         return as_reward(returned, self._weights)
 
+    async def tear_down(self) -> None:
+        """Call the verifier's own, if it has one."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        method = getattr(self._function, "tear_down", None)
+        if method is not None and inspect.isawaitable(ending := method()):
+            await ending
+
 
 class _CommandVerifier:
     def __init__(self, env: EnvSettings) -> None:
@@ -145,6 +154,9 @@ class _CommandVerifier:
                 f"{_SETTING} ended with exit_code={ran.exit_code} {ran.reason}: {ran.stderr[-400:]}"
             )
         return as_reward(_last_line(ran.stdout), self._env.reward_weights)
+
+    async def tear_down(self) -> None:
+        """Nothing outlives a verdict."""
 
     async def _run(self, task: Task, result: Result, folder: Path) -> program.Ran:
         task_file, result_file = folder / "task.json", folder / "result.json"

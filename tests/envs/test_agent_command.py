@@ -1,0 +1,367 @@
+"""Agents that are programs: what they are given, what they may use, and what is left of them."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import Settings
+from outloop.envs.check import check_rollout
+from outloop.envs.runner import run
+
+AGENT = """
+import json
+import os
+import sys
+import urllib.request
+
+task = json.load(open(sys.argv[1]))
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    data=json.dumps(
+        {"model": "policy", "messages": [{"role": "user", "content": task["question"]}]}
+    ).encode(),
+    headers={
+        "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+        "Content-Type": "application/json",
+    },
+)
+answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+print(json.dumps({"task": task, "called": bool(answer["tool_calls"]), "env": dict(os.environ)}))
+print("thinking", file=sys.stderr)
+"""
+
+VERIFIER = """
+import json
+
+
+def verify(task, result):
+    assert result.exit_code == 0, result.stderr
+    said = json.loads(result.answer)
+    same = said["task"]["question"] == task.payload["question"]
+    return {"called": float(said["called"]), "same": float(same)}
+
+
+def exits(task, result):
+    return float(result.exit_code or 0) / 10
+
+
+def raises(task, result):
+    with open("tries", "a") as file:
+        file.write("x")
+    raise KeyError("answer")
+
+
+def nothing(task, result):
+    return None
+
+
+def slow(task, result):
+    import time
+
+    time.sleep(600)
+
+
+def tasks():
+    return [{"question": f"1{n}*2", "answer": 24 + n} for n in range(5)]
+"""
+
+
+@pytest.fixture
+def play_program(
+    folder: Path, make_settings: Callable[..., Settings], fake_module: ModuleType
+) -> Callable[..., Any]:
+    """Write `agent.py` and run it for every episode of a fake router."""
+
+    async def play(router: Any, agent: str, timeout_s: float = 60.0, **env: Any) -> None:
+        (folder / "agent.py").write_text(agent)
+        (folder / "checks.py").write_text(VERIFIER)
+        settings = make_settings(
+            **{
+                "rollout_function_path": None,
+                "tasks": "checks:tasks",
+                "agent_command": f"{sys.executable} -S agent.py {{task_file}}",
+                "verifier": "checks:exits",
+                "max_concurrent_episodes": 4,
+            }
+            | env
+        )
+        stop = asyncio.Event()
+        playing = run(settings, router_url=router.url, runner_key=fake_module.RUNNER_KEY, stop=stop)
+        await asyncio.wait_for(playing, timeout_s)
+
+    return play
+
+
+async def test_a_program_plays_with_its_episodes_key_only(
+    router: Any, play_program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Environment, task file and output go where they should; no other key is among them."""
+    import json
+
+    monkeypatch.setenv("OPENAI_API_KEY", "somebody's own")
+    monkeypatch.setenv("OUTLOOP_BUFFER__REDIS_URL", "redis://:password@host")
+    monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")
+    router.deadline_s = 60.0
+    await play_program(
+        router,
+        AGENT,
+        verifier="checks:verify",
+        num_workers=1,
+        hidden_task_fields=["answer"],
+        reward_weights={"same": 0.5},
+    )
+    assert router.num_chat_calls == 4
+    for name, close in router.closes.items():
+        assert close["reward"] == {"value": 1.5, "components": {"called": 1.0, "same": 1.0}}, close
+        stdout, stderr = close["output"].split("\n\n")
+        assert stderr == "thinking"
+        said = json.loads(stdout)
+        assert "answer" not in said["task"]
+        env = said["env"]
+        assert env["OPENAI_API_KEY"] == env["ANTHROPIC_API_KEY"] == f"ol-ep-{name}-signature"
+        assert env["OPENAI_BASE_URL"] == env["ANTHROPIC_BASE_URL"] + "/v1"
+        assert env["OUTLOOP_EPISODE_ID"] == name
+        assert env["OPENAI_AGENTS_DISABLE_TRACING"] == "1"
+        assert "OUTLOOP_BUFFER__REDIS_URL" not in env
+        assert "ol-runner" not in stdout
+        assert not Path(env["OUTLOOP_EPISODE_DIR"]).exists()
+
+
+async def test_a_program_that_fails_is_a_result(router: Any, play_program: Any) -> None:
+    """The verifier's reward stands, its last words are in the error, its output is kept."""
+    await play_program(router, "import sys\nprint('half')\nsys.exit('no idea')\n")
+    assert router.closed("failure_kind") == ["agent"] * 4
+    assert [reward["value"] for reward in router.closed("reward")] == [0.1] * 4
+    assert router.closed("error")[0] == "AgentFailed: the agent ended with exit_code=1: no idea"
+    assert router.closed("output")[0] == "half\n\nno idea"
+
+
+async def test_a_program_that_fails_while_the_router_is_away_is_repeated(
+    router: Any, play_program: Any
+) -> None:
+    """An agent cannot be blamed for an endpoint that is not there."""
+    router.health_status = 503
+    await play_program(router, "raise SystemExit(1)\n")
+    assert router.closed("failure_kind") == ["infrastructure"] * 4
+    assert router.closed("reward") == [None] * 4
+
+
+RUNAWAY = """
+import os, subprocess, sys, time
+from pathlib import Path
+
+folder = Path(os.environ["OUTLOOP_TASK_FILE"]).parent
+# Daemons that left the session, and their own children; some ignore SIGTERM.
+code = (
+    "import os, signal, time\\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\\n"
+    "os.setsid()\\n"
+    "os.fork()\\n"
+    "open('pids', 'a').write(f'{os.getpid()}\\\\n')\\n"
+    "time.sleep(600)\\n"
+)
+for _ in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            subprocess.Popen([sys.executable, "-S", "-c", code])
+        os._exit(0)
+while len(open("pids").read().split() if Path("pids").exists() else []) < 6:
+    time.sleep(0.02)
+print("started", flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "time.sleep(600)\n"])
+async def test_nothing_of_a_program_is_left(
+    end: str, router: Any, play_program: Any, folder: Path
+) -> None:
+    """Descendants in other sessions die with it, whether it ended or was ended at its deadline."""
+    router.num_episodes = 1
+    router.deadline_s = 12.0 if end else 60.0
+    await play_program(router, RUNAWAY + end)
+    assert router.closed("outcome") == ["truncated" if end else "completed"]
+    assert router.closed("output") == ["started"]
+    pids = [int(pid) for pid in (folder / "pids").read_text().split()]
+    assert len(pids) == 6
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+async def test_a_killed_worker_takes_its_programs_with_it(
+    router: Any, play_program: Any, folder: Path
+) -> None:
+    """kill -9 of the worker: the keeper notices and ends the whole tree."""
+    router.num_episodes = 1
+    playing = asyncio.create_task(
+        play_program(router, RUNAWAY + "time.sleep(600)\n", num_workers=1)
+    )
+    async with asyncio.timeout(40):
+        while not (folder / "pids").exists() or len((folder / "pids").read_text().split()) < 6:
+            await asyncio.sleep(0.02)
+    (worker,) = [
+        child for child in psutil.Process().children() if "outloop.envs.worker" in child.cmdline()
+    ]
+    os.kill(worker.pid, signal.SIGKILL)
+    await playing
+    pids = [int(pid) for pid in (folder / "pids").read_text().split()]
+    async with asyncio.timeout(20):
+        while any(psutil.pid_exists(pid) for pid in pids):
+            await asyncio.sleep(0.02)
+    assert router.closed("failure_kind") == ["infrastructure"]
+
+
+HOGS = """
+import subprocess, sys, time
+
+code = "data = b'x' * (80 * 2**20)\\nimport time\\ntime.sleep(600)"
+for _ in range(4):
+    subprocess.Popen([sys.executable, "-S", "-c", code])
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("agent", "words", "outcome"),
+    [
+        ("bytearray(2**30)\n", "MemoryError", "failed"),
+        (HOGS, "env.agent_memory_mb=200", "truncated"),
+        ("while True: print('x' * 10_000)\n", "env.max_output_bytes=1000000", "truncated"),
+    ],
+)
+async def test_memory_and_output_are_limited(
+    agent: str, words: str, outcome: str, router: Any, play_program: Any
+) -> None:
+    """One process or many together, and a flood of output: a result of the agent's, kept short."""
+    router.num_episodes = 1
+    router.deadline_s = 40.0
+    await play_program(router, agent, agent_memory_mb=200, max_output_bytes=1_000_000)
+    assert words in router.closed("error")[0]
+    assert router.closed("outcome") == [outcome]
+    assert router.closed("failure_kind") == ["agent"]
+    assert len(router.closed("output")[0]) <= 8000
+
+
+async def test_a_verifier_that_raises_is_asked_again_and_never_a_zero(
+    router: Any, play_program: Any, folder: Path
+) -> None:
+    """Three times on the same artefacts; then the attempt failed for the environment's reasons."""
+    router.num_episodes = 1
+    await play_program(router, "print(1)\n", verifier="checks:raises")
+    assert (folder / "tries").read_text() == "xxx"
+    assert router.closed("failure_kind") == ["environment"]
+    assert router.closed("reward") == [None]
+    assert "the verifier raised KeyError: 'answer' (3 times)" in router.closed("error")[0]
+
+
+async def test_a_verifier_that_does_not_finish_is_the_agents_failure(
+    router: Any, play_program: Any
+) -> None:
+    """The answer cannot be judged within the deadline: the lowest reward."""
+    router.num_episodes = 1
+    await play_program(
+        router, "print(1)\n", verifier="checks:slow", verifier_timeout_s=0.5, failure_reward=-1.0
+    )
+    assert router.closed("failure_kind") == ["agent"]
+    assert router.closed("reward")[0]["value"] == -1.0
+    assert "the verifier took longer than 0.5 s" in router.closed("error")[0]
+
+
+async def test_a_verifier_that_says_nothing_stops_the_run(router: Any, play_program: Any) -> None:
+    """Its sentence names the setting and what is allowed."""
+    router.num_episodes = 20
+    with pytest.raises(SettingsError, match="env.verifier='checks:nothing' returned no usable"):
+        await play_program(router, "print(1)\n", verifier="checks:nothing")
+
+
+@pytest.mark.parametrize(
+    ("last", "value", "components"),
+    [
+        ("0.25", 0.25, {}),
+        ('{"right": 1, "short": 0.5}', 1.5, {"right": 1.0, "short": 0.5}),
+    ],
+)
+async def test_a_verifier_may_be_a_command(
+    last: str,
+    value: float,
+    components: dict[str, float],
+    router: Any,
+    play_program: Any,
+    folder: Path,
+) -> None:
+    """It reads the whole task and the result from files; its last line is the score."""
+    router.num_episodes = 1
+    (folder / "judge.sh").write_text(
+        'grep -q \'"answer": 24\' "$1" && grep -q 1234 "$2" && test -f "$3/left.txt" || exit 9\n'
+        'test -z "$OPENAI_API_KEY" || exit 8\n'
+        f"echo looking; echo '{last}'\n"
+    )
+    agent = (
+        "import os\nprint(1234)\n"
+        "open(os.environ['OUTLOOP_EPISODE_DIR'] + '/left.txt', 'w').write('x')\n"
+    )
+    await play_program(
+        router,
+        agent,
+        hidden_task_fields=["answer"],
+        verifier="sh judge.sh {task_file} {result_file} {episode_dir}",
+    )
+    assert router.closed("reward") == [{"value": value, "components": components}]
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("exit 3", "exit_code=3"), ("echo well", "its last line of output is 'well'")],
+)
+async def test_a_verifier_command_that_fails_is_the_environments(
+    script: str, words: str, router: Any, play_program: Any, folder: Path
+) -> None:
+    """Neither an exit code nor a word is a score."""
+    router.num_episodes = 1
+    (folder / "judge.sh").write_text(script + "\n")
+    await play_program(router, "print(1)\n", verifier="sh judge.sh {result_file}")
+    assert router.closed("failure_kind") == ["environment"]
+    assert words in router.closed("error")[0]
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"verifier": None}, ["env.verifier is missing", "def verify(task, result)"]),
+        ({"verifier": "checks:verfy"}, ["did you mean 'verify'?"]),
+        ({"verifier": "checks:one"}, ["signature (task)", "(task, result)"]),
+        ({"agent_command": "no-such-program {task_file}"}, ["no program 'no-such-program'"]),
+        ({"agent_command": "sh agnet.sh"}, ["no file 'agnet.sh'", "did you mean 'agent.sh'?"]),
+        ({"agent_command": "sh agent.sh {taks_file}"}, ["{taks_file}", "mean 'task_file'?"]),
+        ({"agent_command": "sh agent.sh {answer}"}, ["{answer}", "allowed here"]),
+        ({"agent_command": "sh 'agent.sh"}, ["No closing quotation", "quote it"]),
+        ({"agent_command": ""}, ["is empty"]),
+        ({"rollout_function_path": "checks:one"}, ["both given", "leave one out"]),
+    ],
+)
+def test_a_command_that_cannot_work_is_a_sentence_before_anything_starts(
+    env: dict[str, Any], words: list[str], folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """Each names the setting, what is there and what to do."""
+    (folder / "checks.py").write_text(VERIFIER + "\n\ndef one(task):\n    return 1.0\n")
+    (folder / "agent.sh").write_text("echo 1\n")
+    good = {
+        "rollout_function_path": None,
+        "tasks": "checks:tasks",
+        "agent_command": "sh agent.sh {question}",
+        "verifier": "checks:verify",
+        "hidden_task_fields": ["answer"],
+    }
+    check_rollout(make_settings(**good))
+    with pytest.raises(SettingsError) as caught:
+        check_rollout(make_settings(**(good | env)))
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)

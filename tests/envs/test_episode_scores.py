@@ -1,0 +1,141 @@
+"""`episode.score(...)`, and what becomes of what `play` returns."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outloop.buffer.errors import RecordError, SettingsError
+from outloop.buffer.records import Reward
+from outloop.envs.ending import as_reward
+from outloop.envs.scores import Scores
+
+PlayWith = Callable[..., Any]
+
+
+def scores(*, takes_turns: bool = True, **weights: float) -> Scores:
+    """An episode's scores in a run that keeps those of turns."""
+    return Scores(takes_turns=takes_turns, weights=weights)
+
+
+def test_a_returned_reward_wins_and_components_join_it() -> None:
+    """The value is what play returned; scores by name stay beside it."""
+    given = scores()
+    given.add(0.5, None, None, {"form": 1.0})
+    assert given.reward(2.0, "play") == Reward(value=2.0, components={"form": 1.0})
+    assert given.reward(None, "play") == Reward(value=0.5, components={"form": 1.0})
+
+
+def test_components_alone_add_up_with_their_weights() -> None:
+    """A component without a weight counts once."""
+    given = scores(form=0.1)
+    given.add(None, None, None, {"form": 1.0, "right": 2.0})
+    assert given.reward(None, "play").value == pytest.approx(2.1)
+    assert as_reward({"form": 1, "right": np.float32(2)}, {"form": 0.1}).value == pytest.approx(2.1)
+
+
+def test_turns_and_branches_are_scored_by_answer_or_id() -> None:
+    """A later score of the same turn replaces the earlier one."""
+    given = scores()
+    given.add(1.0, None, None, {})
+    given.add(0.25, SimpleNamespace(id="chatcmpl-a"), None, {})
+    given.add(0.5, "chatcmpl-a", None, {})
+    given.add(-1.0, None, "chatcmpl-b", {})
+    reward = given.reward(None, "play")
+    assert (reward.turns, reward.branches) == ({"chatcmpl-a": 0.5}, {"chatcmpl-b": -1.0})
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ((None, None, None, {}), "says nothing"),
+        ((float("nan"), None, None, {}), "reward value=nan"),
+        ((1.0, None, None, {"form": "good"}), "form='good' is a str"),
+        ((None, "a", None, {}), "either a turn or a branch"),
+        ((1.0, "a", "b", {}), "either a turn or a branch"),
+        ((1.0, 3, None, {}), "by the answer of the model call or its id"),
+    ],
+)
+def test_a_score_that_is_none_is_refused_where_it_is_given(
+    call: tuple[Any, ...], words: str
+) -> None:
+    """With what is allowed, and nothing of it is kept."""
+    given = scores()
+    with pytest.raises(RecordError, match=words):
+        given.add(*call)
+    with pytest.raises(RecordError, match="no reward"):
+        given.reward(None, "play")
+
+
+async def test_scores_of_turns_stop_a_run_that_trains_nothing_by_them(
+    router: Any, play_with: PlayWith
+) -> None:
+    """Silently ignored credit would be worse than none."""
+    source = "async def play(task, episode):\n    episode.score(1.0, turn='chatcmpl-a')\n"
+    with pytest.raises(SettingsError, match='env.turn_scores="record"'):
+        await play_with(router, source)
+    assert router.closed("failure_kind")[0] == "environment"
+
+
+async def test_scores_reach_the_router(router: Any, play_with: PlayWith) -> None:
+    """Of the episode, its components, turns and branches, from a function that returns nothing."""
+    source = """
+async def play(task, episode):
+    messages = [{"role": "user", "content": task.payload["question"]}]
+    answer = await episode.client.chat.completions.create(model="policy", messages=messages)
+    episode.score(0.5, form=1.0)
+    episode.score(0.25, turn=answer)
+    episode.score(0.75, branch=answer.id)
+"""
+    await play_with(router, source, turn_scores="record")
+    assert (
+        router.closed("reward")
+        == [
+            {
+                "value": 0.5,
+                "components": {"form": 1.0},
+                "turns": {"chatcmpl-fake": 0.25},
+                "branches": {"chatcmpl-fake": 0.75},
+            }
+        ]
+        * 4
+    )
+
+
+async def test_scores_that_the_router_refuses_do_not_stop_the_run(
+    router: Any, play_with: PlayWith
+) -> None:
+    """The episode is closed as a failure of the environment, with what the router said."""
+    router.refusals["/episodes/ep-0/close"] = [422]
+    await play_with(router, "async def play(task, episode):\n    return 1.0\n")
+    assert router.closes["ep-0"]["failure_kind"] == "environment"
+    assert "status=422" in router.closes["ep-0"]["error"]
+    assert router.closed("outcome").count("completed") == 3
+
+
+async def test_an_agent_that_talks_to_another_endpoint_stops_the_run(
+    router: Any, play_with: PlayWith
+) -> None:
+    """None of the first 32 episodes made a model call: the sentence says where to point it."""
+    router.num_episodes = 80
+    router.counts_turns = True
+    with pytest.raises(SettingsError, match="none of the first 32 episodes made a model call"):
+        await play_with(router, "async def play(task, episode):\n    return 1.0\n")
+
+
+async def test_one_model_call_is_enough(router: Any, play_with: PlayWith) -> None:
+    """A task that some episodes end without asking is no mistake."""
+    router.num_episodes = 80
+    router.counts_turns = True
+    source = """
+async def play(task, episode):
+    if episode.episode_id == "ep-3":
+        await episode.client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "x"}]
+        )
+    return 1.0
+"""
+    await play_with(router, source, max_concurrent_episodes=4)
+    assert len(router.closes) == 80
