@@ -41,6 +41,7 @@ from outloop.buffer.scripts import Clock, SyncScripts
 from outloop.buffer.staging import sft_records
 from outloop.buffer.stats import stats_from
 from outloop.buffer.stored import EPISODE_FIELDS, open_episode_from, trajectory_of
+from outloop.buffer.weights import TaskWeights
 
 __all__ = ["BufferReader", "init_run"]
 
@@ -61,6 +62,7 @@ class BufferReader(SyncRegistry):
         self._scripts = SyncScripts(client, key(run.run_id, "meta"), clock)
         self.dead_letters = DeadLetters(client, self._prefix, self._scripts)
         """Groups that were dropped as failed or malformed."""
+        self.task_weights = TaskWeights(client, self._prefix, self._scripts)
         self.archive = Archive(client, self._prefix, self._scripts)
         """Whole trajectories, to and from files."""
 

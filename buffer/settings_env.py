@@ -13,6 +13,17 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
+class TaskSourceSettings(BaseModel):
+    """One list of tasks of a mixture."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: str
+    """JSONL file, or package.module:function returning an iterable of tasks."""
+    weight: float = Field(1.0, ge=0)
+    """How often it is played, relative to the others, when the run begins."""
+
+
 class EnvSettings(BaseModel):
     """What is played, by whom, under which limits."""
 
@@ -29,9 +40,14 @@ class EnvSettings(BaseModel):
     """Fields of a task that only the verifier sees."""
     reward_weights: dict[str, float] = {}
     """Of named components, where a verifier returns several; 1 for those left out."""
-    tasks: str | None = None
-    """JSONL file, or package.module:function returning an iterable of tasks."""
+    tasks: str | dict[str, TaskSourceSettings] | None = None
+    """JSONL file, or package.module:function returning an iterable of tasks; or several by name."""
     eval_tasks: str | None = None
+    split: dict[Literal["train", "validation", "test"], float] | None = None
+    """Relative sizes of the splits of `tasks`, by hash of the content; the validation split is
+    evaluated, and the test split left out."""
+    eval_split: Literal["validation", "test"] = "validation"
+    """Which split is evaluated; the other one is left out."""
     import_dir: Path | None = None
     """Where user code and task files are looked for after the working directory. Left out: the
     settings file's own folder."""

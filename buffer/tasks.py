@@ -14,6 +14,7 @@ import msgspec
 
 from outloop.buffer import codec
 from outloop.buffer.errors import RecordError
+from outloop.buffer.mixture import TaskSource, check_weights
 from outloop.buffer.records import Task
 
 MAX_ID_CHARS = 256
@@ -62,6 +63,32 @@ def refuse_overlap(tasks: Iterable[Task], eval_tasks: Iterable[Task]) -> None:
                 f"eval_tasks: task_id={task.task_id!r} has the payload of the training task "
                 f"task_id={twin.task_id!r}; evaluation must not be trained on. Remove it from one"
             )
+
+
+def check_sources(sources: Sequence[TaskSource], num_tasks: int) -> None:
+    """Check that the sources are the tasks, part by part, with weights that choose something.
+
+    Raises:
+        RecordError: names what is wrong.
+    """
+    names = [source.name for source in sources]
+    if len(set(names)) != len(names):
+        raise RecordError(f"sources={names}; each name once is allowed")
+    sizes = {source.name: source.num_tasks for source in sources}
+    # A run may have evaluation tasks only.
+    if sum(sizes.values()) != num_tasks or (num_tasks and min(sizes.values()) < 1):
+        raise RecordError(
+            f"sources={sizes}, num_tasks={num_tasks}; sizes above 0 that add up are allowed"
+        )
+    check_weights([source.weight for source in sources], names)
+
+
+def deadline_of(task: Task, default_s: float) -> float:
+    """Seconds that an episode of the task may take: its own `deadline_s`, or the run's."""
+    own = task.payload.get("deadline_s")
+    if isinstance(own, int | float) and not isinstance(own, bool) and own > 0:
+        return float(own)
+    return default_s
 
 
 def tasks_digest(lists: Sequence[Sequence[bytes]]) -> str:

@@ -21,7 +21,8 @@ from outloop.buffer.connect import connect_async, translated
 from outloop.buffer.errors import BufferUnavailable, NotFound, OutloopError, RecordError
 from outloop.buffer.join import CLOSE_GRACE_S, check_joinable
 from outloop.buffer.keys import key, prefix
-from outloop.buffer.policy import task_index, trained_version_bounds
+from outloop.buffer.mixture import Mixture, TaskSource
+from outloop.buffer.policy import trained_version_bounds
 from outloop.buffer.records import (
     Claim,
     ClaimResult,
@@ -41,7 +42,15 @@ from outloop.buffer.run import Run
 from outloop.buffer.scripts import AsyncScripts, Clock, refusal
 from outloop.buffer.staging import put_async
 from outloop.buffer.stored import EPISODE_FIELDS, open_episode_from
-from outloop.buffer.tasks import check_id, encode_tasks, refuse_overlap, tasks_digest
+from outloop.buffer.tasks import (
+    check_id,
+    check_sources,
+    deadline_of,
+    encode_tasks,
+    refuse_overlap,
+    tasks_digest,
+)
+from outloop.buffer.weights import decode_schedule, decode_sources, encode_sources, encode_weights
 
 _CLAIM_MEMORY_MS = 600_000
 _MAX_CLAIM_COUNT = 4096
@@ -60,7 +69,7 @@ class BufferWriter:
         self._prefix = prefix(run.run_id)
         self._scripts = AsyncScripts(client, key(run.run_id, "meta"), clock)
         self._tasks: OrderedDict[bytes, Task] = OrderedDict()
-        self._num_tasks: int | None = None
+        self._mixture: tuple[int, Mixture] | None = None
 
     @classmethod
     async def connect(cls, run: Run, *, clock: Clock | None = None) -> BufferWriter:
@@ -85,8 +94,16 @@ class BufferWriter:
         """Close the connections."""
         await self._client.aclose()
 
-    async def register_tasks(self, tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> None:
+    async def register_tasks(
+        self,
+        tasks: Sequence[Task],
+        eval_tasks: Sequence[Task],
+        sources: Sequence[TaskSource] = (),
+    ) -> None:
         """Fix the run's tasks; the same tasks again change nothing.
+
+        Args:
+            sources: where one source of `tasks` ends and the next begins; left out: all are one.
 
         Raises:
             Conflict: the run has other tasks.
@@ -96,8 +113,12 @@ class BufferWriter:
         encoded = [encode_tasks(tasks, "tasks"), encode_tasks(eval_tasks, "eval_tasks")]
         refuse_overlap(tasks, eval_tasks)
         what = "registering tasks"
+        sources = sources or (TaskSource("tasks", len(tasks)),)
+        check_sources(sources, len(tasks))
+        weights = encode_weights([source.weight for source in sources])
         words = (tasks_digest(encoded), len(tasks), len(eval_tasks))
-        (complete,) = await self._scripts.call("register_tasks", *words, "begin", what=what)
+        tail = (encode_sources(sources), weights)
+        (complete,) = await self._scripts.call("register_tasks", *words, "begin", *tail, what=what)
         if complete:
             return
         for name, records in zip(("tasks", "eval_tasks"), encoded, strict=True):
@@ -106,7 +127,7 @@ class BufferWriter:
                 fields: Any = {str(index): record for index, record in chunk}
                 with translated(what):
                     await self._client.hset(self._key(name), mapping=fields)
-        await self._scripts.call("register_tasks", *words, "commit", what=what)
+        await self._scripts.call("register_tasks", *words, "commit", *tail, what=what)
 
     async def claim(self, *, key: str, count: int) -> ClaimResult:
         """Up to `count` attempts to play; the same key gets the same claims for ten minutes.
@@ -116,7 +137,7 @@ class BufferWriter:
         check_id(key, "key")
         if not 1 <= count <= _MAX_CLAIM_COUNT:
             raise RecordError(f"count={count}; 1 to {_MAX_CLAIM_COUNT} are allowed")
-        packed, reason, num_eval_tasks = await self._scripts.call(
+        packed, reason, num_eval_tasks, revision = await self._scripts.call(
             "claim", key, count, _CLAIM_MEMORY_MS, what="claiming tasks"
         )
         rows: list[tuple[str, str, int, int, str]] = list(msgspec.msgpack.decode(packed))
@@ -124,10 +145,11 @@ class BufferWriter:
             why = reason.decode()
             retry_after_s = _RETRY_AFTER_S.get(why, _FINISHED_RETRY_AFTER_S)
             return ClaimResult(claims=(), reason=why, retry_after_s=retry_after_s)
+        mixture = await self._load_mixture(revision)
         fields = [
             f"eval_tasks {attempt % num_eval_tasks}".encode()
             if purpose == "eval"
-            else f"tasks {task_index(slot, await self._count_tasks(), self._seed)}".encode()
+            else f"tasks {mixture.task_index(slot)}".encode()
             for purpose, _, attempt, slot, _ in rows
         ]
         tasks = await self._load_tasks(fields)
@@ -320,16 +342,20 @@ class BufferWriter:
     def _key(self, name: str) -> str:
         return self._prefix + name
 
-    @property
-    def _seed(self) -> int:
-        return self._run.settings.run.seed
-
-    async def _count_tasks(self) -> int:
-        if self._num_tasks is None:
-            with translated("counting tasks"):
-                number: Any = await self._client.hget(self._key("state"), "num_tasks")
-            self._num_tasks = int(number)
-        return self._num_tasks
+    async def _load_mixture(self, revision: int) -> Mixture:
+        """The task order under the weights of `revision`."""
+        if self._mixture is None or self._mixture[0] < revision:
+            with translated("reading the weights of tasks"):
+                async with self._client.pipeline(transaction=True) as pipeline:
+                    names = ["sources", "weights_revision"]
+                    pipeline.hmget(self._key("state"), names)
+                    pipeline.lrange(self._key("task_weights"), 0, -1)
+                    (sources, newest), entries = await pipeline.execute()
+            mixture = Mixture(
+                decode_sources(sources), decode_schedule(entries), self._run.settings.run.seed
+            )
+            self._mixture = (int(newest or 0), mixture)
+        return self._mixture[1]
 
     async def _load_tasks(self, names: Sequence[bytes]) -> list[Task]:
         missing = [name for name in dict.fromkeys(names) if name not in self._tasks]
@@ -357,7 +383,7 @@ class BufferWriter:
             purpose="eval" if is_eval else "train",
             group_id=None if is_eval else owner,
             attempt=attempt,
-            deadline_s=self._run.settings.env.episode_deadline_s,
+            deadline_s=deadline_of(task, self._run.settings.env.episode_deadline_s),
             sampling=json.loads(sampling) if is_eval else None,
             eval_name=owner if is_eval else "",
         )

@@ -31,9 +31,9 @@ def check_rollout(settings: Settings) -> None:
     if env.num_runners == 0 and env.rollout_function_path is None and env.agent_command is None:
         return
     load_player(env)
-    tasks, eval_tasks = load_run_tasks(settings)
+    found = load_run_tasks(settings)
     if env.agent_command is not None:
-        CommandAgent(env).check_tasks(tasks + eval_tasks)
+        CommandAgent(env).check_tasks(found.tasks + found.eval_tasks)
 
 
 def main(arguments: list[str]) -> int:

@@ -12,7 +12,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +27,7 @@ from outloop.buffer.errors import (
     RecordError,
     SettingsError,
 )
+from outloop.buffer.mixture import TaskSource
 from outloop.buffer.records import Claim, FailureKind, Outcome, Reward, Task
 
 _ATTEMPT_TIMEOUT_S = 60.0
@@ -107,13 +108,19 @@ class RouterClient:
         assert self._session is not None
         await self._session.close()
 
-    async def register_tasks(self, tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> None:
+    async def register_tasks(
+        self,
+        tasks: Sequence[Task],
+        eval_tasks: Sequence[Task],
+        sources: Sequence[TaskSource] = (),
+    ) -> None:
         """Make the run's tasks known; the same tasks again change nothing."""
         await self._post(
             "/tasks",
             {
                 "tasks": [{"task_id": t.task_id, "payload": t.payload} for t in tasks],
                 "eval_tasks": [{"task_id": t.task_id, "payload": t.payload} for t in eval_tasks],
+                "sources": [asdict(source) for source in sources],
             },
         )
 

@@ -78,8 +78,9 @@ async def run(
         if settings.trainer.mode == "sft":
             await _until_stopped(submit_conversations(settings, router), stop)
             return
-        tasks, eval_tasks = load_run_tasks(settings)
-        await _until_stopped(router.register_tasks(tasks, eval_tasks), stop)
+        found = load_run_tasks(settings)
+        registering = router.register_tasks(found.tasks, found.eval_tasks, found.sources)
+        await _until_stopped(registering, stop)
         if stop.is_set():
             return
         alone = in_process or settings.env.num_workers == 0

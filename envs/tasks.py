@@ -12,14 +12,17 @@ import json
 import math
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.mixture import TaskSource
 from outloop.buffer.records import Task
 from outloop.buffer.settings import Settings
+from outloop.buffer.settings_env import EnvSettings
 from outloop.envs.loading import import_folders, import_object
 
 _log = structlog.get_logger()
@@ -49,28 +52,100 @@ def split_of(content: object, shares: Mapping[str, float]) -> str:
     return list(shares)[-1]
 
 
-def load_run_tasks(settings: Settings) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunTasks:
+    """What a run plays: its sources one after the other, and what is evaluated."""
+
+    tasks: tuple[Task, ...]
+    eval_tasks: tuple[Task, ...]
+    sources: tuple[TaskSource, ...]
+
+
+def load_run_tasks(settings: Settings) -> RunTasks:
     """Training and evaluation tasks of a run.
 
     Raises:
         SettingsError: a source is missing, malformed (with its line), empty, or both overlap.
     """
     env = settings.env
-    if env.tasks is None:
+    lists, weights = _load_sources(settings)
+    eval_tasks: tuple[Task, ...] = ()
+    if env.eval_tasks is not None:
+        if env.split is not None:
+            raise SettingsError(
+                f"env.split={env.split} and env.eval_tasks={env.eval_tasks!r} are both given; "
+                "leave one out"
+            )
+        eval_tasks = load_tasks(env.eval_tasks, setting="env.eval_tasks", import_dir=env.import_dir)
+    elif env.split is not None:
+        # Before mixing: a content falls into the same split in whichever source it is.
+        lists, eval_tasks = _split(lists, env)
+    elif settings.eval.every > 0:
+        raise SettingsError(
+            f"eval.every={settings.eval.every} needs env.eval_tasks or env.split; give held-out "
+            "tasks, or set eval.every to 0"
+        )
+    _refuse_repeats(lists)
+    tasks = tuple(task for some in lists.values() for task in some)
+    _refuse_overlap(tasks, eval_tasks)
+    sources = tuple(TaskSource(name, len(some), weights[name]) for name, some in lists.items())
+    return RunTasks(tasks=tasks, eval_tasks=eval_tasks, sources=sources)
+
+
+def _load_sources(settings: Settings) -> tuple[dict[str, tuple[Task, ...]], dict[str, float]]:
+    env = settings.env
+    if not env.tasks:
         raise SettingsError(
             "env.tasks is missing; give a JSONL file, or package.module:function that returns tasks"
         )
-    tasks = load_tasks(env.tasks, setting="env.tasks", import_dir=env.import_dir)
-    eval_tasks: tuple[Task, ...] = ()
-    if env.eval_tasks is not None:
-        eval_tasks = load_tasks(env.eval_tasks, setting="env.eval_tasks", import_dir=env.import_dir)
-    elif settings.eval.every > 0:
-        raise SettingsError(
-            f"eval.every={settings.eval.every} needs env.eval_tasks; give held-out tasks, "
-            "or set eval.every to 0"
+    if isinstance(env.tasks, str):
+        loaded = load_tasks(env.tasks, setting="env.tasks", import_dir=env.import_dir)
+        return {"tasks": loaded}, {"tasks": 1.0}
+    weights = {name: source.weight for name, source in env.tasks.items()}
+    if sum(weights.values()) <= 0:
+        raise SettingsError(f"env.tasks: weights={weights}; at least one above 0 is needed")
+    return {
+        name: load_tasks(
+            source.source, setting=f"env.tasks.{name}.source", import_dir=env.import_dir
         )
-    _refuse_overlap(tasks, eval_tasks)
-    return tasks, eval_tasks
+        for name, source in env.tasks.items()
+    }, weights
+
+
+def _split(
+    lists: dict[str, tuple[Task, ...]], env: EnvSettings
+) -> tuple[dict[str, tuple[Task, ...]], tuple[Task, ...]]:
+    """The training split of each source, and the split of all that is evaluated."""
+    shares: dict[str, float] = {
+        name: env.split.get(name, 0.0) if env.split else 0.0
+        for name in ("train", "validation", "test")
+    }
+    parts: dict[str, dict[str, list[Task]]] = {name: {} for name in shares}
+    for name, some in lists.items():
+        for task in some:
+            chosen = split_of(task.payload, shares)
+            parts[chosen].setdefault(name, []).append(task)
+    for name in lists:
+        if name not in parts["train"]:
+            raise SettingsError(
+                f"env.split={env.split} leaves no training task of env.tasks {name!r}, which has "
+                f"{len(lists[name])}; give more tasks, or a larger train share"
+            )
+    held_out = {task.task_id: task for some in parts[env.eval_split].values() for task in some}
+    return {name: tuple(some) for name, some in parts["train"].items()}, tuple(held_out.values())
+
+
+def _refuse_repeats(lists: dict[str, tuple[Task, ...]]) -> None:
+    """Refuse a task in two sources: it would be played twice as often as its weight says."""
+    owners: dict[str, str] = {}
+    for name, some in lists.items():
+        for task in some:
+            other = owners.setdefault(task.task_id, name)
+            if other != name:
+                raise SettingsError(
+                    f"env.tasks: task_id={task.task_id!r} is in {other!r} and in {name!r}; "
+                    "keep it in one, and give different tasks different ids"
+                )
 
 
 def load_tasks(source: str, *, setting: str, import_dir: Path | None) -> tuple[Task, ...]:
@@ -189,6 +264,12 @@ def _task(row: object, place: str) -> Task:
             f"{place}: the task cannot be written as JSON ({error}); "
             "use strings, numbers, lists and objects"
         ) from error
+    deadline_s = fields.get("deadline_s", 1.0)
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or deadline_s <= 0:
+        raise SettingsError(
+            f"{place}: deadline_s={deadline_s!r}; the seconds that an episode of this task may "
+            "take, above 0, are allowed"
+        )
     if task_id is None:
         task_id = digest[:_ID_CHARS]
     if not isinstance(task_id, str) or not 0 < len(task_id) <= 200:

@@ -24,11 +24,20 @@ class TaskBody(msgspec.Struct):
     payload: dict[str, Any]
 
 
+class SourceBody(msgspec.Struct):
+    """One of the lists of which `tasks` consists, in their order."""
+
+    name: str
+    num_tasks: int
+    weight: float = 1.0
+
+
 class TasksBody(msgspec.Struct):
-    """Body of `POST /tasks`."""
+    """Body of `POST /tasks`; without sources all tasks are one."""
 
     tasks: list[TaskBody]
     eval_tasks: list[TaskBody] = []
+    sources: list[SourceBody] = []
 
 
 class ClaimBody(msgspec.Struct):

@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from outloop.buffer.errors import DeadlineExceeded, Gone, OutloopError
+from outloop.buffer.mixture import TaskSource
 from outloop.buffer.records import (
     Claim,
     ClaimResult,
@@ -91,7 +92,8 @@ class Control:
             [Task(task_id=task.task_id, payload=task.payload) for task in group]
             for group in (body.tasks, body.eval_tasks)
         )
-        await self._buffer.register_tasks(tasks, eval_tasks)
+        sources = [TaskSource(one.name, one.num_tasks, one.weight) for one in body.sources]
+        await self._buffer.register_tasks(tasks, eval_tasks, sources)
         await _answer(exchange, {"num_tasks": len(tasks), "num_eval_tasks": len(eval_tasks)})
 
     async def claim(self, exchange: Exchange) -> None:

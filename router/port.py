@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from outloop.buffer.errors import OutloopError
+from outloop.buffer.mixture import TaskSource
 from outloop.buffer.records import (
     ClaimResult,
     CloseResult,
@@ -30,7 +31,12 @@ class EpisodeBuffer(Protocol):
 
     async def close(self) -> None: ...
 
-    async def register_tasks(self, tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> None: ...
+    async def register_tasks(
+        self,
+        tasks: Sequence[Task],
+        eval_tasks: Sequence[Task],
+        sources: Sequence[TaskSource] = (),
+    ) -> None: ...
 
     async def claim(self, *, key: str, count: int) -> ClaimResult: ...
 

@@ -2,17 +2,18 @@
 -- oldest slot first, then new groups as far as admission allows.
 --
 -- ARGV[2]  idempotency key   ARGV[3] count   ARGV[4] how long the key is remembered, ms
--- Returns  {'ok', claims, reason, num_eval_tasks}; claims is MessagePack
+-- Returns  {'ok', claims, reason, num_eval_tasks, revision of the weights}; claims is MessagePack
 --          [[purpose, group_id or eval name, attempt, slot or -1, sampling JSON or ''], ...];
 --          reason is empty if there are claims.
 -- Keeps    admitted - trained <= admission_limit; one slot per live group; the same key returns the
 --          same claims. An empty answer is not remembered, and sweeps what passed its deadline.
 
 local done_key = key('claim:' .. ARGV[2])
+local revision = number(redis.call('HGET', STATE, 'weights_revision')) or 0
 local num_eval_tasks = number(redis.call('HGET', STATE, 'num_eval_tasks')) or 0
 local before = redis.call('GET', done_key)
 if before then
-  return {'ok', before, '', num_eval_tasks}
+  return {'ok', before, '', num_eval_tasks, revision}
 end
 sweep()
 
@@ -87,8 +88,8 @@ while not reason and #claims < tonumber(ARGV[3]) do
   claims[#claims + 1] = claim
 end
 if #claims == 0 then
-  return {'ok', cmsgpack.pack({}), reason or '', num_eval_tasks}
+  return {'ok', cmsgpack.pack({}), reason or '', num_eval_tasks, revision}
 end
 local packed = cmsgpack.pack(claims)
 redis.call('SET', done_key, packed, 'PX', ARGV[4])
-return {'ok', packed, '', num_eval_tasks}
+return {'ok', packed, '', num_eval_tasks, revision}

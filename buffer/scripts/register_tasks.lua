@@ -2,6 +2,7 @@
 --
 -- ARGV[2]  digest of all tasks   ARGV[3] number of tasks   ARGV[4] number of evaluation tasks
 -- ARGV[5]  'begin' before the tasks are written, 'commit' after
+-- ARGV[6]  their sources   ARGV[7] the weights of these at the beginning
 -- Returns  {'ok', 1 if the tasks are complete already else 0}; conflict: other tasks are there.
 -- Keeps    claims see either no tasks or all of them.
 
@@ -13,6 +14,9 @@ end
 if ARGV[5] == 'begin' then
   redis.call('HSET', STATE, 'tasks_digest', ARGV[2])
 else
-  redis.call('HSET', STATE, 'num_tasks', ARGV[3], 'num_eval_tasks', ARGV[4])
+  redis.call('HSET', STATE, 'num_tasks', ARGV[3], 'num_eval_tasks', ARGV[4], 'sources', ARGV[6])
+  if redis.call('EXISTS', key('task_weights')) == 0 then
+    redis.call('RPUSH', key('task_weights'), '0 ' .. ARGV[7])
+  end
 end
 return {'ok', was[2] and 1 or 0}

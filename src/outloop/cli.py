@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 
 from outloop.buffer.commands import buffer
+from outloop.buffer.commands_tasks import tasks
 from outloop.buffer.errors import OutloopError, SettingsError
 
 _RUN = click.option(
@@ -237,6 +238,7 @@ def trainer(run_dir: Path) -> None:
 
 
 cli.add_command(buffer)
+cli.add_command(tasks)
 
 
 def _configure(part: str, level: str) -> None:

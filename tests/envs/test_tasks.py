@@ -137,3 +137,66 @@ def test_splits_have_the_asked_sizes() -> None:
     assert abs(counts["test"] - 1000) < 120
     with pytest.raises(SettingsError, match="non-negative"):
         split_of("x", {"train": -1.0})
+
+
+def mixture(folder: Path) -> dict[str, object]:
+    """Two sources of a mixture, by name."""
+    (folder / "a.jsonl").write_text("".join(f'{{"q": "a{n}"}}\n' for n in range(40)))
+    (folder / "b.jsonl").write_text("".join(f'{{"q": "b{n}"}}\n' for n in range(20)))
+    return {"easy": {"source": "a.jsonl", "weight": 3}, "hard": {"source": "b.jsonl"}}
+
+
+def test_a_mixture_is_its_sources_one_after_the_other(
+    folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """With names, sizes and the weights that it begins with."""
+    found = load_run_tasks(make_settings(tasks=mixture(folder)))
+    assert [(s.name, s.num_tasks, s.weight) for s in found.sources] == [
+        ("easy", 40, 3.0),
+        ("hard", 20, 1.0),
+    ]
+    assert [str(task.payload["q"])[0] for task in found.tasks] == ["a"] * 40 + ["b"] * 20
+
+
+def test_splits_are_made_before_mixing(
+    folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """Each content is in one split, whichever is evaluated; the test split is trained by nobody."""
+    split = {"train": 2, "validation": 1, "test": 1}
+    runs = {
+        name: load_run_tasks(make_settings(tasks=mixture(folder), split=split, eval_split=name))
+        for name in ("validation", "test")
+    }
+    trained = {task.task_id for task in runs["test"].tasks}
+    assert trained == {task.task_id for task in runs["validation"].tasks}
+    held_out = [{task.task_id for task in runs[name].eval_tasks} for name in runs]
+    assert not held_out[0] & held_out[1]
+    assert len(trained) + len(held_out[0]) + len(held_out[1]) == 60
+    for task in runs["test"].eval_tasks:
+        assert split_of(task.payload, split) == "test"
+    assert sum(source.num_tasks for source in runs["test"].sources) == len(trained)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"split": {"train": 1, "validation": 1}, "eval_tasks": "a.jsonl"}, "are both given"),
+        ({"split": {"validation": 1}}, "leaves no training task of env.tasks 'easy'"),
+        (
+            {"tasks": {"x": {"source": "a.jsonl"}, "y": {"source": "a.jsonl"}}},
+            "is in 'x' and in 'y'",
+        ),
+        ({"tasks": {"x": {"source": "a.jsonl", "weight": 0}}}, "at least one above 0"),
+        ({"tasks": {"x": {"source": "c.jsonl"}}}, "env.tasks.x.source='c.jsonl'.*no such file"),
+        ({"tasks": "late.jsonl"}, "late.jsonl, line 2: deadline_s=-1"),
+    ],
+)
+def test_wrong_mixtures_and_splits_are_sentences(
+    change: dict[str, object], words: str, folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """Each names the source and what to do."""
+    (folder / "late.jsonl").write_text(
+        '{"q": "a", "deadline_s": 5}\n{"q": "b", "deadline_s": -1}\n'
+    )
+    with pytest.raises(SettingsError, match=words):
+        load_run_tasks(make_settings(**({"tasks": mixture(folder)} | change)))

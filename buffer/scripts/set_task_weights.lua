@@ -1,0 +1,17 @@
+-- Change the weights of the run's task sources.
+--
+-- ARGV[2]  the weights, one for each source
+-- Returns  {'ok', the slot from which they hold}
+-- Keeps    they hold from the first slot that nobody has claimed; weights that were meant for later
+--          slots, which a restart without a checkpoint may leave, are gone.
+
+local weights = key('task_weights')
+local slot = number(redis.call('HGET', STATE, 'cursor')) or 0
+local last = redis.call('LINDEX', weights, -1)
+while last and tonumber(string.match(last, '^%d+')) >= slot do
+  redis.call('RPOP', weights)
+  last = redis.call('LINDEX', weights, -1)
+end
+redis.call('RPUSH', weights, slot .. ' ' .. ARGV[2])
+redis.call('HINCRBY', STATE, 'weights_revision', 1)
+return {'ok', slot}
