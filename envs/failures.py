@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from outloop.buffer.errors import EnvironmentFailure
+from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.buffer.records import FailureKind
 from outloop.envs.ending import Ending
 
@@ -52,7 +52,12 @@ class FailureLog:
         self._num_closed += 1
 
     def failure(self, ending: Ending, episode_id: str) -> None:
-        """An episode failed; says so once per kind, exception type and place."""
+        """An episode failed; says so once per kind, exception type and place.
+
+        Raises:
+            SettingsError: every episode so far failed in the same way, for the environment's
+                reasons: what raises is broken, whatever the policy does.
+        """
         self._num_closed += 1
         signature = (ending.failure_kind or "", ending.error_type, ending.place)
         self._counts[signature] += 1
@@ -75,6 +80,12 @@ class FailureLog:
                 place=ending.place,
                 note="all episodes so far ended the same way; nothing can be learned from that",
             )
+            if ending.failure_kind == "environment":
+                raise SettingsError(
+                    f"each of the first {self._num_closed} episodes ended with the same failure of "
+                    f"the environment: {ending.error}; none of them can be scored. Mend what "
+                    "raised it, and start again"
+                )
 
     def counts(self) -> dict[str, int]:
         """How many episodes ended, and how many failures of each kind were among them."""

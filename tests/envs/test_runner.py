@@ -130,6 +130,22 @@ async def test_a_run_where_everything_fails_says_so_loudly(
     assert "ZeroDivisionError" in loud[0]["error"]
 
 
+async def test_an_environment_that_never_works_stops_the_run(
+    router: Any, play_with: PlayWith
+) -> None:
+    """Nothing could ever be scored; the sentence holds what was raised."""
+    router.num_episodes = 30
+    source = """
+from outloop.buffer.errors import EnvironmentFailure
+
+
+async def play(task, episode):
+    raise EnvironmentFailure("no database")
+"""
+    with pytest.raises(SettingsError, match="first 20 episodes .* no database"):
+        await play_with(router, source)
+
+
 @pytest.mark.parametrize("stubborn", [False, True])
 async def test_a_hanging_agent_is_truncated(
     stubborn: bool, router: Any, play_with: PlayWith

@@ -47,6 +47,7 @@ class FakeRouter:
         """Path prefix -> statuses to answer next, before anything else is done."""
         self.chat_status = 200
         self.chat_gate: asyncio.Event | None = None
+        self.chat_delay_s = 0.0
         self.tasks: list[dict[str, Any]] = []
         self.eval_tasks: list[dict[str, Any]] = []
         self.num_registered = 0
@@ -73,6 +74,7 @@ class FakeRouter:
         app.router.add_post("/tasks", self._register)
         app.router.add_post("/tasks/claim", self._claim)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/seen", self._seen)
         app.router.add_get("/episodes/{id}", self._read)
         app.router.add_post("/episodes/{id}/close", self._close)
         app.router.add_post("/trajectories", self._put_trajectories)
@@ -162,6 +164,15 @@ class FakeRouter:
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({}, status=self.health_status)
 
+    async def _seen(self, request: web.Request) -> web.Response:
+        seen = {
+            "num_claimed": len(self.claims),
+            "outcomes": Counter(close["outcome"] for close in self.closes.values()),
+            "most_open": self.most_open,
+            "num_chat_calls": self.num_chat_calls,
+        }
+        return web.json_response(seen)
+
     async def _read(self, request: web.Request) -> web.Response:
         if refusal := self._refuse(request):
             return refusal
@@ -185,6 +196,7 @@ class FakeRouter:
             return _error(401, "another episode's key", {"x-should-retry": "false"})
         if self.chat_gate is not None:
             await self.chat_gate.wait()
+        await asyncio.sleep(self.chat_delay_s)
         if self.chat_status != 200:
             return _error(self.chat_status, "scripted", {"x-should-retry": "false"})
         body = await request.json()
@@ -211,9 +223,13 @@ async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--num-episodes", type=int, default=4)
+    parser.add_argument("--deadline-s", type=float, default=20.0)
+    parser.add_argument("--chat-delay-s", type=float, default=0.0)
     options = parser.parse_args()
-    router = FakeRouter(num_episodes=options.num_episodes)
-    print(json.dumps({"url": await router.start(options.port), "runner_key": RUNNER_KEY}))
+    router = FakeRouter(num_episodes=options.num_episodes, deadline_s=options.deadline_s)
+    router.chat_delay_s = options.chat_delay_s
+    facts = {"url": await router.start(options.port), "runner_key": RUNNER_KEY}
+    print(json.dumps(facts), flush=True)
     for _ in itertools.repeat(None):
         await asyncio.sleep(3600)
 
