@@ -13,10 +13,11 @@ from typing import Any, cast
 
 import msgspec
 import redis
+import redis.asyncio
 
 from outloop.buffer.connect import translated
 from outloop.buffer.errors import NotFound, SettingsError
-from outloop.buffer.mixture import TaskSource, WeightsFrom, check_weights
+from outloop.buffer.mixture import Mixture, TaskSource, WeightsFrom, check_weights
 from outloop.buffer.scripts import SyncScripts
 
 _sources = msgspec.json.Decoder(tuple[TaskSource, ...])
@@ -45,6 +46,17 @@ def decode_schedule(entries: Sequence[bytes]) -> tuple[WeightsFrom, ...]:
         slot, _, data = entry.partition(b" ")
         found.append(WeightsFrom(int(slot), _weights.decode(data)))
     return tuple(found)
+
+
+async def load_mixture(client: redis.asyncio.Redis, prefix: str, seed: int) -> tuple[int, Mixture]:
+    """The task order as it is now, and the revision of its weights."""
+    with translated("reading the weights of tasks"):
+        async with client.pipeline(transaction=True) as pipeline:
+            pipeline.hmget(f"{prefix}state", ["sources", "weights_revision"])
+            pipeline.lrange(f"{prefix}task_weights", 0, -1)
+            (sources, revision), entries = await pipeline.execute()
+    mixture = Mixture(decode_sources(sources), decode_schedule(entries), seed)
+    return int(revision or 0), mixture
 
 
 class TaskWeights:

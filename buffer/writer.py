@@ -50,7 +50,7 @@ from outloop.buffer.tasks import (
     refuse_overlap,
     tasks_digest,
 )
-from outloop.buffer.weights import decode_schedule, decode_sources, encode_sources, encode_weights
+from outloop.buffer.weights import encode_sources, encode_weights, load_mixture
 
 _CLAIM_MEMORY_MS = 600_000
 _MAX_CLAIM_COUNT = 4096
@@ -345,16 +345,8 @@ class BufferWriter:
     async def _load_mixture(self, revision: int) -> Mixture:
         """The task order under the weights of `revision`."""
         if self._mixture is None or self._mixture[0] < revision:
-            with translated("reading the weights of tasks"):
-                async with self._client.pipeline(transaction=True) as pipeline:
-                    names = ["sources", "weights_revision"]
-                    pipeline.hmget(self._key("state"), names)
-                    pipeline.lrange(self._key("task_weights"), 0, -1)
-                    (sources, newest), entries = await pipeline.execute()
-            mixture = Mixture(
-                decode_sources(sources), decode_schedule(entries), self._run.settings.run.seed
-            )
-            self._mixture = (int(newest or 0), mixture)
+            seed = self._run.settings.run.seed
+            self._mixture = await load_mixture(self._client, self._prefix, seed)
         return self._mixture[1]
 
     async def _load_tasks(self, names: Sequence[bytes]) -> list[Task]:
