@@ -9,7 +9,7 @@ local weights = key('task_weights')
 local slot = number(redis.call('HGET', STATE, 'cursor')) or 0
 local last = redis.call('LINDEX', weights, -1)
 while last and tonumber(string.match(last, '^%d+')) >= slot do
-  redis.call('RPOP', weights)
+  redis.call('LTRIM', weights, 0, -2)
   last = redis.call('LINDEX', weights, -1)
 end
 redis.call('RPUSH', weights, slot .. ' ' .. ARGV[2])
