@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import tempfile
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import ContextVar
 from typing import Any
@@ -37,9 +38,9 @@ class Marker:
     @classmethod
     def create(cls) -> Marker:
         """Cells of their own, all zero; hand `descriptor` to the worker."""
-        descriptor = os.memfd_create("outloop-marker")
-        os.ftruncate(descriptor, _SIZE)
-        return cls(descriptor)
+        with tempfile.TemporaryFile(prefix="outloop-marker-") as file:
+            file.truncate(_SIZE)
+            return cls(os.dup(file.fileno()))
 
     def close(self) -> None:
         """Free the memory in this process."""

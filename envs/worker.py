@@ -35,11 +35,13 @@ _log = structlog.get_logger()
 class Worker:
     """One worker process."""
 
-    def __init__(self, writer: asyncio.StreamWriter, marker: Marker, begin: wire.Begin) -> None:
+    def __init__(
+        self, writer: asyncio.StreamWriter, marker: Marker, env: EnvSettings, max_episodes: int
+    ) -> None:
         self._writer = writer
         self._marker = marker
-        self._env = EnvSettings.model_validate_json(begin.env)
-        self._max_episodes = begin.max_episodes
+        self._env = env
+        self._max_episodes = max_episodes
         self._player: Player | None = None
         self._playing: set[asyncio.Task[None]] = set()
         self._num_batches = 0
@@ -136,8 +138,9 @@ async def _run(connection: socket.socket, marker: Marker) -> None:
     assert isinstance(begin, wire.Begin)
     configure_logging("worker", begin.log_level)
     asyncio.get_running_loop().set_task_factory(marker.task_factory())
-    worker = Worker(writer, marker, begin)
-    _limit(worker._env.worker_memory_mb)
+    env = EnvSettings.model_validate_json(begin.env)
+    worker = Worker(writer, marker, env, begin.max_episodes)
+    _limit(env.worker_memory_mb)
     if await worker.prepare():
         await worker.serve(reader)
     with contextlib.suppress(ConnectionError):

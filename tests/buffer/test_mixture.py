@@ -32,7 +32,7 @@ def test_one_source_is_played_in_the_order_of_the_policy() -> None:
     ]
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**40), st.lists(st.integers(0, 9000), min_size=1, max_size=30))
 def test_a_slots_task_depends_on_nothing_but_the_seed_and_the_weights(
     seed: int, slots: list[int]
