@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Each installs what it needs into .venv first.
-.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos bench-loop bench-buffer bench-trainer clean venv-sglang compose-check compose-test test-sglang
+.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos bench-loop bench-buffer bench-publish bench-trainer gpu-check clean venv-sglang compose-check compose-test test-sglang
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -107,6 +107,13 @@ bench-envs: $(STAMP) bwrap
 
 bench-buffer: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/buffer.py
+
+bench-publish: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python tests/bench/publish.py
+
+# Every point that needs a GPU, under ten minutes; .venv must hold a torch with CUDA.
+gpu-check: $(STAMP)
+	$(BIN)/python tests/gpu/check.py
 
 bench-trainer: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/trainer.py

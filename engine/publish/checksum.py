@@ -24,7 +24,11 @@ _NUM_SHA256_HEX = 16
 def tensor_checksum(tensor: Tensor, algorithm: Algorithm = "xxh3_128") -> str:
     """Checksum (hex) over the tensor's elements as contiguous little-endian bytes."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    content = flat.cpu().numpy().data
+    return bytes_checksum(flat.cpu().numpy().data, algorithm)
+
+
+def bytes_checksum(content: memoryview, algorithm: Algorithm) -> str:
+    """Checksum (hex) of bytes."""
     if algorithm == "sha256":
         return hashlib.sha256(content).hexdigest()[:_NUM_SHA256_HEX]
     return xxhash.xxh3_128_hexdigest(content)

@@ -29,6 +29,7 @@ from torch.multiprocessing import reductions
 from outloop.engine.publish.plan import Place
 
 _METADATA_NAME = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
+_MAX_REMEMBERED = 4096
 _CUDA_DEVICE_AT = 6
 """Position of the device among the arguments of torch's rebuild_cuda_tensor."""
 _DTYPES = {
@@ -102,6 +103,29 @@ def write_bucket(staging: Tensor, places: Sequence[Place], *, num_readers: int =
     file = io.BytesIO()
     _Writer(file, num_readers=num_readers).dump({"flattened_tensor": staging, "metadata": entries})
     return base64.b64encode(file.getvalue()).decode()
+
+
+class PayloadWriter:
+    """Writes payloads of shared memory and remembers them: every publish has the same."""
+
+    def __init__(self) -> None:
+        self._payloads: dict[tuple[bytes, tuple[Place, ...]], str] = {}
+
+    def write(self, staging: Tensor, places: tuple[Place, ...], *, num_readers: int) -> str:
+        """As `write_bucket`, for `staging` in shared memory."""
+        storage = staging.untyped_storage()
+        _, handle, _ = storage._share_filename_cpu_()
+        key = (handle, places)
+        payload = self._payloads.get(key)
+        if payload is None:
+            if len(self._payloads) >= _MAX_REMEMBERED:
+                self._payloads.clear()
+            payload = write_bucket(staging, places, num_readers=num_readers)
+            self._payloads[key] = payload
+            return payload
+        for _ in range(num_readers):
+            storage._shared_incref()
+        return payload
 
 
 def read_bucket(payload: str) -> tuple[Tensor, list[tuple[str, Tensor]]]:

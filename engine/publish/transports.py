@@ -8,7 +8,7 @@ bucket is filled while the one before is read, and no third is ever held.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from outloop.engine.publish.buckets import Fed, Filled, Filler
 from outloop.engine.publish.client import ServerClient
 from outloop.engine.publish.fanout import Fanout
 from outloop.engine.publish.plan import ALIGNMENT
-from outloop.engine.publish.sglang_wire import write_bucket
+from outloop.engine.publish.sglang_wire import PayloadWriter, write_bucket
 from outloop.engine.publish.source import TensorSource
 from outloop.engine.publish.staging import Staging
 from outloop.engine.publish.verify import Account
@@ -105,14 +105,14 @@ class Bucketed:
         assert self._filler is not None
         filler, fed = self._filler, Fed(self._accounts)
         fanout.run("begin", ServerClient.begin_update)
-        is_in_flight = False
-        with closing(filler.filled()) as buckets:
+        in_flight: Future[None] | None = None
+        with closing(filler.filled()) as buckets, ThreadPoolExecutor(1) as hashing:
             for bucket in buckets:
-                if is_in_flight:
+                if in_flight is not None:
                     self._sender.finish(fanout)
+                    in_flight.result()
                 self._sender.start(fanout, bucket)
-                is_in_flight = True
-                fed.add(bucket)
+                in_flight = hashing.submit(fed.add, bucket)
         self._sender.finish(fanout)
         fanout.run("end", ServerClient.end_update)
         fed.peak_bytes, fed.bucket_bytes = filler.peak_bytes, filler.max_bytes
@@ -142,13 +142,14 @@ class PayloadSender:
 
     def __init__(self) -> None:
         self._in_flight: dict[str, Future[None]] = {}
+        self._writer = PayloadWriter()
 
     def connect(self, fanout: Fanout) -> None:
         """Nothing to do."""
 
     def start(self, fanout: Fanout, bucket: Filled) -> None:
         """Post the bucket's payload to every server."""
-        self._in_flight = fanout.start(_post_of(bucket, len(fanout.left)))
+        self._in_flight = fanout.start(self._post_of(bucket, len(fanout.left)))
 
     def finish(self, fanout: Fanout) -> None:
         """Wait for the answers."""
@@ -158,19 +159,18 @@ class PayloadSender:
     def close(self) -> None:
         """Nothing to remove."""
 
+    def _post_of(self, bucket: Filled, num_readers: int) -> Callable[[ServerClient, float], Any]:
+        if bucket.content.is_cuda:
+            torch.cuda.current_stream(bucket.content.device).synchronize()
 
-def _post_of(bucket: Filled, num_readers: int) -> Callable[[ServerClient, float], Any]:
-    if bucket.content.is_cuda:
-        torch.cuda.current_stream(bucket.content.device).synchronize()
+            def post_own(client: ServerClient, deadline: float) -> None:
+                # Each reader of a CUDA handle holds a reference of its own.
+                client.update_from_bucket(write_bucket(bucket.content, bucket.places), deadline)
 
-        def post_own(client: ServerClient, deadline: float) -> None:
-            # Each reader of a CUDA handle holds a reference of its own.
-            client.update_from_bucket(write_bucket(bucket.content, bucket.places), deadline)
+            return post_own
+        payload = self._writer.write(bucket.content, bucket.places, num_readers=num_readers)
 
-        return post_own
-    payload = write_bucket(bucket.content, bucket.places, num_readers=num_readers)
+        def post(client: ServerClient, deadline: float) -> None:
+            client.update_from_bucket(payload, deadline)
 
-    def post(client: ServerClient, deadline: float) -> None:
-        client.update_from_bucket(payload, deadline)
-
-    return post
+        return post

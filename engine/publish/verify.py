@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.checksum import Algorithm, tensor_checksum
+from outloop.engine.publish.checksum import Algorithm, bytes_checksum
 from outloop.engine.publish.client import ServerClient
 from outloop.engine.publish.fused import FusedChecksums
 from outloop.engine.publish.plan import TensorSpec
@@ -43,7 +43,7 @@ class TorchAccount:
 
     def add(self, spec: TensorSpec, content: Tensor) -> None:
         """Keep the tensor's checksum."""
-        self._sums[spec.name] = tensor_checksum(content, _ALGORITHM)
+        self._sums[spec.name] = bytes_checksum(content.cpu().numpy().data, _ALGORITHM)
 
     def verify(self, client: ServerClient, deadline: float) -> None:
         """Compare tensor by tensor."""

@@ -16,22 +16,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
-import platform
 import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import uvloop
-from rich.console import Console
-from rich.table import Table
+from figures import tell
 
 from outloop.buffer import codec
 from outloop.buffer.connect import connect_async, connect_sync
@@ -57,7 +53,6 @@ from outloop.buffer.scripts import load_script
 from outloop.buffer.settings import build_settings
 from outloop.buffer.writer import BufferWriter
 
-OUT = Path(__file__).resolve().parents[2] / "runs" / "bench"
 SIZES = {"2k": (2048, 2), "16k": (16384, 8), "128k": (131072, 32)}
 """Name -> tokens and turns of a trajectory; half of the tokens are drawn, half are prompts."""
 BYTES_PER_SIZE = 32 * 2**20
@@ -473,21 +468,8 @@ async def measure() -> dict[str, float]:
 
 def main() -> None:
     """Measure, print, write."""
-    OUT.mkdir(parents=True, exist_ok=True)
     figures = uvloop.run(measure())
-    table = Table(title="bench-buffer", title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:.3f}")
-    Console().print(table)
-    report = {
-        "name": "buffer",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
-        "figures": figures,
-    }
-    (OUT / "buffer.json").write_text(json.dumps(report, indent=1))
+    tell("buffer", figures)
 
 
 if __name__ == "__main__":

@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import platform
 import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from rich.console import Console
-from rich.table import Table
+from figures import OUT, tell
 
 from outloop.envs.clients import Clients
 
 ROOT = Path(__file__).resolve().parents[2]
-OUT = ROOT / "runs" / "bench"
 OWN_PARTS = {"router", "redis", "runner", "launcher"}
 NUM_STEPS = 20
 NUM_AGENT_EPISODES = 1280
@@ -171,19 +167,7 @@ def main() -> None:
         "tokens_per_s": num_tokens / wall_s,
         **{f"cpu_share_{name}": seconds / total for name, seconds in spent.items()},
     }
-    table = Table(title="bench-loop", title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:.3f}")
-    Console().print(table)
-    report = {
-        "name": "loop",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
-        "figures": figures,
-    }
-    (OUT / "loop.json").write_text(json.dumps(report, indent=1))
+    tell("loop", figures)
 
 
 if __name__ == "__main__":

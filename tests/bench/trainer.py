@@ -14,17 +14,16 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from figures import OUT, tell
 
 from outloop.buffer.records import (
     Episode,
@@ -37,7 +36,6 @@ from outloop.buffer.records import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-OUT = ROOT / "runs" / "bench"
 NUM_ROUNDS = 5
 GROUP_SIZE = 8
 CONTENDERS = {
@@ -489,28 +487,12 @@ def loss_memory() -> dict[str, float]:
 
 def main(sizes: list[str]) -> None:
     """Measure, print, write."""
-    from rich.console import Console
-    from rich.table import Table
-
-    OUT.mkdir(parents=True, exist_ok=True)
     figures: dict[str, float] = {"real_token_share": real_token_share()} | loss_memory()
     for name in sizes:
         figures |= compare(name)
     for name in ("peak_memory_vs_hf", "batch_build_share"):
         figures[name] = max(figures[f"{name}_{size}"] for size in sizes)
-    table = Table(title="bench-trainer", title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:.3f}")
-    Console().print(table)
-    report = {
-        "name": "trainer",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
-        "figures": figures,
-    }
-    (OUT / "trainer.json").write_text(json.dumps(report, indent=1))
+    tell("trainer", figures)
 
 
 if __name__ == "__main__":

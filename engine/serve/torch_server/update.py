@@ -50,7 +50,6 @@ class UpdateSession:
             )
         self._staged = self._fresh()
         self._written = set()
-        self._mapped = []
         self.pending_version = None
 
     def require_open(self) -> None:
@@ -78,7 +77,7 @@ class UpdateSession:
             self._written.add(name)
 
     def keep_mapped(self, content: Tensor) -> None:
-        """Keep a sender's memory mapped until the session ends: it comes again with other bytes."""
+        """Keep a sender's memory mapped: it comes again, with other bytes; the next session too."""
         self._mapped = [content, *self._mapped[: _MAX_MAPPED - 1]]
 
     def end(self) -> None:
@@ -92,7 +91,6 @@ class UpdateSession:
                 "end_weight_update: no session is open; start one with begin_weight_update"
             )
         staged, self._staged = self._staged, None
-        self._mapped = []
         staged.copy_from(self.live, staged.named.keys() - self._written)
         self._swap(staged)
 

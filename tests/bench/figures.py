@@ -1,0 +1,45 @@
+"""How a benchmark tells what it measured: a table, and runs/bench/NAME.json with date, machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+OUT = Path(__file__).resolve().parents[2] / "runs" / "bench"
+
+
+def machine() -> str:
+    """The machine in words."""
+    words = [platform.machine(), f"{os.cpu_count()} cores", platform.system()]
+    return ", ".join([*words, f"Python {platform.python_version()}"])
+
+
+def tell(name: str, figures: Mapping[str, float], *, on: str = "") -> Path:
+    """Print the table of benchmark `name` and write its JSON, whose path is returned.
+
+    `on` adds an accelerator to the machine's description.
+    """
+    table = Table(title=f"bench-{name}", title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for figure, value in figures.items():
+        table.add_row(figure, f"{value:.3f}")
+    Console().print(table)
+    report: dict[str, Any] = {
+        "name": name,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": ", ".join(filter(None, [machine(), on])),
+        "figures": dict(figures),
+    }
+    OUT.mkdir(parents=True, exist_ok=True)
+    path = OUT / f"{name}.json"
+    path.write_text(json.dumps(report, indent=1))
+    return path
