@@ -104,6 +104,7 @@ bench-loop: $(STAMP)
 # PARTS=sandbox,math picks parts; all by default.
 bench-envs: $(STAMP) bwrap
 	$(ONE_THREAD) $(BIN)/python tests/bench/envs.py
+	$(ONE_THREAD) $(BIN)/python tests/bench/envs_runner.py
 
 bench-buffer: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/buffer.py
