@@ -7,6 +7,7 @@ EnvironmentFailure; nothing that a policy writes raises here.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import TypeVar
 
@@ -14,9 +15,26 @@ from outloop.buffer.errors import EnvironmentFailure
 from outloop.buffer.records import Task
 
 T = TypeVar("T")
+MAX_QUEUE_S = 15.0
 MAX_ANSWER_CHARS = 200_000
 """Longer answers are judged by their end."""
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
+
+
+async def next_free(queue: asyncio.Queue[T], what: str) -> T:
+    """The next of a few that judge.
+
+    Raises:
+        EnvironmentFailure: none was free for MAX_QUEUE_S, which is no answer's fault.
+    """
+    try:
+        async with asyncio.timeout(MAX_QUEUE_S):
+            return await queue.get()
+    except TimeoutError as error:
+        raise EnvironmentFailure(
+            f"no {what} was free to judge for {MAX_QUEUE_S:g} s; give the verifier more cores, a "
+            "shorter deadline, or play fewer episodes at once"
+        ) from error
 
 
 def field_of(task: Task, name: str, kind: type[T]) -> T:

@@ -126,7 +126,7 @@ class Judge(_Endpoint):
         low: float = 0.0,
         high: float = 1.0,
         api_key_env: str | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = 20.0,
         num_tries: int = 4,
     ) -> None:
         super().__init__(url, api_key_env=api_key_env, timeout_s=timeout_s, num_tries=num_tries)
@@ -172,7 +172,7 @@ class RewardModel(_Endpoint):
         low: float = float("-inf"),
         high: float = float("inf"),
         api_key_env: str | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = 20.0,
         num_tries: int = 4,
     ) -> None:
         super().__init__(url, api_key_env=api_key_env, timeout_s=timeout_s, num_tries=num_tries)

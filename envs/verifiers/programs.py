@@ -20,7 +20,7 @@ from outloop.envs.result import Result
 from outloop.envs.sandbox.backends import open_sandbox
 from outloop.envs.sandbox.protocol import Jail, Limits, Program, RunResult, Sandbox
 from outloop.envs.verifiers import apart
-from outloop.envs.verifiers.fields import code_of, field_of
+from outloop.envs.verifiers.fields import code_of, field_of, next_free
 
 _APART = Path(apart.__file__).parent
 _MAX_CALLS = 500
@@ -45,7 +45,7 @@ class _Jails:
             for _ in range(os.cpu_count() or 1):
                 self._free.put_nowait(None)
         assert self._sandbox is not None
-        held = await self._free.get()
+        held = await next_free(self._free, "jail")
         try:
             if held is None:
                 stack = AsyncExitStack()

@@ -18,6 +18,7 @@ from contextlib import suppress
 import msgspec
 
 from outloop.buffer.errors import DeadlineExceeded, EnvironmentFailure
+from outloop.envs.verifiers.fields import next_free
 
 _START_S = 120.0
 _MAX_ANSWER_BYTES = 2**20
@@ -63,7 +64,7 @@ class Workers:
             EnvironmentFailure: the job is wrong, or no worker can be started.
         """
         await self._start()
-        line = await self._idle.get()
+        line = await next_free(self._idle, "worker")
         self._num_busy += 1
         template = self._process
         try:

@@ -1,0 +1,49 @@
+"""Verifiers by import path, in the form that the runner takes."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from outloop.buffer.errors import EnvironmentFailure
+from outloop.buffer.records import Task
+from outloop.buffer.settings_env import EnvSettings
+from outloop.envs.result import Result
+from outloop.envs.verification import load_verifier, verify
+from outloop.envs.verifiers import fields
+
+
+@pytest.mark.parametrize(
+    "name", ["exact", "number", "math", "json_schema", "tool_calls", "unit_tests", "input_output"]
+)
+def test_the_runner_takes_every_one(name: str) -> None:
+    """Each is callable with (task, result) as settings ask for it."""
+    assert load_verifier(EnvSettings(verifier=f"outloop.envs.verifiers.ready:{name}"))
+
+
+async def test_a_verifier_by_its_path_scores() -> None:
+    """A reward comes out of the runner's own call."""
+    env = EnvSettings(verifier="outloop.envs.verifiers.ready:number")
+    task = Task(task_id="t", payload={"answer": "42"})
+    reward = await verify(load_verifier(env), task, Result(answer="I think 42"))
+    assert reward.value == 1.0
+
+
+def test_importing_them_loads_nothing_heavy() -> None:
+    """Symbolic mathematics and schemas are loaded by workers; redis and torch by nobody here."""
+    code = (
+        "import sys, outloop.envs.verifiers.ready, outloop.envs.verifiers.judge\n"
+        "print(*{'sympy', 'math_verify', 'jsonschema', 'redis', 'torch'} & set(sys.modules))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.strip() == ""
+
+
+async def test_a_full_queue_is_no_answers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits too long for its turn is a failure of the environment, not a wrong answer."""
+    monkeypatch.setattr(fields, "MAX_QUEUE_S", 0.05)
+    with pytest.raises(EnvironmentFailure, match="no jail was free"):
+        await fields.next_free(asyncio.Queue[int](), "jail")
