@@ -139,6 +139,21 @@ async def test_an_aborted_turn_goes_on_with_its_partial_ids(stage) -> None:
     assert second["sampling_params"]["max_new_tokens"] == 252
 
 
+async def test_a_turn_aborted_before_its_first_token_is_no_failure_of_the_server(stage) -> None:
+    """A publish in mode abort empties the server's queue: the turn goes there again, at once."""
+    whole = stage.script("Hello there.")
+    queued = replace(whole, ids=[], spans=None, finish={"type": "abort", "message": "x"})
+    scripts = iter([queued, queued, whole])
+    stage.server.answer = lambda request: next(scripts)
+    episode = await stage.open()
+    await ask(stage, episode)
+    (turn,) = stage.turns(episode)
+    assert turn.output_ids.tolist() == whole.ids
+    (server,) = stage.app.state.parts.pool.servers
+    assert server.num_failures == 0
+    assert server.suspended_until == 0.0
+
+
 async def test_a_stream_survives_its_server(stage) -> None:
     """The client sees one uninterrupted text though the server died halfway."""
     whole = stage.script("Hello there, my old friend.")
