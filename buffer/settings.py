@@ -267,6 +267,12 @@ class Settings(BaseSettings):
                 f'publish.transport="cuda_ipc" with server.device={self.server.device!r}: a server '
                 'without a GPU cannot map its memory; set publish.transport="shared_memory"'
             )
+        if self.publish.transport == "cuda_ipc" and self.server.tensor_parallel_size > 1:
+            raise ValueError(
+                f'publish.transport="cuda_ipc" with server.tensor_parallel_size='
+                f"{self.server.tensor_parallel_size}: a staging bucket lies on one GPU; "
+                'set publish.transport="collective"'
+            )
         self._refuse_server_contradictions()
         return self
 

@@ -20,6 +20,7 @@ def build_transport(run: Run, name: str) -> Transport:
     """The transport called `name` in `publish.transport`."""
     server, publish = run.settings.server, run.settings.publish
     bucket_bytes = int(publish.bucket_mb * 2**20)
+    num_ranks = server.tensor_parallel_size
     dtype = torch.float32 if server.dtype == "float32" else torch.bfloat16
     if name == "disk":
         return Disk(run.dir / "publish", bucket_bytes=bucket_bytes, dtype=dtype)
@@ -30,8 +31,8 @@ def build_transport(run: Run, name: str) -> Transport:
     elif name == "collective":
         backend: Backend = "nccl" if server.device.startswith("cuda") else "gloo"
         device = torch.device("cuda" if backend == "nccl" else "cpu")
-        sender = GroupSender(host=publish.host, backend=backend)
+        sender = GroupSender(host=publish.host, backend=backend, num_ranks=num_ranks)
         staging = Staging(DeviceBuffer(device), DeviceBuffer(device))
     else:
-        sender, staging = PayloadSender(), Staging(SharedBuffer(), SharedBuffer())
+        sender, staging = PayloadSender(num_ranks), Staging(SharedBuffer(), SharedBuffer())
     return Bucketed(sender, staging, bucket_bytes=bucket_bytes, dtype=dtype)

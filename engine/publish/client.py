@@ -82,10 +82,10 @@ class ServerClient:
         except NotServed:
             return
 
-    def update_from_bucket(self, payload: str, deadline: float) -> None:
-        """Hand over one flattened bucket (sglang_wire)."""
+    def update_from_bucket(self, payload: str, deadline: float, *, num_ranks: int = 1) -> None:
+        """Hand over one flattened bucket (sglang_wire) to each of the server's ranks."""
         body = {
-            "serialized_named_tensors": [payload],
+            "serialized_named_tensors": [payload] * num_ranks,
             "load_format": "flattened_bucket",
             # Paused servers refuse to flush; reuse across versions is excluded by extra_key.
             "flush_cache": False,

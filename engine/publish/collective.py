@@ -33,14 +33,15 @@ class GroupSender:
     alignment = PACKED
     is_joint = True
 
-    def __init__(self, *, host: str, backend: Backend) -> None:
-        """`host` is where servers reach this process."""
+    def __init__(self, *, host: str, backend: Backend, num_ranks: int = 1) -> None:
+        """`host` is where servers reach this process; each server joins with `num_ranks` ranks."""
+        self._num_ranks = num_ranks
         self._host = host
         self._backend: Backend = backend
         self._group: Group | None = None
         self._rendezvous: Rendezvous | None = None
         self._members: tuple[tuple[str, str], ...] = ()
-        """(server_id, url) of ranks 1, 2 and on."""
+        """(server_id, url) in the order of their ranks, which begin with 1."""
         self._name = ""
         self._numbers = itertools.count()
         # Leaving a broken group blocks until what is under way in it has run out.
@@ -151,8 +152,10 @@ class GroupSender:
 
     def _try_to_join(self, fanout: Fanout, chosen: tuple[str, ...]) -> None:
         """Join with the servers chosen, or fail at least one of them."""
-        rank_of = {server_id: rank for rank, server_id in enumerate(chosen, 1)}
-        name, world_size = f"outloop-{os.getpid()}-{next(self._numbers)}", len(chosen) + 1
+        num_ranks = self._num_ranks
+        rank_of = {server_id: 1 + num_ranks * index for index, server_id in enumerate(chosen)}
+        world_size = 1 + num_ranks * len(chosen)
+        name = f"outloop-{os.getpid()}-{next(self._numbers)}"
         rendezvous = Rendezvous(self._host)
         host, port = rendezvous.host, rendezvous.port
 

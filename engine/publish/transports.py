@@ -140,7 +140,9 @@ class PayloadSender:
     alignment = ALIGNMENT
     is_joint = False
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int = 1) -> None:
+        """Each server has `num_ranks` tensor-parallel ranks, which all read whole buckets."""
+        self._num_ranks = num_ranks
         self._in_flight: dict[str, Future[None]] = {}
         self._writer = PayloadWriter()
 
@@ -159,7 +161,7 @@ class PayloadSender:
     def close(self) -> None:
         """Nothing to remove."""
 
-    def _post_of(self, bucket: Filled, num_readers: int) -> Callable[[ServerClient, float], Any]:
+    def _post_of(self, bucket: Filled, num_servers: int) -> Callable[[ServerClient, float], Any]:
         if bucket.content.is_cuda:
             torch.cuda.current_stream(bucket.content.device).synchronize()
 
@@ -168,9 +170,12 @@ class PayloadSender:
                 client.update_from_bucket(write_bucket(bucket.content, bucket.places), deadline)
 
             return post_own
-        payload = self._writer.write(bucket.content, bucket.places, num_readers=num_readers)
+        num_ranks = self._num_ranks
+        payload = self._writer.write(
+            bucket.content, bucket.places, num_readers=num_servers * num_ranks
+        )
 
         def post(client: ServerClient, deadline: float) -> None:
-            client.update_from_bucket(payload, deadline)
+            client.update_from_bucket(payload, deadline, num_ranks=num_ranks)
 
         return post

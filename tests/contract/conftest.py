@@ -114,6 +114,13 @@ def started(
 
 
 @pytest.fixture
+async def server_at() -> AsyncIterator[Callable[..., Server]]:
+    """`server_at(kind, url, folder)`: a server that a test started for itself."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        yield lambda kind, url, folder: Server(kind, url, folder, session)
+
+
+@pytest.fixture
 async def server(started: tuple[str, str, Path]) -> AsyncIterator[Server]:
     """The server, idle, going, and with its first weights and version when the test begins."""
     kind, url, folder = started

@@ -145,3 +145,32 @@ async def test_weights_that_were_not_sent_are_found(
         with pytest.raises(PublishFailed, match="differ from what was sent"):
             await asyncio.to_thread(account.verify, client, deadline)
     client.close()
+
+
+@pytest.mark.sglang
+async def test_both_ranks_of_a_server_get_and_hold_what_was_sent(
+    make_model: Callable[..., Path],
+    start_sglang_server: Callable[..., Any],
+    server_at: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    """Every transport feeds both ranks of SGLang, whose shards are verified one by one."""
+    folder = make_model()
+    started = await asyncio.to_thread(start_sglang_server, folder, tensor_parallel_size=2)
+    registry, server = OneServer("sglang", started.url), server_at("sglang", started.url, folder)
+    for version, transport in enumerate(("shared_memory", "collective", "disk"), 1):
+        tree = {
+            "model": {"path": str(folder)},
+            "server": {"kind": "sglang", "tensor_parallel_size": 2},
+            "publish": {"transport": transport, "fallback": "none", "bucket_mb": 0.05},
+        }
+        settings = build_settings(tree, source="test")
+        publish = Publisher(create_run(settings, tmp_path / transport, "unix:///none"), registry)
+        sent = make_model(seed=version)
+        report = await asyncio.to_thread(publish.publish, _weights(sent), version)
+        publish.close()
+        assert report.quarantined == (), report.results
+        answer = await server.generate(
+            PROMPT, temperature=0, max_new_tokens=12, ignore_eos=True, extra_key=transport
+        )
+        assert answer["output_ids"] == _greedy(sent, 12)
