@@ -13,6 +13,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST := -m pytest -n 2 --dist worksteal
+LIGHT := "not e2e and not clients and not sglang and not parity"
+# What a wheel could lack: modules, Lua scripts, settings, programs started by path.
+WHEEL_TESTS := tests/test_imports.py tests/test_settings.py tests/buffer tests/contract tests/envs tests/launch tests/engine/serve
 
 install: $(STAMP)
 
@@ -63,14 +66,14 @@ test-checkout: $(STAMP) bwrap
 
 # Property tests on examples drawn anew; what it finds becomes an @example or a fix.
 test-search: $(STAMP) bwrap
-	$(ONE_THREAD) OUTLOOP_EXAMPLES=search $(BIN)/python $(PYTEST) tests -m "not e2e and not clients"
+	$(ONE_THREAD) OUTLOOP_EXAMPLES=search $(BIN)/python $(PYTEST) tests -m $(LIGHT)
 
 # The wheel is unpacked beside the checkout and put before it on the path; child processes inherit it.
 test-wheel: $(STAMP) bwrap
 	rm -rf build/wheel build/site build/lib
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/site build/wheel/outloop-*.whl
-	$(ONE_THREAD) OUTLOOP_TEST_SITE=$(CURDIR)/build/site PYTHONPATH=$(CURDIR)/build/site $(BIN)/python $(PYTEST) tests -m "not e2e and not clients" --ignore=tests/test_size.py
+	$(ONE_THREAD) OUTLOOP_TEST_SITE=$(CURDIR)/build/site PYTHONPATH=$(CURDIR)/build/site $(BIN)/python $(PYTEST) -m $(LIGHT) $(WHEEL_TESTS)
 
 # Other projects' agents pin what we do not want beside us, so they live in an environment of their own.
 CLIENTS := .venv-clients
