@@ -122,5 +122,17 @@ gpu-check: $(STAMP)
 bench-trainer: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/trainer.py
 
+# What the router is measured against lives in an environment of its own.
+BENCH := .venv-bench
+$(BENCH)/.installed: Makefile
+	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang-router==0.3.2
+	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check orjson setproctitle 'litellm[proxy]'
+	touch $@
+
+.PHONY: bench-router
+bench-router: $(STAMP) $(BENCH)/.installed
+	$(ONE_THREAD) $(BIN)/python tests/bench/router.py
+
 clean:
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

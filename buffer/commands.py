@@ -253,6 +253,34 @@ def _print_turns(turns: Sequence[Turn]) -> None:
     _print_table(f"{len(turns)} turns, in tokens", names, rows)
 
 
+def show_drift(run_dir: Path) -> None:
+    """Print what broke episodes into branches, what it cost, and what to change."""
+    from outloop.buffer.drift import measure
+    from outloop.buffer.joined import joined
+    from outloop.buffer.records import Trajectory
+
+    with joined(run_dir) as reader:
+        drift = measure(t for t in reader.archive.trajectories() if isinstance(t, Trajectory))
+    click.echo(
+        f"{drift.num_episodes} episodes in the buffer, {drift.num_turns} turns, "
+        f"{drift.num_branches} branches ({drift.num_branches / max(1, drift.num_episodes):.2f} an "
+        f"episode); broken branches made {drift.cost_share:.0%} of {drift.num_prompt_tokens} "
+        "prompt tokens necessary"
+    )
+    rows = [
+        (c.cause, str(c.num_turns), str(c.num_episodes), str(c.num_prompt_tokens))
+        for c in drift.costs
+    ]
+    if rows:
+        _print_table("breaks", ("cause", "turns", "episodes", "prompt tokens"), rows)
+    for cost in drift.costs:
+        click.echo(f"{cost.cause}: {cost.explanation}\n  -> {cost.advice}")
+    if not drift.costs:
+        click.echo("every turn continued its episode's one branch")
+    for reason, number in drift.masked.items():
+        click.echo(f"not trained: {number} output tokens, {reason}")
+
+
 def _cell(value: object) -> str:
     return "-" if value is None else str(value)
 

@@ -41,6 +41,8 @@ class Sampling:
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    constraint: str = ""
+    """What narrowed the ids that could be drawn, `json_schema:DIGEST`; empty: nothing."""
 
     @property
     def is_plain(self) -> bool:
@@ -53,6 +55,7 @@ class Sampling:
             and self.frequency_penalty == 0.0
             and self.presence_penalty == 0.0
             and self.repetition_penalty == 1.0
+            and not self.constraint
         )
 
 

@@ -104,13 +104,25 @@ class BufferSettings(_Section):
     trains a smaller batch; 0: never."""
 
 
+Governance = Literal["enforce", "record", "reject"]
+
+
 class SamplingSettings(_Section):
     """What trained traffic is sampled with, and what to do about a client that asks otherwise."""
 
     temperature: float = Field(1.0, gt=0)
     max_new_tokens: int = Field(256, gt=0)
-    governance: Literal["enforce", "record", "reject"] = "enforce"
+    governance: Governance = "enforce"
     """enforce: the run's value wins. record: the client's wins and is recorded. reject: 400."""
+    governance_by_parameter: dict[str, Governance] = {}
+    """Where it differs for one parameter; `response_format` is recorded unless it is named here:
+    an answer under a grammar is what its agent needs, and is masked."""
+
+    def governance_of(self, parameter: str) -> Governance:
+        """What is done about a client that sets `parameter`."""
+        own = {"response_format": "record", **self.governance_by_parameter}
+        found: Any = own.get(parameter, self.governance)
+        return found
 
 
 class UpstreamSettings(_Section):

@@ -37,6 +37,7 @@ class _SamplingWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
     max_new_tokens: int
     stop: tuple[str, ...]
     seed: int | None
+    constraint: str = ""
 
 
 class TurnWire(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -19,6 +19,7 @@ import redis.asyncio
 from outloop.buffer import codec
 from outloop.buffer.connect import connect_async, translated
 from outloop.buffer.errors import BufferUnavailable, NotFound, OutloopError, RecordError
+from outloop.buffer.grouped import GroupedScripts
 from outloop.buffer.join import CLOSE_GRACE_S, check_joinable
 from outloop.buffer.keys import key, prefix
 from outloop.buffer.mixture import Mixture, TaskSource
@@ -68,6 +69,7 @@ class BufferWriter:
         self._client = client
         self._prefix = prefix(run.run_id)
         self._scripts = AsyncScripts(client, key(run.run_id, "meta"), clock)
+        self._turn_scripts = GroupedScripts(client, key(run.run_id, "meta"), clock)
         self._tasks: OrderedDict[bytes, Task] = OrderedDict()
         self._mixture: tuple[int, Mixture] | None = None
 
@@ -213,7 +215,7 @@ class BufferWriter:
             RecordError: the turn is too large.
         """
         oldest, newest = trained_version_bounds(turn)
-        await self._scripts.call(
+        await self._turn_scripts.call(
             "append_turn",
             check_id(turn.episode_id, "episode_id"),
             check_id(turn.turn_id, "turn_id"),

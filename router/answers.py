@@ -7,7 +7,8 @@ whenever and by whichever process it is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from outloop.buffer.records import Sampling, Turn
 from outloop.router.branches import Plan
@@ -33,7 +34,7 @@ class AnswerReader:
         if request.prompt is not None:
             raw = RawStream(tokenizer, sampling.stop, self._renderer.stop_ids)
             return lambda ids: ("", raw.add(ids))
-        in_reasoning = self._renderer.begins_in_reasoning(plan.prompt_ids)
+        in_reasoning = self._renderer.begins_in_reasoning(plan.own_prompt_ids)
         if self._renderer.reasoning_ids is not None:
             return ReasonedStream(
                 tokenizer,
@@ -50,7 +51,7 @@ class AnswerReader:
         self,
         request: TurnRequest,
         output_ids: list[int],
-        prompt_ids: list[int],
+        plan: Plan,
         turn_id: str,
         stop_text: str | None,
     ) -> Answer:
@@ -60,26 +61,48 @@ class AnswerReader:
             if stop_text is not None:
                 text = text.partition(stop_text)[0]
             return Answer(message=Message("assistant", text=text))
-        return self._renderer.parse(
-            output_ids,
-            prompt_ids=prompt_ids,
+        answer = self._renderer.parse(
+            plan.forced_ids + output_ids,
+            prompt_ids=plan.own_prompt_ids,
             tools=request.tools,
             call_prefix=f"call_{turn_id}_",
             with_calls=bool(request.tools) and request.tool_choice != "none",
             parallel=request.parallel_tool_calls,
             stop_text=stop_text,
         )
+        if plan.num_forced and answer.undelivered_from is not None:
+            border = max(0, answer.undelivered_from - plan.num_forced)
+            return replace(answer, undelivered_from=border)
+        return answer
 
     def result(
-        self, request: TurnRequest, turn: Turn, plan: Plan, message: Message, stop_text: str | None
+        self,
+        request: TurnRequest,
+        turn: Turn,
+        plan: Plan,
+        message: Message,
+        stop_text: str | None,
+        tops: Sequence[Sequence[tuple[int, float]]] = (),
     ) -> TurnResult:
-        """The result of a recorded turn that `plan` came before."""
+        """The result of a recorded turn that `plan` came before.
+
+        Args:
+            tops: the most probable ids in each id's place; they are not recorded, so that a turn
+                that is read again has none.
+        """
         logprobs = None
         if request.wants_logprobs and turn.behavior_logprobs is not None:
             ids = turn.output_ids.tolist()
+            decode = self._renderer.tokenizer.decode
             logprobs = tuple(
-                TokenLogprob(text=self._renderer.tokenizer.decode([token]), logprob=logprob)
-                for token, logprob in zip(ids, turn.behavior_logprobs.tolist(), strict=True)
+                TokenLogprob(
+                    text=decode([token]),
+                    logprob=logprob,
+                    top=tuple((decode([other]), p) for other, p in top),
+                )
+                for token, logprob, top in zip(
+                    ids, turn.behavior_logprobs.tolist(), tops or ((),) * len(ids), strict=True
+                )
             )
         before = plan.parent.end if plan.parent is not None else 0
         return TurnResult(
@@ -95,5 +118,5 @@ class AnswerReader:
         output_ids = turn.output_ids.tolist()
         text = self._renderer.tokenizer.decode(output_ids)
         stop_text = next((stop for stop in turn.sampling.stop if stop in text), None)
-        answer = self.read(request, output_ids, plan.prompt_ids, turn.turn_id, stop_text)
+        answer = self.read(request, output_ids, plan, turn.turn_id, stop_text)
         return self.result(request, turn, plan, answer.message, stop_text)

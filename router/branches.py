@@ -18,6 +18,7 @@ import numpy as np
 from outloop.buffer.records import Int32, Turn
 from outloop.router.rendering import PolicyRenderer
 from outloop.router.turns import Message, is_echo
+from outloop.router.wire import Prompt
 
 Tools = Sequence[dict[str, Any]]
 
@@ -51,6 +52,20 @@ class Plan:
     said_after: Node | None
     prompt_ids: list[int]
     cause: str
+    knows_messages: bool = True
+    """False: what was said before is known as ids only."""
+    num_forced: int = 0
+    """How many of the last prompt ids begin the answer: a call that the client forces."""
+
+    @property
+    def forced_ids(self) -> list[int]:
+        """The ids that begin the answer."""
+        return self.prompt_ids[len(self.prompt_ids) - self.num_forced :]
+
+    @property
+    def own_prompt_ids(self) -> list[int]:
+        """The prompt ids before the answer."""
+        return self.prompt_ids[: len(self.prompt_ids) - self.num_forced]
 
     @property
     def is_root(self) -> bool:
@@ -71,6 +86,7 @@ class TurnTree:
         self._roots: list[Node] = []
         self._by_num_messages: dict[int, list[Node]] = defaultdict(list)
         self._texts: dict[str, str] = {}
+        self._last_path: tuple[Node | None, Prompt] = (None, Prompt())
         self.nodes: dict[str, Node] = {}
 
     def plan(self, messages: tuple[Message, ...], tools: Tools) -> Plan:
@@ -102,6 +118,19 @@ class TurnTree:
             )
         cause = "template" if said is not None else self._classify(messages, tools, last)
         return Plan(parent=None, said_after=None, prompt_ids=ids, cause=cause)
+
+    def conversation_after(self, node: Node) -> list[Message] | None:
+        """Everything said up to `node`'s answer; None when another process recorded part of it."""
+        return _conversation(node)
+
+    def plan_after(self, node: Node, new: tuple[Message, ...], tools: Tools) -> Plan | None:
+        """Go on after `node` by its ids alone; None where the format needs the messages."""
+        turn = node.turn
+        ids = self._renderer.bridge(turn.prompt_ids.tolist(), turn.output_ids.tolist(), new, tools)
+        if ids is None:
+            return None
+        cause = "extension" if not node.children else "resampled"
+        return Plan(parent=node, said_after=None, prompt_ids=ids, cause=cause, knows_messages=False)
 
     def plan_prompt(self, prompt: str | tuple[int, ...]) -> Plan:
         """Continue a recorded turn whose ids, or whose text, `prompt` begins with.
@@ -153,13 +182,28 @@ class TurnTree:
             self._by_num_messages[len(messages)].append(node)
         return node
 
-    def path_ids(self, node: Node | None) -> list[Int32]:
-        """Arrays of ids from the root to the end of `node`, in order."""
-        pieces: list[Int32] = []
-        while node is not None:
-            pieces += (node.turn.output_ids, node.turn.prompt_ids)
-            node = node.parent
-        return pieces[::-1]
+    def prompt(self, plan: Plan) -> Prompt:
+        """Every id that the server is given: the path of the plan's parent, then its own."""
+        return self._path(plan.parent).followed_by(plan.prompt_ids)
+
+    def recorded_under(self, retry_key: str) -> list[Node]:
+        """The turns of requests with this key, in the order they were recorded."""
+        return [node for node in self.nodes.values() if node.turn.retry_key == retry_key]
+
+    def _path(self, node: Node | None) -> Prompt:
+        """The ids from the root to the end of `node`; the last one asked for is kept."""
+        missing: list[Node] = []
+        known, prompt = self._last_path
+        step = node
+        while step is not None and step is not known:
+            missing.append(step)
+            step = step.parent
+        if step is None:
+            prompt = Prompt()
+        for one in reversed(missing):
+            prompt = prompt.followed_by(one.turn.prompt_ids.tolist() + one.turn.output_ids.tolist())
+        self._last_path = (node, prompt)
+        return prompt
 
     @property
     def num_branches(self) -> int:

@@ -7,7 +7,6 @@ sent after its turns are recorded.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,23 +58,22 @@ class Front:
         version = self._models.version_of(request.model)
         if version is not None:
             request = replace(request, policy_version=version)
+        traceparent = exchange.headers.get(b"traceparent")
+        if traceparent is not None:
+            request = replace(request, traceparent=traceparent.decode("latin-1"))
         retry_key, is_retry = _retry(exchange, body)
         job = await self._service.submit(session, request, retry_key=retry_key, is_retry=is_retry)
-        job.attach()
-        watch = asyncio.create_task(_detach_when_client_leaves(exchange, job))
+        job.attach(exchange)
         try:
             if request.stream:
                 await _send_stream(exchange, dialect, request, job)
             else:
                 results = await job.results()
+                job.is_delivered = job.is_delivered or not exchange.is_gone()
                 await exchange.answer(200, dialect.encode(results, request))
-            job.is_delivered = job.is_delivered or not watch.done()
         finally:
-            if watch.done():
-                watch.result()
-            else:
-                watch.cancel()
-                job.detach()
+            job.detach(exchange)
+        self._service.forget(session, job, retry_key)
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """`POST /v1/messages/count_tokens`: the ids of a conversation rendered in full."""
@@ -140,6 +138,7 @@ async def _send_stream(
     if stream is None:
         stream = await opened()
         opening = stream.open()
+    job.is_delivered = job.is_delivered or not exchange.is_gone()
     await exchange.send_events(opening + stream.close(results), more=False)
 
 
@@ -156,8 +155,3 @@ def _retry(exchange: Exchange, body: bytes) -> tuple[str, bool]:
         return f"{idempotency_key.decode('latin-1')[:200]}:{digest}", True
     count = exchange.headers.get(b"x-stainless-retry-count", b"0")
     return digest, count.isdigit() and int(count) > 0
-
-
-async def _detach_when_client_leaves(exchange: Exchange, job: TurnJob) -> None:
-    await exchange.wait_gone()
-    job.detach()

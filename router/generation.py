@@ -8,10 +8,10 @@ fields, never from its text; what is returned is what was drawn, each token once
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import structlog
@@ -20,9 +20,10 @@ from outloop.buffer.errors import DeadlineExceeded, ServerUnavailable
 from outloop.buffer.records import Sampling, VersionSpan
 from outloop.router.pool import Server, ServerPool, version_gone
 from outloop.router.refusals import Refusal
-from outloop.router.wire import Piece, Span, read_piece, request_body
+from outloop.router.wire import NO_WISH, Piece, Prompt, Span, Wish, read_piece, request_body
 
 OnTokens = Callable[[list[int]], None]
+Top = list[tuple[int, float]]
 _CONNECT_TIMEOUT_S = 5.0
 _MAX_EMPTY_ABORTS = 2
 """Aborts before the first token that are no fault of the server's: it had the turn queued."""
@@ -43,15 +44,12 @@ class Drawn:
     spans: list[VersionSpan] = field(default_factory=list)
     finish: str | None = None
     """stop or length."""
+    tops: list[Top] = field(default_factory=list)
+    """The most probable ids in each id's place, where they were asked for."""
     matched: int | str | None = None
     """The stop id or stop string that ended it."""
     num_handed_on: int = 0
     """Ids that a streaming client has seen."""
-
-    @property
-    def known_logprobs(self) -> bool:
-        """True if every token has a finite logprob."""
-        return all(p is not None and math.isfinite(p) for p in self.logprobs)
 
 
 class Generator:
@@ -73,7 +71,7 @@ class Generator:
 
     async def draw(
         self,
-        prompt_ids: list[int],
+        prompt: Prompt,
         sampling: Sampling,
         stop_ids: tuple[int, ...],
         *,
@@ -81,11 +79,11 @@ class Generator:
         preferred: str | None = None,
         policy_version: int | None = None,
         on_tokens: OnTokens | None = None,
+        wish: Wish = NO_WISH,
     ) -> tuple[Drawn, str]:
         """Draw until a stop or the limit; returns what was drawn and the id of the last server.
 
-        A server that dies is replaced; what it had handed over is kept if versions may be mixed.
-        With `on_tokens` the turn is streamed; with `policy_version` every token is by that version.
+        A dead server is replaced; what it drew is kept if versions may mix. `on_tokens` streams.
 
         Raises:
             DeadlineExceeded: no server finished the turn within the turn timeout.
@@ -99,31 +97,31 @@ class Generator:
             server = await self._pool.acquire(
                 preferred, timeout_s=remaining, policy_version=policy_version
             )
-            preferred = server.entry.server_id
+            preferred, num_before = server.entry.server_id, len(drawn.ids)
             version: int | None = None
-            num_before = len(drawn.ids)
             attempt += 1
             try:
-                self._keep_or_restart(drawn, server, is_streamed=on_tokens is not None)
+                self._keep_or_restart(drawn, server, wish, is_streamed=on_tokens is not None)
                 body = request_body(
-                    prompt_ids + drawn.ids,
+                    prompt.followed_by(drawn.ids),
                     sampling,
                     stop_ids,
                     rid=f"{rid}-{attempt}",
                     max_new_tokens=sampling.max_new_tokens - len(drawn.ids),
                     policy_version=server.policy_version,
                     stream=on_tokens is not None,
+                    wish=wish,
                 )
                 async with asyncio.timeout(remaining):
-                    await self._call(server, body, drawn, on_tokens, rid=f"{rid}-{attempt}")
+                    await self._call(server, body, drawn, on_tokens, wish, f"{rid}-{attempt}")
                 version = drawn.spans[-1].policy_version if drawn.spans else None
                 _check_version(drawn, policy_version)
                 num_empty_aborts += drawn.finish is None and len(drawn.ids) <= num_before
                 if num_empty_aborts > _MAX_EMPTY_ABORTS:
                     raise ServerUnavailable(f"{server.entry.url} aborts the turn at once")
-            except TurnLost:
-                raise
             except _SERVER_FAILURES as error:
+                if isinstance(error, TurnLost):
+                    raise
                 self._pool.suspend(server, f"{type(error).__name__}: {error}")
             finally:
                 self._pool.release(server, policy_version=version)
@@ -165,15 +163,19 @@ class Generator:
         except (aiohttp.ClientError, TimeoutError) as error:
             _log.info("abort_failed", server_id=server.entry.server_id, error=str(error))
 
-    def _keep_or_restart(self, drawn: Drawn, server: Server, *, is_streamed: bool) -> None:
+    def _keep_or_restart(
+        self, drawn: Drawn, server: Server, wish: Wish, *, is_streamed: bool
+    ) -> None:
         """Decide what becomes of ids that an earlier server drew.
 
         Raises:
             TurnLost: a client has seen ids that cannot be kept.
         """
         same = not drawn.spans or drawn.spans[-1].policy_version == server.policy_version
-        if not (same or self._may_mix_versions):
-            drawn.ids, drawn.logprobs, drawn.spans = [], [], []
+        # Another server's grammar would begin anew in the middle of the answer.
+        may_keep = wish.json_schema is None
+        if not (may_keep and (same or self._may_mix_versions)):
+            drawn.ids, drawn.logprobs, drawn.spans, drawn.tops = [], [], [], []
         if is_streamed and drawn.num_handed_on > len(drawn.ids):
             raise TurnLost(
                 f"a streamed turn was lost after {drawn.num_handed_on} tokens: its server failed "
@@ -181,23 +183,37 @@ class Generator:
             )
 
     async def _call(
-        self, server: Server, body: bytes, drawn: Drawn, on_tokens: OnTokens | None, *, rid: str
+        self,
+        server: Server,
+        body: bytes,
+        drawn: Drawn,
+        on_tokens: OnTokens | None,
+        wish: Wish,
+        rid: str,
     ) -> None:
         """One request to one server; one that is given up here is aborted there."""
         try:
-            await self._request(server, body, drawn, on_tokens)
+            await self._request(server, body, drawn, on_tokens, wish.traceparent)
         except asyncio.CancelledError:
             self._abort_soon(server, rid)
             raise
 
     async def _request(
-        self, server: Server, body: bytes, drawn: Drawn, on_tokens: OnTokens | None
+        self,
+        server: Server,
+        body: bytes,
+        drawn: Drawn,
+        on_tokens: OnTokens | None,
+        traceparent: str | None,
     ) -> None:
         """Adds what the server draws to `drawn`; sets its finish unless the turn was aborted."""
+        headers = {"Content-Type": "application/json"}
+        if traceparent is not None:
+            headers["traceparent"] = traceparent
         async with self._session.post(
             f"{server.entry.url}/generate",
             data=body,
-            headers={"Content-Type": "application/json"},
+            headers=headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
         ) as answer:
             if answer.status >= 500:
@@ -245,6 +261,10 @@ class _Merge:
             have_logprobs = len(drawn.logprobs) - self._base
             fresh = logprobs if is_incremental else logprobs[have_logprobs:]
             drawn.logprobs += [entry[0] for entry in fresh]
+        if meta.output_top_logprobs is not None:
+            tops = meta.output_top_logprobs
+            have_tops = len(drawn.tops) - self._base
+            drawn.tops += map(_top, tops if is_incremental else tops[have_tops:])
         self._last_version = meta.weight_version or self._last_version
         self._spans = meta.weight_versions or self._spans
         return new
@@ -292,6 +312,11 @@ class _Merge:
     def _forget(self) -> None:
         del self._drawn.ids[self._base :]
         del self._drawn.logprobs[self._base :]
+        del self._drawn.tops[self._base :]
+
+
+def _top(entries: list[tuple[float | None, int, Any]] | None) -> Top:
+    return [(token, p) for p, token, _ in entries or () if p is not None]
 
 
 async def _read_stream(

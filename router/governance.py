@@ -7,6 +7,7 @@ distribution is unknown, that follow a stop, or that no client received have no 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import fields, replace
 from typing import Any
 
@@ -54,36 +55,77 @@ def decide(
     """The sampling in force; `room` is how many tokens the context still takes (at least 1).
 
     Raises:
-        Refusal: 400, `sampling.governance` is reject and the client asked for something else.
+        Refusal: 400, the governance of a parameter is reject and the client asked for another
+            value, or it may ask for what cannot be served.
     """
     base = Sampling(
         temperature=settings.temperature,
         max_new_tokens=settings.max_new_tokens,
         stop=request.stop,
+        constraint=_constraint(request, opening, settings),
     )
-    governance = settings.governance
+    wanted, limit = request.max_new_tokens, base.max_new_tokens
     own = opening.sampling if opening is not None else None
     if own is not None:
         base = _with(base, own)
-        governance = "enforce"
-    wanted = request.max_new_tokens
-    if governance == "record":
-        base = _with(base, request.asked)
-        base = replace(base, seed=request.seed)
-        limit = wanted if wanted is not None else base.max_new_tokens
-    else:
-        if governance == "reject":
-            _refuse_other(request, base)
         limit = base.max_new_tokens if wanted is None else min(wanted, base.max_new_tokens)
-    if request.constraints and governance != "enforce":
+        return replace(base, max_new_tokens=max(1, min(limit, room)))
+    for name, value in request.asked.items():
+        governance = settings.governance_of(name)
+        if governance == "record":
+            base = _with(base, {name: value})
+        elif governance == "reject" and value != getattr(base, name):
+            raise _not_allowed(name, value, f"samples with {name}={getattr(base, name)!r}")
+    if request.seed is not None:
+        if settings.governance_of("seed") == "reject":
+            raise _not_allowed("seed", request.seed, "draws freely")
+        if settings.governance_of("seed") == "record":
+            base = replace(base, seed=request.seed)
+    if wanted is not None:
+        may_raise = settings.governance_of("max_new_tokens") == "record"
+        limit = wanted if may_raise else min(wanted, limit)
+    return replace(base, max_new_tokens=max(1, min(limit, room)))
+
+
+def is_honoured(name: str, opening: Opening | None, settings: SamplingSettings) -> bool:
+    """Whether a client's `response_format` or `tool_choice` is in force.
+
+    Evaluation and unkeyed traffic are never trained, so that there is nothing to protect.
+
+    Raises:
+        Refusal: 400, the run rejects it.
+    """
+    if opening is None or opening.purpose == "eval":
+        return True
+    governance = settings.governance_of(name)
+    if governance == "reject":
+        raise _not_allowed(name, "...", "lets the policy choose what it says")
+    return governance == "record"
+
+
+def _constraint(request: TurnRequest, opening: Opening | None, settings: SamplingSettings) -> str:
+    if request.has_logit_bias and settings.governance_of("logit_bias") != "enforce":
         raise Refusal(
             400,
             "unsupported_parameter",
-            f"{request.constraints[0]} changes the behavior distribution and is not supported with "
-            f'sampling.governance="{governance}"; leave it out, or use "enforce", which ignores it',
-            param=request.constraints[0],
+            "logit_bias changes the behavior distribution and is not supported; leave it out, or "
+            'have it ignored with sampling.governance="enforce"',
+            param="logit_bias",
         )
-    return replace(base, max_new_tokens=max(1, min(limit, room)))
+    schema = request.json_schema
+    if schema is None or not is_honoured("response_format", opening, settings):
+        return ""
+    return f"json_schema:{hashlib.blake2b(schema.encode(), digest_size=8).hexdigest()}"
+
+
+def _not_allowed(name: str, value: object, what_runs_do: str) -> Refusal:
+    return Refusal(
+        400,
+        "sampling_not_allowed",
+        f"{name}={value!r}; this run {what_runs_do}, and rejects what clients ask "
+        "(sampling.governance). Leave it out.",
+        param=name,
+    )
 
 
 def loss_spans(
@@ -118,24 +160,3 @@ def _with(base: Sampling, values: dict[str, float]) -> Sampling:
         if name in known
     }
     return replace(base, **changed)
-
-
-def _refuse_other(request: TurnRequest, base: Sampling) -> None:
-    for name, value in request.asked.items():
-        in_force = getattr(base, name)
-        if value != in_force:
-            raise Refusal(
-                400,
-                "sampling_not_allowed",
-                f"{name}={value!r}; this run samples with {name}={in_force!r} "
-                '(sampling.governance="reject"). Leave it out.',
-                param=name,
-            )
-    if request.seed is not None:
-        raise Refusal(
-            400,
-            "sampling_not_allowed",
-            f"seed={request.seed}; this run draws freely "
-            '(sampling.governance="reject"). Leave it out.',
-            param="seed",
-        )

@@ -9,13 +9,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Protocol
 
 from outloop.router.refusals import Refusal
 from outloop.router.turns import Delta, TurnResult
 
 
+class Client(Protocol):
+    """Whoever waits for an answer."""
+
+    def is_gone(self) -> bool:
+        """True if it has left."""
+
+
 class TurnJob:
     """A turn being served; requests attach to it while their client is there."""
+
+    __slots__ = (
+        "_clients",
+        "_is_settled",
+        "_refusal",
+        "_results",
+        "_waiting",
+        "deltas",
+        "is_delivered",
+        "is_drawn",
+        "is_over",
+        "num_prompt_tokens",
+        "started_at",
+        "task",
+        "turn_ids",
+    )
 
     def __init__(self, turn_ids: tuple[str, ...], started_at: float) -> None:
         self.turn_ids = turn_ids
@@ -24,52 +48,58 @@ class TurnJob:
         self.is_delivered = False
         self.task: asyncio.Task[None] | None = None
         self.deltas: list[Delta] = []
-        self._num_listeners = 0
-        self._progress = asyncio.Event()
-        self._attached = asyncio.Event()
+        self._clients: list[Client] = []
+        self._waiting: list[asyncio.Future[None]] = []
+        """Woken at every change: results, a delta, a client that attaches."""
+        self._is_settled = False
         self._results: tuple[TurnResult, ...] = ()
         self._refusal: Refusal | None = None
         self.is_over = False
         self.is_drawn = False
 
     @property
-    def has_listener(self) -> bool:
+    def has_client(self) -> bool:
         """True while some client waits for the answer."""
-        return self._num_listeners > 0
+        return any(not client.is_gone() for client in self._clients)
 
     @property
     def is_abandoned(self) -> bool:
         """True if nobody waits and nobody has the answer: an identical request is a retry."""
-        return not self.has_listener and not self.is_delivered
+        return not self.is_delivered and not self.has_client
 
     @property
     def has_failed(self) -> bool:
         """True if it was refused; a retry of it is a new attempt."""
         return self._refusal is not None
 
-    def attach(self) -> None:
+    def attach(self, client: Client) -> None:
         """A client waits for this job."""
-        self._num_listeners += 1
-        self._attached.set()
+        self._clients.append(client)
+        self._wake()
 
-    def detach(self) -> None:
-        """That client has gone, or has its answer."""
-        self._num_listeners -= 1
-        if not self._num_listeners:
-            self._attached.clear()
-
-    def settle(self) -> None:
-        """Let a job that waits for a client to come back go on without one."""
-        self._attached.set()
+    def detach(self, client: Client) -> None:
+        """That client has its answer, or wants none any more."""
+        self._clients.remove(client)
 
     async def wait_for_client(self, timeout_s: float) -> bool:
         """True as soon as a client waits; False when none came back in time."""
-        if not self.has_listener:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not self.has_client:
+            remaining = deadline - loop.time()
+            if remaining <= 0 or self._is_settled:
+                return False
             try:
-                await asyncio.wait_for(self._attached.wait(), timeout_s)
+                async with asyncio.timeout(remaining):
+                    await self._change()
             except TimeoutError:
                 return False
-        return self.has_listener
+        return True
+
+    def settle(self) -> None:
+        """Let a job that waits for a client to come back go on without one."""
+        self._is_settled = True
+        self._wake()
 
     def push(self, delta: Delta) -> None:
         """Hand a piece on to streaming clients."""
@@ -95,7 +125,7 @@ class TurnJob:
             Refusal: it was refused.
         """
         while not self.is_over:
-            await self._progress.wait()
+            await self._change()
         if self._refusal is not None:
             raise self._refusal
         return self._results
@@ -109,8 +139,15 @@ class TurnJob:
                 index += 1
             if self.is_over:
                 return
-            await self._progress.wait()
+            await self._change()
+
+    async def _change(self) -> None:
+        change = asyncio.get_running_loop().create_future()
+        self._waiting.append(change)
+        await change
 
     def _wake(self) -> None:
-        waiting, self._progress = self._progress, asyncio.Event()
-        waiting.set()
+        waiting, self._waiting = self._waiting, []
+        for change in waiting:
+            if not change.done():
+                change.set_result(None)

@@ -7,6 +7,7 @@ Invariant: it is registered and `on_ready` is called only when requests are acce
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -88,6 +89,17 @@ async def serve(
             await serving
     finally:
         await writer.close()
+
+
+def own_the_process() -> None:
+    """Tune the interpreter for a router that has a process to itself.
+
+    Most of what a router allocates lives as long as an episode: the collector's usual cadence costs
+    it a seventh of its CPU and finds next to nothing.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 async def _first(event: Coroutine[Any, Any, bool], serving: asyncio.Task[None]) -> None:

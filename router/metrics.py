@@ -6,7 +6,11 @@ one registry per router app; labels have few values.
 
 from __future__ import annotations
 
+from typing import get_args
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from outloop.buffer.records import FinishReason, Turn
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BRANCH_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
@@ -49,6 +53,10 @@ class RouterMetrics:
         self.tokens = Counter(
             "router_tokens", "ids by where they come from", ["source"], registry=self.registry
         )
+        # Looking labels up costs more than counting.
+        self._finished = {name: self.turns.labels(name) for name in get_args(FinishReason)}
+        self._prompt_tokens = self.tokens.labels("prompt")
+        self._output_tokens = self.tokens.labels("output")
         self.refusals = Counter(
             "router_refusals", "requests refused", ["code"], registry=self.registry
         )
@@ -62,6 +70,14 @@ class RouterMetrics:
         self.in_flight = Gauge(
             "router_turns_in_flight", "turns being answered now", registry=self.registry
         )
+
+    def count(self, turn: Turn, *, is_break: bool) -> None:
+        """One more turn was recorded."""
+        self._finished[turn.finish_reason].inc()
+        self._prompt_tokens.inc(len(turn.prompt_ids))
+        self._output_tokens.inc(len(turn.output_ids))
+        if is_break:
+            self.breaks.labels(turn.branch_cause).inc()
 
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from renderers import create_renderer
@@ -59,6 +60,7 @@ class PolicyRenderer:
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
         self._stop_set = frozenset(self.stop_ids)
         self.reasoning_ids = self._find_reasoning_ids()
+        self._forced_cached = lru_cache(maxsize=1024)(self._forced)
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """Ids of the whole conversation up to where the assistant's answer begins.
@@ -188,6 +190,37 @@ class PolicyRenderer:
         if not _says_the_same(said, answer):
             raise _not_sayable(answer, f"its ids are read back as {said.text[:200]!r}")
         return completion
+
+    def forced_ids(self, tools: Sequence[dict[str, Any]], choice: str) -> list[int]:
+        """Ids with which every call that `choice` allows begins: up to what is the policy's to say.
+
+        Raises:
+            Refusal: 400, the format gives calls no common beginning.
+        """
+        names = tuple(tool["function"]["name"] for tool in tools)
+        kind, _, name = choice.partition(":")
+        return list(self._forced_cached((name,) if kind == "function" else names))
+
+    def _forced(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        starts = []
+        for name in names:
+            for arguments in ("{}", '{"q": 1}', '{"zz": "-"}'):
+                call = Message("assistant", tool_calls=(ToolCall("call-0", name, arguments),))
+                starts.append(self.complete([Message("user", "-")], call, tools))
+        shared = starts[0]
+        for start in starts[1:]:
+            same = enumerate(zip(shared, start, strict=False))
+            shared = shared[: next((i for i, (a, b) in same if a != b), len(start))]
+        if not shared:
+            raise Refusal(
+                400,
+                "unsupported_parameter",
+                "tool_choice: calls have no common beginning in the policy's chat format, so none "
+                "can be forced; leave it out",
+                param="tool_choice",
+            )
+        return tuple(shared)
 
     def begins_in_reasoning(self, prompt_ids: list[int]) -> bool:
         """True if the prompt opens a reasoning region that the policy goes on with."""

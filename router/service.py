@@ -24,11 +24,13 @@ from outloop.router.generation import Drawn, Generator
 from outloop.router.governance import decide, loss_spans
 from outloop.router.jobs import TurnJob
 from outloop.router.metrics import RouterMetrics
+from outloop.router.planning import Planner
 from outloop.router.port import EpisodeBuffer
 from outloop.router.refusals import Refusal, as_refusal
 from outloop.router.rendering import Answer, PolicyRenderer
 from outloop.router.sessions import Episodes, EpisodeSession
 from outloop.router.turns import Delta, TurnRequest, TurnResult
+from outloop.router.wire import NO_WISH, Prompt, Wish
 
 _RETURN_GRACE_S = 10.0
 """A client that left may come back with a retry this long; then its turn is recorded as masked."""
@@ -64,6 +66,7 @@ class TurnService:
         self._buffer = buffer
         self._renderer = renderer
         self._reader = AnswerReader(renderer)
+        self._planner = Planner(renderer, episodes, settings.sampling)
         self._episodes = episodes
         self._generator = generator
         self._metrics = metrics
@@ -100,6 +103,15 @@ class TurnService:
         self._jobs.add(job.task)
         job.task.add_done_callback(self._jobs.discard)
         return job
+
+    def forget(self, session: EpisodeSession, job: TurnJob, retry_key: str) -> None:
+        """Let go of a job whose answer was handed over; its turns tell a retry the same again."""
+        if job.is_delivered and session.opening is not None:
+            jobs = session.jobs.get(retry_key, [])
+            if job in jobs:
+                jobs.remove(job)
+            if not jobs:
+                session.jobs.pop(retry_key, None)
 
     async def end(self, session: EpisodeSession) -> None:
         """Finish what an episode that is being closed has running: record or abandon it."""
@@ -169,30 +181,31 @@ class TurnService:
         jobs = session.jobs.get(retry_key, [])
         if job in jobs:
             jobs.remove(job)
+        if not jobs:
+            session.jobs.pop(retry_key, None)
 
     async def _serve(
         self, job: TurnJob, session: EpisodeSession, request: TurnRequest, retry_key: str
     ) -> tuple[TurnResult, ...]:
-        plan = await self._plan(session, request)
-        ids = [i for piece in session.tree.path_ids(plan.parent) for i in piece.tolist()]
-        ids += plan.prompt_ids
-        room = self._settings.model.max_context_tokens - len(ids)
+        request, plan = await self._planner.plan(session, request)
+        prompt = session.tree.prompt(plan)
+        room = self._settings.model.max_context_tokens - prompt.num_ids
         if room < 1:
             raise Refusal(
                 400,
                 "context_length_exceeded",
-                f"the conversation has {len(ids)} tokens and model.max_context_tokens="
+                f"the conversation has {prompt.num_ids} tokens and model.max_context_tokens="
                 f"{self._settings.model.max_context_tokens}; shorten it, or raise the limit",
                 param="messages",
             )
         sampling = decide(request, session.opening, self._settings.sampling, room=room)
-        job.num_prompt_tokens = len(ids)
-        drawn = await asyncio.gather(
-            *(
-                self._draw(job, session, request, index, ids, plan, sampling)
-                for index in range(request.num_choices)
-            )
-        )
+        job.num_prompt_tokens = prompt.num_ids
+        draws = [
+            self._draw(job, session, request, index, prompt, plan, sampling)
+            for index in range(request.num_choices)
+        ]
+        # One choice is the rule, and gathering one would make a task for it.
+        drawn = [await draws[0]] if len(draws) == 1 else await asyncio.gather(*draws)
         job.is_drawn = True
         is_delivered = await job.wait_for_client(_RETURN_GRACE_S)
         if not is_delivered:
@@ -200,32 +213,19 @@ class TurnService:
         common = _Recording(job, session, request, retry_key, plan, sampling, is_delivered)
         return tuple([await self._record(common, index, one) for index, one in enumerate(drawn)])
 
-    async def _plan(self, session: EpisodeSession, request: TurnRequest) -> Plan:
-        def plan() -> Plan:
-            if request.prompt is not None:
-                return session.tree.plan_prompt(request.prompt)
-            return session.tree.plan(request.messages, request.tools)
-
-        found = plan()
-        has_history = request.prompt is not None or any(
-            message.role == "assistant" for message in request.messages
-        )
-        # Another router process may have recorded the turn that this continues.
-        if found.is_root and has_history and await self._episodes.refresh(session):
-            found = plan()
-        return found
-
     async def _draw(
         self,
         job: TurnJob,
         session: EpisodeSession,
         request: TurnRequest,
         index: int,
-        ids: list[int],
+        prompt: Prompt,
         plan: Plan,
         sampling: Sampling,
     ) -> Drawn:
         read = self._reader.stream(request, plan, sampling)
+        if read is not None and plan.num_forced:
+            read(plan.forced_ids)
 
         def show(new: list[int]) -> None:
             reasoning, text = read(new) if read is not None else ("", "")
@@ -235,57 +235,61 @@ class TurnService:
                 job.push(Delta(choice_index=index, text=text))
 
         drawn, session.last_server = await self._generator.draw(
-            ids,
+            prompt,
             sampling,
             self._renderer.stop_ids,
             rid=job.turn_ids[index],
             preferred=session.last_server,
             policy_version=request.policy_version,
             on_tokens=show if request.stream else None,
+            wish=_wish(request, sampling),
         )
         return drawn
 
     async def _record(self, common: _Recording, index: int, drawn: Drawn) -> TurnResult:
         job, session, request, plan = common.job, common.session, common.request, common.plan
         matched = drawn.matched if isinstance(drawn.matched, str) else None
-        answer = self._reader.read(
-            request, drawn.ids, plan.prompt_ids, job.turn_ids[index], matched
-        )
+        answer = self._reader.read(request, drawn.ids, plan, job.turn_ids[index], matched)
         turn = self._turn(common, index, drawn, answer)
         if session.opening is not None:
             await self._buffer.append_turn(turn)
+            is_told = request.prompt is None and plan.knows_messages
             session.tree.add(
                 turn,
                 plan=plan,
-                messages=request.messages if request.prompt is None else None,
-                answer=answer.message if request.prompt is None else None,
+                messages=request.messages if is_told else None,
+                answer=answer.message if is_told else None,
                 tools=request.tools,
             )
             self._count(turn, plan)
-        return self._reader.result(request, turn, plan, answer.message, matched)
+        return self._reader.result(request, turn, plan, answer.message, matched, drawn.tops)
 
     def _turn(self, common: _Recording, index: int, drawn: Drawn, answer: Answer) -> Turn:
         session, plan, sampling = common.session, common.plan, common.sampling
         finish: FinishReason = "length" if drawn.finish == "length" else "stop"
         if answer.message.tool_calls:
             finish = "tool_calls"
+        # A missing logprob becomes NaN.
+        logprobs = np.array(drawn.logprobs, dtype=np.float32)
+        is_known = bool(np.isfinite(logprobs).all())
+        if not is_known:
+            logprobs = np.zeros_like(logprobs)
         spans, reason = loss_spans(
             num_output=len(drawn.ids),
             num_until_stop=self._renderer.num_until_stop(drawn.ids),
             undelivered_from=answer.undelivered_from,
             is_delivered=common.is_delivered,
-            is_behavior_known=sampling.is_plain and drawn.known_logprobs,
+            is_behavior_known=sampling.is_plain and is_known,
             purpose=session.opening.purpose if session.opening is not None else "eval",
         )
-        logprobs = drawn.logprobs if drawn.known_logprobs else [0.0] * len(drawn.ids)
         return Turn(
             turn_id=common.job.turn_ids[index],
             episode_id=session.episode_id,
             parent_turn_id=plan.parent.turn.turn_id if plan.parent is not None else None,
             choice_index=index,
-            prompt_ids=np.asarray(plan.prompt_ids, dtype=np.int32),
-            output_ids=np.asarray(drawn.ids, dtype=np.int32),
-            behavior_logprobs=np.asarray(logprobs, dtype=np.float32),
+            prompt_ids=np.array(plan.prompt_ids, dtype=np.int32),
+            output_ids=np.array(drawn.ids, dtype=np.int32),
+            behavior_logprobs=logprobs,
             version_spans=tuple(drawn.spans),
             loss_spans=spans,
             mask_reason=reason,
@@ -298,18 +302,15 @@ class TurnService:
         )
 
     def _count(self, turn: Turn, plan: Plan) -> None:
-        self._metrics.turns.labels(turn.finish_reason).inc()
-        self._metrics.tokens.labels("prompt").inc(len(turn.prompt_ids))
-        self._metrics.tokens.labels("output").inc(len(turn.output_ids))
-        if plan.is_break:
-            self._metrics.breaks.labels(plan.cause).inc()
+        self._metrics.count(turn, is_break=plan.is_break)
 
     async def _recorded(
         self, session: EpisodeSession, request: TurnRequest, retry_key: str
     ) -> TurnJob | None:
-        """The finished job of a turn that another process recorded under `retry_key`."""
-        await self._episodes.refresh(session)
-        nodes = [n for n in session.tree.nodes.values() if n.turn.retry_key == retry_key]
+        """The finished job of a turn that was recorded under `retry_key`, by whichever process."""
+        nodes = session.tree.recorded_under(retry_key)
+        if not nodes and await self._episodes.refresh(session):
+            nodes = session.tree.recorded_under(retry_key)
         if not nodes:
             return None
         started_at = nodes[-1].turn.started_at
@@ -321,11 +322,21 @@ class TurnService:
         for node in nodes:
             prompt_ids = node.turn.prompt_ids.tolist()
             plan = Plan(parent=node.parent, said_after=None, prompt_ids=prompt_ids, cause="root")
+            plan = self._planner.find_forced(plan, request)
             results.append(self._reader.again(request, node.turn, plan))
         job.num_prompt_tokens = results[0].num_prompt_tokens
         job.finish(tuple(results))
-        session.jobs.setdefault(retry_key, []).append(job)
         return job
+
+
+def _wish(request: TurnRequest, sampling: Sampling) -> Wish:
+    if not (sampling.constraint or request.num_top_logprobs or request.traceparent):
+        return NO_WISH
+    return Wish(
+        json_schema=request.json_schema if sampling.constraint else None,
+        num_top_logprobs=request.num_top_logprobs,
+        traceparent=request.traceparent,
+    )
 
 
 def _repeated(jobs: list[TurnJob] | tuple[()], is_retry: bool) -> TurnJob | None:

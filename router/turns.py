@@ -69,6 +69,8 @@ class TurnRequest:
     messages: tuple[Message, ...]
     prompt: str | tuple[int, ...] | None = None
     """Text or ids to go on with as they are, in place of messages."""
+    after: str | None = None
+    """The turn whose conversation `messages` go on with; a system message takes its one's place."""
     tools: tuple[dict[str, Any], ...] = ()
     tool_choice: str = "auto"
     """auto, none, required, or the name of a function after `function:`."""
@@ -79,15 +81,24 @@ class TurnRequest:
     max_new_tokens: int | None = None
     asked: dict[str, float] = field(default_factory=dict)
     """Sampling parameters that the client set, by the names of `Sampling`."""
-    constraints: tuple[str, ...] = ()
-    """Parameters the client set that bend the distribution otherwise: logit_bias, ..."""
+    has_logit_bias: bool = False
+    json_schema: str | None = None
+    """The schema, as JSON, that the answer must fit."""
     stop: tuple[str, ...] = ()
     seed: int | None = None
     wants_logprobs: bool = False
+    num_top_logprobs: int = 0
     wants_reasoning: bool = True
     """False: reasoning is drawn and recorded but not shown."""
     stream: bool = False
     wants_usage: bool = False
+    traceparent: str | None = None
+    """The client's OpenTelemetry context."""
+
+    @property
+    def forces_call(self) -> bool:
+        """True if the client leaves no choice but to call a function."""
+        return bool(self.tools) and self.tool_choice not in ("auto", "none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +107,8 @@ class TokenLogprob:
 
     text: str
     logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+    """The most probable tokens in its place, where the client asked for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

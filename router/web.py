@@ -39,6 +39,7 @@ class Exchange:
         self.receive = receive
         self._send = send
         self.is_started = False
+        self._is_gone = False
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
 
     @property
@@ -125,6 +126,23 @@ class Exchange:
                 (b"cache-control", b"no-cache"),
             ],
         )
+
+    def is_gone(self) -> bool:
+        """True if the client has closed the connection, as far as is known now.
+
+        Only after the body was read and before the answer is complete. `receive` is begun and given
+        up at once: a task for every request that waits for it would cost as much as the rest.
+        """
+        if self._is_gone:
+            return True
+        step = self.receive().__await__()
+        try:
+            next(step)
+        except StopIteration as got:
+            self._is_gone = got.value["type"] == "http.disconnect"
+        else:
+            step.close()
+        return self._is_gone
 
     async def wait_gone(self) -> None:
         """Return when the client has closed the connection."""

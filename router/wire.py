@@ -6,6 +6,7 @@ answer. Invariant: every sampling parameter is sent; unknown fields of an answer
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -38,6 +39,7 @@ class Meta(msgspec.Struct):
     weight_version: str | None = None
     weight_versions: list[Span] | None = None
     output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    output_top_logprobs: list[list[tuple[float | None, int, Any]] | None] | None = None
 
 
 class Failure(msgspec.Struct):
@@ -69,8 +71,39 @@ def read_piece(data: bytes) -> Piece:
         raise ServerUnavailable(f"/generate answered what is no result: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Ids as they stand in a request, so that a conversation is not written anew at each turn.
+
+    Example: `Prompt().followed_by([5, 6])` has `text` b"5,6".
+    """
+
+    num_ids: int = 0
+    text: bytes = b""
+
+    def followed_by(self, ids: list[int]) -> Prompt:
+        """These ids and then `ids`."""
+        if not ids:
+            return self
+        more = msgspec.json.encode(ids)[1:-1]
+        return Prompt(self.num_ids + len(ids), self.text + b"," + more if self.text else more)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """What few turns ask of a server beyond their sampling."""
+
+    json_schema: str | None = None
+    num_top_logprobs: int = 0
+    traceparent: str | None = None
+    """The client's OpenTelemetry context, handed on as it came."""
+
+
+NO_WISH = Wish()
+
+
 def request_body(
-    input_ids: list[int],
+    prompt: Prompt,
     sampling: Sampling,
     stop_ids: tuple[int, ...],
     *,
@@ -78,8 +111,9 @@ def request_body(
     max_new_tokens: int,
     policy_version: int | None,
     stream: bool,
+    wish: Wish,
 ) -> bytes:
-    """The body that draws at most `max_new_tokens` after `input_ids`."""
+    """The body that draws at most `max_new_tokens` after `prompt`."""
     parameters: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": sampling.temperature,
@@ -100,10 +134,14 @@ def request_body(
     }
     if sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed
+    if wish.json_schema is not None:
+        parameters["json_schema"] = wish.json_schema
+    more = {"top_logprobs_num": wish.num_top_logprobs} if wish.num_top_logprobs else {}
     return msgspec.json.encode(
         {
+            **more,
             "rid": rid,
-            "input_ids": input_ids,
+            "input_ids": msgspec.Raw(b"[" + prompt.text + b"]"),
             "sampling_params": parameters,
             "return_logprob": True,
             "stream": stream,

@@ -114,14 +114,17 @@ class AsyncScripts:
 
     async def call(self, name: str, *args: Argument, what: str) -> list[Any]:
         """As SyncScripts.call."""
-        script = load_script(name)
         with translated(what):
-            words = (self._meta_key, _now_ms(self._clock), *args)
-            try:
-                answer: Any = await self._client.evalsha(script.sha1, 1, *words)
-            except redis.exceptions.NoScriptError:
-                answer = await self._client.eval(script.text, 1, *words)
+            answer = await self.execute(name, (self._meta_key, _now_ms(self._clock), *args))
         return _unpack(answer, what)
+
+    async def execute(self, name: str, words: tuple[Argument, ...]) -> Any:
+        """The script's own answer; raises redis-py's errors."""
+        script = load_script(name)
+        try:
+            return await self._client.evalsha(script.sha1, 1, *words)
+        except redis.exceptions.NoScriptError:
+            return await self._client.eval(script.text, 1, *words)
 
 
 def _now_ms(clock: Clock | None) -> int:

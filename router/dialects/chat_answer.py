@@ -162,7 +162,7 @@ def _logprobs(result: TurnResult) -> dict[str, Any] | None:
                 "token": token.text,
                 "logprob": token.logprob,
                 "bytes": list(token.text.encode()),
-                "top_logprobs": [],
+                "top_logprobs": fields.top_tokens(token),
             }
             for token in result.logprobs
         ],

@@ -97,21 +97,24 @@ def decode(body: bytes) -> TurnRequest:
         Refusal: 400, not JSON, or a value that cannot be.
     """
     chat = fields.read(_decoder, body)
+    tools = to_tools(bytes(chat.tools))
     return TurnRequest(
         model=chat.model,
         messages=to_messages(chat.messages),
-        tools=to_tools(bytes(chat.tools)),
-        tool_choice=_tool_choice(chat.tool_choice),
+        tools=tools,
+        tool_choice=fields.tool_choice_of(_tool_choice(chat.tool_choice), tools),
         parallel_tool_calls=chat.parallel_tool_calls is not False,
         num_choices=fields.whole("n", chat.n, 1, fields.MAX_CHOICES) or 1,
         max_new_tokens=fields.whole("max_tokens", chat.max_tokens, 1, None)
         if chat.max_completion_tokens is None
         else fields.whole("max_completion_tokens", chat.max_completion_tokens, 1, None),
         asked=fields.asked(chat),
-        constraints=_constraints(chat),
+        has_logit_bias=bool(chat.logit_bias),
+        json_schema=fields.json_schema("response_format", chat.response_format, "json_schema"),
         stop=fields.stops("stop", chat.stop),
         seed=chat.seed,
         wants_logprobs=bool(chat.logprobs),
+        num_top_logprobs=fields.top_logprobs(chat.top_logprobs, is_asked=bool(chat.logprobs)),
         stream=bool(chat.stream),
         wants_usage=bool(chat.stream_options and chat.stream_options.include_usage),
     )
@@ -208,14 +211,3 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str:
             param="tool_choice",
         )
     return choice or "auto"
-
-
-def _constraints(chat: ChatRequest) -> tuple[str, ...]:
-    found = []
-    if chat.logit_bias:
-        found.append("logit_bias")
-    if chat.response_format and chat.response_format.get("type") not in (None, "text"):
-        found.append("response_format")
-    if isinstance(chat.tool_choice, dict) or chat.tool_choice == "required":
-        found.append("tool_choice")
-    return tuple(found)

@@ -88,7 +88,9 @@ def _logprobs(result: TurnResult) -> dict[str, Any] | None:
     return {
         "tokens": [token.text for token in result.logprobs],
         "token_logprobs": [token.logprob for token in result.logprobs],
-        "top_logprobs": None,
+        "top_logprobs": [dict(token.top) for token in result.logprobs]
+        if any(token.top for token in result.logprobs)
+        else None,
         "text_offset": offsets,
     }
 

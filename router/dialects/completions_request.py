@@ -70,10 +70,11 @@ def decode(body: bytes) -> TurnRequest:
         num_choices=num_choices,
         max_new_tokens=fields.whole("max_tokens", asked.max_tokens, 1, None),
         asked=fields.asked(asked),
-        constraints=("logit_bias",) if asked.logit_bias else (),
+        has_logit_bias=bool(asked.logit_bias),
         stop=fields.stops("stop", asked.stop),
         seed=asked.seed,
         wants_logprobs=asked.logprobs is not None,
+        num_top_logprobs=fields.whole("logprobs", asked.logprobs, 0, fields.MAX_TOP_LOGPROBS) or 0,
         stream=bool(asked.stream),
         wants_usage=bool(asked.stream_options and asked.stream_options.include_usage),
     )

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from outloop.router.refusals import Refusal
+from outloop.router.turns import TokenLogprob
 
 T = TypeVar("T")
 MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 16
 _RANGES = {
     "temperature": (0.0, 2.0),
@@ -117,6 +120,55 @@ def function_tool(
     }
 
 
+def top_logprobs(value: int | None, *, is_asked: bool) -> int:
+    """How many of the most probable tokens to show.
+
+    Raises:
+        Refusal: 400, out of range, or asked for without logprobs.
+    """
+    number = whole("top_logprobs", value, 0, MAX_TOP_LOGPROBS) or 0
+    if number and not is_asked:
+        refuse("top_logprobs", f"top_logprobs={number} needs logprobs=true")
+    return number
+
+
+def json_schema(param: str, form: dict[str, Any] | None, nested: str | None) -> str | None:
+    """The schema, as JSON, that a response format asks for; None when it asks for text.
+
+    Args:
+        nested: the field of the format that holds `schema`; None when `schema` is in it.
+
+    Raises:
+        Refusal: 400, an unknown format, or one without its schema.
+    """
+    kind = form.get("type") if form else None
+    if not form or kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return '{"type":"object"}'
+    holder = form.get(nested) if nested is not None else form
+    schema = holder.get("schema") if isinstance(holder, dict) else None
+    if kind != "json_schema" or not isinstance(schema, dict):
+        refuse(
+            param,
+            f"{param}.type={kind!r}; allowed: text, json_object, and json_schema with its schema",
+        )
+    return msgspec.json.encode(schema).decode()
+
+
+def tool_choice_of(choice: str, tools: Sequence[dict[str, Any]]) -> str:
+    """`choice`, if `tools` allow it; without function tools it says nothing.
+
+    Raises:
+        Refusal: 400, a function that is not among the tools.
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    kind, _, name = choice.partition(":")
+    if names and kind == "function" and name not in names:
+        refuse("tool_choice", f"tool_choice={name!r}; the tools are {', '.join(names)}")
+    return choice
+
+
 def tool_objects(raw: bytes) -> list[dict[str, Any]]:
     """The tools of a body as objects.
 
@@ -127,6 +179,14 @@ def tool_objects(raw: bytes) -> list[dict[str, Any]]:
         return msgspec.json.decode(raw, type=list[dict[str, Any]] | None) or []
     except msgspec.DecodeError as error:
         raise Refusal(400, "invalid_value", f"tools: {error}", param="tools") from error
+
+
+def top_tokens(token: TokenLogprob) -> list[dict[str, Any]]:
+    """The most probable tokens in a token's place, as OpenAI writes them."""
+    return [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        for text, logprob in token.top
+    ]
 
 
 def rest_of(text: str, shown: str) -> str:

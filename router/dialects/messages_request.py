@@ -53,6 +53,10 @@ class _Thinking(msgspec.Struct):
     type: str = ""
 
 
+class _OutputConfig(msgspec.Struct):
+    format: dict[str, Any] | None = None
+
+
 class MessagesRequest(msgspec.Struct):
     """Body of `POST /v1/messages`."""
 
@@ -67,6 +71,8 @@ class MessagesRequest(msgspec.Struct):
     top_p: float | None = None
     top_k: int | None = None
     thinking: _Thinking | None = None
+    output_format: dict[str, Any] | None = None
+    output_config: _OutputConfig | None = None
     stream: bool | None = None
 
 
@@ -91,17 +97,21 @@ def decode(body: bytes) -> TurnRequest:
     """
     asked = fields.read(_decoder, body)
     choice = asked.tool_choice
+    tools = _tools(bytes(asked.tools))
     return TurnRequest(
         model=asked.model,
         messages=_messages(asked),
-        tools=_tools(bytes(asked.tools)),
-        tool_choice=_tool_choice(choice),
+        tools=tools,
+        tool_choice=fields.tool_choice_of(_tool_choice(choice), tools),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         max_new_tokens=fields.whole("max_tokens", asked.max_tokens, 1, None),
         asked=fields.asked(asked),
-        constraints=("tool_choice",)
-        if choice is not None and choice.type in ("any", "tool")
-        else (),
+        json_schema=fields.json_schema("output_format", asked.output_format, None)
+        or fields.json_schema(
+            "output_config.format",
+            asked.output_config.format if asked.output_config is not None else None,
+            None,
+        ),
         stop=fields.stops("stop_sequences", asked.stop_sequences),
         wants_reasoning=asked.thinking is not None and asked.thinking.type != "disabled",
         stream=bool(asked.stream),

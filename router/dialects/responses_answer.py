@@ -221,7 +221,7 @@ def _part(text: str, result: TurnResult | None) -> dict[str, Any]:
             "token": token.text,
             "logprob": token.logprob,
             "bytes": list(token.text.encode()),
-            "top_logprobs": [],
+            "top_logprobs": fields.top_tokens(token),
         }
         for token in (result.logprobs if result is not None else None) or ()
     ]
@@ -250,9 +250,9 @@ def _response(
         "model": request.model,
         "output": list(items),
         "parallel_tool_calls": request.parallel_tool_calls,
-        "previous_response_id": None,
+        "previous_response_id": f"resp_{request.after}" if request.after is not None else None,
         "reasoning": {"effort": None, "summary": None},
-        "store": False,
+        "store": True,
         "temperature": sampling.temperature if sampling is not None else None,
         "text": {"format": {"type": "text"}},
         "tool_choice": _tool_choice(request.tool_choice),

@@ -22,7 +22,7 @@ _ROLES: dict[str, Any] = {
     "user": "user",
     "assistant": "assistant",
 }
-_STATEFUL = ("previous_response_id", "conversation", "prompt")
+_STATEFUL = ("conversation", "prompt")
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -62,6 +62,7 @@ class ResponsesRequest(msgspec.Struct):
     top_p: float | None = None
     text: _Text | None = None
     include: list[str] | None = None
+    top_logprobs: int | None = None
     stream: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None
@@ -93,16 +94,24 @@ def decode(body: bytes) -> TurnRequest:
             "background=true is not served; wait for the answer, or stream it",
             "unsupported_parameter",
         )
+    tools = _tools(bytes(asked.tools))
+    wants_logprobs = _LOGPROBS in (asked.include or ())
     return TurnRequest(
         model=asked.model,
         messages=_messages(asked),
-        tools=_tools(bytes(asked.tools)),
-        tool_choice=_tool_choice(asked.tool_choice),
+        after=asked.previous_response_id.removeprefix("resp_")
+        if asked.previous_response_id is not None
+        else None,
+        tools=tools,
+        tool_choice=fields.tool_choice_of(_tool_choice(asked.tool_choice), tools),
         parallel_tool_calls=asked.parallel_tool_calls is not False,
         max_new_tokens=fields.whole("max_output_tokens", asked.max_output_tokens, 1, None),
         asked=fields.asked(asked),
-        constraints=_constraints(asked),
-        wants_logprobs=_LOGPROBS in (asked.include or ()),
+        json_schema=fields.json_schema(
+            "text.format", asked.text.format if asked.text is not None else None, None
+        ),
+        wants_logprobs=wants_logprobs,
+        num_top_logprobs=fields.top_logprobs(asked.top_logprobs, is_asked=wants_logprobs),
         stream=bool(asked.stream),
         wants_usage=True,
     )
@@ -229,13 +238,3 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str:
             f"tool_choice={choice!r}; allowed: auto, none, required or a function",
         )
     return choice or "auto"
-
-
-def _constraints(asked: ResponsesRequest) -> tuple[str, ...]:
-    found = []
-    form = asked.text.format if asked.text is not None else None
-    if form and form.get("type") not in (None, "text"):
-        found.append("text.format")
-    if isinstance(asked.tool_choice, dict) or asked.tool_choice == "required":
-        found.append("tool_choice")
-    return tuple(found)

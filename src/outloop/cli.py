@@ -144,8 +144,19 @@ def new_policy(
 
 
 @cli.command()
-def doctor() -> None:
+@click.option(
+    "--drift",
+    "run_dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="RUN",
+    help="Say instead why episodes of the run in this folder broke into branches.",
+)
+def doctor(run_dir: Path | None) -> None:
     """Say what is installed, what is missing and what this machine can run."""
+    if run_dir is not None:
+        from outloop.buffer.commands import show_drift
+
+        return show_drift(run_dir)
     from outloop.engine.launch.doctor import examine
 
     sys.exit(examine())
@@ -158,10 +169,12 @@ def doctor() -> None:
 def router(run_dir: Path, port: int | None, advertise: str | None) -> None:
     """Run the router of a run."""
     from outloop.buffer.run import load_run
+    from outloop.router.main import own_the_process
     from outloop.router.main import serve as serve_router
 
     run = load_run(run_dir)
     _configure("router", run.settings.telemetry.log_level)
+    own_the_process()
     _until_signalled(
         lambda stop: serve_router(
             run, stop=stop, on_ready=_ready("router"), port=port, advertise=advertise

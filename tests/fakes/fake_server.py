@@ -29,6 +29,7 @@ class FakeServer:
     def __init__(self, answer: Callable[[dict], Script]) -> None:
         self.answer = answer
         self.requests: list[dict] = []
+        self.headers: list[dict[bytes, bytes]] = []
         self.aborted: list[str] = []
         self.version = "0"
         self.chunk = 1
@@ -54,6 +55,7 @@ class FakeServer:
         assert scope["path"] == "/generate", scope["path"]
         request = json.loads(body)
         self.requests.append(request)
+        self.headers.append(dict(scope["headers"]))
         await self.gate.wait()
         script = self.answer(request)
         if script.fail == "drop":
@@ -69,6 +71,7 @@ class FakeServer:
 
     def _piece(self, script: Script, start: int, end: int, *, last: bool) -> dict:
         logprobs = script.logprobs or [-0.125 * (1 + i % 7) for i in range(len(script.ids))]
+        num_top = self.requests[-1].get("top_logprobs_num", 0)
         spans = script.spans or [{"version": self.version, "start": 0, "end": end}]
         return {
             "text": "not to be relied on",
@@ -79,6 +82,12 @@ class FakeServer:
                 "completion_tokens": end,
                 "weight_version": spans[-1]["version"],
                 "weight_versions": spans,
+                "output_top_logprobs": [
+                    [[p - rank, i + rank, None] for rank in range(num_top)]
+                    for p, i in zip(logprobs[start:end], script.ids[start:end], strict=True)
+                ]
+                if num_top
+                else None,
                 "output_token_logprobs": [
                     [p, i, None]
                     for p, i in zip(logprobs[start:end], script.ids[start:end], strict=True)

@@ -4,6 +4,7 @@ import pytest
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 ASKED = {"temperature": 0.3, "top_p": 0.5, "presence_penalty": 1.0, "seed": 7, "max_tokens": 9}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 async def ask(stage, episode, **fields):
@@ -72,7 +73,7 @@ async def test_reject_names_the_parameter(make_stage) -> None:
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "temperature"
     assert (await ask(stage, episode, seed=1)).status_code == 400
-    assert (await ask(stage, episode, tool_choice="required")).status_code == 400
+    assert (await ask(stage, episode, tool_choice="required", tools=[TOOL])).status_code == 400
 
 
 async def test_eval_episodes_bring_their_own_sampling_and_are_never_trained(stage) -> None:

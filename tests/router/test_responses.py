@@ -68,10 +68,61 @@ async def test_text_comes_before_generation_ends(stage) -> None:
     async for event in await client.responses.create(model="policy", input="hi", stream=True):
         if event.type == "response.output_text.delta":
             text += event.delta
-            assert not stage.turns(episode) or text == "Hello there, this is long."
+            # The server waits for us after its first piece: nothing can be over yet.
+            assert stage.server.step_gate.is_set() or not stage.turns(episode)
             stage.server.step_gate.set()
     assert text == "Hello there, this is long."
     assert event.response.usage.output_tokens == len(stage.turns(episode)[0].output_ids)
+
+
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
+PLAIN_CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
+async def test_a_response_is_gone_on_with_by_its_id(stage) -> None:
+    """Only what is new is sent; the turns are one exact branch, and a fork of it is a branch."""
+    stage.says(PLAIN_CALL, "four", "five")
+    episode = await stage.open()
+    client = await stage.client(episode)
+    options = {"model": "policy", "tools": [TOOL], "instructions": "Be short."}
+    first = await client.responses.create(**options, input="how much?")
+    output = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "4"}
+    for text in ("four", "five"):
+        answer = await client.responses.create(
+            **options, input=[output], previous_response_id=first.id
+        )
+        assert (answer.output_text, answer.previous_response_id) == (text, first.id)
+    one, two, three = stage.turns(episode)
+    assert [turn.branch_cause for turn in (one, two, three)] == ["root", "extension", "resampled"]
+    assert two.parent_turn_id == three.parent_turn_id == one.turn_id
+    path = [*one.prompt_ids, *one.output_ids, *two.prompt_ids]
+    assert path == stage.server.requests[1]["input_ids"] == stage.server.requests[2]["input_ids"]
+
+
+async def test_another_router_goes_on_by_ids_alone(make_stage, renderer) -> None:
+    """A process that never heard what was said continues the recorded ids, and then its own."""
+    here = await make_stage()
+    here.says(PLAIN_CALL)
+    episode = await here.open()
+    first = await (await here.client(episode)).responses.create(
+        model="policy", tools=[TOOL], input="how much?"
+    )
+    there = await make_stage(buffer=here.buffer)
+    there.buffer.serve(there.server.url)
+    there.says("four", "five")
+    client = await there.client({**episode, "base_url": f"{there.url}/v1"})
+    output = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "4"}
+    second = await client.responses.create(
+        model="policy", tools=[TOOL], input=[output], previous_response_id=first.id
+    )
+    await client.responses.create(
+        model="policy", tools=[TOOL], input="and now?", previous_response_id=second.id
+    )
+    turns = here.buffer.turns[episode["episode_id"]]
+    assert [turn.branch_cause for turn in turns] == ["root", "extension", "extension"]
+    given = [*turns[0].prompt_ids, *turns[0].output_ids, *turns[1].prompt_ids]
+    assert there.server.requests[0]["input_ids"] == given
+    assert there.server.requests[1]["input_ids"][: len(given)] == given
 
 
 async def test_a_cut_answer_is_incomplete(stage) -> None:

@@ -254,6 +254,8 @@ class Engine:
                 request.params,
                 seed=request.seed % 2**64,
                 num_drawn=len(request.output_ids),
+                num_top=request.num_top,
+                constraint=request.constraint,
             )
             self._running[slot] = request
             admitted.append(request)
@@ -338,7 +340,7 @@ class Engine:
                     500,
                 )
             else:
-                request.add(token, logprob, version)
+                request.add(token, logprob, version, self._params.top.get(request.slot))
                 reason = request.end_reason(text)
             if reason is not None:
                 self._finish(request, reason)

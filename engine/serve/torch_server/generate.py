@@ -18,6 +18,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from outloop.engine.serve.torch_server.engine import Engine, check_lengths
+from outloop.engine.serve.torch_server.grammar import Grammars
 from outloop.engine.serve.torch_server.requests import (
     GenerateRequest,
     Running,
@@ -53,6 +54,7 @@ class GenerateEndpoint:
     def __init__(self, engine: Engine, *, is_incremental: bool) -> None:
         self._engine = engine
         self._is_incremental = is_incremental
+        self._grammars = Grammars(engine.text.folder, engine.update.live.config.vocab_size)
         self._in_flight: dict[str, list[Running]] = {}
         """By the rid that the client knows."""
 
@@ -77,14 +79,14 @@ class GenerateEndpoint:
             if wire.stream and len(prompts) * wire.sampling_params.n > 1:
                 raise BadRequest("stream=true with several sequences is not supported; send one")
             self._engine.text.check_stops(wire.sampling_params.stops)
+            updates: asyncio.Queue[int] = asyncio.Queue()
+            running = self._running(wire, rid, prompts, updates)
         except BadRequest as error:
             await _send_json(send, 400, error_body(str(error)))
             return
         if not self._engine.is_alive:
             await _send_json(send, 503, error_body("the engine has ended", "unavailable"))
             return
-        updates: asyncio.Queue[int] = asyncio.Queue()
-        running = self._running(wire, rid, prompts, updates)
         self._in_flight[rid] = running
         watcher = asyncio.ensure_future(receive())
         watcher.add_done_callback(functools.partial(self._on_message, rid))
@@ -153,6 +155,8 @@ class GenerateEndpoint:
                     is_streamed=wire.stream,
                     on_progress=on_progress,
                     seed=own_seed,
+                    num_top=wire.top_logprobs_num if wire.return_logprob else 0,
+                    constraint=self._grammars.build(params, stop_ids),
                 )
             )
         return found
@@ -238,6 +242,11 @@ class GenerateEndpoint:
                 for logprob, token in zip(request.logprobs[start:end], ids[start:end], strict=True)
             ]
             meta["output_token_logprobs_length"] = end
+            if wire.top_logprobs_num:
+                meta["output_top_logprobs"] = [
+                    [(logprob, token, self._token_text(wire, token)) for logprob, token in top]
+                    for top in request.tops[start:end]
+                ]
         return {"text": piece_text, "output_ids": ids[start:], "meta_info": meta}
 
     def _token_text(self, wire: GenerateRequest, token: int) -> str | None:

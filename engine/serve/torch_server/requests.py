@@ -14,9 +14,15 @@ from typing import Any
 
 import msgspec
 
-from outloop.engine.serve.torch_server.sampling import BadRequest, SamplingParams
+from outloop.engine.serve.torch_server.sampling import (
+    BadRequest,
+    Constraint,
+    SamplingParams,
+    Top,
+)
 from outloop.engine.serve.torch_server.text import Text
 
+_MAX_TOP_LOGPROBS = 32
 _REFUSED = (
     "input_embeds",
     "token_ids_logprob",
@@ -63,9 +69,10 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
             raise BadRequest(
                 f"logprob_start_len={self.logprob_start_len}; allowed by the torch server: -1"
             )
-        if self.top_logprobs_num != 0:
+        if not 0 <= self.top_logprobs_num <= _MAX_TOP_LOGPROBS:
             raise BadRequest(
-                f"top_logprobs_num={self.top_logprobs_num}; allowed by the torch server: 0"
+                f"top_logprobs_num={self.top_logprobs_num}; allowed by the torch server: "
+                f"0 to {_MAX_TOP_LOGPROBS}"
             )
         if (self.input_ids is None) == (self.text is None):
             raise BadRequest("give one of input_ids and text")
@@ -102,8 +109,13 @@ class Running:
     on_progress: Callable[[Running], None]
     """Called in the event loop after tokens were drawn (streamed requests) and at the end."""
     seed: int | None = None
+    num_top: int = 0
+    """How many of the most probable ids to report of every draw."""
+    constraint: Constraint | None = None
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[Top] = field(default_factory=list)
+    """As many as output_ids with `num_top`, else empty."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """(weight_version, start, end) over output_ids."""
     finish: dict[str, Any] | None = None
@@ -115,8 +127,10 @@ class Running:
     arrived_at: float = field(default_factory=time.monotonic)
     first_run_at: float | None = None
 
-    def add(self, token: int, logprob: float, version: str) -> None:
+    def add(self, token: int, logprob: float, version: str, top: Top | None = None) -> None:
         """One more token was drawn under `version`."""
+        if top is not None:
+            self.tops.append(top)
         position = len(self.output_ids)
         self.output_ids.append(token)
         self.logprobs.append(logprob)

@@ -9,7 +9,7 @@ Shape letters: B rows, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -23,8 +23,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1.0,),
     "min_new_tokens": (0,),
     "stop_regex": (None, [], ""),
-    "json_schema": (None,),
-    "regex": (None,),
     "ebnf": (None,),
     "structural_tag": (None,),
     "logit_bias": (None, {}),
@@ -96,12 +94,28 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         for name, is_good, allowed in ranges:
             if not is_good:
                 raise BadRequest(f"{name}={getattr(self, name)!r}; allowed: {allowed}")
+        if self.json_schema is not None and self.regex is not None:
+            raise BadRequest("json_schema and regex are both given; send one")
         for name, neutral in _NEUTRAL.items():
             if getattr(self, name) not in neutral:
                 raise BadRequest(
                     f"{name}={getattr(self, name)!r} is not supported by the torch server; "
                     f"allowed: {neutral[0]!r}. Leave it out, or use SGLang."
                 )
+
+
+class Constraint(Protocol):
+    """Which ids a sequence may draw next; knows every id that it has drawn."""
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """[V], by id."""
+
+    def take(self, token: int) -> None:
+        """One more id was drawn."""
+
+
+Top = list[tuple[float, int]]
+"""Logprobs and ids, the most probable first."""
 
 
 class RowParams:
@@ -118,8 +132,28 @@ class RowParams:
         self.seed: npt.NDArray[np.uint64] = np.zeros(num_slots, dtype=np.uint64)
         self.num_drawn: npt.NDArray[np.uint64] = np.zeros(num_slots, dtype=np.uint64)
 
-    def set(self, slot: int, params: SamplingParams, *, seed: int, num_drawn: int) -> None:
+        self.constraint: dict[int, Constraint] = {}
+        """By slot; few rows have one."""
+        self.num_top: npt.NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)
+        self.top: dict[int, Top] = {}
+        """By slot: the most probable ids of the last draw, where they are asked for."""
+
+    def set(
+        self,
+        slot: int,
+        params: SamplingParams,
+        *,
+        seed: int,
+        num_drawn: int,
+        num_top: int = 0,
+        constraint: Constraint | None = None,
+    ) -> None:
         """Enter a request's parameters; `seed` is below 2**64."""
+        self.num_top[slot] = num_top
+        self.top.pop(slot, None)
+        self.constraint.pop(slot, None)
+        if constraint is not None:
+            self.constraint[slot] = constraint
         is_greedy = params.temperature == 0.0
         self.is_greedy[slot] = is_greedy
         self.temperature[slot] = 1.0 if is_greedy else params.temperature
@@ -139,10 +173,20 @@ def draw(
     """One id and its logprob for each row of `logits` [B, V]; counts the draw.
 
     The logprob is log_softmax(logits / T) over the whole vocabulary, truncated or not, and
-    log_softmax(logits) for greedy rows, as SGLang reports it. It is NaN where logits are not
-    finite.
+    log_softmax(logits) for greedy rows, as SGLang reports it; of constrained rows over what the
+    constraint allows. It is NaN where logits are not finite.
     """
     device = logits.device
+    constrained = {
+        row: params.constraint[slot]
+        for row, slot in enumerate(slots.tolist())
+        if slot in params.constraint
+    }
+    if constrained:
+        logits = logits.clone()
+    for row, constraint in constrained.items():
+        forbidden = torch.from_numpy(~constraint.allowed()).to(device)
+        logits[row].masked_fill_(forbidden, -torch.inf)
     temperature = params.temperature[slots]
     if (temperature != 1.0).any():
         logits = logits / torch.from_numpy(temperature).to(device)[:, None]
@@ -164,7 +208,22 @@ def draw(
             drawn = torch.where(torch.from_numpy(greedy).to(device), logprobs.argmax(dim=-1), drawn)
     params.num_drawn[slots] += np.uint64(1)
     chosen = logprobs.gather(1, drawn[:, None]).squeeze(1)
-    return drawn.cpu().numpy(), chosen.cpu().numpy()
+    ids = drawn.cpu().numpy()
+    for row, constraint in constrained.items():
+        constraint.take(int(ids[row]))
+    if params.num_top[slots].any():
+        _note_top(logprobs, params, slots)
+    return ids, chosen.cpu().numpy()
+
+
+def _note_top(logprobs: Tensor, params: RowParams, slots: npt.NDArray[np.int64]) -> None:
+    numbers = params.num_top[slots]
+    values, ids = logprobs.topk(min(int(numbers.max()), logprobs.shape[1]), dim=-1)
+    for slot, number, row_values, row_ids in zip(
+        slots.tolist(), numbers.tolist(), values.tolist(), ids.tolist(), strict=True
+    ):
+        if number:
+            params.top[slot] = list(zip(row_values[:number], row_ids[:number], strict=True))
 
 
 def _limit(

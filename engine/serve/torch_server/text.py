@@ -18,6 +18,7 @@ class Text:
     """The tokenizer of a model folder; without one, text is empty and stop strings are refused."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         path = folder / "tokenizer.json"
         self._tokenizer: Tokenizer | None = None
         if path.is_file():

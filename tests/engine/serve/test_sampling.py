@@ -72,7 +72,8 @@ def test_a_row_does_not_depend_on_the_others(seed: int, num_drawn: int, num_rows
         ('"temperature": -1', "temperature=-1"),
         ('"temperature": "hot"', "Expected `float`"),
         ('"repetition_penalty": 1.1', "repetition_penalty=1.1"),
-        ('"regex": "a+"', "regex='a[+]'"),
+        ('"ebnf": "a+"', "ebnf='a[+]'"),
+        ('"regex": "a", "json_schema": "{}"', "json_schema and regex"),
         ('"max_new_tokens": 0', "max_new_tokens=0"),
     ],
 )

@@ -1,0 +1,375 @@
+"""`make bench-router`: what the router costs beside sglang-router, LiteLLM and a bare relay.
+
+Every program is a process of its own; the server behind all of them is a mock of fixed latency and
+Redis is real. Conversations of 8 turns with bodies of about 4 KiB, the same for all; repetitions
+are interleaved and "per core-second" is per second of the process's own CPU time, so other work on
+the machine moves the figures little. Prints a table and writes runs/bench/router.json.
+
+    python tests/bench/router.py [--quick]
+
+rps_vs_*: requests for each CPU second of ours over theirs, on turns 2 to 8; stream_*: streamed.
+first_turn_*: the same of first turns, which render the whole prompt. cpu_vs_floor: CPU per turn
+over that of the bare relay plus the calls of `renderers` that a turn needs. added_p50_ms: at
+concurrency 1, over calling the server directly. episodes_*, bytes_*: 4,096 episodes at once through
+one process; bytes beyond the 8 bytes of each token. turn128_vs_turn2: CPU for the same new text.
+stream_32k_vs_1k: CPU per streamed token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import platform
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.table import Table
+from router_load import TOOLS, Connection, Conversation, play
+from router_mock import FILLER_ID, NUM_DRAWN
+from router_stage import Program, Stage
+
+from outloop.buffer.run import Run
+from outloop.router.rendering import PolicyRenderer
+from outloop.router.turns import Message
+
+OUT = Path(__file__).resolve().parents[2] / "runs" / "bench"
+NUM_TURNS = 8
+NUM_REPEATS = 5
+NUM_CONVERSATIONS = 96
+NUM_LITELLM = 8
+CONCURRENCY = 32
+NUM_LATENCIES = 400
+SOAK_EPISODES = 4096
+SOAK_SECONDS_MAX = 900
+LONG_TURNS = 128
+NUM_LONG = 64
+GROUP_SIZE = 8
+TOKEN_BYTES = 8
+STREAM_SIZES = (1024, 32768)
+
+
+class Episodes:
+    """Opens and closes episodes at the router under measurement."""
+
+    def __init__(self, run: Run, port: int) -> None:
+        self._headers = {"Authorization": f"Bearer {run.keys.runner_key}"}
+        self._url = f"http://127.0.0.1:{port}"
+        self._num_claims = 0
+
+    async def register(self) -> None:
+        """The run's tasks."""
+        tasks = [{"task_id": f"t{i}", "payload": {}} for i in range(64)]
+        await self._post("/tasks", {"tasks": tasks, "eval_tasks": []})
+
+    async def open(self, number: int, **fields: Any) -> list[Conversation]:
+        """Conversations of new episodes."""
+        conversations: list[Conversation] = []
+        while len(conversations) < number:
+            self._num_claims += 1
+            count = min(1024, number - len(conversations))
+            body = {"key": f"claim-{self._num_claims}", "count": count, "open": True}
+            claims = (await self._post("/tasks/claim", body))["claims"]
+            for claim in claims:
+                name = f"e{len(conversations):05d}"
+                key = claim["episode"]["api_key"]
+                conversations.append(Conversation(name, key, **fields))
+                conversations[-1].episode_id = claim["episode"]["episode_id"]
+        return conversations
+
+    async def close(self, conversations: Sequence[Conversation]) -> None:
+        """End them, scored."""
+        for one in conversations:
+            body = {"outcome": "completed", "reward": {"value": 1.0}, "key": "end"}
+            await self._post(f"/episodes/{one.episode_id}/close", body)
+
+    async def _post(self, path: str, body: Any) -> Any:
+        async with (
+            aiohttp.ClientSession(headers=self._headers) as session,
+            session.post(self._url + path, json=body) as answer,
+        ):
+            assert answer.status == 200, await answer.text()
+            return await answer.json()
+
+
+async def cpu_per_turn(
+    program: Program, conversations: list[Conversation], num_turns: int, *, checked: bool
+) -> float:
+    """CPU seconds of `program` for each turn."""
+    before = program.cpu_s
+    await play(program.port, conversations, num_turns, concurrency=CONCURRENCY, checked=checked)
+    return (program.cpu_s - before) / (num_turns * len(conversations))
+
+
+class Bench:
+    """All measurements."""
+
+    def __init__(self, stage: Stage, *, is_quick: bool) -> None:
+        self.stage = stage
+        self.scale = 8 if is_quick else 1
+        self.episodes = Episodes(stage.run, stage.router.port)
+        self.seconds: dict[str, list[float]] = {}
+        self.figures: dict[str, float] = {}
+
+    async def measure(self) -> dict[str, float]:
+        """Every figure by name."""
+        await self.episodes.register()
+        await self._warm()
+        for _ in range(max(1, NUM_REPEATS // self.scale)):
+            await self._throughput(is_streamed=False)
+            await self._throughput(is_streamed=True)
+            self._renderers()
+            await self._latency()
+        self._summarise()
+        await self._streams()
+        await self._long()
+        await self._soak()
+        return self.figures
+
+    def _note(self, name: str, seconds: float) -> None:
+        self.seconds.setdefault(name, []).append(seconds)
+
+    async def _warm(self) -> None:
+        for is_streamed in (False, True):
+            ours = await self.episodes.open(CONCURRENCY, is_streamed=is_streamed)
+            await cpu_per_turn(self.stage.router, ours, 2, checked=True)
+            await self.episodes.close(ours)
+            for program in (self.stage.sglang_router, self.stage.relay):
+                theirs = self._unkeyed(CONCURRENCY, is_streamed)
+                await cpu_per_turn(program, theirs, 2, checked=False)
+            litellm = self._unkeyed(4, is_streamed)
+            await cpu_per_turn(self.stage.litellm, litellm, 2, checked=False)
+
+    def _unkeyed(self, number: int, is_streamed: bool) -> list[Conversation]:
+        key = self.stage.litellm_key
+        return [Conversation(f"e{i:05d}", key, is_streamed) for i in range(number)]
+
+    async def _throughput(self, *, is_streamed: bool) -> None:
+        """CPU per turn of every router on the same conversations, one after the other."""
+        number = max(CONCURRENCY, NUM_CONVERSATIONS // self.scale)
+        kind = "stream_" if is_streamed else ""
+        ours = await self.episodes.open(number, is_streamed=is_streamed)
+        router = self.stage.router
+        self._note(f"{kind}first", await cpu_per_turn(router, ours, 1, checked=True))
+        redis = self._redis_cpu_s()
+        self._note(f"{kind}ours", await cpu_per_turn(router, ours, NUM_TURNS - 1, checked=True))
+        self._note(f"{kind}redis", (self._redis_cpu_s() - redis) / (number * (NUM_TURNS - 1)))
+        assert not sum(one.num_mixed for one in ours)
+        await self.episodes.close(ours)
+        for name in ("sglang_router", "relay", "litellm"):
+            program: Program = getattr(self.stage, name)
+            theirs = self._unkeyed(NUM_LITELLM if name == "litellm" else number, is_streamed)
+            first = await cpu_per_turn(program, theirs, 1, checked=False)
+            self._note(f"{kind}{name}_first", first)
+            rest = await cpu_per_turn(program, theirs, NUM_TURNS - 1, checked=False)
+            self._note(f"{kind}{name}", rest)
+
+    def _redis_cpu_s(self) -> float:
+        tasks = Path(f"/proc/{self.stage.redis.pid}/task").iterdir()
+        return sum(int((t / "schedstat").read_text().split()[0]) for t in tasks) / 1e9
+
+    def _renderers(self) -> None:
+        """CPU of the package's own calls for a turn 2 to 8, and for a first turn."""
+        policy = PolicyRenderer(self.stage.run.settings.model)
+        package: Any = policy._renderer
+        chats = [Conversation(f"e{i:05d}") for i in range(64)]
+        answer = [FILLER_ID] * (NUM_DRAWN - 1) + [policy.stop_ids[0]]
+        firsts = [[dict(message) for message in chat.messages] for chat in chats]
+        before = time.process_time()
+        prompts = [
+            package.render_ids(messages, tools=TOOLS, add_generation_prompt=True)
+            for messages in firsts
+        ]
+        first = (time.process_time() - before) / len(chats)
+        for chat in chats:
+            chat.messages.append({"role": "assistant", "content": "x"})
+            chat.ask()
+        asked = [[chat.messages[-1]] for chat in chats]
+        tails = [prompt[-120:] for prompt in prompts]
+        gc.collect()
+        before = time.process_time()
+        for tail, new in zip(tails, asked, strict=True):
+            package.bridge_to_next_turn(tail, answer, new, tools=TOOLS)
+            package.parse_response(answer, tools=TOOLS, prompt_ids=tail)
+        each = (time.process_time() - before) / len(chats)
+        before = time.process_time()
+        for tail in tails:
+            package.parse_response(answer, tools=TOOLS, prompt_ids=tail)
+        self._note("renderers_first", first + (time.process_time() - before) / len(chats))
+        self._note("renderers", each)
+
+    async def _latency(self) -> None:
+        """Latency at concurrency 1, ours and the server's own, by turns."""
+        policy = PolicyRenderer(self.stage.run.settings.model)
+        (mine,) = await self.episodes.open(1)
+        through = await Connection.open(self.stage.router.port)
+        direct = await Connection.open(self.stage.mock.port)
+        ours, theirs = [], []
+        for _ in range(max(8, NUM_LATENCIES // NUM_REPEATS // self.scale)):
+            if len(mine.messages) >= 2 * NUM_TURNS:
+                await self.episodes.close([mine])
+                (mine,) = await self.episodes.open(1)
+                await mine.turn(through)
+            body = mine.body()
+            said = [Message(m["role"], m["content"]) for m in mine.messages]  # type: ignore[arg-type]
+            ids = policy.render(said, TOOLS)
+            parameters = {"max_new_tokens": NUM_DRAWN, "stop_token_ids": policy.stop_ids}
+            request = msgspec.json.encode({"input_ids": ids, "sampling_params": parameters})
+            before = time.perf_counter()
+            await direct.post("/generate", request, "none")
+            theirs.append(time.perf_counter() - before)
+            before = time.perf_counter()
+            status, answer = await through.post("/v1/chat/completions", body, mine.key)
+            took = time.perf_counter() - before
+            if len(mine.messages) > 2:
+                ours.append(took)
+            mine.hear(status, answer, is_checked=True)
+        await self.episodes.close([mine])
+        through.close()
+        direct.close()
+        self._note("added_p50", statistics.median(ours) - statistics.median(theirs))
+
+    def _summarise(self) -> None:
+        s = {name: statistics.median(values) for name, values in self.seconds.items()}
+        figures = self.figures
+        figures["rps_vs_sglang_router"] = s["sglang_router"] / s["ours"]
+        figures["rps_vs_litellm"] = s["litellm"] / s["ours"]
+        figures["stream_rps_vs_sglang_router"] = s["stream_sglang_router"] / s["stream_ours"]
+        figures["stream_rps_vs_litellm"] = s["stream_litellm"] / s["stream_ours"]
+        figures["cpu_vs_floor"] = s["ours"] / (s["relay"] + s["renderers"])
+        figures["stream_cpu_vs_floor"] = s["stream_ours"] / (s["stream_relay"] + s["renderers"])
+        figures["added_p50_ms"] = 1000 * s["added_p50"]
+        figures["first_turn_vs_sglang_router"] = s["sglang_router_first"] / s["first"]
+        figures["first_turn_cpu_vs_floor"] = s["first"] / (s["relay_first"] + s["renderers_first"])
+        for name in ("ours", "sglang_router", "litellm", "relay"):
+            for kind in ("", "stream_"):
+                figures[f"{kind}rps_per_core_{name}"] = 1 / s[kind + name]
+        for name in ("ours", "relay", "renderers", "redis", "first", "renderers_first"):
+            figures[f"cpu_us_{name}"] = 1e6 * s[name]
+        figures["cpu_us_stream_ours"] = 1e6 * s["stream_ours"]
+
+    async def _streams(self) -> None:
+        """CPU for each token of a short and of a long stream."""
+        per_token = {}
+        for num_tokens in STREAM_SIZES:
+            number = max(1, 65_536 // num_tokens // self.scale)
+            chats = await self.episodes.open(number, is_streamed=True, max_tokens=num_tokens)
+            each = await cpu_per_turn(self.stage.router, chats, 1, checked=True)
+            assert not sum(chat.num_mixed for chat in chats)
+            per_token[num_tokens] = each / num_tokens
+            await self.episodes.close(chats)
+        small, large = STREAM_SIZES
+        self.figures["stream_32k_vs_1k"] = per_token[large] / per_token[small]
+        self.figures["cpu_us_streamed_token"] = 1e6 * per_token[large]
+
+    async def _long(self) -> None:
+        """CPU of turn 2 and of turn 128, for the same new text."""
+        chats = await self.episodes.open(max(8, NUM_LONG // self.scale))
+        router = self.stage.router
+        await cpu_per_turn(router, chats, 1, checked=True)
+        early = await cpu_per_turn(router, chats, 2, checked=True)
+        await cpu_per_turn(router, chats, LONG_TURNS - 4, checked=True)
+        late = await cpu_per_turn(router, chats, 2, checked=True)
+        await self.episodes.close(chats)
+        self.figures["turn128_vs_turn2"] = late / early
+        self.figures["cpu_us_turn128"] = 1e6 * late
+
+    async def _soak(self) -> None:
+        """Thousands of episodes at once through one fresh process; every turn of each is there."""
+        router = self.stage.start_router()
+        try:
+            episodes = Episodes(self.stage.run, router.port)
+            episodes._num_claims = 10_000
+            number = SOAK_EPISODES // self.scale
+            async with asyncio.timeout(SOAK_SECONDS_MAX):
+                warm = await episodes.open(CONCURRENCY)
+                await play(router.port, warm, 2, concurrency=CONCURRENCY, checked=True)
+                before = router.rss_bytes
+                chats = await episodes.open(number)
+                started = time.perf_counter()
+                await play(router.port, chats, NUM_TURNS, concurrency=number, checked=True)
+                took = time.perf_counter() - started
+            held = router.rss_bytes - before
+            num_tokens = num_lost = 0
+            for chat in chats:
+                loaded = self.stage.reader.load_episode(chat.episode_id)
+                turns = loaded.turns if loaded is not None else ()
+                num_lost += len(turns) != NUM_TURNS
+                num_tokens += sum(len(t.prompt_ids) + len(t.output_ids) for t in turns)
+            self.figures["episodes_played"] = number
+            self.figures["episodes_lost"] = num_lost
+            self.figures["episodes_mixed"] = sum(chat.num_mixed for chat in chats)
+            self.figures["bytes_per_open_episode"] = (
+                held / number - TOKEN_BYTES * num_tokens / number
+            )
+            self.figures["tokens_per_open_episode"] = num_tokens / number
+            self.figures["soak_turns_per_s"] = number * NUM_TURNS / took
+        finally:
+            router.stop()
+
+
+TARGETS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "rps_vs_sglang_router": (lambda v: v >= 0.25, ">= 0.25"),
+    "rps_vs_litellm": (lambda v: v >= 20, ">= 20"),
+    "added_p50_ms": (lambda v: v < 1.5, "< 1.5"),
+    "cpu_vs_floor": (lambda v: v <= 1.5, "<= 1.5"),
+    "episodes_lost": (lambda v: v == 0, "0"),
+    "episodes_mixed": (lambda v: v == 0, "0"),
+    "bytes_per_open_episode": (lambda v: v <= 65536, "<= 65536"),
+    "turn128_vs_turn2": (lambda v: v <= 1.5, "<= 1.5"),
+}
+
+
+def report(figures: dict[str, float]) -> None:
+    """Print the table and write the file."""
+    table = Table(title="bench-router", title_justify="left")
+    for column in ("figure", "value", "wanted", ""):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for name, value in figures.items():
+        is_met, wanted = TARGETS.get(name, (lambda _: True, ""))
+        table.add_row(name, f"{value:.3f}", wanted, "" if is_met(value) else "missed")
+    Console().print(table)
+    content = {
+        "name": "router",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
+        "figures": figures,
+    }
+    OUT.mkdir(parents=True, exist_ok=True)
+    (OUT / "router.json").write_text(json.dumps(content, indent=1))
+
+
+def main() -> None:
+    """Start everything, measure, report."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
+    is_quick = "--quick" in sys.argv
+    num_groups = 4 * SOAK_EPISODES // GROUP_SIZE
+    with tempfile.TemporaryDirectory() as folder:
+        OUT.mkdir(parents=True, exist_ok=True)
+        stage = Stage(
+            Path(folder) / "bench",
+            OUT / "router-model",
+            group_size=GROUP_SIZE,
+            num_groups=num_groups,
+        )
+        try:
+            figures = uvloop.run(Bench(stage, is_quick=is_quick).measure())
+        finally:
+            stage.close()
+    report(figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Golden families: how many branches a tool conversation with reasoning has in each chat format."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from outloop.buffer.records import Sampling, Turn, VersionSpan
+from outloop.buffer.settings import build_settings
+from outloop.router.branches import TurnTree
+from outloop.router.rendering import PolicyRenderer
+from outloop.router.turns import Message
+
+CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+THINK = ("<think>", "</think>")
+CALLS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+MARKERS = {
+    "qwen3": (*CHATML, *THINK, *CALLS),
+    "llama": tuple(
+        f"<|{name}|>"
+        for name in (
+            *("begin_of_text", "start_header_id", "end_header_id", "eot_id", "end_of_text"),
+            *("eom_id", "python_tag"),
+        )
+    ),
+    "glm4_moe": (
+        *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        *("<|endoftext|>", *THINK, *CALLS, "/nothink"),
+        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "deepseek_v3": tuple(
+        f"<\uff5c{name}\uff5c>"
+        for name in (
+            *("begin\u2581of\u2581sentence", "end\u2581of\u2581sentence", "User", "Assistant"),
+            *("tool\u2581calls\u2581begin", "tool\u2581calls\u2581end", "tool\u2581sep"),
+            *("tool\u2581call\u2581begin", "tool\u2581call\u2581end"),
+            *("tool\u2581outputs\u2581begin", "tool\u2581outputs\u2581end"),
+            *("tool\u2581output\u2581begin", "tool\u2581output\u2581end"),
+        )
+    ),
+}
+
+
+def drawn_text(model_type: str, reasoning: str, text: str, word: str | None) -> str:
+    """What a policy of the family writes, its stop included."""
+    arguments = json.dumps({"word": word})
+    thought = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
+    if model_type == "qwen3":
+        call = f'<tool_call>\n{{"name": "look_up", "arguments": {arguments}}}\n</tool_call>'
+        return f"{thought}{call if word else text}<|im_end|>"
+    if model_type == "llama":
+        call = f'{{"name": "look_up", "parameters": {arguments}}}'
+        return f"{call if word else text}<|eot_id|>"
+    if model_type == "glm4_moe":
+        call = (
+            f"<tool_call>look_up\n<arg_key>word</arg_key>\n<arg_value>{word}</arg_value>\n"
+            "</tool_call><|observation|>"
+        )
+        return f"\n<think>{reasoning}</think>\n{call if word else text + '<|user|>'}"
+    begin, call_begin, sep, call_end, end, eos = (
+        f"<\uff5c{name}\uff5c>"
+        for name in (
+            *("tool\u2581calls\u2581begin", "tool\u2581call\u2581begin", "tool\u2581sep"),
+            *("tool\u2581call\u2581end", "tool\u2581calls\u2581end"),
+            "end\u2581of\u2581sentence",
+        )
+    )
+    call = f"{begin}{call_begin}function{sep}look_up\n```json\n{arguments}\n```{call_end}{end}"
+    return f"{thought}{call if word else text}{eos}"
+
+
+TOOLS = (
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Looks a word up.",
+            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+        },
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def make_renderer(tmp_path_factory: pytest.TempPathFactory):
+    """The renderer of a family over a byte-level tokenizer with that family's markers."""
+
+    def make(model_type: str, **options: object) -> PolicyRenderer:
+        folder = tmp_path_factory.mktemp(model_type)
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=300, initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator(["the word means another word"], trainer)
+        tokenizer.add_tokens(
+            [AddedToken(t, special=False, normalized=False) for t in MARKERS[model_type]]
+        )
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        model = {"path": str(folder), "renderer": "auto", "renderer_options": options}
+        return PolicyRenderer(build_settings({"model": model}, source="test").model)
+
+    return make
+
+
+def converse(
+    renderer: PolicyRenderer, model_type: str, *, reasoning: str
+) -> tuple[list[Turn], TurnTree]:
+    """Two questions, each answered after a tool was called; reasoning is not handed back."""
+    tree = TurnTree(renderer)
+    heard: list[Message] = [Message("system", "Be brief.")]
+    turns: list[Turn] = []
+
+    def speak(text: str, word: str | None = None) -> Message:
+        plan = tree.plan(tuple(heard), TOOLS)
+        drawn = renderer.tokenizer.encode(drawn_text(model_type, reasoning, text, word))
+        said = renderer.parse(
+            drawn,
+            prompt_ids=plan.prompt_ids,
+            tools=TOOLS,
+            call_prefix=f"call_{len(turns)}_",
+        ).message
+        turn = Turn(
+            turn_id=f"t{len(turns)}",
+            episode_id="e",
+            parent_turn_id=plan.parent.turn.turn_id if plan.parent is not None else None,
+            prompt_ids=np.array(plan.prompt_ids, np.int32),
+            output_ids=np.array(drawn, np.int32),
+            behavior_logprobs=np.zeros(len(drawn), np.float32),
+            version_spans=(VersionSpan(policy_version=0, start=0, end=len(drawn)),),
+            loss_spans=((0, len(drawn)),),
+            sampling=Sampling(temperature=1.0),
+            finish_reason="tool_calls" if said.tool_calls else "stop",
+            branch_cause=plan.cause,
+            started_at=0.0,
+            finished_at=0.0,
+        )
+        tree.add(turn, plan=plan, messages=tuple(heard), answer=said, tools=TOOLS)
+        turns.append(turn)
+        wanted = [("look_up", json.dumps({"word": word}))] if word is not None else []
+        assert [(call.name, call.arguments) for call in said.tool_calls] == wanted
+        assert (said.text.strip(), said.reasoning) == ("" if word is not None else text, reasoning)
+        return Message("assistant", said.text, "", said.tool_calls)
+
+    for question in ("What is a lathe?", "And a chisel?"):
+        heard.append(Message("user", question))
+        for word in ("tool", "wood"):
+            heard.append(speak("", word))
+            call_id = heard[-1].tool_calls[0].id
+            heard.append(Message("tool", f"{word}: found", tool_call_id=call_id, name="look_up"))
+        heard.append(speak("A tool for wood."))
+    return turns, tree
+
+
+ONE_BRANCH = ["root"] + ["extension"] * 5
+BROKEN_BY_USER = ["root", "extension", "extension", "template", "extension", "extension"]
+"""The format drops reasoning when the user speaks again, so that the second question is a break."""
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "reasoning", "causes"),
+    [
+        ("qwen3", {}, "I should look.", BROKEN_BY_USER),
+        ("qwen3", {"thinking_retention": "all"}, "I should look.", ONE_BRANCH),
+        ("qwen3", {"enable_thinking": False}, "", ONE_BRANCH),
+        ("llama", {}, "", ONE_BRANCH),
+        ("glm4_moe", {}, "I should look.", BROKEN_BY_USER),
+        ("glm4_moe", {"thinking_retention": "all"}, "I should look.", ONE_BRANCH),
+        ("deepseek_v3", {}, "I should look.", ONE_BRANCH),
+    ],
+)
+def test_branches_of_a_tool_conversation(
+    make_renderer, model_type, options, reasoning, causes
+) -> None:
+    """One branch where the format allows it; otherwise the break that is stated, and no more."""
+    renderer = make_renderer(model_type, **options)
+    turns, tree = converse(renderer, model_type, reasoning=reasoning)
+    assert [turn.branch_cause for turn in turns] == causes
+    assert tree.num_branches == 1 + causes.count("template")
