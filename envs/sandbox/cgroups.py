@@ -71,7 +71,7 @@ class Cgroups:
         Raises:
             OSError: the kernel refuses.
         """
-        name = f"outloop-{uuid.uuid4().hex[:16]}"
+        name = f"outloop-{os.getpid()}-{uuid.uuid4().hex[:16]}"
         folders = {key: parent / name for key, parent in self._parents.items()}
         for folder in set(folders.values()):
             folder.mkdir()
@@ -89,6 +89,14 @@ class Cgroups:
             if path.exists():
                 path.write_text(str(value))
         return Cgroup(self, folders)
+
+    def sweep(self) -> None:
+        """Remove what runners left that were killed."""
+        for parent in set(self._parents.values()):
+            for folder in parent.glob("outloop-*-*"):
+                owner = folder.name.split("-")[1]
+                if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+                    _removed(folder)
 
     def discard(self, folders: Iterable[Path]) -> None:
         """Remove folders whose processes have gone."""
@@ -108,6 +116,7 @@ def find_cgroups(parent: Path | None = None) -> tuple[Cgroups | None, str]:
     try:
         if version == 2:
             _enable(parents["memory"])
+        found.sweep()
         found.create(Limits()).remove()
     except OSError as error:
         return None, f"{error.filename or parents['memory']}: {error.strerror}"

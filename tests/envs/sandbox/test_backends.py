@@ -1,5 +1,7 @@
 """Choosing a sandbox: what is refused, and how each backend starts a jail."""
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -109,3 +111,15 @@ def test_a_delegated_group_of_version_2_is_used(tmp_path: Path) -> None:
     assert found is not None, reason
     assert found.version == 2
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_groups_of_killed_runners_are_removed(tmp_path: Path) -> None:
+    """Those of a process that is no more go; those of living ones stay."""
+    (tmp_path / "cgroup.subtree_control").write_text("memory pids")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    dead, alive = (tmp_path / f"outloop-{pid}-0" for pid in (ended.pid, os.getpid()))
+    dead.mkdir()
+    alive.mkdir()
+    assert cgroups.find_cgroups(tmp_path)[0] is not None
+    assert [path.name for path in tmp_path.glob("outloop-*")] == [alive.name]
