@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import faulthandler
 import os
 import resource
@@ -29,6 +30,7 @@ from outloop.envs.play import Player
 from outloop.envs.wire import Job
 
 _BEAT_S = 0.2
+_PR_SET_PDEATHSIG = 1
 _log = structlog.get_logger()
 
 
@@ -122,6 +124,12 @@ class Worker:
         self._writer.write(wire.frame(message))
 
 
+def _die_with_runner() -> None:
+    """Also while user code holds the event loop, which then cannot see that the socket closed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _limit(memory_mb: float) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -151,6 +159,7 @@ async def _run(connection: socket.socket, marker: Marker) -> None:
 def main(arguments: list[str]) -> None:
     """Run until the socket closes; never waits for threads that hang."""
     descriptor, marker, stacks = map(int, arguments)
+    _die_with_runner()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable(file=stacks)
     # Stopping is the runner's word; a signal to the group must not cut episodes short.

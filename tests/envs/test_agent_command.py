@@ -187,7 +187,7 @@ async def test_nothing_of_a_program_is_left(
 ) -> None:
     """Descendants in other sessions die with it, whether it ended or was ended at its deadline."""
     router.num_episodes = 1
-    router.deadline_s = 12.0 if end else 60.0
+    router.deadline_s = 20.0 if end else 60.0
     await play_program(router, RUNAWAY + end)
     assert router.closed("outcome") == ["truncated" if end else "completed"]
     assert router.closed("output") == ["started"]
