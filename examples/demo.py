@@ -153,7 +153,7 @@ def draw_curve(seeds: list[dict], folder: Path, title: str) -> None:
     axes.set_xlim(left=0)
     axes.set_title(title)
     axes.grid(alpha=0.25)
-    axes.legend(loc="center right", fontsize=8)
+    axes.legend(loc="best", fontsize=8)
     figure.savefig(folder / "curve.png")
     plt.close(figure)
 

@@ -149,6 +149,8 @@ def test_the_stacks_settings_load(project: str) -> None:
         ROOT / project / "run.toml", own + flags(GPU["services"]["prepare"]["command"])
     )
     assert (with_gpu.server.kind, with_gpu.server.num_servers) == ("sglang", 0)
+    assert (with_gpu.publish.transport, with_gpu.publish.host) == ("collective", "trainer")
+    assert with_gpu.publish.host in STACK["services"]
     port = next(w for w in SERVICES["sglang"]["command"] if w.startswith("--port="))
     assert with_gpu.server.urls == (f"http://sglang:{port.removeprefix('--port=')}",)
 
