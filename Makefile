@@ -100,6 +100,7 @@ compose-test: compose-check
 
 test-chaos: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/chaos/chaos.py
+	$(ONE_THREAD) $(BIN)/python tests/chaos/whole.py
 
 bench-loop: $(STAMP)
 	$(BIN)/python tests/bench/loop.py

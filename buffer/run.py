@@ -13,10 +13,11 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings, build_settings
+from outloop.buffer.settings_buffer import BufferSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +58,7 @@ def create_run(settings: Settings, run_dir: Path, redis_url: str) -> Run:
         run_id=run_id,
         dir=run_dir,
         settings=settings,
-        redis_url=_with_password(redis_url, settings.buffer.redis_password_file),
+        redis_url=_with_access(redis_url, settings.buffer),
         keys=keys,
     )
 
@@ -91,7 +92,7 @@ def load_run(run_dir: Path) -> Run:
         run_id=facts["run_id"],
         dir=run_dir,
         settings=settings,
-        redis_url=_with_password(facts["redis_url"], settings.buffer.redis_password_file),
+        redis_url=_with_access(facts["redis_url"], settings.buffer),
         keys=RunKeys(**json.loads(read_secret(keys_path, "run.keys_file"))),
     )
 
@@ -140,6 +141,21 @@ def read_secret(path: Path, name: str) -> str:
 
 def _keys_path(settings: Settings, run_dir: Path) -> Path:
     return settings.run.keys_file or run_dir / "secrets.json"
+
+
+def _with_access(url: str, buffer: BufferSettings) -> str:
+    """`url` with the password and the files of TLS that the settings name."""
+    files = {
+        "ssl_ca_certs": buffer.redis_ca_file,
+        "ssl_certfile": buffer.redis_cert_file,
+        "ssl_keyfile": buffer.redis_cert_key_file,
+    }
+    words = {name: str(path.absolute()) for name, path in files.items() if path is not None}
+    if words:
+        parts = urlsplit(url)
+        query = "&".join(filter(None, (parts.query, urlencode(words))))
+        url = parts._replace(query=query).geturl()
+    return _with_password(url, buffer.redis_password_file)
 
 
 def _with_password(url: str, file: Path | None) -> str:

@@ -24,6 +24,7 @@ from pydantic_settings import (
 )
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings_buffer import BufferSettings
 from outloop.buffer.settings_env import EnvSettings
 from outloop.buffer.settings_trainer import TrainerSettings
 
@@ -70,38 +71,6 @@ class ModelSettings(_Section):
     name: str = "policy"
     """What agents send as `model`."""
     max_context_tokens: int = Field(2048, gt=0)
-
-
-class BufferSettings(_Section):
-    """The Redis hand-off."""
-
-    redis_url: str | None = None
-    """None: start an embedded server in the run folder."""
-    redis_password_file: Path | None = None
-    """A file that holds the password of redis_url, which is then written down nowhere else."""
-    fsync: Literal["always", "everysec", "no"] = "everysec"
-    max_memory_mb: int = Field(1024, gt=0)
-    group_size: int = Field(8, ge=1)
-    max_staleness: int = Field(1, ge=0)
-    """0: synchronous. 1: one step off-policy. More: fully asynchronous."""
-    lease_s: float = Field(120.0, gt=0)
-    group_deadline_s: float = Field(300.0, gt=0)
-    """How long after its first claim a group seals that is not complete; see `incomplete`."""
-    incomplete: Literal["wait", "train", "drop"] = "train"
-    """A group that lacks scored attempts at its deadline, or for good. train: with what it has, two
-    at least. drop: as failed, with a dead letter. wait: it has no deadline but those of its
-    attempts, and trains with what it has when the last one was given up."""
-    take_window: int = Field(0, ge=0)
-    """A group is taken only if it is fewer slots than this ahead of the oldest open one, so that
-    fast groups do not crowd out slow ones; 0: whatever is ready."""
-    drop_zero_signal: bool = True
-    """Drop groups whose rewards are all equal (drop_reason no_signal)."""
-    filter_path: str | None = None
-    """package.module:function, `def keep(group) -> str`: empty to train the group, else why not
-    (drop_reason filtered)."""
-    max_refills: int = Field(0, ge=0)
-    """How often a step takes other groups for those dropped as no_signal or filtered before it
-    trains a smaller batch; 0: never."""
 
 
 Governance = Literal["enforce", "record", "reject"]

@@ -1,0 +1,281 @@
+"""Second half of `make test-chaos`: kill -9 of every part of a real run, and an audit.
+
+Each seed is `outloop train` with a tiny policy: launcher, Redis, router, torch server, runner and
+Megatron-core trainer as they are, killed at random moments; whoever is not started again by the
+launcher is started again from outside, as a user would. The auditor reads every checkpoint and
+Redis: in the surviving lineage of weights each slot was trained at most once, and each slot below
+the cursor was trained, is held by one live group, is to be played again, or was dropped with a
+reason. Exit code 0 if all seeds pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from outloop.buffer.joined import joined
+from outloop.buffer.keys import prefix
+from outloop.buffer.run import load_run
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("redis", "router", "runner", "server", "trainer", "trainer", "trainer", "launcher")
+"""Who may be killed; the trainer more often, since most can go wrong there."""
+ROLLOUTS = '''
+def tasks():
+    return [{"question": f"say {i}"} for i in range(64)]
+
+
+async def play(task, episode):
+    """Length scores: a random policy differs within a group, so there is signal."""
+    answer = await episode.client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": task.payload["question"]}]
+    )
+    text = answer.choices[0].message.content or ""
+    return float(len(text))
+'''
+CONFIG = """
+[run]
+name = "whole"
+dir = "runs"
+seed = {seed}
+
+[model]
+path = "model"
+renderer = "qwen3"
+renderer_options = {{ enable_thinking = false }}
+max_context_tokens = 256
+
+[env]
+rollout_function_path = "rollouts:play"
+tasks = "rollouts:tasks"
+max_concurrent_episodes = 16
+episode_deadline_s = 20
+max_replacements = 50
+max_replaced_share = 1.0
+
+[sampling]
+max_new_tokens = 8
+
+[buffer]
+fsync = "{fsync}"
+group_size = 3
+max_staleness = {staleness}
+lease_s = 60
+group_deadline_s = 60
+
+[trainer]
+num_steps = {steps}
+groups_per_step = 3
+checkpoint_every = {checkpoint_every}
+keep_checkpoints = 1000
+take_timeout_s = 120
+"""
+
+
+class Whole:
+    """One seed: a run, who of it is killed when, and what is left of it."""
+
+    def __init__(self, seed: int, folder: Path, model: Path, num_steps: int) -> None:
+        self.choices = random.Random(seed)
+        self.folder = folder
+        self.run_dir = folder / "runs" / "whole"
+        self.kills: Counter[str] = Counter()
+        self.num_starts = 0
+        (folder / "rollouts.py").write_text(ROLLOUTS)
+        (folder / "model").symlink_to(model)
+        text = CONFIG.format(
+            seed=seed,
+            fsync="always" if seed % 2 else "everysec",
+            staleness=seed % 3,
+            steps=num_steps,
+            checkpoint_every=self.choices.choice([1, 2, 3]),
+        )
+        (folder / "run.toml").write_text(text)
+        self.launcher = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.num_starts += 1
+        with (self.folder / "launcher.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "outloop.cli", "train", "run.toml"],
+                cwd=self.folder,
+                stdout=log,
+                stderr=log,
+            )
+
+    def play(self, num_kills: int, timeout_s: float) -> None:
+        """Kill and start again until the run has ended by itself.
+
+        Raises:
+            AssertionError: it did not end in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        next_kill = time.monotonic() + self.choices.uniform(5.0, 15.0)
+        while True:
+            code = self.launcher.poll()
+            if code == 0:
+                return
+            if code is not None:
+                self.launcher = self._start()
+            if num_kills and time.monotonic() > next_kill:
+                victim = self.choices.choice(PARTS)
+                if self._kill(victim):
+                    num_kills -= 1
+                    self.kills[victim] += 1
+                next_kill = time.monotonic() + self.choices.uniform(0.5, 10.0)
+            assert time.monotonic() < deadline, f"stuck after {dict(self.kills)}: {self.log()}"
+            time.sleep(0.05)
+
+    def _kill(self, victim: str) -> bool:
+        if victim == "launcher":
+            self.launcher.kill()
+            self.launcher.wait()
+            return True
+        for process in self._processes():
+            try:
+                words = process.cmdline()
+                is_redis = any(word.startswith("--unixsocket") for word in words)
+                if (is_redis and victim == "redis") or victim in words[3:4]:
+                    process.kill()
+                    return True
+            except psutil.Error:
+                continue
+        return False
+
+    def _processes(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.launcher.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def audit(self) -> str:
+        """What checkpoints and Redis prove; one line.
+
+        Raises:
+            AssertionError: a slot was trained twice, or lost.
+        """
+        marks = self._marks()
+        with joined(self.run_dir) as reader:
+            stats = reader.stats()
+            client: Any = reader._client
+            name = prefix(load_run(self.run_dir).run_id)
+            parents = client.hgetall(f"{name}version_parents")
+            cursor = int(client.hget(f"{name}state", "cursor"))
+            replay = {int(slot) for slot in client.zrange(f"{name}replay", 0, -1)}
+            live = [int(s) for _, s in client.zrange(f"{name}groups", 0, -1, withscores=True)]
+            dropped = {
+                int(client.hget(group, "slot"))
+                for group in client.scan_iter(match=f"{name}group:*", count=1000, _type="hash")
+                if client.hget(group, "state") == b"dropped"
+            }
+        slots = surviving_slots(marks, parents)
+        trained = set(slots)
+        assert len(slots) == len(trained), f"trained twice: {Counter(slots).most_common(3)}"
+        assert len(live) == len(set(live)), f"two live groups of one slot: {sorted(live)}"
+        assert not trained & set(live), f"live and in a checkpoint: {trained & set(live)}"
+        assert not trained & replay, f"in a checkpoint and to be played: {trained & replay}"
+        missing = set(range(cursor)) - trained - set(live) - replay
+        assert missing <= dropped, f"lost: {missing - dropped}"
+        assert stats["buffer/dropped/malformed"] == 0
+        return (
+            f"{len(slots)} slots trained, {len(missing)} dropped, {len(marks)} checkpoints, "
+            f"{self.num_starts} starts, kills {dict(self.kills)}"
+        )
+
+    def _marks(self) -> list[dict[str, Any]]:
+        """The mark of every complete checkpoint, by step."""
+        paths = (self.run_dir / "checkpoints").glob("step_*")
+        found = sorted(paths, key=lambda path: int(path.name.partition("_")[2]))
+        states = [next(path.glob("*.json"), None) for path in found]
+        marks = []
+        for path, state in zip(found, states, strict=True):
+            assert state is not None, path
+            for file in path.glob("*.json"):
+                content = json.loads(file.read_text())
+                if "mark" in content:
+                    marks.append(content["mark"])
+        return marks
+
+    def stop(self) -> None:
+        """End what is left, each by its id."""
+        left = self._processes()
+        self.launcher.kill()
+        self.launcher.wait()
+        for process in left:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(left, timeout=10)
+
+    def log(self) -> str:
+        """The end of what was said."""
+        return (self.folder / "launcher.log").read_text(errors="replace")[-3000:]
+
+
+def surviving_slots(marks: list[dict[str, Any]], parents: dict[bytes, bytes]) -> list[int]:
+    """Every slot in the weights of the last checkpoint, once for each time it was trained."""
+    version = marks[-1]["policy_version"]
+    lineage = {version}
+    while parent := parents.get(str(version).encode()):
+        version = int(parent)
+        lineage.add(version)
+    return [
+        int(group_id[1:].partition("-")[0])
+        for mark in marks
+        if mark["policy_version"] in lineage
+        for group_id in mark["group_ids"]
+    ]
+
+
+def make_model(folder: Path) -> None:
+    """A policy of 0.1M random parameters."""
+    words = ("new-policy", "--out", str(folder), "--conversations", "tasks:conversations")
+    subprocess.run(
+        [sys.executable, "-m", "outloop.cli", *words],
+        check=True,
+        cwd=ROOT / "examples/calculator",
+        timeout=300,
+    )
+
+
+def main() -> int:
+    """Play the seeds; print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--timeout-s", type=float, default=600.0)
+    words = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory() as model:
+        make_model(Path(model))
+        for seed in range(words.first_seed, words.first_seed + words.seeds):
+            with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+                whole = Whole(seed, Path(folder), Path(model), words.steps)
+                before = time.monotonic()
+                try:
+                    whole.play(words.kills, words.timeout_s)
+                    verdict = whole.audit()
+                except AssertionError as error:
+                    failed += 1
+                    verdict = f"FAILED after kills {dict(whole.kills)}: {error}"
+                finally:
+                    whole.stop()
+                print(f"seed {seed}: {time.monotonic() - before:.1f} s, {verdict}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
