@@ -19,6 +19,7 @@ allowed and what to do.
     |-- PublishFailed        weights did not reach a server, or reached it wrongly
     |-- EnvironmentFailure   raised by an env: its own machinery failed, not the policy
     `-- PartFailed           a process of the run ended; names it and its last words
+        `-- RankKilled       a trainer rank was ended by a signal; the run may be started again
 """
 
 from __future__ import annotations
@@ -95,3 +96,11 @@ class EnvironmentFailure(OutloopError):
 
 class PartFailed(OutloopError):
     """A process of the run ended unexpectedly."""
+
+
+class RankKilled(PartFailed):
+    """A trainer rank was ended by a signal; the run goes on from its checkpoint."""
+
+
+RANK_KILLED_EXIT_CODE = 75
+"""Of a trainer that lost a rank: the launcher starts it again."""

@@ -77,6 +77,9 @@ class TrainerSettings(BaseModel):
     """Leave truncated episodes' tokens out of the loss (they keep counting in statistics)."""
     num_threads: int = Field(1, gt=0)
     num_ranks: int = Field(1, gt=0)
+    """Trainer processes, started by torchrun; how they split the model is in `megatron`."""
+    rank_timeout_s: float = Field(600.0, gt=0)
+    """A rank for which the others wait longer than this ends the run, with its name and phase."""
     checkpoint_every: int = Field(10, ge=0)
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = Field(2, gt=0)

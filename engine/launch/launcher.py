@@ -21,7 +21,13 @@ import structlog
 from rich.console import Console
 
 from outloop.buffer.embedded import EmbeddedRedis
-from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded, PartFailed, SettingsError
+from outloop.buffer.errors import (
+    RANK_KILLED_EXIT_CODE,
+    BufferUnavailable,
+    DeadlineExceeded,
+    PartFailed,
+    SettingsError,
+)
 from outloop.buffer.reader import BufferReader, init_run
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import Settings
@@ -85,7 +91,9 @@ class Launcher:
             if code == SETTINGS_EXIT_CODE:
                 raise SettingsError(process.last_words(1).removeprefix("outloop: "))
             # A trainer that was killed resumes from its checkpoint; one that failed would again.
-            may_restart = part in _RESTARTABLE or (part == "trainer" and code < 0)
+            may_restart = part in _RESTARTABLE or (
+                part == "trainer" and (code < 0 or code == RANK_KILLED_EXIT_CODE)
+            )
             if not may_restart or count >= _MAX_RESTARTS:
                 raise PartFailed(
                     f"{name} ended with exit_code={code}; the last lines of {process.log_path}:\n"

@@ -1,9 +1,10 @@
 """Checkpoints of the trainer.
 
-Owns: `checkpoints/step_N/`: Megatron's distributed format with weights, optimizer, schedule and
+Owns: `checkpoints/step_N/`: Megatron's distributed format with weights, moments, schedule and
 random states, and the mark of what the weights contain. Does not own: when to save, what Redis
-makes of the mark (reader). Invariant: a folder named step_N is complete or is skipped; an older
-checkpoint is removed only after a newer one is complete on disk.
+makes of the mark (reader), how an optimizer keeps its moments (moments). Invariant: a folder named
+step_N is complete or is skipped; an older checkpoint is removed only after a newer one is complete
+on disk; what one layout of ranks wrote, any other reads.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import structlog
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -30,8 +32,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import CheckpointMark
 from outloop.engine.train.mcore import Policy, PolicyConfig
+from outloop.engine.train.moments import moments_to_fill, moments_to_save, put_moments
 
-SCHEMA = 1
+SCHEMA = 2
 _STATE = "state.json"
 _COMPLETE = "COMPLETE"
 _log = structlog.get_logger()
@@ -51,6 +54,8 @@ class Checkpoint:
     """Shape of the model, for refusing another one's checkpoint."""
     reference_hash: str = ""
     """Content hash of the reference model that the run is pinned to; empty: none yet."""
+    layout: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the ranks that wrote it."""
 
 
 class _SyncTorchDist(SaveShardedStrategy):
@@ -106,7 +111,7 @@ def save_checkpoint(
         (temporary / "shards").mkdir(parents=True)
     dist.barrier()
     dist_checkpointing.save(
-        _sharded_state(policy, num_updates=num_updates, is_loading=False),
+        _sharded_state(policy, num_updates=num_updates) | {"random": _random_states()},
         str(temporary / "shards"),
         sharded_strategy=_SyncTorchDist(),
     )
@@ -118,6 +123,7 @@ def save_checkpoint(
             "mark": dataclasses.asdict(mark),
             "model": _shape(policy.config),
             "reference_hash": reference_hash,
+            "layout": dataclasses.asdict(policy.config.sizes),
         }
         (temporary / _STATE).write_text(json.dumps(state, indent=1))
         sizes = {
@@ -142,16 +148,7 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
     for _, path in found:
         problem = _problem(path)
         if problem is None:
-            state = json.loads((path / _STATE).read_text())
-            mark = state["mark"]
-            return Checkpoint(
-                path=path,
-                step=state["step"],
-                num_updates=state["num_updates"],
-                mark=CheckpointMark(**(mark | {"group_ids": tuple(mark["group_ids"])})),
-                model=state["model"],
-                reference_hash=state.get("reference_hash", ""),
-            )
+            return read_checkpoint(path)
         _log.warning(
             "checkpoint_skipped",
             sentence=f"checkpoint {path} is incomplete ({problem}); the one before it is used",
@@ -159,10 +156,36 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
     return None
 
 
-def load_checkpoint(policy: Policy, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's weights, optimizer state, schedule position and random states in place.
+def read_checkpoint(path: Path) -> Checkpoint:
+    """What a complete checkpoint says of itself.
 
-    Learning rate, decay and betas stay as the settings of this start say.
+    Raises:
+        SettingsError: another release wrote it.
+    """
+    state = json.loads((path / _STATE).read_text())
+    if state["schema"] != SCHEMA:
+        raise SettingsError(
+            f"checkpoint {path} has schema={state['schema']}; this release reads {SCHEMA}. Go on "
+            "with the release that wrote it, or start a new run.name"
+        )
+    mark = state["mark"]
+    return Checkpoint(
+        path=path,
+        step=state["step"],
+        num_updates=state["num_updates"],
+        mark=CheckpointMark(**(mark | {"group_ids": tuple(mark["group_ids"])})),
+        model=state["model"],
+        reference_hash=state["reference_hash"],
+        layout=state["layout"],
+    )
+
+
+def load_checkpoint(policy: Policy, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint's weights, moments, schedule position and random states in place.
+
+    Learning rate, decay and betas stay as the settings of this start say. Random states are those
+    of the rank's place, so they come back in the layout that wrote them; in another layout they
+    stay as this start seeded them.
 
     Raises:
         SettingsError: the checkpoint is of a model of another shape.
@@ -174,64 +197,37 @@ def load_checkpoint(policy: Policy, checkpoint: Checkpoint) -> None:
             f"checkpoint {checkpoint.path} is of another model (checkpoint, model.path): {other}; "
             "start a new run.name, or give the model folder that this run began with"
         )
-    settings_of_groups = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in policy.optimizer.param_groups
-    ]
+    is_same_layout = checkpoint.layout == dataclasses.asdict(policy.config.sizes)
+    wanted = _sharded_state(policy, num_updates=checkpoint.num_updates, is_loading=True)
+    if is_same_layout:
+        wanted["random"] = _random_states()
     with warnings.catch_warnings():
         # Megatron 0.16.1 reads through a function that this torch has deprecated.
         warnings.simplefilter("ignore", FutureWarning)
-        state = dist_checkpointing.load(
-            _sharded_state(policy, num_updates=checkpoint.num_updates, is_loading=True),
-            str(checkpoint.path / "shards"),
-        )
+        state = dist_checkpointing.load(wanted, str(checkpoint.path / "shards"))
     policy.model.load_state_dict(state["model"])
     if checkpoint.num_updates:
-        _load_optimizer(policy, state["optimizer"], settings_of_groups)
+        put_moments(policy, state["moments"], num_updates=checkpoint.num_updates)
     policy.scheduler.num_steps = 0
     policy.scheduler.step(increment=checkpoint.num_updates)
-    torch.set_rng_state(state["random"]["torch"])
-    get_cuda_rng_tracker().set_states(state["random"]["megatron"])
+    if is_same_layout:
+        torch.set_rng_state(state["random"]["torch"])
+        get_cuda_rng_tracker().set_states(state["random"]["megatron"])
 
 
-def _load_optimizer(
-    policy: Policy, state: dict[str, Any], settings_of_groups: list[dict[str, Any]]
-) -> None:
-    policy.optimizer.load_state_dict(state)
-    for group, fresh in zip(policy.optimizer.param_groups, settings_of_groups, strict=True):
-        group.update(fresh)
-    for optimizer in _torch_optimizers(policy):
-        # Adam counts in place; a step tensor shared by all parameters would count once for each.
-        for entry in optimizer.state.values():
-            entry["step"] = entry["step"].clone()
+def _random_states() -> ShardedObject:
+    """This rank's own."""
+    states = {"torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
+    return ShardedObject("random", states, (dist.get_world_size(),), (dist.get_rank(),))
 
 
-def _sharded_state(policy: Policy, *, num_updates: int, is_loading: bool) -> dict[str, Any]:
-    """What Megatron saves, or fills; before the first update Adam has no state to speak of."""
+def _sharded_state(policy: Policy, *, num_updates: int, is_loading: bool = False) -> dict[str, Any]:
+    """What Megatron saves, or fills; before the first update Adam has no moments."""
     model = policy.model.sharded_state_dict()
-    state = {
-        "model": model,
-        "random": {
-            "torch": torch.get_rng_state(),
-            "megatron": get_cuda_rng_tracker().get_states(),
-        },
-    }
     if num_updates == 0:
-        return state
-    if is_loading:
-        # A fresh Adam has no state to load into, and Megatron's initialiser leaves out the step.
-        for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
-            part.init_state_fn(part.optimizer, part.config)
-        for optimizer in _torch_optimizers(policy):
-            for entry in optimizer.state.values():
-                entry.setdefault("step", torch.tensor(1.0))
-    optimizer_state = policy.optimizer.sharded_state_dict(model, is_loading=is_loading)
-    return state | {"optimizer": optimizer_state}
-
-
-def _torch_optimizers(policy: Policy) -> list[torch.optim.Optimizer]:
-    parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
-    return [part.optimizer for part in parts]
+        return {"model": model}
+    take = moments_to_fill if is_loading else moments_to_save
+    return {"model": model, "moments": take(policy, model)}
 
 
 def _shape(config: PolicyConfig) -> dict[str, Any]:
@@ -245,6 +241,9 @@ def _shape(config: PolicyConfig) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "qk_layernorm": config.qk_layernorm,
         "is_tied": config.is_tied,
+        "add_qkv_bias": config.add_qkv_bias,
+        "num_moe_experts": config.num_moe_experts,
+        "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
     }
 
 
@@ -262,9 +261,6 @@ def _problem(path: Path) -> str | None:
         part = path / name
         if not part.is_file() or part.stat().st_size != size:
             return f"{name} is missing or cut off"
-    schema = json.loads((path / _STATE).read_text())["schema"]
-    if schema != SCHEMA:
-        return f"schema={schema}, this release reads {SCHEMA}"
     return None
 
 

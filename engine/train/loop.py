@@ -19,17 +19,14 @@ from outloop.buffer.records import CheckpointMark, Float32, Lease
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.train.batch import Batch, build_batch
-from outloop.engine.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from outloop.engine.train.custom import loss_of
+from outloop.engine.train.checkpoint import latest_checkpoint
 from outloop.engine.train.evaluation import Evaluations
-from outloop.engine.train.exports import Exports
-from outloop.engine.train.mcore import Policy, PolicyModel
 from outloop.engine.train.ports import Publisher, PublishReport, Reader
-from outloop.engine.train.reference import Reference, load_reference
+from outloop.engine.train.ranks import Lead
 from outloop.engine.train.report import UpdateReport
 from outloop.engine.train.samples import Sample
-from outloop.engine.train.scoring import Score, score, with_proximals
-from outloop.engine.train.update import rl_update
+from outloop.engine.train.scoring import Score, with_proximals
+from outloop.engine.train.work import ModelName
 
 _BUFFER_COUNTERS = ("buffer/dropped_groups", "buffer/replaced_attempts")
 _log = structlog.get_logger()
@@ -67,7 +64,7 @@ class RlLoop:
     def __init__(
         self,
         run: Run,
-        policy: Policy,
+        lead: Lead,
         *,
         reader: Reader,
         publisher: Publisher,
@@ -76,8 +73,7 @@ class RlLoop:
     ) -> None:
         self._settings = run.settings
         self._run_dir = run.dir
-        self._policy = policy
-        self._exports = Exports(policy.model)
+        self._lead = lead
         self._reader = reader
         self._publisher = publisher
         self._metrics = metrics
@@ -90,10 +86,8 @@ class RlLoop:
         self._unmarked: list[str] = []
         """Groups trained since the last checkpoint."""
         self._steps_without_signal = 0
-        self._reference: Reference | None = None
         self._reference_hash = ""
         """Of the reference that the run is pinned to; empty until one is first used."""
-        self._loss = loss_of(run.settings)
 
     def run(self) -> None:
         """Train to the last step, or until stopped; a stop leaves a checkpoint behind."""
@@ -133,7 +127,7 @@ class RlLoop:
         mark = checkpoint.mark if checkpoint else None
         parent = None
         if checkpoint is not None and mark is not None:
-            load_checkpoint(self._policy, checkpoint)
+            self._lead.load(checkpoint)
             self._step, self._next_slot, parent = (
                 checkpoint.step,
                 mark.next_slot,
@@ -141,24 +135,13 @@ class RlLoop:
             )
             self._reference_hash = checkpoint.reference_hash
             _log.info("resumed", checkpoint=str(checkpoint.path), step=self._step)
-        self._load_reference()
+        if self._settings.trainer.kl != "none":
+            self._reference_hash = self._lead.load_reference(pinned_hash=self._reference_hash)
         highest = self._reader.recover(mark, fence=self._beat.fence)
         self._reader.set_run_state("running")
         self._publish(parent=parent, policy_version=highest + 1)
         if checkpoint is None:
             self._evaluations.request(step=0, policy_version=self._version)
-
-    def _load_reference(self) -> None:
-        """The frozen model, when a KL term asks for one."""
-        if self._settings.trainer.kl == "none":
-            return
-        self._reference = load_reference(
-            self._policy.config,
-            self._settings.model.path,
-            pinned_hash=self._reference_hash,
-            device=next(self._policy.model.parameters()).device,
-        )
-        self._reference_hash = self._reference.content_hash
 
     def _refill(self, leases: list[Lease], batch: Batch) -> Batch:
         """Take other groups for those that were filtered; statistics cover all that was taken."""
@@ -194,6 +177,7 @@ class RlLoop:
     def _wait(self, sentence: str) -> None:
         """Heartbeat, and weights for a server that joined since the last publish."""
         self._beat(sentence)
+        self._lead.idle()
         if any(e.policy_version is None and not e.is_quarantined for e in self._reader.servers()):
             self._feed(self._version)
 
@@ -202,8 +186,8 @@ class RlLoop:
             [lease.group for lease in leases],
             self._settings,
             policy_version=self._version,
-            vocab_size=self._policy.config.vocab_size,
-            score_reference=self._score(self._reference.model) if self._reference else None,
+            vocab_size=self._lead.config.vocab_size,
+            score_reference=self._score("reference"),
         )
         reward = f"{batch.metrics['train/reward_mean']:.3f}"
         self._beat(step=str(self._step + 1), reward=reward)
@@ -211,12 +195,11 @@ class RlLoop:
         self._next_slot = max([self._next_slot, *(slot + 1 for slot in slots)])
         return batch
 
-    def _score(self, model: PolicyModel) -> Score:
-        """Logprobs under `model`, with a heartbeat for every microbatch."""
-        limit = self._settings.trainer.max_microbatch_tokens
+    def _score(self, name: ModelName) -> Score:
+        """Logprobs under a model, with a heartbeat for every microbatch."""
 
         def score_samples(samples: Sequence[Sample]) -> list[Float32]:
-            return score(model, samples, max_tokens=limit, on_microbatch=self._beat)
+            return self._lead.score(name, samples, on_microbatch=self._beat)
 
         return score_samples
 
@@ -225,17 +208,12 @@ class RlLoop:
         trainer = self._settings.trainer
         updates = batch.updates(trainer.num_updates_per_take)
         if trainer.proximal == "recompute":
-            updates, metrics = with_proximals(updates, trainer, self._score(self._policy.model))
+            updates, metrics = with_proximals(updates, trainer, self._score("policy"))
             batch.metrics.update(metrics)
         first: UpdateReport | None = None
         for samples in updates:
-            report = rl_update(
-                self._policy,
-                samples,
-                trainer,
-                policy_version=self._version,
-                on_microbatch=self._beat,
-                loss=self._loss,
+            report = self._lead.update(
+                samples, policy_version=self._version, on_microbatch=self._beat
             )
             first = first or report
         return first or UpdateReport(loss=float("nan"))
@@ -257,10 +235,10 @@ class RlLoop:
             PublishFailed: no server took them the second time either.
         """
         try:
-            return self._publisher.publish(self._exports, policy_version)
+            return self._publisher.publish(self._lead, policy_version)
         except PublishFailed as error:
             _log.warning("publish_repeated", policy_version=policy_version, reason=str(error))
-        return self._publisher.publish(self._exports, policy_version)
+        return self._publisher.publish(self._lead, policy_version)
 
     def _settle(self, batch: Batch) -> None:
         """Return admission credit; earlier, episodes would start under the old version."""
@@ -283,14 +261,7 @@ class RlLoop:
             next_slot=self._next_slot,
             policy_version=self._version,
         )
-        save_checkpoint(
-            self._policy,
-            self._run_dir / "checkpoints",
-            step=self._step,
-            mark=mark,
-            keep=self._settings.trainer.keep_checkpoints,
-            reference_hash=self._reference_hash,
-        )
+        self._lead.save(step=self._step, mark=mark, reference_hash=self._reference_hash)
         self._reader.acknowledge(mark)
         self._unmarked.clear()
 
@@ -302,7 +273,7 @@ class RlLoop:
         if self._unmarked or is_done:
             self._checkpoint()
         if is_done and not self._stop.is_set():
-            self._exports.save(self._run_dir / "hf", source=self._settings.model.path)
+            self._lead.save_folder()
             self._reader.set_run_state("finished")
         self._beat()
 

@@ -7,13 +7,14 @@ the process group is formed.
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import ExitStack
 
 import structlog
 import torch
 
-from outloop.buffer.errors import SettingsError
+from outloop.buffer.errors import RankKilled, SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
@@ -22,8 +23,11 @@ from outloop.engine.publish.transaction import Publisher
 from outloop.engine.train import mcore
 from outloop.engine.train.custom import check_custom
 from outloop.engine.train.loop import RlLoop
+from outloop.engine.train.parallel import check_world
+from outloop.engine.train.phases import Phases
+from outloop.engine.train.ranks import Lead, follow
 from outloop.engine.train.sft import run_sft
-from outloop.engine.train.weights import load_huggingface
+from outloop.engine.train.work import Work
 
 _log = structlog.get_logger()
 
@@ -32,54 +36,64 @@ def train(run: Run, *, stop: threading.Event) -> None:
     """Train until the last step or until `stop` is set; then the process may end.
 
     A run that ends by itself is left in state finished, one that fails in state failed; a stopped
-    one keeps its state, for the next start to resume.
+    one keeps its state, for the next start to resume, and so does one that lost a rank. Of several
+    ranks the first leads, and the others do what it says until it ends.
     """
     check_settings(run.settings)
     torch.set_num_threads(run.settings.trainer.num_threads)
     with ExitStack() as stack:
+        if int(os.environ.get("RANK", "0")):
+            work, phases = _join(run, stack)
+            follow(work, phases)
+            return
         reader = BufferReader.connect(run)
         stack.callback(reader.close)
         try:
-            _train(run, reader, stop, stack)
-        except Exception:
+            _lead(run, reader, stop, stack)
+        except Exception as error:
             _log.exception("trainer_failed")
-            reader.set_run_state("failed")
+            if not isinstance(error, RankKilled):
+                reader.set_run_state("failed")
             raise
 
 
-def _train(run: Run, reader: BufferReader, stop: threading.Event, stack: ExitStack) -> None:
+def _join(run: Run, stack: ExitStack) -> tuple[Work, Phases]:
+    """This rank's place among the others."""
     settings = run.settings
-    config = mcore.read_config(settings.model.path, settings.trainer.megatron)
-    mcore.join_process_group(seed=settings.run.seed)
+    trainer = settings.trainer
+    config = mcore.read_config(settings.model.path, trainer.megatron, num_ranks=trainer.num_ranks)
+    mcore.join_process_group(
+        seed=settings.run.seed, sizes=config.sizes, timeout_s=trainer.rank_timeout_s
+    )
     stack.callback(mcore.leave_process_group)
+    phases = Phases(
+        mcore.rendezvous_store(),
+        rank=int(os.environ.get("RANK", "0")),
+        num_ranks=trainer.num_ranks,
+    )
+    return Work(run, config), phases
+
+
+def _lead(run: Run, reader: BufferReader, stop: threading.Event, stack: ExitStack) -> None:
+    """Rank 0: everything that is not the model."""
+    settings = run.settings
+    work, phases = _join(run, stack)
+    lead = Lead(
+        work,
+        phases,
+        num_ranks=settings.trainer.num_ranks,
+        timeout_s=settings.trainer.rank_timeout_s,
+    )
+    stack.enter_context(lead.ending())
     metrics = MetricsWriter(run.dir, tensorboard=settings.telemetry.tensorboard)
     stack.callback(metrics.close)
-
-    def build(num_updates: int) -> mcore.Policy:
-        policy = mcore.build_policy(config, settings.trainer, num_updates=num_updates)
-        load_huggingface(policy.model, settings.model.path)
-        return policy
-
     if settings.trainer.mode == "sft":
-        run_sft(
-            run,
-            vocab_size=config.vocab_size,
-            build=build,
-            reader=reader,
-            metrics=metrics,
-            stop=stop,
-        )
+        run_sft(run, lead, reader=reader, metrics=metrics, stop=stop)
         return
+    lead.build(num_updates=settings.trainer.num_steps * settings.trainer.num_updates_per_take)
     publisher = Publisher(run, reader)
     stack.callback(publisher.close)
-    RlLoop(
-        run,
-        build(settings.trainer.num_steps * settings.trainer.num_updates_per_take),
-        reader=reader,
-        publisher=publisher,
-        metrics=metrics,
-        stop=stop,
-    ).run()
+    RlLoop(run, lead, reader=reader, publisher=publisher, metrics=metrics, stop=stop).run()
 
 
 def check_settings(settings: Settings) -> None:
@@ -89,9 +103,12 @@ def check_settings(settings: Settings) -> None:
         SettingsError: with the sentence that says what to change.
     """
     trainer = settings.trainer
-    if trainer.num_ranks != 1:
+    check_world(trainer.num_ranks)
+    if trainer.num_ranks > 1 and trainer.rank_timeout_s <= settings.server.start_timeout_s:
         raise SettingsError(
-            f"trainer.num_ranks={trainer.num_ranks}; 1 is allowed in this release. Set it to 1."
+            f"trainer.rank_timeout_s={trainer.rank_timeout_s} does not exceed "
+            f"server.start_timeout_s={settings.server.start_timeout_s}: the other ranks would give "
+            "up while rank 0 waits for servers. Raise the first or lower the second."
         )
     if trainer.device.startswith("cuda") != torch.cuda.is_available():
         there = "cuda" if torch.cuda.is_available() else "cpu"

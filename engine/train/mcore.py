@@ -81,6 +81,11 @@ def join_process_group(
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def rendezvous_store() -> Any:
+    """The store on which the ranks met; it outlives each of them under torchrun."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def leave_process_group() -> None:
     """Undo `join_process_group`."""
     if parallel_state.model_parallel_is_initialized():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 import structlog
@@ -16,11 +15,9 @@ import structlog
 from outloop.buffer.errors import DeadlineExceeded, SettingsError
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
-from outloop.engine.train.exports import Exports
-from outloop.engine.train.mcore import Policy
 from outloop.engine.train.ports import Reader
+from outloop.engine.train.ranks import Lead
 from outloop.engine.train.samples import Sample, build_samples
-from outloop.engine.train.update import sft_update
 
 _POLL_S = 0.1
 _NUM_ROWS = 100
@@ -32,17 +29,15 @@ Conversation = tuple[Sample, ...]
 
 def run_sft(
     run: Run,
+    lead: Lead,
     *,
-    vocab_size: int,
-    build: Callable[[int], Policy],
     reader: Reader,
     metrics: MetricsWriter,
     stop: threading.Event,
 ) -> None:
     """Train cross-entropy on the run's conversations and write `hf/`; a stop writes nothing.
 
-    Args:
-        build: makes the policy for a number of updates, which the conversations decide.
+    Builds the policy, since the conversations decide how many updates there are.
 
     Raises:
         DeadlineExceeded: no conversation arrived for trainer.take_timeout_s.
@@ -50,23 +45,23 @@ def run_sft(
     """
     settings = run.settings.trainer
     reader.set_run_state("running")
-    if not _wait_for_conversations(reader, settings.take_timeout_s, stop):
+    if not _wait_for_conversations(reader, lead, settings.take_timeout_s, stop):
         return
-    conversations = _read_conversations(run, reader, vocab_size)
+    conversations = _read_conversations(run, reader, lead.config.vocab_size)
     order = batches(
         len(conversations),
         size=settings.groups_per_step,
         num_epochs=settings.num_epochs,
         seed=run.settings.run.seed,
     )[: settings.num_steps]
-    policy = build(len(order))
+    lead.build(num_updates=len(order))
     every = -(-len(order) // _NUM_ROWS)
     before, tokens = time.monotonic(), 0
     for step, members in enumerate(order, start=1):
         if stop.is_set():
             return
         samples = [sample for index in members for sample in conversations[index]]
-        report = sft_update(policy, samples, settings)
+        report = lead.sft_update(samples)
         tokens += report.num_tokens
         if step % every == 0 or step == len(order):
             now = time.monotonic()
@@ -77,7 +72,7 @@ def run_sft(
                 {"waiting_for": "", "step": f"{step}/{len(order)}", "loss": f"{report.loss:.4f}"},
             )
             before, tokens = now, 0
-    Exports(policy.model).save(run.dir / "hf", source=run.settings.model.path)
+    lead.save_folder()
     reader.set_run_state("finished")
 
 
@@ -91,13 +86,16 @@ def batches(count: int, *, size: int, num_epochs: int, seed: int) -> list[list[i
     return steps
 
 
-def _wait_for_conversations(reader: Reader, timeout_s: float, stop: threading.Event) -> bool:
+def _wait_for_conversations(
+    reader: Reader, lead: Lead, timeout_s: float, stop: threading.Event
+) -> bool:
     """True once the last conversation is stored; False when stopped."""
     seen, changed_at = -1, time.monotonic()
     while True:
         stored, is_final = reader.sft_progress()
         if is_final:
             return True
+        lead.idle()
         now = time.monotonic()
         if stored != seen:
             seen, changed_at = stored, now

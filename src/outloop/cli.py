@@ -18,7 +18,12 @@ import click
 
 from outloop.buffer.commands import buffer
 from outloop.buffer.commands_tasks import tasks
-from outloop.buffer.errors import OutloopError, SettingsError
+from outloop.buffer.errors import (
+    RANK_KILLED_EXIT_CODE,
+    OutloopError,
+    RankKilled,
+    SettingsError,
+)
 
 _RUN = click.option(
     "--run",
@@ -235,18 +240,27 @@ def runner(
 @cli.command()
 @_RUN
 def trainer(run_dir: Path) -> None:
-    """Train the policy of a run."""
+    """Train the policy of a run; starts torchrun when trainer.num_ranks asks for several."""
+    import os
     import warnings
 
     # megatron-core announces at import what it does without Transformer Engine and Apex.
     warnings.filterwarnings("ignore", module="megatron")
     from outloop.buffer.run import load_run
-    from outloop.engine.launch.launcher import stop_on_signals
-    from outloop.engine.train.main import train as train_policy
 
     run = load_run(run_dir)
-    _configure("trainer", run.settings.telemetry.log_level)
-    with stop_on_signals() as stop:
+    num_ranks, rank = run.settings.trainer.num_ranks, os.environ.get("RANK")
+    _configure("trainer" if rank is None else f"trainer-{rank}", run.settings.telemetry.log_level)
+    if num_ranks > 1 and rank is None:
+        from outloop.engine.launch.ranks import run_ranks
+
+        run_ranks(run_dir, num_ranks=num_ranks)
+        return
+    from outloop.engine.launch.launcher import stop_on_signals
+    from outloop.engine.launch.ranks import as_rank
+    from outloop.engine.train.main import train as train_policy
+
+    with as_rank(), stop_on_signals() as stop:
         train_policy(run, stop=stop)
 
 
@@ -309,6 +323,9 @@ def main() -> None:
         click.echo(f"outloop: {error}", err=True)
         # engine.launch.launcher knows this code as SETTINGS_EXIT_CODE.
         sys.exit(2)
+    except RankKilled as error:
+        click.echo(f"outloop: {error}", err=True)
+        sys.exit(RANK_KILLED_EXIT_CODE)
     except OutloopError as error:
         click.echo(f"outloop: {error}", err=True)
         sys.exit(1)

@@ -26,6 +26,7 @@ from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.publish.source import TensorSource
 from outloop.engine.train.loop import RlLoop
 from outloop.engine.train.mcore import Policy
+from outloop.engine.train.ranks import Lead
 
 MakeTurn = Callable[..., Turn]
 MakeTrajectory = Callable[..., Trajectory]
@@ -223,14 +224,19 @@ class Setup:
     buffer: MemoryBuffer
     server: Server
     events: list[tuple[str, Any]]
-    policy: Policy
+    lead: Lead
+
+    @property
+    def policy(self) -> Policy:
+        """The model that is trained."""
+        return self.lead.work.policy
 
     def train(self) -> list[dict[str, Any]]:
         """Run the loop; the rows of metrics.jsonl."""
         with MetricsWriter(self.run.dir) as metrics:
             RlLoop(
                 self.run,
-                self.policy,
+                self.lead,
                 reader=self.buffer,
                 publisher=self.server,
                 metrics=metrics,

@@ -20,7 +20,7 @@ from outloop.buffer.records import (
     Turn,
     VersionSpan,
 )
-from outloop.buffer.run import create_run
+from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import Settings, TrainerSettings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
@@ -32,7 +32,10 @@ with warnings.catch_warnings():
     from memory_buffer import MakeTrajectory, MakeTurn, MemoryBuffer, RewardOf, Server, Setup, arm
 
     from outloop.engine.train import mcore, weights
+    from outloop.engine.train.phases import Phases
+    from outloop.engine.train.ranks import Lead
     from outloop.engine.train.samples import Sample
+    from outloop.engine.train.work import Work
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -177,10 +180,24 @@ def make_policy(tiny_folder: Callable[..., Path]) -> Callable[..., mcore.Policy]
 
 
 @pytest.fixture
+def make_lead() -> Callable[..., Lead]:
+    """A run's rank 0 without followers: `make_lead(run, num_updates=3)`."""
+
+    def make(run: Run, *, num_updates: int | None = None) -> Lead:
+        work = Work(run, mcore.read_config(run.settings.model.path, run.settings.trainer.megatron))
+        lead = Lead(work, Phases(None, rank=0, num_ranks=1), num_ranks=1, timeout_s=60.0)
+        if num_updates is not None:
+            lead.build(num_updates=num_updates)
+        return lead
+
+    return make
+
+
+@pytest.fixture
 def setup(
     tmp_path: Path,
     tiny_folder: Callable[..., Path],
-    make_policy: Callable[..., mcore.Policy],
+    make_lead: Callable[..., Lead],
     make_turn: MakeTurn,
     make_trajectory: MakeTrajectory,
 ) -> Callable[..., Setup]:
@@ -192,8 +209,7 @@ def setup(
         run = create_run(settings, tmp_path / "run", "unix:///nowhere")
         server = Server(tiny_folder(), events)
         buffer = MemoryBuffer(server, make_turn, make_trajectory, reward_of, events, lag=lag)
-        trainer = settings.trainer
-        policy = make_policy(num_updates=trainer.num_steps, learning_rate=trainer.learning_rate)
-        return Setup(run, buffer, server, events, policy)
+        lead = make_lead(run, num_updates=settings.trainer.num_steps)
+        return Setup(run, buffer, server, events, lead)
 
     return make

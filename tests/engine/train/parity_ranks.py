@@ -20,9 +20,14 @@ with warnings.catch_warnings():
     from megatron.core import parallel_state
     from safetensors.torch import save_file
 
+    from outloop.buffer.records import CheckpointMark
     from outloop.buffer.settings_trainer import TrainerSettings
     from outloop.engine.train import mcore, weights
-    from outloop.engine.train.checkpoint import latest_checkpoint, load_checkpoint
+    from outloop.engine.train.checkpoint import (
+        latest_checkpoint,
+        load_checkpoint,
+        save_checkpoint,
+    )
     from outloop.engine.train.exports import Exports
     from outloop.engine.train.hf_folder import HuggingFaceFolder
     from outloop.engine.train.samples import Sample
@@ -80,6 +85,10 @@ def run_case(case: dict[str, Any], folder: Path, *, num_ranks: int) -> None:
             first = checkpoint.step
         result = _updates(policy, settings, first, case.get("num_updates", NUM_UPDATES))
         result["is_bit_equal"] = is_bit_equal
+        if "save" in case:
+            step = first + len(result["updates"])
+            mark = CheckpointMark(fence=1, group_ids=(), next_slot=0, policy_version=step)
+            save_checkpoint(policy, Path(case["save"]), step=step, mark=mark, keep=1)
         if int(os.environ.get("RANK", "0")):
             exports.send_all()
         else:

@@ -1,5 +1,9 @@
 """Checkpoints: a resumed update equals an uninterrupted one, and partial ones are skipped."""
 
+import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,3 +128,60 @@ def test_another_models_checkpoint_is_refused(make_policy: MakePolicy, tmp_path:
 def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
     """A fresh run starts from the model folder."""
     assert latest_checkpoint(tmp_path / "checkpoints") is None
+
+
+KILLED = """
+import os, signal, sys, warnings
+warnings.simplefilter("ignore")
+from pathlib import Path
+from outloop.buffer.records import CheckpointMark
+from outloop.buffer.settings_trainer import TrainerSettings
+from outloop.engine.train import checkpoint, mcore, weights
+
+model, folder, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+mcore.join_process_group(seed=1)
+policy = mcore.build_policy(mcore.read_config(model, {}), TrainerSettings(), num_updates=1)
+mark = CheckpointMark(fence=1, group_ids=(), next_slot=0, policy_version=1)
+checkpoint.save_checkpoint(policy, folder, step=1, mark=mark, keep=1)
+original, calls = os.fsync, []
+
+def fsync(descriptor):
+    calls.append(descriptor)
+    if len(calls) > count:
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(descriptor)
+
+os.fsync = fsync
+checkpoint.save_checkpoint(policy, folder, step=2, mark=mark, keep=1)
+"""
+
+
+@pytest.mark.parametrize("num_syncs", [0, 2, 5])
+def test_after_kill_9_during_a_save_the_one_before_is_used(
+    num_syncs: int, tiny_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Wherever the process dies between the first byte and the rename."""
+    folder = tmp_path / "checkpoints"
+    answer = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tiny_folder()), str(folder), str(num_syncs)],
+        check=False,
+        timeout=110,
+    )
+    assert answer.returncode == -signal.SIGKILL
+    found = latest_checkpoint(folder)
+    assert found is not None
+    assert found.step == 1
+
+
+def test_a_checkpoint_of_another_release_is_refused(
+    make_policy: MakePolicy, tmp_path: Path
+) -> None:
+    """Not skipped: an older one would silently undo the newer release's training."""
+    path = save_checkpoint(make_policy(), tmp_path, step=1, mark=mark(1), keep=1)
+    state = json.loads((path / "state.json").read_text())
+    text = json.dumps(state | {"schema": 9}, indent=1)
+    (path / "state.json").write_text(text)
+    sizes = json.loads((path / "COMPLETE").read_text())
+    (path / "COMPLETE").write_text(json.dumps(sizes | {"state.json": len(text)}))
+    with pytest.raises(SettingsError, match="schema=9; this release reads 2"):
+        latest_checkpoint(tmp_path)

@@ -25,7 +25,7 @@ from outloop.buffer.telemetry import MetricsWriter, read_metrics
 from outloop.buffer.writer import BufferWriter
 from outloop.engine.publish.source import TensorSource
 from outloop.engine.train.loop import RlLoop
-from outloop.engine.train.mcore import Policy
+from outloop.engine.train.ranks import Lead
 
 WAIT_S = 30.0
 
@@ -143,7 +143,7 @@ def playing(run: Run, server: Server) -> Iterator[None]:
 
 @pytest.fixture
 def train(
-    tmp_path: Path, tiny_folder: Callable[..., Path], make_policy: Callable[..., Policy]
+    tmp_path: Path, tiny_folder: Callable[..., Path], make_lead: Callable[..., Lead]
 ) -> Iterator[Callable[..., tuple[list[dict[str, Any]], dict[str, float]]]]:
     """Run the loop on Redis: (rows of metrics.jsonl, the buffer's stats)."""
     with EmbeddedRedis(tmp_path / "redis", fsync="no") as redis:
@@ -175,11 +175,11 @@ def train(
             init_run(run)
             server = Server(tiny_folder())
             reader = BufferReader.connect(run)
-            policy = make_policy(learning_rate=4e-3, num_updates=num_steps)
+            lead = make_lead(run, num_updates=num_steps)
             with playing(run, server), MetricsWriter(run.dir) as metrics:
                 RlLoop(
                     run,
-                    policy,
+                    lead,
                     reader=reader,
                     publisher=server,
                     metrics=metrics,

@@ -16,7 +16,7 @@ from outloop.engine.train.main import check_settings
 @pytest.mark.parametrize(
     ("sections", "sentence"),
     [
-        ({"trainer": {"num_ranks": 2}}, r"trainer\.num_ranks=2; 1 is allowed"),
+        ({"trainer": {"num_ranks": 2}}, r"trainer\.num_ranks=2, but .*WORLD_SIZE=1"),
         ({"trainer": {"device": "cuda"}}, r"trainer\.device='cuda'"),
         (
             {

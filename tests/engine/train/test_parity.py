@@ -135,6 +135,11 @@ def assert_parity(name: str, work: Path) -> None:
             assert after[metric] == pytest.approx(before[metric], rel=1e-3, abs=1e-4), metric
     gaps = [abs(a - b) for a, b in zip(want["scores"], got["scores"], strict=True)]
     assert max(gaps) <= MAX_LOGPROB_GAP, name
+    assert_weights_agree(alone, name, work)
+
+
+def assert_weights_agree(alone: str, name: str, work: Path) -> None:
+    """Every tensor, within what Adam makes of rounding."""
     weights = [load_file(work / f"{case}.safetensors") for case in (alone, name)]
     assert weights[0].keys() == weights[1].keys()
     for tensor, values in weights[0].items():
@@ -147,6 +152,63 @@ def test_representative_layouts_agree_with_one_process(work: Path, job: Job) -> 
     run_layouts(IN_CI, work, job)
     for name in IN_CI:
         assert_parity(name, work)
+
+
+RESHARDINGS = (
+    ("tp2_sp", "dp2_distributed"),
+    ("dp2_overlap", "pp2"),
+    ("pp2", "tp2"),
+    ("ep2", "moe_tp2_sp"),
+    ("moe_pp2", "ep2_tp2_etp1"),
+    ("ep2_tp2_etp1", "moe_dp2"),
+)
+"""From one layout of two ranks to another, the distributed optimizer to the plain one and back."""
+
+
+def reshard(pairs: Iterable[tuple[str, str]], work: Path, job: Job) -> None:
+    """Two updates in the first layout, a checkpoint, and the third update in the second."""
+    cases = []
+    models = set()
+    for before, after in pairs:
+        _, model, raw = MATRIX[before]
+        models.add(model)
+        path, folder = str(work / "models" / model), str(work / f"{before}_to_{after}_checkpoint")
+        cases += [
+            {
+                "name": f"{before}_before_{after}",
+                "model": path,
+                "megatron": raw,
+                "num_updates": 2,
+                "save": folder,
+            },
+            {
+                "name": f"{before}_to_{after}",
+                "model": path,
+                "megatron": MATRIX[after][2],
+                "num_updates": 1,
+                "load": folder,
+            },
+        ]
+    job(1, [{"name": f"alone_{m}", "model": str(work / "models" / m)} for m in sorted(models)])
+    job(2, cases)
+
+
+def assert_resumed(before: str, after: str, work: Path) -> None:
+    """The third update and the weights after it are those of three updates on one process."""
+    name, alone = f"{before}_to_{after}", f"alone_{MATRIX[before][1]}"
+    want, got = (json.loads((work / f"{case}.json").read_text()) for case in (alone, name))
+    for metric in ("train/loss", "train/grad_norm"):
+        gap = abs(want["updates"][2][metric] - got["updates"][0][metric])
+        assert gap <= MAX_NORM_GAP, (name, metric)
+    assert_weights_agree(alone, name, work)
+
+
+@pytest.mark.timeout(500)
+def test_a_checkpoint_loads_in_another_layout(work: Path, job: Job) -> None:
+    """Tensor-parallel ranks write, data-parallel ranks with the distributed optimizer go on."""
+    pair = RESHARDINGS[0]
+    reshard([pair], work, job)
+    assert_resumed(*pair, work)
 
 
 @pytest.fixture(scope="module")
@@ -162,3 +224,20 @@ def whole_matrix(work: Path, job: Job) -> Path:
 def test_every_layout_agrees_with_one_process(name: str, whole_matrix: Path) -> None:
     """Loss, gradient norm, metrics, logprobs and weights after three updates."""
     assert_parity(name, whole_matrix)
+
+
+@pytest.fixture(scope="module")
+def reshardings(work: Path, job: Job) -> Path:
+    """Every pair of layouts, run."""
+    reshard(RESHARDINGS, work, job)
+    return work
+
+
+@pytest.mark.parity
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("before", "after"), RESHARDINGS)
+def test_every_checkpoint_loads_in_another_layout(
+    before: str, after: str, reshardings: Path
+) -> None:
+    """Save in one, load in the other, one more step: equal."""
+    assert_resumed(before, after, reshardings)

@@ -15,7 +15,6 @@ from outloop.buffer.records import Trajectory, Turn
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import Settings
 from outloop.buffer.telemetry import MetricsWriter
-from outloop.engine.train import mcore
 from outloop.engine.train.sft import batches, run_sft
 
 MakeTurn = Callable[..., Turn]
@@ -61,21 +60,19 @@ def conversations(make_turn: MakeTurn, make_trajectory: MakeTrajectory) -> list[
 
 
 @pytest.fixture
-def train(tmp_path: Path, tiny_folder: Callable[..., Path], make_policy: Any) -> Any:
+def train(tmp_path: Path, tiny_folder: Callable[..., Path], make_lead: Any) -> Any:
     """Run SFT with a fake reader: rows of metrics.jsonl."""
 
     def run_it(reader: Any, stop: threading.Event | None = None, **trainer: Any) -> list[Any]:
-        settings = Settings(model={"path": tiny_folder()}, trainer={"mode": "sft"} | trainer)
+        settings = Settings(
+            model={"path": tiny_folder()}, trainer={"mode": "sft", "learning_rate": 1e-2} | trainer
+        )
         run: Run = create_run(settings, tmp_path / "run", "unix:///nowhere")
-
-        def build(num_updates: int) -> mcore.Policy:
-            return make_policy(num_updates=num_updates, learning_rate=1e-2)
 
         with MetricsWriter(run.dir) as metrics:
             run_sft(
                 run,
-                vocab_size=400,
-                build=build,
+                make_lead(run),
                 reader=reader,
                 metrics=metrics,
                 stop=stop or threading.Event(),

@@ -1,0 +1,133 @@
+"""What every trainer rank does with its part of the model.
+
+Owns: this rank's policy and reference, and the operations on them that all ranks make together.
+Does not own: when they are made (loop, sft, through ranks), Redis, servers. Invariant: all ranks
+call the same operations with the same arguments in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from outloop.buffer.records import CheckpointMark, Float32
+from outloop.buffer.run import Run
+from outloop.engine.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from outloop.engine.train.custom import loss_of
+from outloop.engine.train.exchange import agree
+from outloop.engine.train.exports import Exports
+from outloop.engine.train.mcore import Policy, PolicyConfig, build_policy
+from outloop.engine.train.reference import Reference, load_reference
+from outloop.engine.train.report import UpdateReport
+from outloop.engine.train.samples import Sample
+from outloop.engine.train.scoring import score
+from outloop.engine.train.update import rl_update, sft_update
+from outloop.engine.train.weights import load_huggingface
+
+Beat = Callable[[], None]
+ModelName = Literal["policy", "reference"]
+
+
+class Work:
+    """One rank's models; `build` comes first."""
+
+    def __init__(self, run: Run, config: PolicyConfig) -> None:
+        self.config = config
+        self._settings = run.settings
+        self._run_dir = run.dir
+        self._loss = loss_of(run.settings)
+        self._policy: Policy | None = None
+        self._exports: Exports | None = None
+        self._reference: Reference | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """The model that is trained."""
+        assert self._policy is not None, "build comes first"
+        return self._policy
+
+    @property
+    def exports(self) -> Exports:
+        """Its tensors under their Hugging Face names."""
+        assert self._exports is not None, "build comes first"
+        return self._exports
+
+    def build(self, *, num_updates: int) -> None:
+        """Make the policy for `num_updates` updates and load the model folder.
+
+        Raises:
+            SettingsError: on every rank, when any rank could not read the folder.
+        """
+        policy = build_policy(self.config, self._settings.trainer, num_updates=num_updates)
+        agree("load", lambda: load_huggingface(policy.model, self._settings.model.path))
+        self._policy = policy
+        self._exports = Exports(policy.model)
+
+    def load_reference(self, *, pinned_hash: str) -> str:
+        """Load the frozen model; gives its content hash.
+
+        Raises:
+            SettingsError: the folder's content is not what it was when the run began.
+        """
+        self._reference = agree(
+            "load the reference",
+            lambda: load_reference(
+                self.config,
+                self._settings.model.path,
+                pinned_hash=pinned_hash,
+                device=next(self.policy.model.parameters()).device,
+            ),
+        )
+        return self._reference.content_hash
+
+    def update(
+        self, samples: Sequence[Sample], *, policy_version: int, on_microbatch: Beat
+    ) -> UpdateReport:
+        """One policy-gradient update; the report is the sum over all ranks, on every rank."""
+        return rl_update(
+            self.policy,
+            samples,
+            self._settings.trainer,
+            policy_version=policy_version,
+            on_microbatch=on_microbatch,
+            loss=self._loss,
+        )
+
+    def sft_update(self, samples: Sequence[Sample]) -> UpdateReport:
+        """One cross-entropy update."""
+        return sft_update(self.policy, samples, self._settings.trainer)
+
+    def score(
+        self, name: ModelName, samples: Sequence[Sample], *, on_microbatch: Beat
+    ) -> list[Float32]:
+        """Logprobs [T] of every sample under the policy or the reference, on every rank."""
+        model = self.policy.model
+        if name == "reference":
+            assert self._reference is not None, "load_reference comes first"
+            model = self._reference.model
+        limit = self._settings.trainer.max_microbatch_tokens
+        return score(model, samples, max_tokens=limit, on_microbatch=on_microbatch)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            SettingsError: it is of another model.
+        """
+        load_checkpoint(self.policy, checkpoint)
+
+    def save(self, *, step: int, mark: CheckpointMark, reference_hash: str) -> Path:
+        """Write a checkpoint of all ranks and remove old ones."""
+        return save_checkpoint(
+            self.policy,
+            self._run_dir / "checkpoints",
+            step=step,
+            mark=mark,
+            keep=self._settings.trainer.keep_checkpoints,
+            reference_hash=reference_hash,
+        )
+
+    def save_folder(self) -> None:
+        """Write the policy as the run's Hugging Face folder."""
+        self.exports.save(self._run_dir / "hf", source=self._settings.model.path)
