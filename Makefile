@@ -79,12 +79,12 @@ test-wheel: $(STAMP) bwrap
 CLIENTS := .venv-clients
 $(CLIENTS)/.installed: Makefile
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check openai-agents 'pydantic-ai-slim[openai,anthropic]' 'smolagents[openai]' langgraph langchain-openai
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check openai-agents 'pydantic-ai-slim[openai,anthropic]' 'smolagents[openai]' langgraph langchain-openai mini-swe-agent
 	npm install --silent --no-fund --no-audit --prefix $(CLIENTS) @openai/codex @qwen-code/qwen-code
 	touch $@
 
 test-clients: $(STAMP) $(CLIENTS)/.installed
-	OUTLOOP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python OUTLOOP_CODEX=$(CURDIR)/$(CLIENTS)/node_modules/.bin/codex OUTLOOP_QWEN=$(CURDIR)/$(CLIENTS)/node_modules/.bin/qwen $(BIN)/python -m pytest -m clients tests/router/test_clients.py
+	OUTLOOP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python OUTLOOP_CODEX=$(CURDIR)/$(CLIENTS)/node_modules/.bin/codex OUTLOOP_QWEN=$(CURDIR)/$(CLIENTS)/node_modules/.bin/qwen $(BIN)/python -m pytest -m clients tests/router/test_clients.py tests/examples/test_third_party.py
 
 # Every layout of the trainer against one process; a few of them are in `make test`.
 test-parity: $(STAMP)
