@@ -17,6 +17,7 @@ allowed and what to do.
     |-- DeadlineExceeded     a wait passed its deadline; names who waited for whom
     |-- ServerUnavailable    a server did not answer, or answered that it cannot
     |-- PublishFailed        weights did not reach a server, or reached it wrongly
+    |-- UpdateRefused        a gradient was not finite or a spike; names the episodes
     |-- EnvironmentFailure   raised by an env: its own machinery failed, not the policy
     `-- PartFailed           a process of the run ended; names it and its last words
         `-- RankKilled       a trainer rank was ended by a signal; the run may be started again
@@ -88,6 +89,10 @@ class ServerUnavailable(OutloopError):
 
 class PublishFailed(OutloopError):
     """Weights did not reach a server, or reached it wrongly."""
+
+
+class UpdateRefused(OutloopError):
+    """A gradient was not finite, or a spike; the weights are those from before the update."""
 
 
 class EnvironmentFailure(OutloopError):

@@ -86,6 +86,18 @@ class TrainerSettings(BaseModel):
     take_timeout_s: float = Field(300.0, gt=0)
     resume: bool = True
     device: str = "cpu"
+    is_colocated: bool = False
+    """Servers share the trainer's device: weights, gradients and optimizer state leave it while
+    groups are awaited, and come back for the step."""
+    dump_steps: tuple[int, ...] = ()
+    """Steps that are written to dumps/step_N before their updates, for `outloop replay-step`."""
+    profile_steps: tuple[int, ...] = ()
+    """Steps whose updates torch.profiler follows, into profile/."""
+    max_grad_spike: float = Field(0.0, ge=0)
+    """An update whose gradient norm exceeds this many times the median of the last 20 is refused
+    and stops the run, as one that is not finite always does; 0: no limit."""
+    hang_timeout_s: float = Field(1800.0, gt=0)
+    """A rank that makes no progress for so long reports its phase and stacks, and ends."""
     megatron: dict[str, Any] = {}
     """Raw Megatron-core TransformerConfig fields under their upstream names."""
 

@@ -23,6 +23,13 @@ from outloop.buffer.errors import SettingsError
 METRICS: dict[str, str] = {
     "train/reward_mean": "mean reward of the taken episodes, before filters",
     "train/reward_std": "standard deviation of the same",
+    "train/last_clip_share": "of a take's last update, where it made several: as train/clip_share",
+    "train/last_clip_low_share": "of a take's last update: as train/clip_low_share",
+    "train/last_clip_high_share": "of a take's last update: as train/clip_high_share",
+    "train/last_ratio_p01": "of a take's last update: as train/ratio_p01",
+    "train/last_ratio_p99": "of a take's last update: as train/ratio_p99",
+    "train/last_ratio_max": "of a take's last update: as train/ratio_max",
+    "train/last_grad_norm": "of a take's last update: as train/grad_norm",
     "train/groups_with_signal_share": "share of taken groups whose rewards differ",
     "train/episodes": "episodes taken",
     "train/samples": "samples trained (one per branch with trained tokens)",

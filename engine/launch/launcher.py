@@ -283,14 +283,10 @@ def train(settings: Settings, *, stop: threading.Event, console: Console) -> int
 def serve(settings: Settings, *, stop: threading.Event, console: Console) -> int:
     """Redis, servers and router until stopped; prints one JSON line when ready."""
     with running(settings, stop) as launcher:
-        start_serving(launcher)
-        expected = settings.server.num_servers or len(settings.server.urls)
-        timeout_s = settings.server.start_timeout_s
-        launcher.wait_for("servers", lambda: len(launcher.reader.servers()) >= expected, timeout_s)
-        launcher.wait_for("router", lambda: router_url(launcher) is not None, timeout_s)
+        start_and_wait(launcher)
         if stop.is_set():
             return 130
-        _name_weights(launcher, timeout_s)
+        name_weights(launcher, settings.server.start_timeout_s)
         url = router_url(launcher)
         line = {
             "base_url": f"{url}/v1",
@@ -306,7 +302,17 @@ def serve(settings: Settings, *, stop: threading.Event, console: Console) -> int
     return 0
 
 
-def _name_weights(launcher: Launcher, timeout_s: float) -> None:
+def start_and_wait(launcher: Launcher) -> None:
+    """Start servers and router and wait until all have said where they are, or until a stop."""
+    settings = launcher.run.settings
+    start_serving(launcher)
+    expected = settings.server.num_servers or len(settings.server.urls)
+    timeout_s = settings.server.start_timeout_s
+    launcher.wait_for("servers", lambda: len(launcher.reader.servers()) >= expected, timeout_s)
+    launcher.wait_for("router", lambda: router_url(launcher) is not None, timeout_s)
+
+
+def name_weights(launcher: Launcher, timeout_s: float) -> None:
     """Without a trainer nobody publishes: what the servers loaded is the next version."""
     version = launcher.reader.highest_version() + 1
     launcher.reader.announce_version(version, None)

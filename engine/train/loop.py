@@ -20,8 +20,11 @@ from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.train.batch import Batch, build_batch
 from outloop.engine.train.checkpoint import latest_checkpoint
+from outloop.engine.train.debugging import StepDebugger
 from outloop.engine.train.evaluation import Evaluations
+from outloop.engine.train.placement import Placement
 from outloop.engine.train.ports import Publisher, PublishReport, Reader
+from outloop.engine.train.progress import Progress
 from outloop.engine.train.ranks import Lead
 from outloop.engine.train.report import UpdateReport
 from outloop.engine.train.samples import Sample
@@ -35,8 +38,9 @@ _log = structlog.get_logger()
 class Heartbeat:
     """Keeps the leases and says what the trainer is doing; cheap enough for every poll."""
 
-    def __init__(self, reader: Reader, *, lease_s: float) -> None:
+    def __init__(self, reader: Reader, *, lease_s: float, progress: Progress | None) -> None:
         self._reader = reader
+        self._progress = progress
         self._interval_s = lease_s / 4.0
         self._renewed_at = time.monotonic()
         self._fields: dict[str, str] = {}
@@ -48,6 +52,7 @@ class Heartbeat:
         Raises:
             FenceExpired: another trainer holds this run.
         """
+        self.mark()
         now = time.monotonic()
         if now - self._renewed_at > self._interval_s:
             self._reader.renew(self.fence)
@@ -56,6 +61,11 @@ class Heartbeat:
         if changed != self._fields:
             self._fields = changed
             self._reader.report_status("trainer", changed)
+
+    def mark(self, phase: str = "") -> None:
+        """Progress was made; with a name, a phase of the step begins."""
+        if self._progress is not None:
+            self._progress.mark(phase)
 
 
 class RlLoop:
@@ -70,6 +80,7 @@ class RlLoop:
         publisher: Publisher,
         metrics: MetricsWriter,
         stop: threading.Event,
+        progress: Progress | None = None,
     ) -> None:
         self._settings = run.settings
         self._run_dir = run.dir
@@ -78,7 +89,10 @@ class RlLoop:
         self._publisher = publisher
         self._metrics = metrics
         self._stop = stop
-        self._beat = Heartbeat(reader, lease_s=run.settings.buffer.lease_s)
+        self._beat = Heartbeat(reader, lease_s=run.settings.buffer.lease_s, progress=progress)
+        policy = lead.work.policy
+        self._placement = Placement(policy, is_colocated=run.settings.trainer.is_colocated)
+        self._debugger = StepDebugger(run.settings, run.dir, policy)
         self._evaluations = Evaluations(reader, run.settings, metrics, stop=stop, beat=self._wait)
         self._step = 0
         self._version = -1
@@ -102,6 +116,8 @@ class RlLoop:
             self._warn_without_signal(batch)
             report = self._update(batch)
             updated_at = time.monotonic()
+            self._placement.leave()
+            self._beat.mark("evaluation")
             self._evaluations.collect()
             published = self._publish(parent=self._version, policy_version=self._version + 1)
             self._settle(batch)
@@ -137,6 +153,7 @@ class RlLoop:
             _log.info("resumed", checkpoint=str(checkpoint.path), step=self._step)
         if self._settings.trainer.kl != "none":
             self._reference_hash = self._lead.load_reference(pinned_hash=self._reference_hash)
+            self._placement.add_frozen(self._lead.work.reference.model)
         highest = self._reader.recover(mark, fence=self._beat.fence)
         self._reader.set_run_state("running")
         self._publish(parent=parent, policy_version=highest + 1)
@@ -165,7 +182,9 @@ class RlLoop:
             return self._stop.is_set()
 
         settings = self._settings.trainer
-        return self._reader.take(
+        self._placement.leave()
+        self._beat.mark("take")
+        leases = self._reader.take(
             num_groups,
             fence=self._beat.fence,
             policy_version=self._version,
@@ -173,6 +192,9 @@ class RlLoop:
             on_wait=self._wait,
             should_stop=should_stop,
         )
+        self._placement.come_back()
+        self._beat.mark("update")
+        return leases
 
     def _wait(self, sentence: str) -> None:
         """Heartbeat, and weights for a server that joined since the last publish."""
@@ -210,16 +232,26 @@ class RlLoop:
         if trainer.proximal == "recompute":
             updates, metrics = with_proximals(updates, trainer, self._score("policy"))
             batch.metrics.update(metrics)
-        first: UpdateReport | None = None
-        for samples in updates:
-            report = self._lead.update(
+
+        def make(samples: Sequence[Sample]) -> UpdateReport:
+            return self._lead.update(
                 samples, policy_version=self._version, on_microbatch=self._beat
             )
-            first = first or report
-        return first or UpdateReport(loss=float("nan"))
+
+        reports = self._debugger.run(
+            updates,
+            make,
+            step=self._step + 1,
+            policy_version=self._version,
+            score=self._score("policy"),
+        )
+        if len(reports) > 1:
+            batch.metrics.update(reports[-1].last_metrics())
+        return reports[0] if reports else UpdateReport(loss=float("nan"))
 
     def _publish(self, *, parent: int | None, policy_version: int) -> PublishReport:
         """Make the weights available as `policy_version` on every server."""
+        self._beat.mark("publish")
         self._beat(f"servers to load version {policy_version}")
         self._reader.announce_version(policy_version, parent)
         report = self._feed(policy_version)
@@ -234,11 +266,12 @@ class RlLoop:
         Raises:
             PublishFailed: no server took them the second time either.
         """
-        try:
+        with self._placement.present():
+            try:
+                return self._publisher.publish(self._lead, policy_version)
+            except PublishFailed as error:
+                _log.warning("publish_repeated", policy_version=policy_version, reason=str(error))
             return self._publisher.publish(self._lead, policy_version)
-        except PublishFailed as error:
-            _log.warning("publish_repeated", policy_version=policy_version, reason=str(error))
-        return self._publisher.publish(self._lead, policy_version)
 
     def _settle(self, batch: Batch) -> None:
         """Return admission credit; earlier, episodes would start under the old version."""
@@ -255,6 +288,8 @@ class RlLoop:
 
     def _checkpoint(self) -> None:
         """Write what the weights contain and acknowledge it, in this order."""
+        self._beat.mark("checkpoint")
+        self._placement.come_back()
         mark = CheckpointMark(
             fence=self._beat.fence,
             group_ids=tuple(self._unmarked),
@@ -273,6 +308,7 @@ class RlLoop:
         if self._unmarked or is_done:
             self._checkpoint()
         if is_done and not self._stop.is_set():
+            self._placement.come_back()
             self._lead.save_folder()
             self._reader.set_run_state("finished")
         self._beat()

@@ -9,35 +9,45 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import structlog
 import torch
+import torch.distributed as dist
 
 from outloop.buffer.errors import RankKilled, SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
 from outloop.buffer.telemetry import MetricsWriter
-from outloop.engine.publish.transaction import Publisher
+from outloop.engine.publish.transaction import Publisher as TransactionalPublisher
 from outloop.engine.train import mcore
 from outloop.engine.train.custom import check_custom
 from outloop.engine.train.loop import RlLoop
 from outloop.engine.train.parallel import check_world
 from outloop.engine.train.phases import Phases
+from outloop.engine.train.ports import Publisher, Reader
+from outloop.engine.train.progress import Progress
 from outloop.engine.train.ranks import Lead, follow
+from outloop.engine.train.recording import NoServers, Recording, read_groups
 from outloop.engine.train.sft import run_sft
 from outloop.engine.train.work import Work
 
 _log = structlog.get_logger()
 
 
-def train(run: Run, *, stop: threading.Event) -> None:
+def train(run: Run, *, stop: threading.Event, on_hang: Callable[[str], None] | None = None) -> None:
     """Train until the last step or until `stop` is set; then the process may end.
 
     A run that ends by itself is left in state finished, one that fails in state failed; a stopped
     one keeps its state, for the next start to resume, and so does one that lost a rank. Of several
     ranks the first leads, and the others do what it says until it ends.
+
+    Args:
+        on_hang: gets the sentence when there was no progress for trainer.hang_timeout_s; called in
+            a thread of its own, it may end the process.
     """
     check_settings(run.settings)
     torch.set_num_threads(run.settings.trainer.num_threads)
@@ -48,13 +58,34 @@ def train(run: Run, *, stop: threading.Event) -> None:
             return
         reader = BufferReader.connect(run)
         stack.callback(reader.close)
+
+        def publisher() -> Publisher:
+            made = TransactionalPublisher(run, reader)
+            stack.callback(made.close)
+            return made
+
         try:
-            _lead(run, reader, stop, stack)
+            _lead(run, reader, publisher, stop, stack, on_hang=on_hang)
         except Exception as error:
             _log.exception("trainer_failed")
             if not isinstance(error, RankKilled):
                 reader.set_run_state("failed")
             raise
+
+
+def train_from_recording(run: Run, path: Path, *, stop: threading.Event) -> None:
+    """Train on the groups of a file of `outloop buffer export`, without buffer or servers.
+
+    Ends, with a checkpoint, after the last step or the last group.
+
+    Raises:
+        RecordError: the file holds lines that are no trajectories, or no training episode.
+    """
+    check_settings(run.settings)
+    torch.set_num_threads(run.settings.trainer.num_threads)
+    groups = read_groups(path)
+    with ExitStack() as stack:
+        _lead(run, Recording(groups, stop), NoServers, stop, stack)
 
 
 def _join(run: Run, stack: ExitStack) -> tuple[Work, Phases]:
@@ -74,7 +105,15 @@ def _join(run: Run, stack: ExitStack) -> tuple[Work, Phases]:
     return Work(run, config), phases
 
 
-def _lead(run: Run, reader: BufferReader, stop: threading.Event, stack: ExitStack) -> None:
+def _lead(
+    run: Run,
+    reader: Reader,
+    publisher: Callable[[], Publisher],
+    stop: threading.Event,
+    stack: ExitStack,
+    *,
+    on_hang: Callable[[str], None] | None = None,
+) -> None:
     """Rank 0: everything that is not the model."""
     settings = run.settings
     work, phases = _join(run, stack)
@@ -91,9 +130,22 @@ def _lead(run: Run, reader: BufferReader, stop: threading.Event, stack: ExitStac
         run_sft(run, lead, reader=reader, metrics=metrics, stop=stop)
         return
     lead.build(num_updates=settings.trainer.num_steps * settings.trainer.num_updates_per_take)
-    publisher = Publisher(run, reader)
-    stack.callback(publisher.close)
-    RlLoop(run, lead, reader=reader, publisher=publisher, metrics=metrics, stop=stop).run()
+    progress = Progress(
+        run.dir / "progress",
+        rank=dist.get_rank(),
+        timeout_s=settings.trainer.hang_timeout_s,
+        on_hang=on_hang,
+    )
+    stack.callback(progress.close)
+    RlLoop(
+        run,
+        lead,
+        reader=reader,
+        publisher=publisher(),
+        metrics=metrics,
+        stop=stop,
+        progress=progress,
+    ).run()
 
 
 def check_settings(settings: Settings) -> None:

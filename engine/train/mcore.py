@@ -8,6 +8,7 @@ that it fixed before the first forward.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -176,6 +177,8 @@ class Policy:
     wrapped: DistributedDataParallel
     optimizer: Any
     scheduler: OptimizerParamScheduler
+    norm_limit: float = math.inf
+    """Largest gradient norm with which the next step is made."""
 
     def zero_grad(self) -> None:
         """Forget the gradients of the previous update."""
@@ -199,7 +202,8 @@ class Policy:
         """Sum gradients over ranks, clip, update; returns (gradient norm, learning rate used).
 
         Raises:
-            FloatingPointError: the gradient norm is not finite; weights are unchanged.
+            FloatingPointError: the gradient norm is not finite, or above `norm_limit`; weights are
+                unchanged.
         """
         self._report_output_layer()
         finalize_model_grads(
@@ -208,7 +212,12 @@ class Policy:
         # The optimizer sees the gradient buffers only after this; without it the norm would be 0.
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
-        if norm != norm or norm in (float("inf"), float("-inf")):
+        if norm > self.norm_limit and norm != math.inf:
+            raise FloatingPointError(
+                f"grad_norm={norm:.4g} exceeds {self.norm_limit:.4g}, what trainer.max_grad_spike "
+                "allows over the median of the last updates; the update was not made."
+            )
+        if not math.isfinite(norm):
             raise FloatingPointError(
                 f"grad_norm={norm}; the update was not made. Look at the batch's rewards, logprobs "
                 "and learning rate."

@@ -87,6 +87,11 @@ class UpdateReport:
             "train/imbalance": self.imbalance,
         }
 
+    def last_metrics(self) -> dict[str, float]:
+        """What a take's last update says that its first, whose ratios begin at 1, does not."""
+        known = self.metrics() | self.policy_metrics()
+        return {name.replace("/", "/last_", 1): known[name] for name in _OF_THE_LAST}
+
     def policy_metrics(self) -> dict[str, float]:
         """The metrics that compare the policy with the behavior policy."""
         count = max(1, self.num_trained_tokens)
@@ -109,6 +114,17 @@ class UpdateReport:
             metrics["train/proximal_ratio_mean"] = float(ratios.mean())
             metrics["train/proximal_ratio_max"] = float(ratios.max())
         return metrics
+
+
+_OF_THE_LAST = (
+    "train/clip_share",
+    "train/clip_low_share",
+    "train/clip_high_share",
+    "train/ratio_p01",
+    "train/ratio_p99",
+    "train/ratio_max",
+    "train/grad_norm",
+)
 
 
 def merge_reports(report: UpdateReport) -> UpdateReport:

@@ -53,6 +53,12 @@ class Work:
         assert self._exports is not None, "build comes first"
         return self._exports
 
+    @property
+    def reference(self) -> Reference:
+        """The frozen model of the KL terms."""
+        assert self._reference is not None, "load_reference comes first"
+        return self._reference
+
     def build(self, *, num_updates: int) -> None:
         """Make the policy for `num_updates` updates and load the model folder.
 

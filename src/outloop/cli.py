@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -24,7 +25,10 @@ from outloop.buffer.errors import (
     RankKilled,
     SettingsError,
 )
+from outloop.debugging import replay_step, rollout, train_recorded
 
+HANG_EXIT_CODE = 3
+"""Of a trainer that made no progress for trainer.hang_timeout_s."""
 _RUN = click.option(
     "--run",
     "run_dir",
@@ -241,7 +245,6 @@ def runner(
 @_RUN
 def trainer(run_dir: Path) -> None:
     """Train the policy of a run; starts torchrun when trainer.num_ranks asks for several."""
-    import os
     import warnings
 
     # megatron-core announces at import what it does without Transformer Engine and Apex.
@@ -261,11 +264,20 @@ def trainer(run_dir: Path) -> None:
     from outloop.engine.train.main import train as train_policy
 
     with as_rank(), stop_on_signals() as stop:
-        train_policy(run, stop=stop)
+        train_policy(run, stop=stop, on_hang=_end_hanging)
 
 
 cli.add_command(buffer)
 cli.add_command(tasks)
+for command in (train_recorded, rollout, replay_step):
+    cli.add_command(command)
+
+
+def _end_hanging(sentence: str) -> None:
+    """End this process at once: the call that hangs never returns."""
+    sys.stderr.write(f"outloop: {sentence}\n")
+    sys.stderr.flush()
+    os._exit(HANG_EXIT_CODE)
 
 
 def _configure(part: str, level: str) -> None:

@@ -1,0 +1,48 @@
+"""Playing without training.
+
+Owns: servers, router and runner for one step's groups, and the file they end in. Does not own: the
+parts, the file's format (buffer.archive). Invariant: all episodes are played by the weights of
+model.path; admission ends them, so nothing is played that is not written.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import structlog
+
+from outloop.buffer.settings import Settings
+from outloop.engine.launch.launcher import Launcher, name_weights, running, start_and_wait
+
+_log = structlog.get_logger()
+
+
+def play_once(settings: Settings, out: Path, *, stop: threading.Event) -> int:
+    """Play trainer.groups_per_step groups and write their episodes to `out` as JSONL.
+
+    Returns the number of episodes written, those of dropped groups that are kept included; what is
+    there by then when `stop` is set.
+
+    Raises:
+        DeadlineExceeded: the parts did not come up, or the groups were not complete after
+            trainer.take_timeout_s.
+        PartFailed: a part ended that cannot be restarted.
+    """
+    with running(settings, stop) as launcher:
+        start_and_wait(launcher)
+        if not stop.is_set():
+            name_weights(launcher, settings.server.start_timeout_s)
+            for index in range(settings.env.num_runners):
+                launcher.start(f"runner-{index}", "runner")
+            launcher.wait_for(
+                f"{settings.trainer.groups_per_step} groups",
+                lambda: _num_ready(launcher) >= settings.trainer.groups_per_step,
+                settings.trainer.take_timeout_s,
+            )
+        num_written, _ = launcher.reader.archive.write(out)
+    return num_written
+
+
+def _num_ready(launcher: Launcher) -> float:
+    return launcher.reader.stats().get("buffer/ready_groups", 0.0)

@@ -1,0 +1,81 @@
+"""Making a dumped step again.
+
+Owns: building the trainer of a dump and comparing what its updates give. Does not own: the dump's
+format (dump). Invariant: the updates run through the same function as in the run that was dumped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outloop.engine.train import mcore, parallel
+from outloop.engine.train.custom import loss_of
+from outloop.engine.train.dump import load_state, read_dump
+from outloop.engine.train.update import rl_update
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One update, then and now; (loss, gradient norm), None: it was refused."""
+
+    then: tuple[float, float] | None
+    now: tuple[float, float] | None
+    refusal: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        """True if both are the same bits, or both were refused."""
+        return self.then == self.now
+
+    @property
+    def sentence(self) -> str:
+        """One line for a person."""
+        if self.now is None:
+            before = "as it was then" if self.then is None else f"then it gave {self.then}"
+            return f"refused: {self.refusal} ({before})"
+        numbers = f"loss={self.now[0]!r} grad_norm={self.now[1]!r}"
+        if self.is_equal:
+            return f"{numbers}, equal"
+        if self.then is None:
+            return f"{numbers}; then it was refused"
+        return f"{numbers}; then loss={self.then[0]!r} grad_norm={self.then[1]!r}"
+
+
+def replay(folder: Path) -> list[Outcome]:
+    """Make the updates of a dumped step in this process; stops at one that is refused.
+
+    What several ranks made is made here by one: equal to rounding, not bit by bit.
+
+    Raises:
+        SettingsError: the folder is no dumped step, or its model folder is another one now.
+    """
+    dump = read_dump(folder)
+    settings = dump.settings
+    torch.set_num_threads(settings.trainer.num_threads)
+    raw = settings.trainer.megatron
+    alone = {name: raw[name] for name in raw.keys() - {*parallel.FIELDS, "sequence_parallel"}}
+    config = mcore.read_config(settings.model.path, alone)
+    mcore.join_process_group(seed=settings.run.seed)
+    policy = mcore.build_policy(config, settings.trainer, num_updates=dump.num_updates)
+    load_state(policy, dump)
+    loss = loss_of(settings)
+    outcomes: list[Outcome] = []
+    for index, samples in enumerate(dump.updates):
+        then = dump.results[index] if index < len(dump.results) else None
+        try:
+            report = rl_update(
+                policy,
+                samples,
+                settings.trainer,
+                policy_version=dump.policy_version,
+                on_microbatch=lambda: None,
+                loss=loss,
+            )
+        except FloatingPointError as error:
+            outcomes.append(Outcome(then=then, now=None, refusal=str(error)))
+            break
+        outcomes.append(Outcome(then=then, now=(report.loss, report.grad_norm)))
+    return outcomes

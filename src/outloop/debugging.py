@@ -1,0 +1,88 @@
+"""Commands that run one side of a run alone, or one step again.
+
+Owns: `outloop train-recorded`, `outloop rollout` and `outloop replay-step`: names, flags and what
+they print. Does not own: any behaviour; each calls one function of one part. Invariant: nothing is
+imported before a command runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+_SET = click.option(
+    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting."
+)
+_CONFIG = click.argument("config", type=click.Path(path_type=Path))
+_NEVER_STALE = ("buffer.max_staleness=1000000000", "eval.every=0")
+"""A recording ages with every step, and nobody plays evaluations."""
+
+
+@click.command("train-recorded")
+@_CONFIG
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@_SET
+def train_recorded(config: Path, file: Path, overrides: tuple[str, ...]) -> None:
+    """Train on the groups of FILE alone: no Redis, router, server or runner.
+
+    FILE is one of `outloop buffer export` or `outloop rollout`. Nothing in it counts as stale.
+    """
+    import warnings
+
+    warnings.filterwarnings("ignore", module="megatron")
+    from outloop.buffer.run import create_run
+    from outloop.buffer.settings import load_settings
+    from outloop.buffer.telemetry import configure_logging, read_metrics
+    from outloop.engine.launch.launcher import stop_on_signals
+    from outloop.engine.train.main import train_from_recording
+
+    settings = load_settings(config, (*_NEVER_STALE, *overrides))
+    configure_logging("trainer", settings.telemetry.log_level)
+    run = create_run(settings, (settings.run.dir / settings.run.name).absolute(), "")
+    with stop_on_signals() as stop:
+        train_from_recording(run, file, stop=stop)
+    rows = [row for row in read_metrics(run.dir) if "train/loss" in row]
+    click.echo(f"trained {len(rows)} steps; metrics.jsonl and checkpoints/ are in {run.dir}")
+
+
+@click.command()
+@_CONFIG
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True)
+@_SET
+def rollout(config: Path, out: Path, overrides: tuple[str, ...]) -> None:
+    """Play what a first step would be given, and write it to OUT: no trainer.
+
+    That is trainer.groups_per_step groups by the weights of model.path.
+    """
+    from outloop.buffer.settings import load_settings
+    from outloop.buffer.telemetry import configure_logging
+    from outloop.engine.launch import launcher
+    from outloop.engine.launch.rollout import play_once
+
+    settings = load_settings(config, ("buffer.max_staleness=0", *overrides))
+    configure_logging("launcher", settings.telemetry.log_level)
+    launcher.check_before_start(settings, config.parent)
+    with launcher.stop_on_signals() as stop:
+        num_written = play_once(settings, out, stop=stop)
+    click.echo(f"wrote {num_written} episodes to {out}")
+
+
+@click.command("replay-step")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
+def replay_step(folder: Path) -> None:
+    """Make the updates of a dumped step again and compare loss and gradient norm, bit by bit.
+
+    FOLDER is dumps/step_N of a run with trainer.dump_steps = [N], or of an update that was
+    refused. Exit code 0: equal; 1: not.
+    """
+    import warnings
+
+    warnings.filterwarnings("ignore", module="megatron")
+    from outloop.engine.train.replay import replay
+
+    outcomes = replay(folder)
+    for index, outcome in enumerate(outcomes):
+        click.echo(f"update {index}: {outcome.sentence}")
+    sys.exit(0 if all(outcome.is_equal for outcome in outcomes) else 1)

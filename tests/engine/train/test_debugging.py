@@ -1,0 +1,180 @@
+"""Dumped steps, refused updates, profiles."""
+
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from memory_buffer import FAST, Setup
+
+from outloop.buffer.errors import SettingsError, UpdateRefused
+from outloop.debugging import replay_step
+from outloop.engine.train import batch as batch_module
+from outloop.engine.train import dump as dump_module
+from outloop.engine.train.diagnosis import suspects
+from outloop.engine.train.dump import read_dump
+from outloop.engine.train.replay import replay
+from outloop.engine.train.samples import Sample
+
+MakeRun = Callable[..., Setup]
+MakeSamples = Callable[..., list[Sample]]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {},
+        {"num_updates_per_take": 2, "proximal": "recompute", "correction": "token_tis"},
+        {"kl": "k3", "loss": "gspo", "denominator": "episodes", "entropy_coefficient": 0.01},
+    ],
+)
+def test_a_dumped_step_is_made_again_bit_by_bit(chosen: dict[str, Any], setup: MakeRun) -> None:
+    """Loss and gradient norm of the third step, with Adam's state of two, are the same numbers."""
+    made = setup(trainer=FAST | {"num_steps": 3, "dump_steps": [1, 3]} | chosen)
+    rows = made.train()
+    for step in (1, 3):
+        folder = made.run.dir / "dumps" / f"step_{step}"
+        outcomes = replay(folder)
+        assert len(outcomes) == chosen.get("num_updates_per_take", 1)
+        assert all(outcome.is_equal for outcome in outcomes)
+        assert outcomes[0].now is not None
+        assert outcomes[0].now[0] == rows[step - 1]["train/loss"]
+        assert outcomes[0].now[1] == rows[step - 1]["train/grad_norm"]
+    answer = CliRunner().invoke(replay_step, [str(made.run.dir / "dumps/step_3")])
+    assert answer.exit_code == 0
+    assert "equal" in answer.output
+
+
+def test_a_replay_that_differs_says_so(setup: MakeRun) -> None:
+    """Another recorded loss, by its last bit, is not equal: exit code 1 and both numbers."""
+    made = setup(trainer=FAST | {"num_steps": 1, "dump_steps": [1]})
+    made.train()
+    facts = made.run.dir / "dumps/step_1/step.json"
+    text = json.loads(facts.read_text())
+    text["results"][0][0] = float(np.nextafter(text["results"][0][0], 2.0))
+    facts.write_text(json.dumps(text))
+    answer = CliRunner().invoke(replay_step, [str(facts.parent)])
+    assert answer.exit_code == 1
+    assert "; then loss=" in answer.output
+
+
+def test_a_folder_that_is_no_dump_is_refused(tmp_path: Path) -> None:
+    """The sentence says what would be one."""
+    with pytest.raises(SettingsError, match="is not a dumped step"):
+        read_dump(tmp_path)
+
+
+def test_samples_survive_their_dump(make_samples: MakeSamples) -> None:
+    """Every field of every sample, absent ones too, with its dtype."""
+    samples = make_samples(3)
+    samples[1] = dataclasses.replace(
+        samples[1], correction=np.ones(samples[1].num_tokens, np.float32), token_weight=0.25
+    )
+    with np.load(io.BytesIO(dump_module._pack([samples[:2], samples[2:]]))) as arrays:
+        again = dump_module._unpack(dict(arrays))
+    for old, new in zip(samples, again, strict=True):
+        for item in dataclasses.fields(Sample):
+            before, after = getattr(old, item.name), getattr(new, item.name)
+            assert type(before) is type(after)
+            assert np.array_equal(before, after)
+            if isinstance(before, np.ndarray):
+                assert before.dtype == after.dtype
+
+
+def test_an_update_that_is_not_finite_names_its_episodes_and_stops(
+    setup: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One episode's advantage is NaN at step 2: it is named first, and nothing was updated."""
+    made = setup(trainer=FAST | {"num_steps": 4, "checkpoint_every": 0})
+    build = batch_module._trained
+    poisoned: list[str] = []
+
+    def with_poison(*args: Any) -> tuple[Sample, ...]:
+        samples = build(*args)
+        if made.policy.scheduler.num_steps == 1 and not poisoned:
+            poisoned.append(samples[-1].episode_id)
+            samples = (*samples[:-1], dataclasses.replace(samples[-1], advantage=float("nan")))
+        return samples
+
+    monkeypatch.setattr(batch_module, "_trained", with_poison)
+    with pytest.raises(UpdateRefused) as caught:
+        made.train()
+    sentence = str(caught.value)
+    assert sentence.startswith("step 2: grad_norm=nan")
+    assert f"Likeliest first: {poisoned[0]} (" in sentence
+    assert made.policy.scheduler.num_steps == 1
+    first, *rest = (made.run.dir / "reports/refused_step_2.jsonl").read_text().splitlines()
+    assert json.loads(first)["step"] == 2
+    assert json.loads(rest[0])["suspect"]["episode_id"] == poisoned[0]
+    assert json.loads(rest[1])["suspect"]["num_not_finite"] == 0
+    (outcome,) = replay(made.run.dir / "dumps/step_2")
+    assert outcome.is_equal
+    assert "grad_norm=nan" in outcome.sentence
+
+
+def test_a_spike_is_refused_before_it_is_made(
+    setup: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After twenty updates of its kind one of a thousand times the pull stops the run."""
+    made = setup(
+        trainer=FAST
+        | {"num_steps": 30, "checkpoint_every": 0, "learning_rate": 1e-5}
+        | {"max_grad_spike": 50.0}
+    )
+    build = batch_module._trained
+
+    def with_spike(*args: Any) -> tuple[Sample, ...]:
+        samples = build(*args)
+        if made.policy.scheduler.num_steps == 22:
+            return tuple(dataclasses.replace(s, advantage=1e4 * s.advantage) for s in samples)
+        return samples
+
+    monkeypatch.setattr(batch_module, "_trained", with_spike)
+    with pytest.raises(UpdateRefused, match=r"step 23: grad_norm=.* exceeds .*max_grad_spike"):
+        made.train()
+    assert made.policy.scheduler.num_steps == 22
+
+
+def test_what_is_not_finite_comes_before_what_pulls(make_samples: MakeSamples) -> None:
+    """A NaN logprob outranks a large ratio, which outranks the rest."""
+    samples = make_samples(4)
+    logprobs = [np.where(s.loss_mask, s.behavior_logprobs, 0.0).astype(np.float32) for s in samples]
+    where = np.flatnonzero(samples[2].loss_mask)[0]
+    logprobs[2][where] = np.nan
+    logprobs[1][np.flatnonzero(samples[1].loss_mask)[0]] += 9.0
+    found = suspects(samples, logprobs)
+    assert (found[0].episode_id, found[0].branch) == (samples[2].episode_id, samples[2].branch)
+    assert found[0].num_not_finite == 1
+    assert (found[1].episode_id, found[1].branch) == (samples[1].episode_id, samples[1].branch)
+    assert found[1].max_log_ratio == pytest.approx(9.0, abs=1e-4)
+
+
+def test_a_profiled_step_leaves_a_trace_and_a_table(setup: MakeRun) -> None:
+    """Of that step alone; the trace is JSON with the matrix products in it."""
+    made = setup(trainer=FAST | {"num_steps": 2, "profile_steps": [2]})
+    made.train()
+    folder = made.run.dir / "profile"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step_2_rank_0.json",
+        "step_2_rank_0.txt",
+    ]
+    names = {
+        event.get("name")
+        for event in json.loads((folder / "step_2_rank_0.json").read_text())["traceEvents"]
+    }
+    assert "aten::mm" in names
+    assert "aten::mm" in (folder / "step_2_rank_0.txt").read_text()
+
+
+def test_a_takes_last_update_is_reported_too(setup: MakeRun) -> None:
+    """Its ratios have left 1, which those of the first have not."""
+    made = setup(trainer=FAST | {"num_steps": 1, "num_updates_per_take": 2, "learning_rate": 0.05})
+    (row,) = made.train()
+    assert row["train/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    assert abs(row["train/last_ratio_p99"] - 1.0) > 1e-3
+    assert 0.0 <= row["train/last_clip_share"] <= 1.0

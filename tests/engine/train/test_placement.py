@@ -1,0 +1,123 @@
+"""Weights, gradients and optimizer state leave the device and come back."""
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from memory_buffer import FAST, Setup
+
+from outloop.buffer.settings_trainer import TrainerSettings
+from outloop.engine.train.mcore import Policy
+from outloop.engine.train.placement import Placement, torch_optimizers
+from outloop.engine.train.samples import Sample
+from outloop.engine.train.update import rl_update
+
+MakePolicy = Callable[..., Policy]
+MakeSamples = Callable[..., list[Sample]]
+
+
+def update(policy: Policy, samples: list[Sample]) -> None:
+    """One RL update at version 0."""
+    rl_update(policy, samples, TrainerSettings(), policy_version=0, on_microbatch=lambda: None)
+
+
+def tensors(policy: Policy) -> Iterator[torch.Tensor]:
+    """Weights, their gradients, and Adam's two moments."""
+    for parameter in policy.model.parameters():
+        yield from (parameter.detach(), parameter.main_grad)
+    for optimizer in torch_optimizers(policy):
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def test_everything_leaves_and_comes_back_bit_equal(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """While away no storage holds a byte and the model cannot run; back, nothing has changed."""
+    policy, samples = make_policy(), make_samples(5)
+    update(policy, samples)
+    before = [tensor.clone() for tensor in tensors(policy)]
+    assert any(tensor.abs().max() > 0 for tensor in before)
+    addresses = [id(parameter) for parameter in policy.model.parameters()]
+    placement = Placement(policy, is_colocated=True)
+    placement.leave()
+    assert placement.is_away
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors(policy))
+    weights = sum(parameter.numel() for parameter in policy.model.parameters())
+    assert placement.num_bytes_away >= 4 * 4 * weights
+    placement.leave()
+    placement.come_back()
+    assert not placement.is_away
+    assert placement.num_bytes_away == 0
+    after = list(tensors(policy))
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    assert addresses == [id(parameter) for parameter in policy.model.parameters()]
+
+
+def test_training_goes_on_as_if_nothing_had_left(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """Three updates with a journey after each end in the weights of three without, bit by bit."""
+    stays, travels = make_policy(), make_policy()
+    placement = Placement(travels, is_colocated=True)
+    for seed in range(3):
+        samples = make_samples(5, seed=seed)
+        update(stays, samples)
+        placement.come_back()
+        update(travels, samples)
+        placement.leave()
+    placement.come_back()
+    assert all(torch.equal(a, b) for a, b in zip(tensors(stays), tensors(travels), strict=True))
+
+
+def test_weights_that_are_read_meanwhile_leave_again(make_policy: MakePolicy) -> None:
+    """For a publish they are there; afterwards they are where they were."""
+    policy = make_policy()
+    placement = Placement(policy, is_colocated=True)
+    with placement.present():
+        assert not placement.is_away
+    assert not placement.is_away
+    placement.leave()
+    with placement.present():
+        assert all(parameter.abs().max() > 0 for parameter in policy.model.parameters())
+    assert placement.is_away
+    placement.come_back()
+
+
+def test_without_colocation_nothing_leaves(make_policy: MakePolicy) -> None:
+    """The same calls do nothing."""
+    policy = make_policy()
+    placement = Placement(policy, is_colocated=False)
+    placement.leave()
+    assert not placement.is_away
+    assert all(parameter.untyped_storage().nbytes() for parameter in policy.model.parameters())
+
+
+@pytest.mark.parametrize("kl", ["none", "k3"])
+def test_a_colocated_loop_gives_the_weights_of_another(
+    kl: str, setup: Callable[..., Setup]
+) -> None:
+    """While groups are awaited the device is empty, reference included; the run ends the same."""
+    ends: list[list[torch.Tensor]] = []
+    for is_colocated in (False, True):
+        chosen: dict[str, Any] = {"is_colocated": is_colocated, "resume": False, "kl": kl}
+        made = setup(trainer=FAST | {"num_steps": 3, "checkpoint_every": 2} | chosen)
+        seen: list[int] = []
+        take = made.buffer.take
+
+        def spying(
+            *args: Any, made: Setup = made, seen: list[int] = seen, take: Any = take, **kwargs: Any
+        ) -> Any:
+            parameters = made.policy.model.parameters()
+            seen.append(sum(p.untyped_storage().nbytes() for p in chain(parameters)))
+            return take(*args, **kwargs)
+
+        made.buffer.take = spying
+        made.buffer.joins_at = 2
+        made.train()
+        assert len(seen) == 3
+        assert all((size == 0) == is_colocated for size in seen)
+        ends.append([parameter.detach().clone() for parameter in made.policy.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
