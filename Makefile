@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Each installs what it needs into .venv first.
-.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos bench-loop bench-buffer bench-publish bench-trainer gpu-check clean venv-sglang compose-check compose-test test-sglang
+.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos bench-loop bench-buffer bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -134,6 +134,9 @@ $(BENCH)/.installed: Makefile
 .PHONY: bench-router
 bench-router: $(STAMP) $(BENCH)/.installed
 	$(ONE_THREAD) $(BIN)/python tests/bench/router.py
+
+bench-learning: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python tests/bench/learning.py
 
 clean:
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -103,6 +103,17 @@ class TrainerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> TrainerSettings:
+        on_one_rank = {
+            "dump_steps": self.dump_steps,
+            "max_grad_spike": self.max_grad_spike,
+            "is_colocated": self.is_colocated,
+        }
+        for name, value in on_one_rank.items():
+            if value and self.num_ranks > 1:
+                raise ValueError(
+                    f"trainer.{name}={value!r} with trainer.num_ranks={self.num_ranks}; it works "
+                    "on one rank so far. Leave it out, or set trainer.num_ranks = 1"
+                )
         limit, ramp = self.overlong_max_tokens, self.overlong_buffer_tokens
         if self.overlong_penalty and limit is None:
             raise ValueError(

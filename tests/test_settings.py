@@ -66,6 +66,13 @@ def test_contradictions_are_refused(config: Path) -> None:
         load_settings(config, (alone, plus, "trainer.groups_per_step=1"))
 
 
+@pytest.mark.parametrize("name", ["dump_steps=[1]", "max_grad_spike=9.0", "is_colocated=true"])
+def test_what_works_on_one_rank_only_is_refused_on_several(config: Path, name: str) -> None:
+    """The sentence names both settings."""
+    with pytest.raises(SettingsError, match=rf"trainer\.{name.split('=')[0]}=.*num_ranks=2"):
+        load_settings(config, ("trainer.num_ranks=2", f"trainer.{name}"))
+
+
 def test_an_override_without_equals_is_a_sentence(config: Path) -> None:
     """--set needs section.key=value."""
     with pytest.raises(SettingsError, match=r"section\.key=value"):

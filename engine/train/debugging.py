@@ -112,11 +112,14 @@ class StepDebugger:
     ) -> UpdateRefused:
         """Name the episodes of the first of `updates`, and leave it on disk for a replay."""
         samples = updates[0]
+        path = self._run_dir / "reports" / f"refused_step_{step}.jsonl"
+        if dist.get_world_size() > 1:
+            # The other ranks are past this update: nothing can be computed with them any more.
+            found = suspects(samples, None)
+            sentence = write_report(path, step=step, reason=reason, found=found)
+            return UpdateRefused(f"{sentence}. All of them are in {path}")
         found = suspects(samples, score(samples))
         self._dump(updates, step=step, policy_version=policy_version)
-        path = self._run_dir / "reports" / f"refused_step_{step}.jsonl"
-        if dist.get_rank() != 0:
-            return UpdateRefused(f"step {step}: {reason}")
         sentence = write_report(path, step=step, reason=reason, found=found)
         return UpdateRefused(
             f"{sentence}. All of them are in {path}; make the update again with: outloop "
