@@ -16,6 +16,7 @@ import structlog
 from outloop.buffer.errors import DeadlineExceeded, OutloopError
 from outloop.buffer.run import Run
 from outloop.engine.publish.client import ServerClient
+from outloop.engine.serve.probe import check_logprobs
 from outloop.engine.serve.registration import Registration
 
 _POLL_S = 0.5
@@ -29,6 +30,8 @@ async def attach(run: Run, registration: Registration, url: str, *, stop: asynci
 
     Raises:
         DeadlineExceeded: it did not answer within server.start_timeout_s.
+        SettingsError: its logprobs are not those that training needs.
+        ServerUnavailable, PublishFailed: it went away, or is no SGLang, while it was asked.
     """
     client = ServerClient(registration.server_id, url)
     timeout_s = run.settings.server.start_timeout_s
@@ -41,6 +44,9 @@ async def attach(run: Run, registration: Registration, url: str, *, stop: asynci
             held = await asyncio.to_thread(_weight_version, client)
             num_missed = 0 if held is not None else num_missed + 1
             if held is not None and not is_entered:
+                await asyncio.to_thread(
+                    check_logprobs, registration.server_id, url, timeout_s=timeout_s
+                )
                 await asyncio.to_thread(registration.enter, url)
                 _log.info("server_attached", server_id=registration.server_id, url=url)
                 is_entered = True

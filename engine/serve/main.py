@@ -25,6 +25,7 @@ from outloop.buffer.registry import advertised_url
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
 from outloop.engine.serve.attach import attach
+from outloop.engine.serve.probe import check_logprobs
 from outloop.engine.serve.registration import Registration
 from outloop.engine.serve.sglang.supervise import serve_sglang
 from outloop.engine.serve.torch_server.app import PURPOSE, ServerApp
@@ -36,6 +37,7 @@ from outloop.engine.serve.torch_server.weights import load_weights
 
 _STOP_TIMEOUT_S = 5.0
 _WATCH_S = 0.5
+_PROBE_TIMEOUT_S = 60.0
 _log = structlog.get_logger()
 
 
@@ -81,6 +83,9 @@ async def serve(
         return
 
     async def on_bound(url: str) -> None:
+        await asyncio.to_thread(
+            check_logprobs, registration.server_id, url, timeout_s=_PROBE_TIMEOUT_S
+        )
         await asyncio.to_thread(registration.enter, url)
         on_ready(url)
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from outloop.engine.serve.probe import check_logprobs
+
 PROMPT = [5, 17, 300, 8, 9, 44, 120, 7, 61, 2]
 
 
@@ -346,3 +348,9 @@ async def test_version_and_info(server: Any) -> None:
     assert load["num_running_reqs"] == 0
     sums = (await server.post("/weights_checker", action="checksum"))[1]["ranks"][0]["checksums"]
     assert len(set(sums.values())) == len(sums) > 10
+
+
+async def test_its_logprobs_are_of_what_it_draws(server: Any) -> None:
+    """It passes the question that is asked when it joins, also when somebody left it paused."""
+    await server.post("/pause_generation", mode="retract")
+    await asyncio.to_thread(check_logprobs, "server-0", server.url, timeout_s=60)
