@@ -110,6 +110,8 @@ class RouterSettings(_Section):
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
     """0: any free port."""
+    shares_port: bool = False
+    """Several router processes may listen on `port`; the kernel spreads connections over them."""
     unkeyed: Literal["refuse", "serve"] = "refuse"
     """Traffic without an episode key: 401, or served without being recorded for training."""
     turn_timeout_s: float = Field(120.0, gt=0)

@@ -61,8 +61,10 @@ class Planner:
         has_history = request.prompt is not None or any(
             message.role == "assistant" for message in request.messages
         )
-        # Another router process may have recorded the turn that this continues.
-        if found.is_root and has_history and await self._episodes.refresh(session):
+        # Another router process may have recorded the turn that this continues: the whole history
+        # is known here only where it ends in an answer of ours.
+        is_sure = not found.is_root if request.prompt is not None else found.said_after is not None
+        if not is_sure and has_history and await self._episodes.refresh(session):
             found = plan()
         return found
 

@@ -1,0 +1,193 @@
+"""Several router processes behind one port, and what remains when one is killed."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_server import FakeServer, Script, serving
+
+from outloop.buffer.embedded import EmbeddedRedis
+from outloop.buffer.join import init_run
+from outloop.buffer.reader import BufferReader
+from outloop.buffer.records import ServerEntry
+from outloop.buffer.run import create_run
+
+TEXT = "a long answer that is told in many pieces"
+START_TIMEOUT_S = 150.0
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Routers:
+    """Router processes of one run on one port."""
+
+    def __init__(self, run, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [sys.executable, "-m", "outloop.cli", "router", "--run", str(run.dir)]
+        self._command += ["--port", str(port)]
+        self._processes: list[subprocess.Popen] = []
+        self._folder = run.dir
+
+    async def start(self) -> subprocess.Popen:
+        """One more; returns when it says that it is ready."""
+        log = self._folder / f"router-{len(self._processes)}.log"
+        with log.open("wb") as sink:
+            process = subprocess.Popen(self._command, stdout=sink, stderr=sink)
+        self._processes.append(process)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while b"ready" not in log.read_bytes():
+                assert process.poll() is None, log.read_text()
+                await asyncio.sleep(0.05)
+        return process
+
+    def stop(self) -> None:
+        """End them all."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def live_run(make_run, tmp_path: Path):
+    """A run in a Redis of its own whose routers share a port."""
+    with EmbeddedRedis(tmp_path / "redis", max_memory_mb=64) as redis:
+        settings = make_run(router={"shares_port": True}, buffer={"group_size": 2}).settings
+        run = create_run(settings, tmp_path / "run", redis.url)
+        init_run(run)
+        yield run
+
+
+def publish(run, url: str) -> None:
+    """Version 0 is served by `url`."""
+    reader = BufferReader.connect(run)
+    reader.announce_version(0, None)
+    entry = ServerEntry(
+        server_id="s", url=url, kind="torch", policy_version=0, is_quarantined=False
+    )
+    reader.register_server(entry)
+    reader.set_server_version("s", 0, quarantined=False)
+    reader.acknowledge_version(0)
+    reader.close()
+
+
+@pytest.mark.timeout(420)
+async def test_killing_a_router_loses_no_turn_and_a_retry_gets_its_answer(
+    live_run, renderer
+) -> None:
+    """A turn that was told is there; one that was being told is told by another process."""
+    stop = renderer.stop_ids[0]
+    ids = [*renderer.tokenizer.encode(TEXT), stop]
+    server = FakeServer(lambda request: Script(ids=ids, finish={"type": "stop", "matched": stop}))
+    routers = Routers(live_run, free_port())
+    runner = {"Authorization": f"Bearer {live_run.keys.runner_key}"}
+    try:
+        async with serving(server) as server_url, httpx.AsyncClient(timeout=60) as control:
+            publish(live_run, server_url)
+            victim = await routers.start()
+            tasks = {"tasks": [{"task_id": "t", "payload": {}}], "eval_tasks": []}
+            await control.post(f"{routers.url}/tasks", json=tasks, headers=runner)
+            claim = {"key": "k", "count": 1, "open": True}
+            answer = await control.post(f"{routers.url}/tasks/claim", json=claim, headers=runner)
+            episode = answer.json()["claims"][0]["episode"]
+            key = {"Authorization": f"Bearer {episode['api_key']}"}
+            url = f"{routers.url}/v1/chat/completions"
+            first = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+            told = (await control.post(url, json=first, headers=key)).json()
+            said = told["choices"][0]["message"]
+            more = [*first["messages"], {"role": "assistant", "content": said["content"]}]
+            second = {
+                "model": "policy",
+                "messages": [*more, {"role": "user", "content": "and?"}],
+                "stream": True,
+            }
+            server.step_gate = asyncio.Event()
+
+            async def watch_it_die() -> None:
+                async with control.stream("POST", url, json=second, headers=key) as stream:
+                    async for line in stream.aiter_lines():
+                        if '"content":"' in line and '"content":""' not in line:
+                            await routers.start()
+                            os.kill(victim.pid, signal.SIGKILL)
+
+            with pytest.raises(httpx.HTTPError):
+                await watch_it_die()
+            server.step_gate.set()
+            victim.wait()
+            retry = {**key, "x-stainless-retry-count": "1"}
+            again = await control.post(url, json=second, headers=retry)
+            chunks = [json.loads(x[6:]) for x in again.text.splitlines() if x[:7] == "data: {"]
+            text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
+            assert text == TEXT
+            # What the dead process had told is told the same by one that never saw it.
+            replay = await control.post(url, json=first, headers=retry)
+            assert replay.json()["choices"] == told["choices"]
+            read = await control.get(
+                f"{routers.url}/episodes/{episode['episode_id']}", headers=runner
+            )
+            turns = read.json()["turns"]
+            assert [turn["branch_cause"] for turn in turns] == ["root", "extension"]
+            assert turns[1]["parent_turn_id"] == turns[0]["turn_id"]
+            path = turns[0]["prompt_ids"] + turns[0]["output_ids"] + turns[1]["prompt_ids"]
+            assert path == server.requests[-1]["input_ids"]
+            assert len(turns[1]["loss_spans"]) == 1
+    finally:
+        routers.stop()
+
+
+@pytest.mark.timeout(420)
+async def test_one_episode_through_two_processes_is_one_branch(live_run, renderer) -> None:
+    """Whichever process a connection reaches, the conversation goes on by its recorded ids."""
+    stop = renderer.stop_ids[0]
+    ids = [*renderer.tokenizer.encode("fine"), stop]
+    server = FakeServer(lambda request: Script(ids=ids, finish={"type": "stop", "matched": stop}))
+    run = live_run
+    routers = Routers(run, free_port())
+    runner = {"Authorization": f"Bearer {run.keys.runner_key}"}
+    try:
+        async with serving(server) as server_url:
+            publish(run, server_url)
+            await asyncio.gather(routers.start(), routers.start())
+            async with httpx.AsyncClient(timeout=60) as control:
+                tasks = {"tasks": [{"task_id": "t", "payload": {}}], "eval_tasks": []}
+                await control.post(f"{routers.url}/tasks", json=tasks, headers=runner)
+                claim = {"key": "k", "count": 1, "open": True}
+                answer = await control.post(
+                    f"{routers.url}/tasks/claim", json=claim, headers=runner
+                )
+                episode = answer.json()["claims"][0]["episode"]
+            messages = [{"role": "user", "content": "hi"}]
+            for number in range(8):
+                # A connection of its own each time: the kernel chooses the process.
+                async with httpx.AsyncClient(timeout=60) as client:
+                    answer = await client.post(
+                        f"{episode['base_url']}/chat/completions",
+                        json={"model": "policy", "messages": messages},
+                        headers={"Authorization": f"Bearer {episode['api_key']}"},
+                    )
+                said = answer.json()["choices"][0]["message"]
+                messages.append({"role": "assistant", "content": said["content"]})
+                messages.append({"role": "user", "content": f"and {number}?"})
+    finally:
+        routers.stop()
+    reader = BufferReader.connect(run)
+    turns = reader.load_episode(episode["episode_id"]).turns
+    reader.close()
+    assert len(turns) == 8
+    assert [turn.branch_cause for turn in turns] == ["root", *["extension"] * 7]
+    for before, turn in pairwise(turns):
+        assert turn.parent_turn_id == before.turn_id
+    for request in server.requests:
+        assert request["input_ids"][: len(turns[0].prompt_ids)] == turns[0].prompt_ids.tolist()
