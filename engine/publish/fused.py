@@ -97,13 +97,14 @@ class FusedChecksums:
     def _shard(self, name: str, tensor: Tensor, rank: int, *, is_rows: bool) -> Tensor:
         num = self._num_ranks
         if name in _VOCAB:
-            rows = -(-len(tensor) // (_VOCAB_MULTIPLE * num)) * _VOCAB_MULTIPLE * num
+            rows = -(-len(tensor) // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
             padding = tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])
-            return torch.cat([tensor, padding]).chunk(num)[rank]
-        if num == 1:
-            return tensor
-        dim = 0 if is_rows else 1 if name.rpartition(".")[0].endswith(tuple(_BY_COLUMNS)) else None
-        if dim is None or (dim == 1 and tensor.ndim == 1):
+            tensor, dim = torch.cat([tensor, padding]), 0
+        elif is_rows:
+            dim = 0
+        elif tensor.ndim > 1 and name.rpartition(".")[0].endswith(tuple(_BY_COLUMNS)):
+            dim = 1
+        else:
             return tensor
         if tensor.shape[dim] % num:
             raise PublishFailed(

@@ -10,7 +10,7 @@ from outloop.buffer.errors import PublishFailed
 from outloop.engine.publish.fused import FusedChecksums
 from outloop.engine.publish.plan import TensorSpec
 
-HEAD, NUM_HEADS, NUM_KV_HEADS, HIDDEN, FFN, VOCAB = 4, 4, 2, 16, 24, 100
+HEAD, NUM_HEADS, NUM_KV_HEADS, HIDDEN, FFN, VOCAB = 4, 4, 2, 16, 24, 40
 ATTENTION, MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
 
 
@@ -49,9 +49,9 @@ def _whole(tensors: dict[str, torch.Tensor], rank: int, num: int) -> dict[str, t
         return tensor[:, rank * step : (rank + 1) * step]
 
     def padded(name: str) -> torch.Tensor:
-        whole = torch.zeros(128, HIDDEN)
+        whole = torch.zeros(64, HIDDEN)
         whole[:VOCAB] = tensors[name]
-        return whole[rank * 128 // num : (rank + 1) * 128 // num]
+        return whole[rank * 64 // num : (rank + 1) * 64 // num]
 
     held = {
         f"{ATTENTION}qkv_proj.{kind}": torch.cat(
