@@ -3,8 +3,8 @@
     python examples/demo.py calculator          # SEEDS=0,1,2 for more than one seed
 
 For each seed: make a policy, warm-start it by SFT on the example's scripted player, train it by
-GRPO, and write down how it does on held-out problems. Everything lands in runs/demo/NAME: a folder
-per seed, summary.json and curve.png.
+GRPO, and write down how it does on held-out problems. Everything lands in runs/demo, or in
+runs/demo-NAME for other examples than the calculator: a folder per seed, summary.json and curve.png.
 """
 
 import argparse
@@ -165,7 +165,7 @@ def main() -> None:
     sys.path.insert(0, str(example))
     tasks = importlib.import_module("tasks")
     console = Console()
-    folder = Path("runs/demo") / example.name
+    folder = Path("runs/demo" if example.name == "calculator" else f"runs/demo-{example.name}")
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for seed in map(int, os.environ.get("SEEDS", "0").split(",")):
