@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST := -m pytest -n 2 --dist worksteal
-LIGHT := "not e2e and not clients and not sglang and not parity and not gpu"
+LIGHT := "not e2e and not clients and not sglang and not parity and not gpu and not chaos"
 # What a wheel could lack: modules, Lua scripts, settings, programs started by path.
 WHEEL_TESTS := tests/test_imports.py tests/test_settings.py tests/buffer tests/contract tests/envs tests/launch tests/engine/serve
 

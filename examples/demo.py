@@ -3,8 +3,8 @@
     python examples/demo.py calculator          # SEEDS=0,1,2 for more than one seed
 
 For each seed: make a policy, warm-start it by SFT on the example's scripted player, train it by
-GRPO, and write down how it does on held-out problems. Everything lands in runs/demo, or in
-runs/demo-NAME for other examples than the calculator: a folder per seed, summary.json and curve.png.
+GRPO, and write down how it does on held-out problems. Everything lands in runs/demo, or
+runs/demo-NAME for another example: a folder per seed, summary.json and curve.png.
 """
 
 import argparse

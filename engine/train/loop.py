@@ -123,15 +123,16 @@ class RlLoop:
             self._settle(batch)
             self._step += 1
             self._evaluations.request(step=self._step, policy_version=self._version)
-            if self._is_checkpoint_due():
-                self._checkpoint()
             now = time.monotonic()
             times = {
                 "train/step_s": now - ended_at,
                 "train/wait_s": taken_at - ended_at,
                 "train/update_s": updated_at - taken_at,
             }
+            # Before the checkpoint: what a checkpoint contains has its row, whatever ends the run.
             self._record(batch, report, published, times)
+            if self._is_checkpoint_due():
+                self._checkpoint()
             ended_at = now
         self._finish()
 

@@ -56,6 +56,9 @@ def run_microbatches(
         members: indices of `samples` for each microbatch; may be empty lists.
         on_microbatch: called before every forward, for heartbeats.
     """
+    if not members:
+        # Without samples no rank has a microbatch, and Megatron's schedules expect one at least.
+        return
     device = next(model.parameters()).device
     multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
     rows = (

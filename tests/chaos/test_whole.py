@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.e2e
+@pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_each_slot_is_trained_once_whoever_of_a_real_run_is_killed() -> None:
     """kill -9 of a real launcher, Redis, router, server, runner or trainer; the audit is clean."""

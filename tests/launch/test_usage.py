@@ -33,5 +33,5 @@ def test_a_part_counts_with_its_processes() -> None:
         assert part.stdout.readline() == b"burnt\n"
         usage = CpuUsage()
         usage.sample({"runner-0": part.pid})
-        assert usage.totals()["runner-0"] >= 1.0
+        assert usage.totals()["runner-0"] >= 0.9
         os.killpg(part.pid, signal.SIGKILL)

@@ -16,6 +16,7 @@ from outloop.buffer.records import PolicyState, Sampling
 from outloop.engine.publish.source import LocalTensors
 from outloop.router.generation import Generator
 from outloop.router.pool import ServerPool
+from outloop.router.wire import Prompt
 
 NUM_TURNS = 3
 NUM_TOKENS = 300
@@ -111,7 +112,7 @@ async def test_a_turn_goes_on_across_a_publish_with_both_versions(
 
     async def draw(index: int) -> Any:
         drawn, _ = await generator.draw(
-            PROMPT,
+            Prompt().followed_by(PROMPT),
             Sampling(temperature=1.0, max_new_tokens=NUM_TOKENS),
             (),
             rid=f"turn-{index}",
@@ -158,7 +159,7 @@ async def test_a_turn_leaves_a_server_that_is_quarantined(
     publisher.publish(LocalTensors.of(other_weights), 0)
     turn = asyncio.create_task(
         generator.draw(
-            PROMPT,
+            Prompt().followed_by(PROMPT),
             Sampling(temperature=1.0, max_new_tokens=NUM_TOKENS),
             (),
             rid="turn",
