@@ -139,9 +139,9 @@ class WorkerProcess:
         return time.monotonic() - self._beats[1]
 
     def memory_mb(self) -> float:
-        """Resident memory; 0 when it is gone."""
+        """Private memory as its limit (RLIMIT_DATA) counts it; 0 when it is gone."""
         try:
-            return psutil.Process(self.pid).memory_info().rss / 2**20
+            return psutil.Process(self.pid).memory_info().data / 2**20
         except psutil.Error:
             return 0.0
 

@@ -126,7 +126,7 @@ async def test_memory_is_limited_and_a_growing_worker_is_replaced(
     router: Any, play_with: PlayWith, folder: Path
 ) -> None:
     """An episode that takes too much at once fails alone; a slow leak costs no episode."""
-    router.num_episodes = 80
+    router.num_episodes = 120
     source = """
 import asyncio
 import os
@@ -139,7 +139,7 @@ async def play(task, episode):
     if episode.episode_id == "ep-0":
         bytearray(2**30)
     LEAK.append(bytearray(b"x" * 2 * 2**20))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.1)
     return 1.0
 """
     await play_with(
@@ -148,11 +148,11 @@ async def play(task, episode):
         timeout_s=100,
         num_workers=1,
         max_concurrent_episodes=1,
-        worker_memory_mb=220,
+        worker_memory_mb=320,
     )
     assert died(router) == (["ep-0"], [])
     assert "MemoryError" in router.closes["ep-0"]["error"]
-    assert router.closed("outcome").count("completed") == 79
+    assert router.closed("outcome").count("completed") == 119
     assert len(set((folder / "pids").read_text().split())) > 1
 
 
