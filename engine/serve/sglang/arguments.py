@@ -91,6 +91,8 @@ def argument_table(settings: Settings, *, port: int, identity: str) -> dict[str,
     }
     if server.device == "cpu":
         table |= {"attention_backend": "torch_native", "max_total_tokens": _CPU_KV_TOKENS}
+        # Its scheduler would turn round and round while there is nothing to do.
+        table["sleep_on_idle"] = True
     return table | {key.replace("-", "_"): value for key, value in server.sglang.items()}
 
 
