@@ -84,7 +84,8 @@ async def test_who_ends_or_blocks_its_process_is_told_from_its_neighbours(
     assert guilty == ["ep-0"]
     assert innocent == ["ep-1", "ep-2", "ep-3"]
     assert words in router.closes["ep-0"]["error"]
-    if "at " in words or "blocked" in words:
+    # A stack that a busy machine could not take in time is left out of the sentence.
+    if "at " in words:
         assert "user.py:" in router.closes["ep-0"]["error"]
     assert router.closes["ep-0"]["reward"]["value"] == -1.0
     assert all(router.closes[name]["reward"] is None for name in innocent)
