@@ -15,22 +15,29 @@ from outloop.router.keys import KeyRing
 from outloop.router.metrics import RouterMetrics
 from outloop.router.pool import ServerPool
 from outloop.router.port import EpisodeBuffer
-from outloop.router.refusals import Refusal
+from outloop.router.refusals import Refusal, stopping
+from outloop.router.service import TurnService
 
 Authorization = Annotated[str, Header(description="Bearer ADMIN_KEY")]
 
 
 def admin_router(
-    keys: KeyRing, pool: ServerPool, buffer: EpisodeBuffer, metrics: RouterMetrics
+    keys: KeyRing,
+    pool: ServerPool,
+    buffer: EpisodeBuffer,
+    metrics: RouterMetrics,
+    service: TurnService,
 ) -> APIRouter:
     """Routes for operators."""
     routes = APIRouter()
-    _add_operation(routes, pool, metrics)
+    _add_operation(routes, pool, metrics, service)
     _add_control(routes, keys, pool, buffer)
     return routes
 
 
-def _add_operation(routes: APIRouter, pool: ServerPool, metrics: RouterMetrics) -> None:
+def _add_operation(
+    routes: APIRouter, pool: ServerPool, metrics: RouterMetrics, service: TurnService
+) -> None:
     @routes.get("/health")
     async def health() -> dict[str, str]:
         """The process answers."""
@@ -38,7 +45,9 @@ def _add_operation(routes: APIRouter, pool: ServerPool, metrics: RouterMetrics) 
 
     @routes.get("/ready")
     async def ready() -> dict[str, Any]:
-        """A server has acknowledged the announced version; 503 until then."""
+        """A server has acknowledged the announced version; 503 until then, and when it stops."""
+        if service.is_draining:
+            raise stopping()
         if not pool.is_ready:
             raise Refusal(
                 503, "not_ready", f"the router waits for {pool.describe()}", retry_after_s=1.0

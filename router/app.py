@@ -138,7 +138,9 @@ def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
             parts = Parts(run, writer, renderer, upstreams, http)
             app.state.parts = parts
             app.endpoints = _endpoints(parts)
-            app.include_router(admin_router(parts.keys, parts.pool, writer, parts.metrics))
+            app.include_router(
+                admin_router(parts.keys, parts.pool, writer, parts.metrics, parts.service)
+            )
             background = [
                 asyncio.create_task(parts.pool.run()),
                 asyncio.create_task(parts.keep_house()),

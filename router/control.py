@@ -39,7 +39,7 @@ from outloop.router.keys import KeyRing, check_episode_id
 from outloop.router.metrics import RouterMetrics
 from outloop.router.pool import ServerPool
 from outloop.router.port import EpisodeBuffer
-from outloop.router.refusals import Refusal
+from outloop.router.refusals import Refusal, stopping
 from outloop.router.scores import Scores
 from outloop.router.service import TurnService
 from outloop.router.sessions import Episodes
@@ -99,6 +99,8 @@ class Control:
     async def claim(self, exchange: Exchange) -> None:
         """`POST /tasks/claim`: what to play now; 503 until the announced version is served."""
         self._keys.require_runner(exchange.key)
+        if self._service.is_draining:
+            raise stopping()
         body = await exchange.decode(_claim)
         if body.count < 1:
             raise Refusal(

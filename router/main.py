@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import socket
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +22,7 @@ from outloop.buffer.errors import PartFailed, SettingsError
 from outloop.buffer.registry import advertised_url
 from outloop.buffer.run import Run
 from outloop.buffer.writer import BufferWriter
-from outloop.router.app import create_app
+from outloop.router.app import RouterApp, create_app
 
 _BACKLOG = 4096
 _KEEP_ALIVE_S = 75
@@ -44,7 +46,7 @@ async def serve(
     port: int | None = None,
     advertise: str | None = None,
 ) -> None:
-    """Serve until `stop` is set.
+    """Serve until `stop` is set, then finish running turns for at most router.drain_timeout_s.
 
     Args:
         port: in place of router.port: a router that is started again keeps its address, because
@@ -85,10 +87,26 @@ async def serve(
             if serving.done() and not stop.is_set():
                 serving.result()
                 raise PartFailed("the router's HTTP server ended by itself; see its log")
+            await _drain(run, app, server, listener)
             server.should_exit = True
             await serving
     finally:
         await writer.close()
+
+
+async def _drain(run: Run, app: RouterApp, server: _Server, listener: socket.socket) -> None:
+    """Finish what is under way; what is left of the deadline is for requests to upstreams."""
+    settings = run.settings.router
+    deadline = time.monotonic() + settings.drain_timeout_s
+    if settings.shares_port:
+        # New connections reach the other processes at once; a router that is alone goes on
+        # accepting, to say that it is stopping.
+        for accepting in server.servers:
+            accepting.close()
+        listener.close()
+    await app.state.parts.service.drain(settings.drain_timeout_s)
+    remaining = math.ceil(deadline - time.monotonic())
+    server.config.timeout_graceful_shutdown = max(_SHUTDOWN_TIMEOUT_S, remaining)
 
 
 def own_the_process() -> None:

@@ -37,6 +37,7 @@ class Refusal(OutloopError):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
+        closes_connection: bool = False,
     ) -> None:
         super().__init__(message)
         assert status not in _NEVER_FINAL
@@ -45,6 +46,7 @@ class Refusal(OutloopError):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.closes_connection = closes_connection
 
     @property
     def kind(self) -> str:
@@ -75,6 +77,7 @@ class Refusal(OutloopError):
             (b"retry-after", str(whole).encode()),
             (b"retry-after-ms", str(round(self.retry_after_s * 1000)).encode()),
             (b"x-should-retry", b"true"),
+            *([(b"connection", b"close")] if self.closes_connection else []),
         ]
 
 
@@ -91,6 +94,17 @@ def _openai_event(refusal: Refusal) -> bytes:
 
 
 OPENAI_ERRORS = ErrorForm(Refusal.envelope, _openai_event)
+
+
+def stopping() -> Refusal:
+    """The refusal of a router that is going: the next connection may reach another process."""
+    return Refusal(
+        503,
+        "router_stopping",
+        "this router is stopping; send the request again, on a new connection",
+        retry_after_s=0.5,
+        closes_connection=True,
+    )
 
 
 def as_refusal(error: OutloopError) -> Refusal:

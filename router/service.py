@@ -26,7 +26,7 @@ from outloop.router.jobs import TurnJob
 from outloop.router.metrics import RouterMetrics
 from outloop.router.planning import Planner
 from outloop.router.port import EpisodeBuffer
-from outloop.router.refusals import Refusal, as_refusal
+from outloop.router.refusals import Refusal, as_refusal, stopping
 from outloop.router.rendering import Answer, PolicyRenderer
 from outloop.router.sessions import Episodes, EpisodeSession
 from outloop.router.turns import Delta, TurnRequest, TurnResult
@@ -34,6 +34,7 @@ from outloop.router.wire import NO_WISH, Prompt, Wish
 
 _RETURN_GRACE_S = 10.0
 """A client that left may come back with a retry this long; then its turn is recorded as masked."""
+_CLIENT_CHECK_S = 0.2
 _log = structlog.get_logger()
 
 
@@ -70,7 +71,8 @@ class TurnService:
         self._episodes = episodes
         self._generator = generator
         self._metrics = metrics
-        self._jobs: set[asyncio.Task[None]] = set()
+        self._jobs: dict[asyncio.Task[None], TurnJob] = {}
+        self.is_draining = False
 
     @property
     def num_running(self) -> int:
@@ -100,8 +102,8 @@ class TurnService:
         session.jobs.setdefault(retry_key, []).append(job)
         session.num_turns += request.num_choices
         job.task = asyncio.create_task(self._run(job, session, request, retry_key))
-        self._jobs.add(job.task)
-        job.task.add_done_callback(self._jobs.discard)
+        self._jobs[job.task] = job
+        job.task.add_done_callback(self._jobs.pop)
         return job
 
     def forget(self, session: EpisodeSession, job: TurnJob, retry_key: str) -> None:
@@ -126,8 +128,27 @@ class TurnService:
         if tasks:
             await asyncio.wait(tasks)
 
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new turns and finish the running ones; after `timeout_s` they are given up.
+
+        Who waits for a turn that is given up is told to come back. A turn that nobody waits for is
+        recorded if it is drawn, and else given up at once: its retry asks another process.
+        """
+        self.is_draining = True
+        deadline = time.monotonic() + timeout_s
+        while self._jobs and (remaining := deadline - time.monotonic()) > 0:
+            for task, job in list(self._jobs.items()):
+                if not job.has_client:
+                    job.settle()
+                    if not job.is_drawn:
+                        task.cancel()
+            # A client that leaves wakes nobody.
+            await asyncio.wait(self._jobs, timeout=min(remaining, _CLIENT_CHECK_S))
+        await self.close()
+
     async def close(self) -> None:
-        """Abandon every running turn."""
+        """Abandon every running turn; who waits for one is told to come back."""
+        self.is_draining = True
         for task in self._jobs:
             task.cancel()
         if self._jobs:
@@ -135,6 +156,8 @@ class TurnService:
         await self._generator.close()
 
     def _check_budgets(self, session: EpisodeSession, request: TurnRequest) -> None:
+        if self.is_draining:
+            raise stopping()
         limit = self._settings.router.max_turns_per_episode
         if session.opening is not None and session.num_turns + request.num_choices > limit:
             raise Refusal(
@@ -159,7 +182,8 @@ class TurnService:
             results = await self._serve(job, session, request, retry_key)
         except asyncio.CancelledError:
             self._drop(job, session, retry_key)
-            job.fail(Refusal(410, "episode_closed", "the episode ended while its turn was drawn"))
+            has_ended = session.is_closed or not self.is_draining
+            job.fail(_closed() if has_ended else stopping())
         except OutloopError as error:
             self._drop(job, session, retry_key)
             if isinstance(error, Gone):
@@ -327,6 +351,10 @@ class TurnService:
         job.num_prompt_tokens = results[0].num_prompt_tokens
         job.finish(tuple(results))
         return job
+
+
+def _closed() -> Refusal:
+    return Refusal(410, "episode_closed", "the episode ended while its turn was drawn")
 
 
 def _wish(request: TurnRequest, sampling: Sampling) -> Wish:

@@ -143,8 +143,13 @@ class Launcher:
             ),
         )
         for name in order:
-            patient = self._commands[name][0] == "trainer"
-            self.parts[name].stop(_TRAINER_STOP_TIMEOUT_S if patient else _STOP_TIMEOUT_S)
+            self.parts[name].stop(self._stop_timeout_s(self._commands[name][0]))
+
+    def _stop_timeout_s(self, part: str) -> float:
+        if part == "trainer":
+            return _TRAINER_STOP_TIMEOUT_S
+        drain_s = self.run.settings.router.drain_timeout_s if part == "router" else 0.0
+        return _STOP_TIMEOUT_S + drain_s
 
 
 @contextmanager

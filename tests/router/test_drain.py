@@ -1,0 +1,204 @@
+"""A router that is stopped finishes what it has begun."""
+
+import asyncio
+import socket
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_server import FakeServer, Script, serving
+
+from outloop.buffer.embedded import EmbeddedRedis
+from outloop.buffer.join import init_run
+from outloop.buffer.reader import BufferReader
+from outloop.buffer.records import ServerEntry
+from outloop.buffer.run import create_run
+from outloop.router.main import serve
+
+BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+OTHER = {"model": "policy", "messages": [{"role": "user", "content": "ho"}]}
+
+
+async def begun(stage, episode, **fields) -> asyncio.Task:
+    """A request whose turn is being drawn."""
+    stage.server.gate.clear()
+    num_before = len(stage.server.requests)
+    body = {**BODY, **fields}
+    task = asyncio.create_task(stage.post("/v1/chat/completions", body, episode["api_key"]))
+    while len(stage.server.requests) == num_before:
+        await asyncio.sleep(0.005)
+    return task
+
+
+async def draining(stage, timeout_s: float) -> asyncio.Task:
+    """The router begins to stop."""
+    service = stage.app.state.parts.service
+    task = asyncio.create_task(service.drain(timeout_s))
+    await asyncio.sleep(0)
+    assert service.is_draining
+    return task
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_running_turns_are_finished_and_new_ones_sent_elsewhere(stage, stream) -> None:
+    """What was begun is answered and recorded; anything new is a 503 that every SDK retries."""
+    stage.says("fine")
+    episode = await stage.open()
+    running = await begun(stage, episode, stream=stream)
+    drain = await draining(stage, 60.0)
+    refused = await stage.post("/v1/chat/completions", OTHER, episode["api_key"])
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "router_stopping"
+    assert refused.headers["x-should-retry"] == "true"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.headers["connection"] == "close"
+    assert (await stage.http.get("/ready")).status_code == 503
+    claim = await stage.post("/tasks/claim", {"key": "k", "count": 1})
+    assert (claim.status_code, claim.json()["error"]["code"]) == (503, "router_stopping")
+    stage.server.gate.set()
+    answer = await running
+    assert answer.status_code == 200
+    assert answer.text.rstrip().endswith("data: [DONE]" if stream else "}")
+    await drain
+    (turn,) = stage.turns(episode)
+    assert turn.loss_spans == ((0, len(turn.output_ids)),)
+    close = {"outcome": "completed", "reward": {"value": 1.0}, "key": "c"}
+    path = f"/episodes/{episode['episode_id']}/close"
+    assert (await stage.post(path, close)).json()["counted"]
+
+
+async def test_a_retry_of_a_running_turn_is_no_new_one(stage) -> None:
+    """A client that comes back while the router stops gets the turn that it left."""
+    stage.says("fine")
+    episode = await stage.open()
+    first = await begun(stage, episode)
+    drain = await draining(stage, 60.0)
+    retry = {"x-stainless-retry-count": "1"}
+    again = asyncio.create_task(
+        stage.post("/v1/chat/completions", BODY, episode["api_key"], **retry)
+    )
+    await asyncio.sleep(0.05)
+    first.cancel()
+    stage.server.gate.set()
+    assert (await again).json()["choices"][0]["message"]["content"] == "fine"
+    await drain
+    assert len(stage.turns(episode)) == 1
+
+
+async def test_a_turn_that_outlasts_the_deadline_may_be_retried(stage) -> None:
+    """Its client is told to come back, never that the episode is over; its server is freed."""
+    episode = await stage.open()
+    running = await begun(stage, episode)
+    await (await draining(stage, 0.05))
+    answer = await running
+    assert answer.status_code == 503
+    assert answer.headers["x-should-retry"] == "true"
+    assert stage.server.aborted == [stage.server.requests[0]["rid"]]
+    assert not stage.turns(episode)
+
+
+async def test_nobody_waits_for_turns_whose_client_has_left(stage) -> None:
+    """A router whose agents are gone stops at once, whatever its deadline."""
+    episode = await stage.open()
+    running = await begun(stage, episode)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    async with asyncio.timeout(30):
+        await (await draining(stage, 3600.0))
+    assert not stage.turns(episode)
+
+
+@asynccontextmanager
+async def router(run, port: int, stop: asyncio.Event):
+    """One router process' entry point in this one; yields when it accepts, ends when it has."""
+    ready = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(serve(run, stop=stop, on_ready=ready.set_result, port=port))
+    await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED, timeout=60)
+    try:
+        yield ready.result() if ready.done() else task.result()
+    finally:
+        stop.set()
+        await task
+
+
+@pytest.fixture
+def live_run(make_run, tmp_path: Path):
+    """A run whose routers share a port, in a Redis of its own."""
+    with EmbeddedRedis(tmp_path / "redis", max_memory_mb=64) as redis:
+        settings = make_run(router={"shares_port": True}, buffer={"group_size": 2}).settings
+        run = create_run(settings, tmp_path / "run", redis.url)
+        init_run(run)
+        yield replace(run, keys=replace(run.keys, runner_key="ol-runner-x"))
+
+
+def publish(run, url: str) -> None:
+    """Version 0 is served by `url`."""
+    reader = BufferReader.connect(run)
+    reader.announce_version(0, None)
+    entry = ServerEntry(
+        server_id="s", url=url, kind="torch", policy_version=0, is_quarantined=False
+    )
+    reader.register_server(entry)
+    reader.set_server_version("s", 0, quarantined=False)
+    reader.acknowledge_version(0)
+    reader.close()
+
+
+async def test_a_stopped_process_leaves_the_port_to_the_others(live_run, renderer) -> None:
+    """Its stream is told to the end; new connections reach the other process, every one."""
+    stop_id = renderer.stop_ids[0]
+    ids = [*renderer.tokenizer.encode("a long answer"), stop_id]
+    server = FakeServer(
+        lambda request: Script(ids=ids, finish={"type": "stop", "matched": stop_id})
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    stops = [asyncio.Event(), asyncio.Event()]
+    runner = {"Authorization": "Bearer ol-runner-x"}
+    lasting = httpx.Limits(keepalive_expiry=None)
+    async with (
+        serving(server) as server_url,
+        httpx.AsyncClient(timeout=60) as http,
+        httpx.AsyncClient(timeout=60, limits=lasting) as keeper,
+    ):
+        publish(live_run, server_url)
+        first = router(live_run, port, stops[0])
+        url = await first.__aenter__()
+        tasks = {"tasks": [{"task_id": "t", "payload": {}}], "eval_tasks": []}
+        await http.post(f"{url}/tasks", json=tasks, headers=runner)
+        claim = {"key": "k", "count": 1, "open": True}
+        answer = await http.post(f"{url}/tasks/claim", json=claim, headers=runner)
+        episode = answer.json()["claims"][0]["episode"]
+        key = {"Authorization": f"Bearer {episode['api_key']}"}
+        chat = f"{url}/v1/chat/completions"
+        server.step_gate = asyncio.Event()
+        assert (await keeper.get(f"{url}/ready")).status_code == 200
+        async with http.stream("POST", chat, json={**BODY, "stream": True}, headers=key) as stream:
+            lines = stream.aiter_lines()
+            text = await anext(lines)
+            async with router(live_run, port, stops[1]):
+                stops[0].set()
+                ending = asyncio.create_task(first.__aexit__(None, None, None))
+                kept = await _until_refused(keeper, f"{url}/ready")
+                assert kept.headers["connection"] == "close"
+                server.step_gate.set()
+                for _ in range(12):
+                    async with httpx.AsyncClient(timeout=60) as fresh:
+                        answer = await fresh.post(chat, json=OTHER, headers=key)
+                        assert answer.status_code == 200, answer.text
+                async for line in lines:
+                    text += line
+                await ending
+        assert text.endswith("data: [DONE]")
+
+
+async def _until_refused(keeper: httpx.AsyncClient, url: str) -> httpx.Response:
+    """What the stopping router says on a connection that it still holds."""
+    async with asyncio.timeout(60):
+        while (answer := await keeper.get(url)).status_code == 200:
+            await asyncio.sleep(0.01)
+    return answer
