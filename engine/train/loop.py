@@ -99,6 +99,8 @@ class RlLoop:
         self._next_slot = 0
         self._unmarked: list[str] = []
         """Groups trained since the last checkpoint."""
+        self._saved_step = -1
+        """Of the last checkpoint, written or resumed from."""
         self._steps_without_signal = 0
         self._reference_hash = ""
         """Of the reference that the run is pinned to; empty until one is first used."""
@@ -150,6 +152,7 @@ class RlLoop:
                 mark.next_slot,
                 mark.policy_version,
             )
+            self._saved_step = checkpoint.step
             self._reference_hash = checkpoint.reference_hash
             _log.info("resumed", checkpoint=str(checkpoint.path), step=self._step)
         if self._settings.trainer.kl != "none":
@@ -298,6 +301,7 @@ class RlLoop:
             policy_version=self._version,
         )
         self._lead.save(step=self._step, mark=mark, reference_hash=self._reference_hash)
+        self._saved_step = self._step
         self._reader.acknowledge(mark)
         self._unmarked.clear()
 
@@ -306,7 +310,8 @@ class RlLoop:
         is_done = self._step >= self._settings.trainer.num_steps
         if is_done:
             self._evaluations.collect()
-        if self._unmarked or is_done:
+        # Written again, a checkpoint that was resumed from would forget which groups it contains.
+        if self._unmarked or (is_done and self._saved_step != self._step):
             self._checkpoint()
         if is_done and not self._stop.is_set():
             self._placement.come_back()

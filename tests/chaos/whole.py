@@ -1,4 +1,4 @@
-"""Second half of `make test-chaos`: kill -9 of every part of a real run, and an audit.
+"""Last part of `make test-chaos`: kill -9 of every part of a real run, and an audit.
 
 Each seed is `outloop train` with a tiny policy: launcher, Redis, router, torch server, runner and
 Megatron-core trainer as they are, killed at random moments; whoever is not started again by the
@@ -11,7 +11,6 @@ reason. Exit code 0 if all seeds pass.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import subprocess
 import sys
@@ -19,30 +18,16 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import psutil
+from audit import check_slots, read_held, read_marks, slot_of, surviving_groups
+from tiny import ROLLOUTS, make_model
 
 from outloop.buffer.joined import joined
-from outloop.buffer.keys import prefix
 from outloop.buffer.run import load_run
 
-ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("redis", "router", "runner", "server", "trainer", "trainer", "trainer", "launcher")
 """Who may be killed; the trainer more often, since most can go wrong there."""
-ROLLOUTS = '''
-def tasks():
-    return [{"question": f"say {i}"} for i in range(64)]
-
-
-async def play(task, episode):
-    """Length scores: a random policy differs within a group, so there is signal."""
-    answer = await episode.client.chat.completions.create(
-        model="policy", messages=[{"role": "user", "content": task.payload["question"]}]
-    )
-    text = answer.choices[0].message.content or ""
-    return float(len(text))
-'''
 CONFIG = """
 [run]
 name = "whole"
@@ -164,47 +149,15 @@ class Whole:
         Raises:
             AssertionError: a slot was trained twice, or lost.
         """
-        marks = self._marks()
+        marks = read_marks(self.run_dir)
         with joined(self.run_dir) as reader:
-            stats = reader.stats()
-            client: Any = reader._client
-            name = prefix(load_run(self.run_dir).run_id)
-            parents = client.hgetall(f"{name}version_parents")
-            cursor = int(client.hget(f"{name}state", "cursor"))
-            replay = {int(slot) for slot in client.zrange(f"{name}replay", 0, -1)}
-            live = [int(s) for _, s in client.zrange(f"{name}groups", 0, -1, withscores=True)]
-            dropped = {
-                int(client.hget(group, "slot"))
-                for group in client.scan_iter(match=f"{name}group:*", count=1000, _type="hash")
-                if client.hget(group, "state") == b"dropped"
-            }
-        slots = surviving_slots(marks, parents)
-        trained = set(slots)
-        assert len(slots) == len(trained), f"trained twice: {Counter(slots).most_common(3)}"
-        assert len(live) == len(set(live)), f"two live groups of one slot: {sorted(live)}"
-        assert not trained & set(live), f"live and in a checkpoint: {trained & set(live)}"
-        assert not trained & replay, f"in a checkpoint and to be played: {trained & replay}"
-        missing = set(range(cursor)) - trained - set(live) - replay
-        assert missing <= dropped, f"lost: {missing - dropped}"
-        assert stats["buffer/dropped/malformed"] == 0
+            held = read_held(reader, load_run(self.run_dir).run_id)
+        slots = [slot_of(group_id) for group_id in surviving_groups(marks, held.parents)]
+        num_missing = check_slots(slots, held)
         return (
-            f"{len(slots)} slots trained, {len(missing)} dropped, {len(marks)} checkpoints, "
+            f"{len(slots)} slots trained, {num_missing} dropped, {len(marks)} checkpoints, "
             f"{self.num_starts} starts, kills {dict(self.kills)}"
         )
-
-    def _marks(self) -> list[dict[str, Any]]:
-        """The mark of every complete checkpoint, by step."""
-        paths = (self.run_dir / "checkpoints").glob("step_*")
-        found = sorted(paths, key=lambda path: int(path.name.partition("_")[2]))
-        states = [next(path.glob("*.json"), None) for path in found]
-        marks = []
-        for path, state in zip(found, states, strict=True):
-            assert state is not None, path
-            for file in path.glob("*.json"):
-                content = json.loads(file.read_text())
-                if "mark" in content:
-                    marks.append(content["mark"])
-        return marks
 
     def stop(self) -> None:
         """End what is left, each by its id."""
@@ -223,37 +176,11 @@ class Whole:
         return (self.folder / "launcher.log").read_text(errors="replace")[-3000:]
 
 
-def surviving_slots(marks: list[dict[str, Any]], parents: dict[bytes, bytes]) -> list[int]:
-    """Every slot in the weights of the last checkpoint, once for each time it was trained."""
-    version = marks[-1]["policy_version"]
-    lineage = {version}
-    while parent := parents.get(str(version).encode()):
-        version = int(parent)
-        lineage.add(version)
-    return [
-        int(group_id[1:].partition("-")[0])
-        for mark in marks
-        if mark["policy_version"] in lineage
-        for group_id in mark["group_ids"]
-    ]
-
-
-def make_model(folder: Path) -> None:
-    """A policy of 0.1M random parameters."""
-    words = ("new-policy", "--out", str(folder), "--conversations", "tasks:conversations")
-    subprocess.run(
-        [sys.executable, "-m", "outloop.cli", *words],
-        check=True,
-        cwd=ROOT / "examples/calculator",
-        timeout=300,
-    )
-
-
 def main() -> int:
     """Play the seeds; print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--timeout-s", type=float, default=600.0)

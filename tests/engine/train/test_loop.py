@@ -68,6 +68,18 @@ def test_a_restart_resumes_and_never_reuses_a_version(setup: MakeRun) -> None:
     assert [row["train/policy_version"] for row in rows] == [1, 2, 8, 9]
 
 
+def test_a_restart_at_the_end_keeps_what_the_last_checkpoint_says(setup: MakeRun) -> None:
+    """A trainer killed before it acknowledged its last checkpoint writes none that forgets its
+    groups; it still ends the run."""
+    setup(trainer=FAST | {"num_steps": 2}).train()
+    again = setup(trainer=FAST | {"num_steps": 2})
+    before = (again.run.dir / "checkpoints" / "step_2" / "state.json").read_bytes()
+    again.train()
+    assert (again.run.dir / "checkpoints" / "step_2" / "state.json").read_bytes() == before
+    assert again.buffer.marks == []
+    assert again.buffer.states == ["running", "finished"]
+
+
 def test_a_stop_leaves_a_checkpoint_and_no_end(setup: MakeRun) -> None:
     """What was trained is acknowledged; the run is not marked finished."""
     made = setup(trainer=FAST | {"num_steps": 9, "checkpoint_every": 0})

@@ -1,0 +1,115 @@
+"""The auditor of chaos: what checkpoints and Redis prove about every task slot.
+
+Owns: reading what Redis holds of a run, the lineage of the surviving weights, and the verdict. Does
+not own: who is killed and when (chaos, whole, forked). Invariant: it only reads; a verdict is an
+AssertionError that names the slots, or the number of slots without a place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outloop.buffer.keys import prefix
+from outloop.buffer.reader import BufferReader
+
+Mark = Mapping[str, Any]
+"""The mark of a checkpoint, as its JSON holds it."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What Redis holds of a run."""
+
+    cursor: int
+    """Every slot below it was admitted once."""
+    replay: frozenset[int]
+    """Slots to be played again."""
+    live: tuple[int, ...]
+    """Slots of the groups that are neither acknowledged nor dropped."""
+    num_leased: int
+    dropped: frozenset[int]
+    parents: Mapping[int, int]
+    """Version -> the version whose weights it was made from."""
+    stats: Mapping[str, float]
+
+
+def read_held(reader: BufferReader, run_id: str) -> Held:
+    """What Redis holds of the run now."""
+    client: Any = reader._client
+    name = prefix(run_id)
+    dropped = set()
+    for group in client.scan_iter(match=f"{name}group:*", count=1000, _type="hash"):
+        slot, state = client.hmget(group, "slot", "state")
+        if state == b"dropped":
+            dropped.add(int(slot))
+    return Held(
+        cursor=int(client.hget(f"{name}state", "cursor")),
+        replay=frozenset(map(int, client.zrange(f"{name}replay", 0, -1))),
+        live=tuple(int(s) for _, s in client.zrange(f"{name}groups", 0, -1, withscores=True)),
+        num_leased=client.zcard(f"{name}leases"),
+        dropped=frozenset(dropped),
+        parents={
+            int(version): int(parent)
+            for version, parent in client.hgetall(f"{name}version_parents").items()
+            if parent
+        },
+        stats=reader.stats(),
+    )
+
+
+def lineage_of(version: int, parents: Mapping[int, int]) -> set[int]:
+    """The version and those it came from."""
+    lineage = {version}
+    while (parent := parents.get(version)) is not None:
+        version = parent
+        lineage.add(version)
+    return lineage
+
+
+def read_marks(run_dir: Path) -> list[Mark]:
+    """The mark of every complete checkpoint, by step."""
+    paths = (run_dir / "checkpoints").glob("step_*")
+    found = sorted(paths, key=lambda path: int(path.name.partition("_")[2]))
+    return [json.loads((path / "state.json").read_text())["mark"] for path in found]
+
+
+def surviving_groups(marks: Sequence[Mark], parents: Mapping[int, int]) -> list[str]:
+    """Every group in the weights of the last checkpoint, once for each time it was trained."""
+    lineage = lineage_of(marks[-1]["policy_version"], parents)
+    return [
+        group_id
+        for mark in marks
+        if mark["policy_version"] in lineage
+        for group_id in mark["group_ids"]
+    ]
+
+
+def slot_of(group_id: str) -> int:
+    """The slot that a group's id begins with."""
+    return int(group_id[1:].partition("-")[0])
+
+
+def check_slots(slots: Collection[int], held: Held) -> int:
+    """Each slot was trained at most once, and none below the cursor is lost.
+
+    Returns the number of slots that were dropped with a reason and not played again.
+
+    Raises:
+        AssertionError: a slot was trained twice, is in two places, or in none.
+    """
+    trained, live = set(slots), set(held.live)
+    assert len(slots) == len(trained), f"trained twice: {Counter(slots).most_common(3)}"
+    assert len(held.live) == len(live), f"two live groups of one slot: {sorted(held.live)}"
+    assert not trained & live, f"live and in a checkpoint: {trained & live}"
+    assert not trained & held.replay, f"in a checkpoint and to be played: {trained & held.replay}"
+    missing = set(range(held.cursor)) - trained - live - held.replay
+    assert missing <= held.dropped, f"lost: {missing - held.dropped}"
+    dropped = sum(n for name, n in held.stats.items() if name.startswith("buffer/dropped/"))
+    assert len(missing) <= dropped, f"dropped without a reason: {missing}, {dropped} counted"
+    assert held.stats["buffer/dropped/malformed"] == 0
+    return len(missing)
