@@ -163,9 +163,9 @@ class Forked:
 
     def _start(self, part: str) -> None:
         words = [part, "--run", str(self.run_dir)]
-        tap = next((tap for tap in self.plan if tap.part == part), None)
-        if tap is not None:
-            self.plan.remove(tap)
+        # One that something else forestalled is put on the part's next process.
+        done = self.fired()
+        tap = next((tap for tap in self.plan if tap.part == part and str(tap) not in done), None)
 
         def work() -> int:
             os.chdir(self.folder)
