@@ -41,15 +41,14 @@ bwrap:
 venv-sglang: $(STAMP)
 	TORCH_PIP_ARGS="$(TORCH_PIP_ARGS)" $(BIN)/python -m outloop.engine.serve.sglang.environment
 
-# Real SGLang on the CPU: the contract suite, and the calculator example.
+# Real SGLang on the CPU: the contract suite on one server, a mixture of experts, the calculator.
 test-sglang: venv-sglang
-	$(ONE_THREAD) $(BIN)/python -m pytest -m sglang -o timeout=600 tests/contract
-	$(ONE_THREAD) $(BIN)/python -m pytest -m sglang -o timeout=600 tests/e2e/test_sglang.py
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadgroup -m sglang -o timeout=600 tests/contract tests/e2e/test_sglang.py
 
 demo: $(STAMP)
 	SEEDS=$(SEEDS) $(BIN)/python examples/demo.py $(EXAMPLE)
 
-test: lint test-checkout test-wheel
+test: lint test-checkout test-wheel test-sglang
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -158,12 +158,15 @@ class PublishSettings(_Section):
     """collective: the trainer's address, as servers reach it."""
     fallback: Literal["disk", "none"] = "disk"
     """How servers are fed that were quarantined; and all, when the transport fails on all."""
-    mode: Literal["in_place", "retract", "abort"] = "in_place"
-    """What happens to in-flight turns while weights move."""
+    mode: Literal["in_place", "retract", "abort"] | None = None
+    """What happens to in-flight turns while weights move; none: in_place, abort under a probe."""
     bucket_mb: float = Field(64.0, gt=0)
     phase_timeout_s: float = Field(60.0, gt=0)
-    verify: bool = True
-    """Compare per-tensor checksums on every server after every publish."""
+    verify: Literal["checksum", "probe", "none"] | None = None
+    """checksum: compare every tensor's bytes on every server. probe: compare the logprobs of a
+    fixed prompt. None: probe for SGLang on a GPU, else checksum."""
+    probe_tolerance: float | None = Field(None, gt=0)
+    """Mean difference of logprobs, nats; none: 0.01 in float32, 0.25 in bfloat16."""
 
 
 class EvalSettings(_Section):
@@ -261,6 +264,17 @@ class Settings(BaseSettings):
         self._refuse_server_contradictions()
         return self
 
+    @property
+    def verification(self) -> Literal["checksum", "probe", "none"]:
+        """`publish.verify`, or what fits the servers."""
+        is_gpu_sglang = self.server.kind == "sglang" and self.server.device != "cpu"
+        return self.publish.verify or ("probe" if is_gpu_sglang else "checksum")
+
+    @property
+    def pause_mode(self) -> Literal["in_place", "retract", "abort"]:
+        """`publish.mode`, or what fits the verification."""
+        return self.publish.mode or ("abort" if self.verification == "probe" else "in_place")
+
     def _refuse_server_contradictions(self) -> None:
         server = self.server
         if server.num_servers and server.urls:
@@ -273,11 +287,11 @@ class Settings(BaseSettings):
                 "server.sglang and server.tensor_parallel_size are SGLang's; "
                 'set server.kind to "sglang", or leave them out'
             )
-        if server.kind == "sglang" and server.device != "cpu" and self.publish.verify:
+        if self.verification == "probe" and self.publish.mode not in (None, "abort"):
             raise ValueError(
-                f"publish.verify=true with SGLang on server.device={server.device!r}: its "
-                "checksums are made otherwise there and cannot be compared; set publish.verify to "
-                "false"
+                f"publish.mode={self.publish.mode!r} with verification by a probe, which a server "
+                'answers only while turns would go on too: "abort" is allowed, or publish.verify='
+                '"checksum"'
             )
         taken = sorted({key.replace("-", "_") for key in server.sglang} & _SGLANG_OWNED.keys())
         if taken:

@@ -24,7 +24,10 @@ SGLANG_TIMEOUT_S = 300.0
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Make (once each) a random two-layer model folder: `make_model("llama", tied=False)`."""
+    """Make (once each) a random two-layer model folder: `make_model("llama", tied=False)`.
+
+    Kinds: qwen3, qwen3_moe, llama.
+    """
     made: dict[tuple[str, bool, int], Path] = {}
 
     def make(kind: str = "qwen3", *, tied: bool = True, seed: int = 0) -> Path:
@@ -65,6 +68,11 @@ def _write_model(folder: Path, kind: str, tied: bool, seed: int) -> None:
         model: Any
         if kind == "llama":
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        elif kind == "qwen3_moe":
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            model = transformers.Qwen3MoeForCausalLM(
+                transformers.Qwen3MoeConfig(norm_topk_prob=True, **experts, **sizes)
+            )
         else:
             model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
         # Norm weights of one would hide a missing or misplaced norm.
@@ -110,10 +118,14 @@ class ServerThread:
         finally:
             self._loop.close()
 
-    def stop(self) -> None:
-        """Ask it to end and wait."""
+    def ask_to_stop(self) -> None:
+        """Ask it to end; `stop` waits."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
+
+    def stop(self) -> None:
+        """Ask it to end and wait."""
+        self.ask_to_stop()
         self._thread.join(60)
         assert not self._thread.is_alive(), "the server did not end"
 
@@ -175,6 +187,9 @@ def start_sglang_server() -> Iterator[Callable[..., ServerThread]]:
         return thread
 
     yield start
+    # Each takes seconds to end: all at once.
+    for thread in started:
+        thread.ask_to_stop()
     for thread in started:
         thread.stop()
 

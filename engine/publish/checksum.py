@@ -21,6 +21,21 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 _NUM_SHA256_HEX = 16
 
 
+class Sha256:
+    """SGLang's checksum on a CPU, of bytes given piece by piece."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def update(self, content: Tensor) -> None:
+        """The next bytes (uint8, on the CPU)."""
+        self._digest.update(content.numpy().data)
+
+    def hexdigest(self) -> str:
+        """Of all that came, 16 hexadecimal digits."""
+        return self._digest.hexdigest()[:_NUM_SHA256_HEX]
+
+
 def tensor_checksum(tensor: Tensor, algorithm: Algorithm = "xxh3_128") -> str:
     """Checksum (hex) over the tensor's elements as contiguous little-endian bytes."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)

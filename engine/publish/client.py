@@ -158,6 +158,16 @@ class ServerClient:
         answer = self._call("POST", "/weights_checker", body, deadline)
         return [rank.get("checksums") or {} for rank in answer.get("ranks") or [{}]]
 
+    def scramble(self, deadline: float) -> None:
+        """Fill the weights at random, so that what an update does not bring shows.
+
+        A release that cannot is left as it is.
+        """
+        try:
+            self._call("POST", "/weights_checker", {"action": "reset_tensors"}, deadline)
+        except NotServed:
+            return
+
     def set_version(self, version: str, deadline: float) -> None:
         """Name the weights that the server holds."""
         body = {"new_version": version, "abort_all_requests": False}

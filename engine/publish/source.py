@@ -13,9 +13,12 @@ from typing import Protocol
 from torch import Tensor
 
 from outloop.buffer.errors import PublishFailed
+from outloop.buffer.records import Float32
 from outloop.engine.publish.plan import TensorSpec
 
 NamedTensors = Iterable[tuple[str, Tensor]]
+Score = Callable[[Sequence[Sequence[int]]], Sequence[Float32]]
+"""Prompts -> logprobs [T - 1] of the ids of each, the first aside."""
 
 
 class TensorSource(Protocol):
@@ -39,20 +42,27 @@ class TensorSource(Protocol):
     def end(self) -> None:
         """The pass is over, complete or not; the next `read` begins another."""
 
+    def score_prompts(self, prompts: Sequence[Sequence[int]]) -> Sequence[Float32]:
+        """Logprobs [T - 1] at temperature 1 of every prompt's ids, the first aside.
+
+        Under the weights as they are read. Asked for by `publish.verify = "probe"` alone.
+        """
+
 
 class LocalTensors:
     """A source over tensors that are all in this process."""
 
-    def __init__(self, tensors: Callable[[], NamedTensors]) -> None:
+    def __init__(self, tensors: Callable[[], NamedTensors], score: Score | None = None) -> None:
         """`tensors()` gives every (name, tensor), each time in the same order."""
         self._tensors = tensors
+        self._score = score
         self._specs: tuple[TensorSpec, ...] | None = None
         self._pass: Iterator[tuple[str, Tensor]] | None = None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> LocalTensors:
+    def of(cls, tensors: Mapping[str, Tensor], score: Score | None = None) -> LocalTensors:
         """Over a mapping, as it is whenever it is read."""
-        return cls(tensors.items)
+        return cls(tensors.items, score)
 
     @property
     def specs(self) -> Sequence[TensorSpec]:
@@ -85,3 +95,16 @@ class LocalTensors:
     def end(self) -> None:
         """Let go of the pass."""
         self._pass = None
+
+    def score_prompts(self, prompts: Sequence[Sequence[int]]) -> Sequence[Float32]:
+        """By the function given.
+
+        Raises:
+            PublishFailed: there is none.
+        """
+        if self._score is None:
+            raise PublishFailed(
+                'this source cannot score a prompt, which publish.verify="probe" asks for; '
+                'set publish.verify to "checksum" or "none"'
+            )
+        return self._score(prompts)

@@ -18,11 +18,12 @@ import structlog
 from outloop.buffer.errors import DeadlineExceeded, OutloopError, PublishFailed
 from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import Run
-from outloop.buffer.settings import PublishSettings
+from outloop.buffer.settings import Settings
 from outloop.engine.publish.buckets import Fed
 from outloop.engine.publish.build import build_transport
 from outloop.engine.publish.client import ServerClient
 from outloop.engine.publish.fanout import Fanout, ServerResult
+from outloop.engine.publish.probe import TOLERANCES, UNVERIFIED, Probe
 from outloop.engine.publish.source import TensorSource
 from outloop.engine.publish.transports import Transport
 from outloop.engine.publish.verify import accounts_for
@@ -75,10 +76,9 @@ class Publisher:
 
     def __init__(self, run: Run, registry: Registry) -> None:
         settings = run.settings
-        self._settings = settings.publish
+        self._settings = settings
         self._registry = registry
         self._num_expected = settings.server.num_servers or len(settings.server.urls)
-        self._num_ranks = settings.server.tensor_parallel_size
         self._start_timeout_s = settings.server.start_timeout_s
         self._has_published = False
         self._transport = build_transport(run, settings.publish.transport)
@@ -106,7 +106,7 @@ class Publisher:
         """
         entries = self._wait_for_servers()
         began_at = time.monotonic()
-        pass_of = _Passes(entries, self._registry, self._settings, self._num_ranks)
+        pass_of = _Passes(entries, self._registry, self._settings)
         holders, main, spare = self._divide(entries, policy_version)
         error: PublishFailed | None = None
         try:
@@ -182,12 +182,11 @@ class _Passes:
         self,
         entries: Sequence[ServerEntry],
         registry: Registry,
-        settings: PublishSettings,
-        num_ranks: int,
+        settings: Settings,
     ) -> None:
         self._registry = registry
         self._settings = settings
-        self._num_ranks = num_ranks
+        self._probe: Probe | None = None
         self._kinds = {entry.server_id: entry.kind for entry in entries}
         self._results = {
             entry.server_id: ServerResult(server_id=entry.server_id, is_quarantined=False)
@@ -217,14 +216,30 @@ class _Passes:
         def quarantine(server_id: str) -> None:
             self._registry.set_server_version(server_id, None, quarantined=True)
 
-        kinds = [entry.kind for entry in entries] if self._settings.verify else []
-        accounts = accounts_for(kinds, num_ranks=self._num_ranks)
+        settings = self._settings
+        is_summed = settings.verification == "checksum"
+        kinds = [entry.kind for entry in entries] if is_summed else []
+        accounts = accounts_for(
+            kinds,
+            num_ranks=settings.server.tensor_parallel_size,
+            specs=source.specs,
+            is_gpu=settings.server.device != "cpu",
+        )
         fanout = Fanout(
-            entries, phase_timeout_s=self._settings.phase_timeout_s, on_failure=quarantine
+            entries, phase_timeout_s=settings.publish.phase_timeout_s, on_failure=quarantine
         )
         try:
             with fanout:
+                if settings.verification == "probe":
+                    tolerance = settings.publish.probe_tolerance
+                    self._probe = self._probe or Probe(
+                        source, tolerance=tolerance or TOLERANCES[settings.server.dtype]
+                    )
                 transport.prepare(source, fanout, accounts)
+                if self._probe is not None:
+                    # Servers must go on to be probed: no turn may come to them meanwhile.
+                    for server_id in fanout.left:
+                        quarantine(server_id)
                 paused_at = time.monotonic()
                 fed = self._move(transport, fanout, policy_version)
                 self._pause_s += time.monotonic() - paused_at
@@ -249,19 +264,36 @@ class _Passes:
         )
 
     def _move(self, transport: Transport, fanout: Fanout, policy_version: int) -> Fed:
-        """Every phase between pause and continue."""
-        mode, version = self._settings.mode, str(policy_version)
+        """Every phase between pause and the last server that goes on."""
+        mode, version = self._settings.pause_mode, str(policy_version)
         fanout.run("pause", lambda client, deadline: client.pause(mode, deadline))
+        if self._probe is not None:
+            fanout.run("scramble", ServerClient.scramble)
         fed = transport.feed(fanout)
-        if self._settings.verify:
-
-            def verify(client: ServerClient, deadline: float) -> None:
-                fed.accounts[self._kinds[client.server_id]].verify(client, deadline)
-
-            fanout.run("verify", verify)
-        fanout.run("version", lambda client, deadline: client.set_version(version, deadline))
-        fanout.run("continue", ServerClient.resume)
+        if self._probe is not None:
+            self._let_probe(self._probe, fanout, version)
+        else:
+            self._compare_checksums(fed, fanout)
+            fanout.run("version", lambda client, deadline: client.set_version(version, deadline))
+            fanout.run("continue", ServerClient.resume)
         return fed
+
+    def _compare_checksums(self, fed: Fed, fanout: Fanout) -> None:
+        def verify(client: ServerClient, deadline: float) -> None:
+            fed.accounts[self._kinds[client.server_id]].verify(client, deadline)
+
+        if fed.accounts:
+            fanout.run("verify", verify)
+
+    def _let_probe(self, probe: Probe, fanout: Fanout, version: str) -> None:
+        """Go on under a name that is no policy_version: what is drawn before the verdict, by a turn
+        that was on its way, is nobody's version and is thrown away by the router.
+        """
+        name = UNVERIFIED + version
+        fanout.run("version", lambda client, deadline: client.set_version(name, deadline))
+        fanout.run("continue", ServerClient.resume)
+        fanout.run("verify", lambda client, deadline: probe.verify(client, name, deadline))
+        fanout.run("version", lambda client, deadline: client.set_version(version, deadline))
 
 
 def _answers(entry: ServerEntry) -> bool:

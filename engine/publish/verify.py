@@ -7,7 +7,7 @@ names exactly the parameters that were sent, each with the checksum of the bytes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -54,8 +54,8 @@ class TorchAccount:
 class SGLangAccount:
     """Checksums of SGLang's fused parameters, rank by rank."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._sums = FusedChecksums(num_ranks)
+    def __init__(self, num_ranks: int, specs: Sequence[TensorSpec], *, is_gpu: bool) -> None:
+        self._sums = FusedChecksums(num_ranks, specs, is_gpu=is_gpu)
         self._num_ranks = num_ranks
 
     def add(self, spec: TensorSpec, content: Tensor) -> None:
@@ -74,10 +74,15 @@ class SGLangAccount:
             compare_checksums(client.server_id, sent, of_rank)
 
 
-def accounts_for(kinds: Iterable[str], *, num_ranks: int) -> dict[str, Account]:
-    """An empty account for each of the servers' kinds; SGLang's have `num_ranks` ranks."""
+def accounts_for(
+    kinds: Iterable[str], *, num_ranks: int, specs: Sequence[TensorSpec], is_gpu: bool = False
+) -> dict[str, Account]:
+    """An empty account for each of the servers' kinds; SGLang's have `num_ranks` ranks.
+
+    `specs` are all that will be sent; `is_gpu`: the servers hold their weights on GPUs.
+    """
     return {
-        kind: SGLangAccount(num_ranks) if kind == "sglang" else TorchAccount()
+        kind: SGLangAccount(num_ranks, specs, is_gpu=is_gpu) if kind == "sglang" else TorchAccount()
         for kind in sorted(set(kinds))
     }
 

@@ -16,6 +16,7 @@ import structlog
 from outloop.buffer.errors import DeadlineExceeded, OutloopError
 from outloop.buffer.run import Run
 from outloop.engine.publish.client import ServerClient
+from outloop.engine.publish.probe import UNVERIFIED
 from outloop.engine.serve.probe import check_logprobs
 from outloop.engine.serve.registration import Registration
 
@@ -70,7 +71,7 @@ async def attach(run: Run, registration: Registration, url: str, *, stop: asynci
 
 def _is_another(held: str, entered: int | None) -> bool:
     """Whether a server that was entered with a version has lost it."""
-    if entered is None or held == str(entered):
+    if entered is None or held == str(entered) or held.startswith(UNVERIFIED):
         return False
     return not (held.isdecimal() and int(held) > entered)
 

@@ -26,7 +26,7 @@ from outloop.engine.train.exchange import broadcast_bytes
 from outloop.engine.train.mcore import PolicyConfig
 from outloop.engine.train.phases import Phases
 from outloop.engine.train.report import UpdateReport
-from outloop.engine.train.samples import Sample
+from outloop.engine.train.samples import Sample, prompt_sample
 from outloop.engine.train.samples_wire import decode_samples, encode_samples
 from outloop.engine.train.work import Beat, ModelName, Work
 
@@ -208,6 +208,12 @@ class Lead:
 
     def end(self) -> None:
         """A pass of reading needs no end: every bucket is a command of its own."""
+
+    def score_prompts(self, prompts: Sequence[Sequence[int]]) -> list[Float32]:
+        """Logprobs [T - 1] at temperature 1 of every prompt's ids, the first aside."""
+        samples = [prompt_sample(ids) for ids in prompts]
+        scored = self.score("policy", samples, on_microbatch=_no_heartbeat)
+        return [logprobs[1:] for logprobs in scored]
 
     @contextmanager
     def ending(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ of a trajectory is trained in exactly one row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +67,22 @@ class Sample:
     def oldest_version(self) -> int:
         """The oldest policy_version among trained tokens."""
         return int(self.policy_versions[self.loss_mask].min())
+
+
+def prompt_sample(ids: Sequence[int]) -> Sample:
+    """A row whose logprobs are asked for at every id but the first; never trained."""
+    num = len(ids)
+    return Sample(
+        episode_id="",
+        group_id="",
+        branch=0,
+        token_ids=np.asarray(ids, np.int32),
+        loss_mask=np.arange(num) > 0,
+        behavior_logprobs=None,
+        policy_versions=np.full(num, -1, np.int32),
+        temperature=np.ones(num, np.float32),
+        advantage=0.0,
+    )
 
 
 def build_samples(trajectory: Trajectory, *, advantage: float) -> tuple[Sample, ...]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-KINDS = ["torch", pytest.param("sglang", marks=pytest.mark.sglang)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
+
+NUM_RANKS = {"torch": 1, "sglang": 2}
+"""Tensor-parallel ranks of the server under test, whose shards are fed and verified one by one."""
+# Of two workers, the one that has the server gets every test that wants it (--dist loadgroup).
+SHARED = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
+KINDS = ["torch", pytest.param("sglang", marks=SHARED)]
 SGLANG_DEFECTS = {
     "fatal_ids": "an id outside the vocabulary ends the server; the router refuses such ids",
     "seed": "sampling_seed needs --enable-deterministic-inference, which has no CPU backend",
@@ -25,6 +32,7 @@ class Server:
         self.url = url
         self.folder = folder
         self.session = session
+        self.num_ranks = NUM_RANKS[kind]
 
     def has_defect(self, name: str) -> bool:
         """Whether the suite knows this kind of server to differ here."""
@@ -108,9 +116,10 @@ def started(
     start_sglang_server: Callable[..., Any],
 ) -> tuple[str, str, Path]:
     """Kind, URL and model folder of one running server of each kind."""
-    start = {"torch": start_torch_server, "sglang": start_sglang_server}[request.param]
+    kind = request.param
+    start = {"torch": start_torch_server, "sglang": start_sglang_server}[kind]
     folder = make_model()
-    return request.param, start(folder).url, folder
+    return kind, start(folder, tensor_parallel_size=NUM_RANKS[kind]).url, folder
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from one_server import OneServer
 from safetensors.torch import load_file
 
 from outloop.buffer.errors import PublishFailed
-from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
 from outloop.engine.publish.client import ServerClient
@@ -23,32 +23,6 @@ from outloop.engine.publish.verify import accounts_for
 PROMPT = [5, 17, 300, 8, 9, 44, 120, 7, 61, 2]
 
 
-class OneServer:
-    """A registry of the server under test."""
-
-    def __init__(self, kind: str, url: str) -> None:
-        self.entry = ServerEntry(
-            server_id="server-0", url=url, kind=kind, policy_version=None, is_quarantined=False
-        )
-
-    def servers(self) -> tuple[ServerEntry, ...]:
-        """That one."""
-        return (self.entry,)
-
-    def set_server_version(
-        self, server_id: str, policy_version: int | None, *, quarantined: bool
-    ) -> None:
-        """Enter what it holds."""
-        entry = self.entry
-        self.entry = ServerEntry(
-            server_id=server_id,
-            url=entry.url,
-            kind=entry.kind,
-            policy_version=policy_version,
-            is_quarantined=quarantined,
-        )
-
-
 @pytest.fixture(params=["shared_memory", "collective", "disk"])
 def publisher(
     request: pytest.FixtureRequest, server: Any, tmp_path: Path
@@ -56,7 +30,7 @@ def publisher(
     """A publisher over the server, by each transport; small buckets, so that there are several."""
     tree = {
         "model": {"path": str(server.folder)},
-        "server": {"kind": server.kind},
+        "server": {"kind": server.kind, "tensor_parallel_size": server.num_ranks},
         "publish": {
             "transport": request.param,
             "fallback": "none",
@@ -65,7 +39,7 @@ def publisher(
         },
     }
     run = create_run(build_settings(tree, source="test"), tmp_path / "run", "unix:///none")
-    registry = OneServer(server.kind, server.url)
+    registry = OneServer(server.url, server.kind)
     made = Publisher(run, registry)
     yield made, registry
     made.close()
@@ -129,9 +103,12 @@ async def test_weights_that_were_not_sent_are_found(
 ) -> None:
     """One changed element in one tensor is a mismatch that names the parameter."""
     tensors = load_file(make_model() / "model.safetensors")
+    source = LocalTensors.of(tensors)
     client = ServerClient("server-0", server.url)
     for changed in (None, *tensors):
-        (account,) = accounts_for([server.kind], num_ranks=1).values()
+        (account,) = accounts_for(
+            [server.kind], num_ranks=server.num_ranks, specs=source.specs
+        ).values()
         for name, tensor in tensors.items():
             sent = tensor.clone()
             if name == changed:
@@ -145,32 +122,3 @@ async def test_weights_that_were_not_sent_are_found(
         with pytest.raises(PublishFailed, match="differ from what was sent"):
             await asyncio.to_thread(account.verify, client, deadline)
     client.close()
-
-
-@pytest.mark.sglang
-async def test_both_ranks_of_a_server_get_and_hold_what_was_sent(
-    make_model: Callable[..., Path],
-    start_sglang_server: Callable[..., Any],
-    server_at: Callable[..., Any],
-    tmp_path: Path,
-) -> None:
-    """Every transport feeds both ranks of SGLang, whose shards are verified one by one."""
-    folder = make_model()
-    started = await asyncio.to_thread(start_sglang_server, folder, tensor_parallel_size=2)
-    registry, server = OneServer("sglang", started.url), server_at("sglang", started.url, folder)
-    for version, transport in enumerate(("shared_memory", "collective", "disk"), 1):
-        tree = {
-            "model": {"path": str(folder)},
-            "server": {"kind": "sglang", "tensor_parallel_size": 2},
-            "publish": {"transport": transport, "fallback": "none", "bucket_mb": 0.05},
-        }
-        settings = build_settings(tree, source="test")
-        publish = Publisher(create_run(settings, tmp_path / transport, "unix:///none"), registry)
-        sent = make_model(seed=version)
-        report = await asyncio.to_thread(publish.publish, _weights(sent), version)
-        publish.close()
-        assert report.quarantined == (), report.results
-        answer = await server.generate(
-            PROMPT, temperature=0, max_new_tokens=12, ignore_eos=True, extra_key=transport
-        )
-        assert answer["output_ids"] == _greedy(sent, 12)

@@ -17,7 +17,7 @@ import pytest
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.run import load_run
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900), pytest.mark.xdist_group("e2e")]
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/calculator"
 PATIENCE_S = 400
@@ -27,6 +27,7 @@ RL = {
     "model.path": "runs/warm/hf",
     "server.kind": "sglang",
     "server.start_timeout_s": PATIENCE_S,
+    "publish.verify": "probe",
     "trainer.num_steps": 4,
     "trainer.groups_per_step": 8,
     "trainer.take_timeout_s": PATIENCE_S,
@@ -99,7 +100,10 @@ def crash(run_dir: Path) -> None:
 
 
 def test_the_calculator_example_trains_on_sglang(workspace: Path) -> None:
-    """Rewards, versions and logprobs are right, and a crashed or orphaned SGLang is replaced."""
+    """Rewards, versions and logprobs are right, and a crashed or orphaned SGLang is replaced.
+
+    Verified by a probe: the contract suite compares checksums.
+    """
     run_dir = workspace / "runs/rl"
     steps = run_dir / "metrics.jsonl"
     with subprocess.Popen(

@@ -104,6 +104,8 @@ def process_environment(settings: Settings) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # Health answers at once, also while paused, in place of generating a token.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # It looks once a second, not once in four, whether who asked is still there.
+        "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
         # A crashed scheduler ends its server at once; otherwise it lingers for a minute.
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     }

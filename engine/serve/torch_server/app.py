@@ -226,11 +226,19 @@ class ServerApp:
             )
             return {"success": True, "message": "Version set.", "new_version": body.new_version}
 
+        def scramble() -> None:
+            engine.update.scramble()
+            engine.weights_changed(None)
+
         @app.post("/weights_checker")
         async def weights_checker(body: CheckBody) -> Response:
+            if body.action == "reset_tensors":
+                await self._in_engine(scramble)
+                return _outcome("Weights are random.")
             if body.action != "checksum":
                 return _outcome(
-                    f"action={body.action!r}; the torch server knows: checksum", is_good=False
+                    f"action={body.action!r}; the torch server knows: checksum, reset_tensors",
+                    is_good=False,
                 )
             sums = await self._in_engine(lambda: engine.update.live.checksums(body.algorithm))
             ranks = [{"tp_rank": 0, "pp_rank": 0, "checksums": sums}]

@@ -19,6 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from outloop.engine.serve.torch_server.engine import Engine, check_lengths
 from outloop.engine.serve.torch_server.grammar import Grammars
+from outloop.engine.serve.torch_server.prompts import prompt_logprobs
 from outloop.engine.serve.torch_server.requests import (
     GenerateRequest,
     Running,
@@ -176,9 +177,22 @@ class GenerateEndpoint:
             assert reason is not None
             await _send_json(send, failed, error_body(reason["message"], "engine_error", failed))
             return
+        if wire.return_logprob and wire.logprob_start_len == 0:
+            await self._score_prompts(running)
         answers = [self._piece(wire, request, 0, len(request.output_ids)) for request in running]
         is_list = len(running) > 1 or _is_batch(wire)
         await _send_json(send, 200, _encode(answers if is_list else answers[0]))
+
+    async def _score_prompts(self, running: list[Running]) -> None:
+        """Enter the prompts' own logprobs; between two passes, under the weights of then."""
+        engine = self._engine
+
+        def score(request: Running) -> list[float]:
+            return prompt_logprobs(engine.update.live, request.prompt_ids)
+
+        for request in running:
+            future = engine.call(functools.partial(score, request))
+            request.prompt_logprobs = await asyncio.wrap_future(future)
 
     async def _stream(
         self, wire: GenerateRequest, request: Running, updates: asyncio.Queue[int], send: Send
@@ -236,7 +250,17 @@ class GenerateEndpoint:
             meta["e2e_latency"] = time.monotonic() - request.arrived_at
             meta["queue_time"] = (request.first_run_at or time.monotonic()) - request.arrived_at
         if wire.return_logprob:
-            meta["input_token_logprobs"] = []
+            is_scored = wire.logprob_start_len == 0
+            meta["input_token_logprobs"] = (
+                [
+                    (logprob, token, self._token_text(wire, token))
+                    for logprob, token in zip(
+                        [None, *request.prompt_logprobs], request.prompt_ids, strict=True
+                    )
+                ]
+                if is_scored
+                else []
+            )
             meta["output_token_logprobs"] = [
                 (logprob, token, self._token_text(wire, token))
                 for logprob, token in zip(request.logprobs[start:end], ids[start:end], strict=True)

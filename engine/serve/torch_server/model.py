@@ -61,8 +61,11 @@ class Transformer:
         lengths: Tensor,
         *,
         num_seen: int,
+        every: bool = False,
     ) -> Tensor:
         """Logits [B, V] float32 after each row's last new id; fills the cache.
+
+        With `every`, [B * S, V]: after every new id, padding included.
 
         Args:
             ids: [B, S] int64, row b holds `lengths[b]` new ids and then padding.
@@ -82,7 +85,7 @@ class Transformer:
             gate, up = functional.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             inner = functional.silu(gate).mul_(up)
             hidden = hidden + functional.linear(inner, layer.down, layer.down_bias)
-        if plan.num_new > 1:
+        if plan.num_new > 1 and not every:
             rows = torch.arange(plan.num_rows, device=ids.device) * plan.num_new
             hidden = hidden.index_select(0, rows + lengths - 1)
         hidden = functional.rms_norm(hidden, size, weights.final_norm, config.rms_eps)

@@ -65,10 +65,12 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
         for name in _REFUSED:
             if getattr(self, name):
                 raise BadRequest(f"{name} is not supported by the torch server; leave it out")
-        if self.logprob_start_len not in (None, -1):
+        if self.logprob_start_len not in (None, -1, 0):
             raise BadRequest(
-                f"logprob_start_len={self.logprob_start_len}; allowed by the torch server: -1"
+                f"logprob_start_len={self.logprob_start_len}; allowed by the torch server: -1, 0"
             )
+        if self.logprob_start_len == 0 and self.stream:
+            raise BadRequest("logprob_start_len=0 with stream=true; send it without stream")
         if not 0 <= self.top_logprobs_num <= _MAX_TOP_LOGPROBS:
             raise BadRequest(
                 f"top_logprobs_num={self.top_logprobs_num}; allowed by the torch server: "
@@ -118,6 +120,8 @@ class Running:
     """As many as output_ids with `num_top`, else empty."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """(weight_version, start, end) over output_ids."""
+    prompt_logprobs: list[float] = field(default_factory=list)
+    """Of prompt_ids, the first aside; with `logprob_start_len` 0, else empty."""
     finish: dict[str, Any] | None = None
     final_version: str = ""
     """weight_version when it ended."""

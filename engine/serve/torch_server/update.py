@@ -113,6 +113,13 @@ class UpdateSession:
             raise
         self._swap(fresh)
 
+    def scramble(self) -> None:
+        """Make random weights live: whatever the next update does not bring will show."""
+        fresh = self._fresh()
+        for tensor in fresh.named.values():
+            tensor.uniform_()
+        self._swap(fresh)
+
     def _fresh(self) -> Weights:
         spare, self._spare = self._spare, None
         return spare or Weights(self.live.config, self.live.dtype, self.live.device)

@@ -8,10 +8,13 @@ import torch
 
 from outloop.buffer.errors import PublishFailed
 from outloop.engine.publish.fused import FusedChecksums
+from outloop.engine.publish.gpu_hash import GpuHash
 from outloop.engine.publish.plan import TensorSpec
+from outloop.engine.publish.source import LocalTensors
 
 HEAD, NUM_HEADS, NUM_KV_HEADS, HIDDEN, FFN, VOCAB = 4, 4, 2, 16, 24, 40
 ATTENTION, MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
+EXPERTS, NUM_EXPERTS, EXPERT_FFN = "model.layers.1.mlp.experts.", 12, 6
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -29,9 +32,16 @@ def _tensors() -> dict[str, torch.Tensor]:
         f"{MLP}gate_proj.weight": (FFN, HIDDEN),
         f"{MLP}up_proj.weight": (FFN, HIDDEN),
         f"{MLP}down_proj.weight": (HIDDEN, FFN),
+        "model.layers.1.mlp.gate.weight": (NUM_EXPERTS, HIDDEN),
         "model.norm.weight": (HIDDEN,),
         "lm_head.weight": (VOCAB, HIDDEN),
     }
+    for expert in range(NUM_EXPERTS):
+        shapes |= {
+            f"{EXPERTS}{expert}.gate_proj.weight": (EXPERT_FFN, HIDDEN),
+            f"{EXPERTS}{expert}.up_proj.weight": (EXPERT_FFN, HIDDEN),
+            f"{EXPERTS}{expert}.down_proj.weight": (HIDDEN, EXPERT_FFN),
+        }
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
@@ -60,6 +70,14 @@ def _whole(tensors: dict[str, torch.Tensor], rank: int, num: int) -> dict[str, t
         for kind in ("weight", "bias")
     }
     gate_up = [rows(f"{MLP}{part}_proj.weight") for part in ("gate", "up")]
+    each = [f"{EXPERTS}{expert}." for expert in range(NUM_EXPERTS)]
+    held |= {
+        f"{EXPERTS}w13_weight": torch.stack(
+            [torch.cat([rows(f"{e}{part}_proj.weight") for part in ("gate", "up")]) for e in each]
+        ),
+        f"{EXPERTS}w2_weight": torch.stack([columns(f"{e}down_proj.weight") for e in each]),
+        "model.layers.1.mlp.gate.weight": tensors["model.layers.1.mlp.gate.weight"],
+    }
     return held | {
         "model.embed_tokens.weight": padded("model.embed_tokens.weight"),
         "lm_head.weight": padded("lm_head.weight"),
@@ -71,8 +89,10 @@ def _whole(tensors: dict[str, torch.Tensor], rank: int, num: int) -> dict[str, t
     }
 
 
-def _account(tensors: dict[str, torch.Tensor], num_ranks: int, seed: int) -> FusedChecksums:
-    account = FusedChecksums(num_ranks)
+def _account(
+    tensors: dict[str, torch.Tensor], num_ranks: int, seed: int, *, is_gpu: bool = False
+) -> FusedChecksums:
+    account = FusedChecksums(num_ranks, LocalTensors.of(tensors).specs, is_gpu=is_gpu)
     names = list(tensors)
     random.Random(seed).shuffle(names)
     for name in names:
@@ -82,17 +102,25 @@ def _account(tensors: dict[str, torch.Tensor], num_ranks: int, seed: int) -> Fus
     return account
 
 
+def _cpu_hash(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def _gpu_hash(tensor: torch.Tensor) -> str:
+    digest = GpuHash()
+    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8))
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_every_rank_in_any_order(num_ranks: int, seed: int) -> None:
+def test_every_rank_in_any_order(num_ranks: int, seed: int, is_gpu: bool) -> None:
     """Fused, padded and cut parameters hash as the whole ones, in whatever order parts come."""
     tensors = _tensors()
-    for rank, sums in enumerate(_account(tensors, num_ranks, seed).result()):
-        expected = {
-            name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
-            for name, tensor in _whole(tensors, rank, num_ranks).items()
-        }
-        assert sums == expected
+    hash_of = _gpu_hash if is_gpu else _cpu_hash
+    for rank, sums in enumerate(_account(tensors, num_ranks, seed, is_gpu=is_gpu).result()):
+        assert sums == {n: hash_of(t) for n, t in _whole(tensors, rank, num_ranks).items()}
 
 
 def test_a_missing_part_is_named() -> None:

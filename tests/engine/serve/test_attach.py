@@ -115,7 +115,6 @@ async def test_one_that_never_answers_is_named(
         ({"num_servers": 1, "urls": ["http://h:1"]}, "num_servers=1"),
         ({"tensor_parallel_size": 2}, "kind"),
         ({"sglang": {"tp": 1}}, "kind"),
-        ({"kind": "sglang", "device": "cuda"}, "publish.verify"),
         ({"kind": "sglang", "sglang": {"tp-size": 2}}, "server.tensor_parallel_size"),
         ({"kind": "sglang", "sglang": {"model-path": "x"}}, "model.path"),
     ],
