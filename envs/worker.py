@@ -160,7 +160,8 @@ def main(arguments: list[str]) -> None:
     """Run until the socket closes; never waits for threads that hang."""
     descriptor, marker, stacks = map(int, arguments)
     _die_with_runner()
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    # The loop's thread alone, which is the one that gets the signal: others may have deep stacks.
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     faulthandler.enable(file=stacks)
     # Stopping is the runner's word; a signal to the group must not cut episodes short.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -33,9 +33,10 @@ from outloop.envs.rollout import Kind
 
 _STOP_S = 3.0
 _KILL_S = 5.0
-_STACKS_S = 1.0
+_STACKS_S = 10.0
 _MAX_STACK_BYTES = 65536
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_FRAME = re.compile(r'File "([^"]+)", line (\d+).*\n')
+_HEAD = re.compile(r"(?:Current thread \S+|Stack) \(most recent call first\):\n")
 _OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that somebody sent; the episode that ran then did nothing."""
 _NOT_THEIRS = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parent))
@@ -59,7 +60,7 @@ class WorkerProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._marker = Marker.create()
         self._stacks = bytearray()
-        self._has_stacks = asyncio.Event()
+        self._has_place = asyncio.Event()
         self._jobs: dict[int, asyncio.Future[Ending]] = {}
         self._reading: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
@@ -146,11 +147,12 @@ class WorkerProcess:
             return 0.0
 
     async def kill_stalled(self) -> None:
-        """Take its stacks, then kill it; the episode that holds its loop is to blame."""
+        """Take its loop's stack, then kill it; the episode that holds its loop is to blame."""
         self._stall_s = self.stalled_for()
         self._signal(signal.SIGUSR1)
+        # It writes its stack line by line, and nothing says that it is complete.
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._has_stacks.wait(), _STACKS_S)
+            await asyncio.wait_for(self._has_place.wait(), _STACKS_S)
         await self.kill()
 
     async def kill(self) -> None:
@@ -209,7 +211,8 @@ class WorkerProcess:
             os.close(descriptor)
         elif len(self._stacks) < _MAX_STACK_BYTES:
             self._stacks += data
-            self._has_stacks.set()
+            if self._frames(are_theirs=True):
+                self._has_place.set()
 
     def _heard(self, message: wire.FromWorker) -> None:
         if isinstance(message, wire.Ready):
@@ -288,7 +291,14 @@ class WorkerProcess:
         return self._stacks.decode(errors="replace")
 
     def _place(self) -> str:
-        _, _, current = self._stack_text().rpartition("Current thread")
-        frames = [f"{file}:{line}" for file, line in _FRAME.findall(current)]
-        theirs = [frame for frame in frames if not frame.startswith(_NOT_THEIRS)]
-        return (theirs or frames or [""])[0]
+        frames = self._frames(are_theirs=True) or self._frames(are_theirs=False)
+        return frames[0] if frames else ""
+
+    def _frames(self, *, are_theirs: bool) -> list[str]:
+        """Where the thread in question stands, innermost first; perhaps only in the user's code."""
+        current = ["", *_HEAD.split(self._stack_text())[1:]][-1]
+        return [
+            f"{file}:{line}"
+            for file, line in _FRAME.findall(current)
+            if not (are_theirs and file.startswith(_NOT_THEIRS))
+        ]

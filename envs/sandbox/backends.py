@@ -15,7 +15,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import structlog
 
@@ -24,7 +24,7 @@ from outloop.envs.sandbox.bundle import JAIL_FOLDER, Bundle, boot_argv
 from outloop.envs.sandbox.cgroups import Cgroup, find_cgroups
 from outloop.envs.sandbox.jail import Bounds, SupervisedJail
 from outloop.envs.sandbox.process import Launch, SupervisorProcess
-from outloop.envs.sandbox.protocol import Jail, Limits, RunResult, Sandbox
+from outloop.envs.sandbox.protocol import Files, Jail, Limits, Options, RunResult, Sandbox
 
 _log = structlog.get_logger()
 _NOBODY = 65534
@@ -41,17 +41,14 @@ class _Supervised:
 
     async def run(
         self,
-        files: Mapping[str, bytes | str],
+        files: Files,
         command: Sequence[str],
         limits: Limits | None = None,
-        *,
-        stdin: bytes = b"",
-        environ: Mapping[str, str] | None = None,
-        collect: Sequence[str] = (),
+        **options: Unpack[Options],
     ) -> RunResult:
         """See `Sandbox.run`."""
         async with self.jail(limits) as jail:
-            return await jail.run(files, command, stdin=stdin, environ=environ, collect=collect)
+            return await jail.run(files, command, **options)
 
     def jail(self, limits: Limits | None = None) -> AbstractAsyncContextManager[Jail]:
         """See `Sandbox.jail`."""
@@ -72,7 +69,8 @@ class _Supervised:
     async def _start(self, limits: Limits) -> tuple[SupervisorProcess, Cgroup | None]:
         return await SupervisorProcess.start(self._launch(limits)), None
 
-    def _launch(self, limits: Limits) -> Launch:
+    def _launch(self, limits: Limits, events: int = -1) -> Launch:
+        """How a jail is started; `events`: see `boot_argv`."""
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -127,19 +125,20 @@ class BubblewrapSandbox(_Supervised):
                 f"the jail's cgroup could not be made: {error}; see docs/sandbox.md, cgroups"
             ) from error
         try:
-            return await SupervisorProcess.start(self._launch(limits)), cgroup
+            with cgroup.events() as events:
+                return await SupervisorProcess.start(self._launch(limits, events)), cgroup
         except BaseException:
             cgroup.remove()
             raise
 
-    def _launch(self, limits: Limits) -> Launch:
+    def _launch(self, limits: Limits, events: int = -1) -> Launch:
         boot = boot_argv(
             self._python,
             JAIL_FOLDER,
             "namespaces",
-            limits.disk_bytes,
-            limits.max_files,
-            self._python_path,
+            limits,
+            extra=self._python_path,
+            events=events,
         )
         argv = [
             self._bwrap,
@@ -156,7 +155,8 @@ class BubblewrapSandbox(_Supervised):
             *("--setenv", "LANG", "C.UTF-8", "--chdir", "/", "--", *boot),
         ]
         # Root would be root for the kernel inside too: not bound by the limit on processes.
-        return Launch(argv=argv, user=_NOBODY if os.getuid() == 0 else None)
+        user = _NOBODY if os.getuid() == 0 else None
+        return Launch(argv=argv, user=user, pass_fds=() if events < 0 else (events,))
 
 
 class ContainerSandbox(_Supervised):
@@ -201,7 +201,7 @@ class ContainerSandbox(_Supervised):
                 "or set sandbox='bubblewrap'"
             )
 
-    def _launch(self, limits: Limits) -> Launch:
+    def _launch(self, limits: Limits, events: int = -1) -> Launch:
         name = f"outloop-{uuid.uuid4().hex}"
         return Launch(
             argv=container_argv(
@@ -223,11 +223,8 @@ class SubprocessSandbox(_Supervised):
         self._bounds = "each"
         _log.warning("sandbox", backend="subprocess", enforcement=self.enforcement)
 
-    def _launch(self, limits: Limits) -> Launch:
-        boot = boot_argv(
-            sys.executable, str(self._bundle.path), "plain", limits.disk_bytes, limits.max_files, ()
-        )
-        return Launch(argv=boot)
+    def _launch(self, limits: Limits, events: int = -1) -> Launch:
+        return Launch(argv=boot_argv(sys.executable, str(self._bundle.path), "plain", limits))
 
 
 SANDBOXES: Mapping[str, Callable[..., Sandbox]] = {
@@ -265,7 +262,7 @@ def container_argv(
         *("--shm-size", f"{limits.disk_bytes}b", "--tmpfs", box),
         *("--volume", f"{bundle}:{JAIL_FOLDER}:ro", "--user", "0:0", "--hostname", "jail"),
         image,
-        *boot_argv(python, JAIL_FOLDER, "users", limits.disk_bytes, limits.max_files, ()),
+        *boot_argv(python, JAIL_FOLDER, "users", limits),
     ]
 
 

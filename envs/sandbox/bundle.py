@@ -14,6 +14,7 @@ from pathlib import Path
 
 from outloop.envs.sandbox import inside
 from outloop.envs.sandbox.inside import wire
+from outloop.envs.sandbox.protocol import Limits
 
 JAIL_FOLDER = "/outloop"
 _PASSWD = "agent:x:1000:1000:agent:/work:/bin/sh\n"
@@ -54,16 +55,24 @@ class Bundle:
 
 
 def boot_argv(
-    python: str, folder: str, room: str, disk_bytes: int, max_files: int, extra: tuple[str, ...]
+    python: str,
+    folder: str,
+    room: str,
+    limits: Limits,
+    *,
+    extra: tuple[str, ...] = (),
+    events: int = -1,
 ) -> list[str]:
     """The command that starts the supervisor: as little of Python as can be.
 
-    It says that it is there before it imports what it needs, so that both sides go on at once.
+    `events`: a descriptor it inherits, of the file in which the kernel counts what it killed in
+    the jail's group. The supervisor says that it is there before it imports what it needs, so that
+    both sides go on at once.
     """
     code = (
         f"import os; os.write(1, {wire.pack([b'ready'])!r})\n"
         f"import sys; sys.path[:0] = [{folder!r}]; sys.path += {list(extra)!r}\n"
         "from outloop.envs.sandbox.inside.supervisor import main\n"
-        f"main({room!r}, {disk_bytes}, {max_files})()"
+        f"main({room!r}, {limits.disk_bytes}, {limits.max_files}, {events})()"
     )
     return [python, "-I", "-S", "-X", "utf8", "-c", code]

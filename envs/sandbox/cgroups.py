@@ -12,10 +12,11 @@ import select
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from outloop.envs.sandbox.inside.memory import EVENTS, num_oom_kills
 from outloop.envs.sandbox.protocol import Limits
 
 _OVERHEAD_BYTES = 64 * 2**20
@@ -38,16 +39,21 @@ class Cgroup:
                 with suppress(ProcessLookupError):
                     (folder / "cgroup.procs").write_text(str(one))
 
+    @contextmanager
+    def events(self) -> Iterator[int]:
+        """A descriptor to read the kernel's count of kills from."""
+        folder = self._folders["memory"]
+        name = EVENTS[0] if (folder / EVENTS[0]).exists() else EVENTS[1]
+        events = os.open(folder / name, os.O_RDONLY)
+        try:
+            yield events
+        finally:
+            os.close(events)
+
     def oom_kills(self) -> int:
         """How many processes of the group were killed for its memory limit."""
-        folder = self._folders["memory"]
-        for name in ("memory.events", "memory.oom_control"):
-            with suppress(OSError):
-                for line in (folder / name).read_text().splitlines():
-                    key, _, count = line.partition(" ")
-                    if key == "oom_kill":
-                        return int(count)
-        return 0
+        with self.events() as events:
+            return num_oom_kills(events)
 
     def remove(self) -> None:
         """Remove it, once its last processes have gone; a busy one is tried again with the next."""
@@ -73,21 +79,23 @@ class Cgroups:
         """
         name = f"outloop-{os.getpid()}-{uuid.uuid4().hex[:16]}"
         folders = {key: parent / name for key, parent in self._parents.items()}
-        for folder in set(folders.values()):
-            folder.mkdir()
         memory_bytes = limits.memory_bytes + limits.disk_bytes + _OVERHEAD_BYTES
         num_processes = limits.max_processes + _OVERHEAD_PROCESSES
-        values = (
-            ("memory", "memory.max", memory_bytes),
-            ("memory", "memory.limit_in_bytes", memory_bytes),
-            ("memory", "memory.swap.max", 0),
-            ("memory", "memory.memsw.limit_in_bytes", memory_bytes),
-            ("pids", "pids.max", 2 * num_processes),
-        )
-        for key, file, value in values:
-            path = folders[key] / file
-            if path.exists():
-                path.write_text(str(value))
+        if self.version == 2:
+            memory, swap = ("memory.max", memory_bytes), ("memory.swap.max", 0)
+        else:
+            memory = ("memory.limit_in_bytes", memory_bytes)
+            swap = ("memory.memsw.limit_in_bytes", memory_bytes)
+        try:
+            for folder in set(folders.values()):
+                folder.mkdir()
+            _write(folders["memory"], *memory)
+            _write(folders["pids"], "pids.max", 2 * num_processes)
+            if (folders["memory"] / swap[0]).exists():  # a kernel that counts no swap has none
+                _write(folders["memory"], *swap)
+        except OSError:
+            self.discard(folders.values())
+            raise
         return Cgroup(self, folders)
 
     def sweep(self) -> None:
@@ -149,6 +157,8 @@ def _descendants(pid: int) -> list[int]:
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
+        if Path(f"/proc/{pid}").exists():  # a kernel without this file: nothing would be moved
+            raise
         return []
     return [one for child in map(int, children) for one in (child, *_descendants(child))]
 
@@ -164,6 +174,10 @@ def _wait_for_all(folder: Path) -> None:
                 select.select([ending], [], [], left_s)
             finally:
                 os.close(ending)
+
+
+def _write(folder: Path, file: str, value: int) -> None:
+    (folder / file).write_text(str(value))
 
 
 def _removed(path: Path) -> bool:

@@ -10,23 +10,21 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Literal
+from typing import Literal, Unpack
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.envs.sandbox.cgroups import Cgroup
 from outloop.envs.sandbox.inside import wire
-from outloop.envs.sandbox.process import JailLost, SupervisorProcess
-from outloop.envs.sandbox.protocol import Ended, Limits, Program, RunResult
+from outloop.envs.sandbox.process import ENVIRON, JailLost, SupervisorProcess
+from outloop.envs.sandbox.protocol import Ended, Files, Limits, Options, Program, RunResult
 
 _GRACE_S = 15.0
 """For the supervisor to end a call and answer, beyond the call's wall time."""
 _OWN_PROCESSES = 4
 """The jail's reaper, the supervisor and the programs' inits count as processes too."""
 _CONTROL = Program(command=("python", "control.py"), files={"control.py": "print('alive')"})
-_ENVIRON = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
 
 Bounds = Literal["cgroup", "watched", "each"]
 """What bounds memory: a cgroup; a limit for each process and a watch on the sum; that limit."""
@@ -68,24 +66,13 @@ class SupervisedJail:
 
     async def run(
         self,
-        files: Mapping[str, bytes | str],
+        files: Files,
         command: Sequence[str],
         limits: Limits | None = None,
-        *,
-        stdin: bytes = b"",
-        environ: Mapping[str, str] | None = None,
-        collect: Sequence[str] = (),
-        keep_files: bool = False,
+        **options: Unpack[Options],
     ) -> RunResult:
         """See `Jail.run`."""
-        program = Program(
-            command=command,
-            files=files,
-            stdin=stdin,
-            environ=environ or {},
-            collect=collect,
-            keep_files=keep_files,
-        )
+        program = Program(command=command, files=files, **options)
         return (await self._call([program], limits or self._limits))[0]
 
     async def run_pair(
@@ -101,23 +88,23 @@ class SupervisedJail:
             if self._process is None:
                 await self.open()
             assert self._process is not None
-            num_oom_kills = self._cgroup.oom_kills() if self._cgroup else 0
             await self._place()
             try:
-                await self._process.send(self._message(programs, limits))
-                answers = await self._process.receive(limits.wall_s + _GRACE_S)
-                results = [
-                    _result(wire.unpack(answer[8:]), program, limits.cpu_s)
-                    for answer, program in zip(answers, programs, strict=True)
-                ]
+                return await self._ask(programs, limits)
             except JailLost as error:
                 return await self._blame(programs, error)
             except BaseException:  # cancelled, or an answer that cannot be read: out of step
                 await self.close()
                 raise
-            if self._cgroup and self._cgroup.oom_kills() > num_oom_kills:
-                results = [_with_memory(result) for result in results]
-            return results
+
+    async def _ask(self, programs: list[Program], limits: Limits) -> list[RunResult]:
+        assert self._process is not None
+        await self._process.send(self._message(programs, limits))
+        answers = await self._process.receive(limits.wall_s + _GRACE_S)
+        return [
+            _result(wire.unpack(answer[8:]), program, limits.cpu_s)
+            for answer, program in zip(answers, programs, strict=True)
+        ]
 
     async def _place(self) -> None:
         """Wait until the jail's processes are in their cgroup.
@@ -146,15 +133,13 @@ class SupervisedJail:
         num_oom_kills = self._cgroup.oom_kills() if self._cgroup else 0
         await self.close()
         await self.open()
-        assert self._process is not None
         await self._place()
         try:
-            await self._process.send(self._message([_CONTROL], self._limits))
-            answer = (await self._process.receive(self._limits.wall_s + _GRACE_S))[0]
+            control = (await self._ask([_CONTROL], self._limits))[0]
         except JailLost:
             await self.close()
             raise
-        if not _result(wire.unpack(answer[8:]), _CONTROL, self._limits.cpu_s).is_ok:
+        if not control.is_ok:
             raise error
         ended: Ended = "memory" if num_oom_kills else "killed"
         words = f"the jail was lost: {error}".encode()
@@ -206,7 +191,7 @@ def _order(program: Program, limits: Limits, address_space_bytes: int, num_proce
         num_processes,
     )
     fields = [b"%d" % number for number in numbers]
-    environ = {**_ENVIRON, **program.environ}
+    environ = {**ENVIRON, **program.environ}
     fields += [program.stdin, b"%d" % len(program.command)]
     fields += [os.fsencode(word) for word in program.command]
     fields.append(b"%d" % len(environ))
@@ -252,9 +237,3 @@ def _result(fields: list[bytes], program: Program, cpu_s: float) -> RunResult:
         wall_s=int(wall_ms) / 1000,
         cpu_s=cpu_ms / 1000,
     )
-
-
-def _with_memory(result: RunResult) -> RunResult:
-    if result.ended not in ("signaled", "killed"):
-        return result
-    return replace(result, ended="memory", exit_code=None)

@@ -20,7 +20,8 @@ from outloop.envs.sandbox.inside import wire
 
 _MAX_ERROR_BYTES = 2000
 _LEAVE_S = 2.0
-_ENVIRON = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
+ENVIRON = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
+"""What every program of ours or of a policy begins with."""
 
 
 class JailLost(EnvironmentFailure):
@@ -36,6 +37,8 @@ class Launch:
     """Numeric user and group to become first; None: stay."""
     inherits_environ: bool = False
     """True: the command is told by variables where its engine is."""
+    pass_fds: Sequence[int] = ()
+    """Descriptors of ours that it inherits under their numbers."""
     end_argv: Sequence[str] = ()
     """A command that ends what killing the process alone would leave behind."""
     start_timeout_s: float = 30.0
@@ -160,8 +163,9 @@ def _popen(launch: Launch, line: socket.socket) -> subprocess.Popen[bytes]:
         stdin=line.fileno(),
         stdout=line.fileno(),
         stderr=subprocess.PIPE,
+        pass_fds=launch.pass_fds,
         start_new_session=True,
-        env=None if launch.inherits_environ else _ENVIRON,
+        env=None if launch.inherits_environ else ENVIRON,
         cwd="/",
         user=launch.user,
         group=launch.user,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypedDict, Unpack
 
 from outloop.buffer.errors import SettingsError
 
@@ -53,14 +53,26 @@ class Limits:
                 raise SettingsError(f"Limits: {name}={value!r}; a number above 0 is allowed")
 
 
+Files = Mapping[str, bytes | str]
+"""Path below the working directory -> content."""
+
+
+class Options(TypedDict, total=False):
+    """What a call may be given beside its files and its command; see `Program`."""
+
+    stdin: bytes
+    environ: Mapping[str, str]
+    collect: Sequence[str]
+    keep_files: bool
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
     """One program to run: everything that it gets to see."""
 
     command: Sequence[str]
     """`python` is the jail's own interpreter; `python script.py` is a fork of it, already warm."""
-    files: Mapping[str, bytes | str] = field(default_factory=dict)
-    """Path below the working directory -> content."""
+    files: Files = field(default_factory=dict)
     stdin: bytes = b""
     environ: Mapping[str, str] = field(default_factory=dict)
     collect: Sequence[str] = ()
@@ -96,14 +108,10 @@ class Jail(Protocol):
 
     async def run(
         self,
-        files: Mapping[str, bytes | str],
+        files: Files,
         command: Sequence[str],
         limits: Limits | None = None,
-        *,
-        stdin: bytes = b"",
-        environ: Mapping[str, str] | None = None,
-        collect: Sequence[str] = (),
-        keep_files: bool = False,
+        **options: Unpack[Options],
     ) -> RunResult:
         """Run one program; limits above the jail's own are refused.
 
@@ -133,13 +141,10 @@ class Sandbox(Protocol):
 
     async def run(
         self,
-        files: Mapping[str, bytes | str],
+        files: Files,
         command: Sequence[str],
         limits: Limits | None = None,
-        *,
-        stdin: bytes = b"",
-        environ: Mapping[str, str] | None = None,
-        collect: Sequence[str] = (),
+        **options: Unpack[Options],
     ) -> RunResult:
         """Run one program in a fresh jail of its own.
 

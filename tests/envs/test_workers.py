@@ -19,10 +19,12 @@ from outloop.envs.runner import run
 PlayWith = Callable[..., Any]
 
 BARRIER = """
-import asyncio, ctypes, os, time
+import asyncio, ctypes, os, threading, time
 from pathlib import Path
 
-MINE = []
+
+def deep(depth):
+    time.sleep(60) if depth == 0 else deep(depth - 1)
 
 
 async def others_wait(task, episode):
@@ -63,6 +65,11 @@ def died(router: Any) -> tuple[list[str], list[str]]:
         ("ctypes.string_at(0)", "SIGSEGV at "),
         ("time.sleep(60)", "blocked its event loop"),
         ("while True: pass", "blocked its event loop"),
+        (
+            "[threading.Thread(target=deep, args=(200,), daemon=True).start() for _ in range(99)]\n"
+            "    time.sleep(60)",
+            "blocked its event loop",
+        ),
     ],
 )
 async def test_who_ends_or_blocks_its_process_is_told_from_its_neighbours(
@@ -84,9 +91,9 @@ async def test_who_ends_or_blocks_its_process_is_told_from_its_neighbours(
     assert guilty == ["ep-0"]
     assert innocent == ["ep-1", "ep-2", "ep-3"]
     assert words in router.closes["ep-0"]["error"]
-    # A stack that a busy machine could not take in time is left out of the sentence.
-    if "at " in words:
-        assert "user.py:" in router.closes["ep-0"]["error"]
+    if "at " in words or "blocked" in words:
+        num_lines = (BARRIER + body).count("\n") + 1
+        assert f"user.py:{num_lines}" in router.closes["ep-0"]["error"]
     assert router.closes["ep-0"]["reward"]["value"] == -1.0
     assert all(router.closes[name]["reward"] is None for name in innocent)
     assert [router.closes[f"ep-{n}"]["outcome"] for n in range(4, 8)] == ["completed"] * 4

@@ -12,7 +12,7 @@ import select
 import sys
 import time
 
-from outloop.envs.sandbox.inside import kernel, program, rooms, wire
+from outloop.envs.sandbox.inside import kernel, memory, program, rooms, wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # imported in every jail, these would be a quarter of its start
@@ -60,8 +60,9 @@ class _Running:
 class Supervisor:
     """Serves calls on descriptors 0 and 1 until the other side has gone."""
 
-    def __init__(self, room: rooms.Room) -> None:
+    def __init__(self, room: rooms.Room, killed: memory.Killed) -> None:
         self._room = room
+        self._killed = killed
 
     def serve(self) -> None:
         """Answer calls; leaves by `Become` in a forked program, otherwise at the end of input."""
@@ -79,6 +80,7 @@ class Supervisor:
         self, num_programs: int, wall_ms: int, output_bytes: int, memory_bytes: int
     ) -> list[bytes]:
         started = time.monotonic()
+        num_killed = self._killed.count()
         # Bare numbers: an object would close them when a forked program leaves these frames.
         link = _socketpair() if num_programs == 2 else []
         running: list[_Running] = []
@@ -89,7 +91,17 @@ class Supervisor:
             running.append(self._start(index, own, others))
         for fd in link:
             os.close(fd)
-        self._watch(running, time.monotonic() + wall_ms / 1000, output_bytes, memory_bytes)
+
+        def is_too_much() -> bool:
+            # The kernel kills one process of those that together took too much; the call is over.
+            return self._killed.count() > num_killed or bool(
+                memory_bytes and memory.resident_bytes() > memory_bytes
+            )
+
+        self._watch(running, time.monotonic() + wall_ms / 1000, output_bytes, is_too_much)
+        if self._killed.count() > num_killed:
+            for one in running:
+                one.ended = one.ended or "memory"
         fields = []
         for index, one in enumerate(running):
             fields += self._answer(one, output_bytes, time.monotonic() - started)
@@ -113,7 +125,11 @@ class Supervisor:
         return one
 
     def _watch(
-        self, running: list[_Running], deadline: float, output_bytes: int, memory_bytes: int
+        self,
+        running: list[_Running],
+        deadline: float,
+        output_bytes: int,
+        is_too_much: Callable[[], bool],
     ) -> None:
         """Until every program has ended, by itself or by a limit."""
         owners = {fd: one for one in running for fd in one.open}
@@ -130,8 +146,7 @@ class Supervisor:
                 owners[fd].take(fd, output_bytes)
                 if fd not in owners[fd].open:
                     poll.unregister(fd)
-            if memory_bytes and _resident_bytes() > memory_bytes:
-                why = why or "memory"
+            why = why or ("memory" if is_too_much() else "")
             for one in running:
                 if why:
                     one.kill(why)
@@ -182,11 +197,12 @@ def _socketpair() -> list[int]:
     return [end.detach() for end in _socket.socketpair()]
 
 
-def main(kind: str, disk_bytes: int, max_files: int) -> Callable[[], None]:
+def main(kind: str, disk_bytes: int, max_files: int, events: int) -> Callable[[], None]:
     """Serve; returns in a forked program with the function that runs its script."""
     room = rooms.ROOMS[kind](disk_bytes, max_files)
+    killed = memory.Killed(events, isinstance(room, rooms.UserRoom))
     try:
-        Supervisor(room).serve()
+        Supervisor(room, killed).serve()
     except program.Become as become:
         argv = become.argv
         return lambda: _run_script(argv)
@@ -218,18 +234,3 @@ def _show_own_frames(
     while trace is not None and trace.tb_frame.f_code.co_filename != sys.argv[0]:
         trace = trace.tb_next
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
-
-
-def _resident_bytes() -> int:
-    """Memory of all programs and their inits; what they share with files counts as disk."""
-    total = 0
-    own = {1, os.getpid()}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) not in own:
-            try:
-                with open(f"/proc/{name}/statm") as file:
-                    _, resident, shared, *_ = file.read().split()
-                    total += int(resident) - int(shared)
-            except (OSError, ValueError):
-                continue
-    return total * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,56 @@
+"""What a call's programs hold of memory, and whether the kernel has killed one of them for it.
+
+Owns: both figures. Does not own: what follows from them (supervisor). Invariant: reads only; a
+descriptor of the jail's own group is all that it knows of what surrounds the jail.
+"""
+
+from __future__ import annotations
+
+import os
+
+EVENTS = ("memory.events", "memory.oom_control")
+"""Where the kernel counts its kills, with control groups of version 2 and of version 1."""
+_IN_A_CONTAINER = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+
+
+class Killed:
+    """Counts processes that the kernel killed because the jail's group was at its limit."""
+
+    def __init__(self, fd: int, is_container: bool) -> None:
+        """`fd`: of one of EVENTS, or -1; in a container the group may be seen from within."""
+        self._fd = -1
+        if fd >= 0:
+            # A low number: programs close what they inherit up to a bound.
+            self._fd = os.dup(fd)
+            os.close(fd)
+        for path in _IN_A_CONTAINER if is_container else ():
+            if self._fd < 0 and os.path.exists(path):
+                self._fd = os.open(path, os.O_RDONLY)
+
+    def count(self) -> int:
+        """Since the group was made; 0 without a group."""
+        return num_oom_kills(self._fd) if self._fd >= 0 else 0
+
+
+def num_oom_kills(fd: int) -> int:
+    """What an open file of EVENTS says now."""
+    for line in os.pread(fd, 4096, 0).splitlines():
+        key, _, count = line.partition(b" ")
+        if key == b"oom_kill":
+            return int(count)
+    return 0
+
+
+def resident_bytes() -> int:
+    """Memory of all programs and their inits; what they share with files counts as disk."""
+    total = 0
+    own = {1, os.getpid()}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) not in own:
+            try:
+                with open(f"/proc/{name}/statm") as file:
+                    _, resident, shared, *_ = file.read().split()
+                    total += int(resident) - int(shared)
+            except (OSError, ValueError):
+                continue
+    return total * os.sysconf("SC_PAGE_SIZE")
