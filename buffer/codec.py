@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -31,6 +31,7 @@ from outloop.buffer.records import (
     Task,
     Trajectory,
     Turn,
+    unchecked_twin,
 )
 from outloop.buffer.turns import Frame, TurnWire, pack_turns, turn_to_wire, turns_of
 
@@ -93,6 +94,7 @@ class _TaskWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
     payload: dict[str, Any]
 
 
+_UncheckedEpisode, _UncheckedReward = unchecked_twin(Episode), unchecked_twin(Reward)
 _TURN = msgspec.msgpack.Decoder(TurnWire)
 _TRAJECTORY = msgspec.msgpack.Decoder(_TrajectoryWire)
 _OPENING = msgspec.msgpack.Decoder(_OpeningWire)
@@ -171,19 +173,30 @@ def decode_trajectories(records: Sequence[bytes]) -> list[Trajectory]:
 
 
 def _episode_from_wire(e: _EpisodeWire) -> Episode:
-    return Episode(
-        episode_id=e.episode_id,
-        task_id=e.task_id,
-        group_id=e.group_id,
-        attempt=e.attempt,
-        purpose=e.purpose,
-        outcome=e.outcome,
-        failure_kind=e.failure_kind,
-        reward=reward_from_wire(e.reward),
-        metadata=e.metadata,
-        opened_at=e.opened_at,
-        closed_at=e.closed_at,
-    )
+    return _episode(e, e, reward_from_wire(e.reward), e.episode_id, e.closed_at)
+
+
+def _episode(
+    began: _OpeningWire | _EpisodeWire,
+    ended: Closure | _EpisodeWire,
+    reward: Reward | None,
+    episode_id: str,
+    closed_at: float,
+) -> Episode:
+    episode = _UncheckedEpisode()
+    episode.episode_id = episode_id
+    episode.task_id = began.task_id
+    episode.group_id = began.group_id
+    episode.attempt = began.attempt
+    episode.purpose = began.purpose
+    episode.outcome = ended.outcome
+    episode.failure_kind = ended.failure_kind
+    episode.reward = reward
+    episode.metadata = began.metadata
+    episode.opened_at = began.opened_at
+    episode.closed_at = closed_at
+    episode.__class__ = Episode
+    return cast(Episode, episode)
 
 
 def decode_episode(
@@ -192,18 +205,8 @@ def decode_episode(
     """The closed episode that was stored as these; raises as decode_turn."""
     began, _ = unpack(opening, _OPENING, "opening")
     ended, _ = unpack(closure, _CLOSURE, "closure")
-    return Episode(
-        episode_id=episode_id,
-        task_id=began.task_id,
-        group_id=began.group_id,
-        attempt=began.attempt,
-        purpose=began.purpose,
-        outcome=ended.outcome,
-        failure_kind=ended.failure_kind,
-        reward=None if reward is None else decode_reward(reward),
-        metadata=began.metadata,
-        opened_at=began.opened_at,
-        closed_at=closed_at,
+    return _episode(
+        began, ended, None if reward is None else decode_reward(reward), episode_id, closed_at
     )
 
 
@@ -266,15 +269,20 @@ def reward_from_wire(wire: RewardWire | None) -> Reward | None:
     """The reward inside a closure."""
     if wire is None:
         return None
-    return Reward(
-        value=wire.value, components=wire.components, turns=wire.turns, branches=wire.branches
-    )
+    reward = _UncheckedReward()
+    reward.value, reward.components = wire.value, wire.components
+    reward.turns, reward.branches = wire.turns, wire.branches
+    reward.__class__ = Reward
+    reward.check()
+    return cast(Reward, reward)
 
 
 def _reward_to_wire(reward: Reward | None) -> RewardWire | None:
     if reward is None:
         return None
     named = (reward.components, reward.turns, reward.branches)
+    if not any(named):
+        return RewardWire(float(reward.value), {}, {}, {})
     return RewardWire(
         float(reward.value),
         *({name: float(number) for name, number in numbers.items()} for numbers in named),

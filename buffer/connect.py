@@ -7,7 +7,9 @@ twice), and no redis-py exception leaves this package untranslated.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import asyncio
+import math
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +25,11 @@ SOCKET_TIMEOUT_S = 30.0
 """Longest silence of the server in one command; blocking commands must ask for much less."""
 CONNECT_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64
-_WINDOW = 32
 """Per process and event loop; further commands wait for a free connection."""
+_MAX_WINDOW = 64
+_WINDOW_BYTES = 2**17
+"""About so much is under way while what came before is decoded, or while more is encoded."""
+_LARGE_BYTES = 4096
 
 _ADVICE = (
     (
@@ -66,33 +71,101 @@ def connect_async(url: str) -> redis.asyncio.Redis:
     return redis.asyncio.Redis.from_pool(pool)
 
 
-def replies(client: redis.Redis, commands: Sequence[Sequence[str]]) -> Generator[Any]:
-    """The answer to each command, in order, while later ones are on their way.
+def replies(client: redis.Redis, commands: Sequence[Sequence[str]]) -> Generator[list[bytes]]:
+    """The answer to each command, a list, in order, while later ones are on their way.
 
-    Whoever reads them slowly, because he decodes what he got, does so while the server works.
+    Whoever reads them slowly, because he decodes what he got, does so while the server works. A
+    server answers all it was asked before it writes anything, so it is asked for a little at a
+    time: it would keep its reader waiting otherwise, and then be kept waiting by him.
 
     Raises:
         redis.RedisError: as a pipeline would; an answer that is an error, at its place.
     """
     pool = client.connection_pool
     connection = pool.get_connection()
-    windows = [commands[i : i + _WINDOW] for i in range(0, len(commands), _WINDOW)]
-    num_unread = 0
+    asked = num_unread = 0
+    num_bytes = 1
     try:
-        for index in range(len(windows) + 1):
-            if index < len(windows):
-                connection.send_packed_command([b"".join(map(_packed, windows[index]))])
-                num_unread += len(windows[index])
-            if index > 0:
-                for _ in windows[index - 1]:
-                    answer = connection.read_response()
-                    num_unread -= 1
-                    yield answer
+        for number in range(len(commands)):
+            # Bytes of an answer so far: about so many more may be under way.
+            window = _WINDOW_BYTES * max(number, 1) // num_bytes if number else 1
+            window = min(max(window, 1), _MAX_WINDOW)
+            if asked < len(commands) and num_unread <= window:
+                some = commands[asked : number + 2 * window]
+                connection.send_packed_command([b"".join(map(_packed, some))])
+                asked += len(some)
+                num_unread += len(some)
+            answer: list[bytes] = connection.read_response()
+            num_unread -= 1
+            num_bytes += sum(map(len, answer))
+            yield answer
     finally:
         if num_unread:
             # Its next user must not get these answers.
             connection.disconnect()
         pool.release(connection)
+
+
+async def send(client: redis.asyncio.Redis, commands: Iterable[Sequence[bytes]]) -> None:
+    """Have commands executed whose answers say no more than that they were.
+
+    As a pipeline, but that commands are sent while later ones are made, and that large words are
+    neither copied nor joined on their way to the socket.
+
+    Raises:
+        redis.RedisError: one was refused; those before and after it were executed.
+    """
+    pool = client.connection_pool
+    connection = await pool.get_connection()
+    refused: redis.RedisError | None = None
+    num_unread = 0
+    is_complete = False
+    try:
+        for pieces, number in _windows(commands):
+            num_unread += number
+            await connection.send_packed_command(pieces)
+        # One deadline for all: one for each costs more than the answer.
+        async with asyncio.timeout(SOCKET_TIMEOUT_S):
+            for _ in range(num_unread):
+                try:
+                    await connection.read_response(timeout=math.inf)
+                except redis.ResponseError as error:
+                    refused = refused or error
+        is_complete = True
+    except TimeoutError as error:
+        raise redis.TimeoutError(f"no answer within {SOCKET_TIMEOUT_S} s") from error
+    finally:
+        if not is_complete:
+            # Its next user must not get the answers that are still to come.
+            await connection.disconnect(nowait=True)
+        await pool.release(connection)
+    if refused is not None:
+        raise refused
+
+
+def _windows(commands: Iterable[Sequence[bytes]]) -> Iterator[tuple[list[bytes], int]]:
+    """(what goes over the wire, each large word as it is; number of commands), part by part."""
+    pieces: list[bytes] = []
+    small: list[bytes] = []
+    number = num_bytes = 0
+    for command in commands:
+        number += 1
+        small.append(b"*%d\r\n" % len(command))
+        for word in command:
+            if len(word) < _LARGE_BYTES:
+                small.append(b"$%d\r\n%b\r\n" % (len(word), word))
+                continue
+            small.append(b"$%d\r\n" % len(word))
+            pieces += (b"".join(small), word)
+            small = [b"\r\n"]
+            num_bytes += len(word)
+        if num_bytes >= _WINDOW_BYTES:
+            pieces.append(b"".join(small))
+            yield pieces, number
+            pieces, small, number, num_bytes = [], [], 0, 0
+    if number:
+        pieces.append(b"".join(small))
+        yield pieces, number
 
 
 def _packed(command: Sequence[str]) -> bytes:

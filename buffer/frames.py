@@ -60,11 +60,24 @@ def pack(
             f"{what} takes {num_bytes} bytes; at most {MAX_RECORD_BYTES} are allowed. Split it, "
             "or lower model.max_context_tokens"
         )
-    parts: list[Any] = [_HEAD.pack(SCHEMA, 0, num_words)]
-    parts += [_as_stored(array, _INT32) for array in ids]
-    parts += [_as_stored(array, _FLOAT32) for array in logprobs]
-    parts.append(body)
+    parts: list[Any] = [_HEAD.pack(SCHEMA, 0, num_words), *ids, *logprobs, body]
+    if _are_all(ids, _INT32) and _are_all(logprobs, _FLOAT32):
+        try:
+            return b"".join(parts)
+        except TypeError:
+            # One is a view with gaps.
+            pass
+    parts[1:-1] = [np.ascontiguousarray(array, dtype=_INT32) for array in ids]
+    parts[-1:-1] = [np.ascontiguousarray(array, dtype=_FLOAT32) for array in logprobs]
     return b"".join(parts)
+
+
+def _are_all(arrays: Sequence[Int32 | Float32], dtype: np.dtype[Any]) -> bool:
+    """True if all surely have this dtype, whose object numpy shares."""
+    for array in arrays:  # noqa: SIM110 (a generator costs more than the rest)
+        if array.dtype is not dtype:
+            return False
+    return True
 
 
 def unpack(data: bytes, decoder: msgspec.msgpack.Decoder[_Wire], what: str) -> tuple[_Wire, int]:
@@ -89,34 +102,48 @@ def unpack(data: bytes, decoder: msgspec.msgpack.Decoder[_Wire], what: str) -> t
     if start > len(data):
         raise RecordError(f"{what} has {len(data)} bytes, its arrays alone need {start}")
     try:
-        return decoder.decode(memoryview(data)[start:]), num_words
+        # Copying the fields costs less than a view of them.
+        return decoder.decode(data[start:]), num_words
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RecordError(f"{what} is damaged: {error}") from error
 
 
-def arrays(frames: Sequence[tuple[bytes, int, int]]) -> Iterator[tuple[Int32, Float32]]:
-    """All token ids and all logprobs of each frame, given as (bytes, number of ids, of logprobs).
+Located = tuple[Int32, int, Float32, int]
+"""An array of token ids, where those of a frame begin in it; the same of its logprobs."""
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def arrays(frames: Sequence[tuple[bytes, int, int]]) -> list[Located]:
+    """Token ids and logprobs of each frame, given as (bytes, number of ids, of logprobs).
 
     They are read-only: views of a large frame, of a copy shared by all small frames otherwise.
 
     Raises:
         RecordError: an id of some frame is negative or a logprob not finite.
     """
-    small = [frame for frame in frames if len(frame[0]) < _SHARED_BYTES]
-    shared_ids = _ids(b"".join([memoryview(d)[8 : 8 + 4 * i] for d, i, _ in small]))
-    shared_logprobs = _logprobs(
-        b"".join([memoryview(d)[8 + 4 * i : 8 + 4 * (i + n)] for d, i, n in small])
+    ids_of_small: list[memoryview] = []
+    logprobs_of_small: list[memoryview] = []
+    for data, num_ids, num_logprobs in frames:
+        if len(data) < _SHARED_BYTES:
+            view, middle = memoryview(data), _HEAD.size + _WORD * num_ids
+            ids_of_small.append(view[_HEAD.size : middle])
+            logprobs_of_small.append(view[middle : middle + _WORD * num_logprobs])
+    shared_ids, shared_logprobs = (
+        _ids(b"".join(ids_of_small)),
+        _logprobs(b"".join(logprobs_of_small)),
     )
+    located: list[Located] = []
     at = logprobs_at = 0
     for data, num_ids, num_logprobs in frames:
         if len(data) < _SHARED_BYTES:
-            end, logprobs_end = at + num_ids, logprobs_at + num_logprobs
-            yield shared_ids[at:end], shared_logprobs[logprobs_at:logprobs_end]
-            at, logprobs_at = end, logprobs_end
+            located.append((shared_ids, at, shared_logprobs, logprobs_at))
+            at += num_ids
+            logprobs_at += num_logprobs
         else:
-            middle = _HEAD.size + _WORD * num_ids
-            view = memoryview(data)
-            yield _ids(view[8:middle]), _logprobs(view[middle : middle + _WORD * num_logprobs])
+            view, middle = memoryview(data), _HEAD.size + _WORD * num_ids
+            logprobs = _logprobs(view[middle : middle + _WORD * num_logprobs])
+            located.append((_ids(view[_HEAD.size : middle]), 0, logprobs, 0))
+    return located
 
 
 def _ids(data: bytes | memoryview) -> Int32:
@@ -128,10 +155,9 @@ def _ids(data: bytes | memoryview) -> Int32:
 
 def _logprobs(data: bytes | memoryview) -> Float32:
     logprobs = np.frombuffer(data, _FLOAT32)
-    # Their sum is NaN or infinite if one of them is; else it may overflow still, so look closely.
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = np.add.reduce(logprobs)
-    if not math.isfinite(total) and not np.isfinite(logprobs).all():
+    # The sum of squares is NaN or infinite if one of them is; else it may overflow still, so look
+    # closely.
+    if not math.isfinite(logprobs.dot(logprobs)) and not np.isfinite(logprobs).all():
         raise RecordError("behavior_logprobs holds NaN or infinity")
     return logprobs
 
@@ -147,9 +173,3 @@ def many_at_once() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _as_stored(array: Int32 | Float32, dtype: np.dtype[Any]) -> Int32 | Float32:
-    if array.dtype == dtype and array.flags.c_contiguous:
-        return array
-    return np.ascontiguousarray(array, dtype=dtype)

@@ -7,12 +7,10 @@ Invariant: whoever lost the fence changes nothing; waiting always has a deadline
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from typing import Any, Literal
 
 import msgspec
@@ -21,16 +19,16 @@ import structlog
 
 from outloop.buffer import codec
 from outloop.buffer.archive import Archive
-from outloop.buffer.connect import connect_sync, replies, translated
+from outloop.buffer.connect import connect_sync, translated
 from outloop.buffer.errors import DeadlineExceeded, NotFound, RecordError
 from outloop.buffer.join import check_joinable, init_run
 from outloop.buffer.keys import key, prefix
+from outloop.buffer.leased import LeaseRow, leased_groups
 from outloop.buffer.letters import DeadLetters
 from outloop.buffer.records import (
     CheckpointMark,
     DropReason,
     EvalProgress,
-    Group,
     Lease,
     OpenEpisode,
     Trajectory,
@@ -40,7 +38,7 @@ from outloop.buffer.run import Run
 from outloop.buffer.scripts import Clock, SyncScripts
 from outloop.buffer.staging import sft_records
 from outloop.buffer.stats import stats_from
-from outloop.buffer.stored import EPISODE_FIELDS, open_episode_from, trajectory_of
+from outloop.buffer.stored import EPISODE_FIELDS, open_episode_from
 from outloop.buffer.weights import TaskWeights
 
 __all__ = ["BufferReader", "init_run"]
@@ -51,7 +49,6 @@ _KEPT_EVALS = 8
 _MAX_ERROR_CHARS = 2000
 
 _log = structlog.get_logger()
-_LeaseRow = tuple[str, int, int, str, Sequence[str]]
 
 
 class BufferReader(SyncRegistry):
@@ -130,7 +127,7 @@ class BufferReader(SyncRegistry):
                 what="taking groups",
             )
             if taken:
-                rows: list[_LeaseRow] = msgspec.msgpack.decode(answer[0])
+                rows: list[LeaseRow] = msgspec.msgpack.decode(answer[0])
                 leases += self._load_leases(rows, answer[2:], fence, int(answer[1]) / 1000)
                 continue
             ready, in_flight, num_open = answer
@@ -329,29 +326,14 @@ class BufferReader(SyncRegistry):
             self._client.blpop([self._key("wake")], timeout=timeout_s)
 
     def _load_leases(
-        self, rows: Sequence[_LeaseRow], facts: Sequence[Any], fence: int, deadline: float
+        self, rows: Sequence[LeaseRow], facts: Sequence[Any], fence: int, deadline: float
     ) -> list[Lease]:
-        commands = [
-            ("LRANGE", self._key(f"episode:{episode_id}:turns"), "0", "-1")
-            for row in rows
-            for episode_id in row[4]
-        ]
         leases: list[Lease] = []
         damaged: dict[str, RecordError] = {}
-        at = 0
-        with (
-            translated("reading leased groups"),
-            codec.many_at_once(),
-            closing(replies(self._client, commands)) as stored,
-        ):
-            for row in rows:
-                turns = [next(stored) for _ in row[4]]
-                fields = [facts[at + 4 * i : at + 4 * i + 4] for i in range(len(turns))]
-                at += 4 * len(turns)
-                try:
-                    group = _group_from(row, fields, turns)
-                except RecordError as error:
-                    damaged[row[0]] = error
+        with translated("reading leased groups"):
+            for group_id, group in leased_groups(self._client, self._prefix, rows, facts):
+                if isinstance(group, RecordError):
+                    damaged[group_id] = group
                 else:
                     leases.append(Lease(group=group, fence=fence, deadline=deadline))
         for group_id, problem in damaged.items():
@@ -362,22 +344,3 @@ class BufferReader(SyncRegistry):
 
 def _mark_words(mark: CheckpointMark) -> tuple[int | str, int, tuple[str, ...]]:
     return mark.policy_version, mark.next_slot, mark.group_ids
-
-
-def _group_from(row: _LeaseRow, fields: Sequence[Any], turns: Sequence[Sequence[bytes]]) -> Group:
-    group_id, slot, size, task_id, episode_ids = row
-    decoded = iter(codec.decode_turns([record for records in turns for record in records]))
-    trajectories = [
-        trajectory_of(episode_id, facts, list(itertools.islice(decoded, len(records))))
-        for episode_id, facts, records in zip(episode_ids, fields, turns, strict=True)
-    ]
-    trajectories.sort(key=lambda trajectory: trajectory.episode.attempt)
-    if any(trajectory.episode.reward is None for trajectory in trajectories):
-        raise RecordError(f"group_id={group_id}: an episode lacks its reward")
-    return Group(
-        group_id=group_id,
-        slot=slot,
-        task_id=task_id,
-        group_size=size,
-        trajectories=tuple(trajectories),
-    )

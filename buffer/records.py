@@ -8,9 +8,10 @@ type instead of filling a field in.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -59,8 +60,9 @@ class Sampling:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class VersionSpan(
+    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
+):
     """Output tokens [start, end) of a turn were drawn under `policy_version`."""
 
     policy_version: int
@@ -157,16 +159,11 @@ class Turn:
         return tuple(spans)
 
 
-_TURN_SETTERS = tuple(getattr(Turn, item.name).__set__ for item in fields(Turn))
-
-
-def turn_of_checked(values: tuple[object, ...]) -> Turn:
-    """A turn of its fields in order, whose arrays were checked already, many turns in one go: for
-    the codec, since a constructor call for each costs as much as all the rest of decoding."""
-    turn = object.__new__(Turn)
-    for set_field, value in zip(_TURN_SETTERS, values, strict=True):
-        set_field(turn, value)
-    return turn
+def unchecked_twin(record: type) -> type[Any]:
+    """A class with the fields of `record` and nothing else: to set them one by one and then make
+    `record` the instance's class. For the codec, which has checked them: what a frozen dataclass
+    does to build itself costs more than all the rest of decoding a turn."""
+    return type(f"Unchecked{record.__name__}", (), {"__slots__": record.__slots__})  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +179,10 @@ class Reward:
     """By the turn_id of its last turn: what single branches earned."""
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raises RecordError unless every number is finite."""
         if type(self.value) is not float or not math.isfinite(self.value):
             _check_number("value", self.value)
         if not (self.components or self.turns or self.branches):

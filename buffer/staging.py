@@ -8,13 +8,13 @@ staged by a plain SET, because a script would copy it twice more; what no script
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import redis
 import redis.asyncio
 
-from outloop.buffer.connect import translated
+from outloop.buffer.connect import send, translated
 from outloop.buffer.scripts import Argument, AsyncScripts, SyncScripts
 
 _STAGED_MS = 600_000
@@ -25,32 +25,35 @@ _Words = tuple[Argument, ...]
 class _Staged:
     """Records under a token of their own."""
 
-    def __init__(self, prefix: str, records: Sequence[bytes]) -> None:
-        self.token = uuid.uuid4().hex
+    def __init__(self, prefix: str, records: Iterable[bytes]) -> None:
+        self._token = uuid.uuid4().hex
         self._prefix = prefix
         self._records = records
+        self._number = 0
 
-    def fill(self, pipeline: Any) -> None:
-        """The commands that stage them."""
-        start = f"{self._prefix}staged:{self.token}:"
-        for index, record in enumerate(self._records):
-            pipeline.set(f"{start}{index}", record, px=_STAGED_MS)
+    def commands(self) -> Iterator[tuple[bytes, ...]]:
+        """What stages them, one by one."""
+        start = f"{self._prefix}staged:{self._token}:".encode()
+        lasts_ms = b"%d" % _STAGED_MS
+        for record in self._records:
+            yield b"SET", b"%b%d" % (start, self._number), record, b"PX", lasts_ms
+            self._number += 1
 
     def words(self, key: str, final: bool) -> _Words:
-        """What the script is told."""
-        return key, int(final), self.token, len(self._records)
+        """What the script is told once all are staged."""
+        return key, int(final), self._token, self._number
 
 
 def put_sync(
     client: redis.Redis,
     prefix: str,
     scripts: SyncScripts,
-    records: Sequence[bytes],
+    records: Iterable[bytes],
     *,
     key: str,
     final: bool,
 ) -> None:
-    """Store `records` for supervised training, once per key.
+    """Store `records` for supervised training, once per key; they may be made one by one.
 
     Raises:
         BufferUnavailable: Redis is unreachable or full; nothing was stored.
@@ -59,7 +62,8 @@ def put_sync(
     staged = _Staged(prefix, records)
     what = "storing trajectories"
     with translated(what), client.pipeline(transaction=False) as pipeline:
-        staged.fill(pipeline)
+        for command in staged.commands():
+            pipeline.execute_command(*command)
         pipeline.execute()
     scripts.call("put_trajectories", *staged.words(key, final), what=what)
 
@@ -68,7 +72,7 @@ async def put_async(
     client: redis.asyncio.Redis,
     prefix: str,
     scripts: AsyncScripts,
-    records: Sequence[bytes],
+    records: Iterable[bytes],
     *,
     key: str,
     final: bool,
@@ -77,9 +81,7 @@ async def put_async(
     staged = _Staged(prefix, records)
     what = "storing trajectories"
     with translated(what):
-        async with client.pipeline(transaction=False) as pipeline:
-            staged.fill(pipeline)
-            await pipeline.execute()
+        await send(client, staged.commands())
     await scripts.call("put_trajectories", *staged.words(key, final), what=what)
 
 

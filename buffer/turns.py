@@ -8,8 +8,9 @@ every invariant of records.Turn; bytes that break one raise RecordError.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,10 +18,12 @@ from outloop.buffer.errors import RecordError
 from outloop.buffer.frames import arrays, encode_fields, pack
 from outloop.buffer.records import (
     FinishReason,
+    Float32,
+    Int32,
     Sampling,
     Turn,
     VersionSpan,
-    turn_of_checked,
+    unchecked_twin,
 )
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -50,7 +53,7 @@ class TurnWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
     num_prompt: _Count
     num_output: _Count
     has_logprobs: bool
-    version_spans: tuple[tuple[int, int, int], ...]
+    version_spans: tuple[VersionSpan, ...]
     loss_spans: tuple[tuple[int, int], ...]
     mask_reason: str
     sampling: msgspec.Raw
@@ -66,10 +69,14 @@ Frame = tuple[bytes, Sequence[TurnWire], int]
 """Bytes, the turns in them, number of token ids and logprobs together."""
 
 
+_SAMPLING_FIELDS = _SamplingWire.__struct_fields__
+_fields_of = operator.attrgetter(*_SAMPLING_FIELDS)
+_UncheckedTurn = unchecked_twin(Turn)
+
+
 @functools.lru_cache(maxsize=256)
-def _sampling_to_wire(sampling: Sampling) -> msgspec.Raw:
-    words = (getattr(sampling, name) for name in _SamplingWire.__struct_fields__)
-    return msgspec.Raw(encode_fields(_SamplingWire(*words)))
+def _sampling_to_wire(fields: tuple[Any, ...]) -> msgspec.Raw:
+    return msgspec.Raw(encode_fields(_SamplingWire(*fields)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -88,10 +95,10 @@ def turn_to_wire(turn: Turn) -> TurnWire:
         len(turn.prompt_ids),
         len(turn.output_ids),
         turn.behavior_logprobs is not None,
-        tuple([(span.policy_version, span.start, span.end) for span in turn.version_spans]),
+        turn.version_spans,
         turn.loss_spans,
         turn.mask_reason,
-        _sampling_to_wire(turn.sampling),
+        _sampling_to_wire(_fields_of(turn.sampling)),
         turn.finish_reason,
         turn.branch_cause,
         turn.retry_key,
@@ -102,8 +109,13 @@ def turn_to_wire(turn: Turn) -> TurnWire:
 
 def pack_turns(wire: msgspec.Struct, turns: Sequence[Turn], what: str) -> bytes:
     """The frame of a record with these turns; raises as frames.pack."""
-    ids = [array for turn in turns for array in (turn.prompt_ids, turn.output_ids)]
-    logprobs = [t.behavior_logprobs for t in turns if t.behavior_logprobs is not None]
+    ids: list[Int32] = []
+    logprobs: list[Float32] = []
+    for turn in turns:
+        ids.append(turn.prompt_ids)
+        ids.append(turn.output_ids)
+        if turn.behavior_logprobs is not None:
+            logprobs.append(turn.behavior_logprobs)
     return pack(wire, what, ids, logprobs)
 
 
@@ -114,34 +126,36 @@ def turns_of(frames: Sequence[Frame]) -> Iterator[Turn]:
         RecordError: one breaks its invariants.
     """
     counted = [(data, *_count(wires, num_words)) for data, wires, num_words in frames]
-    for (ids, logprobs), (_, wires, _) in zip(arrays(counted), frames, strict=True):
-        at = logprobs_at = 0
+    located = arrays(counted)
+    for (ids, at, logprobs, logprobs_at), (_, wires, _) in zip(located, frames, strict=True):
         for wire in wires:
-            (turn_id, episode_id, parent, choice, num_prompt, num_output, has_logprobs, versions,
-             loss_spans, mask_reason, sampling, *rest) = msgspec.structs.astuple(wire)  # fmt: skip
-            middle = at + num_prompt
+            num_output = wire.num_output
+            middle = at + wire.num_prompt
             end = middle + num_output
-            drawn_logprobs = None
-            if has_logprobs:
-                drawn_logprobs = logprobs[logprobs_at : logprobs_at + num_output]
+            turn = _UncheckedTurn()
+            turn.turn_id = wire.turn_id
+            turn.episode_id = wire.episode_id
+            turn.parent_turn_id = wire.parent_turn_id
+            turn.choice_index = wire.choice_index
+            turn.prompt_ids = ids[at:middle]
+            turn.output_ids = ids[middle:end]
+            turn.behavior_logprobs = None
+            if wire.has_logprobs:
+                turn.behavior_logprobs = logprobs[logprobs_at : logprobs_at + num_output]
                 logprobs_at += num_output
-            turn = turn_of_checked(
-                (
-                    turn_id,
-                    episode_id,
-                    parent,
-                    choice,
-                    ids[at:middle],
-                    ids[middle:end],
-                    drawn_logprobs,
-                    tuple([VersionSpan(*span) for span in versions]),
-                    loss_spans,
-                    mask_reason,
-                    _sampling_of(sampling, turn_id),
-                    *rest,
-                )
-            )
-            turn.check_spans()
+            turn.version_spans = spans = wire.version_spans
+            turn.loss_spans = loss_spans = wire.loss_spans
+            turn.mask_reason = wire.mask_reason
+            turn.sampling = _sampling_of(wire.sampling, wire.turn_id)
+            turn.finish_reason = wire.finish_reason
+            turn.branch_cause = wire.branch_cause
+            turn.retry_key = wire.retry_key
+            turn.started_at = wire.started_at
+            turn.finished_at = wire.finished_at
+            turn.__class__ = Turn
+            whole = (0, num_output)
+            if len(spans) != 1 or (spans[0].start, spans[0].end) != whole or loss_spans != (whole,):
+                turn.check_spans()
             yield turn
             at = end
 

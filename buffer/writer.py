@@ -302,7 +302,7 @@ class BufferWriter:
                     f"trajectory {trajectory.episode.episode_id}: "
                     f"purpose={trajectory.episode.purpose!r}; only 'sft' is allowed here"
                 )
-        records = [codec.encode_trajectory(trajectory) for trajectory in trajectories]
+        records = map(codec.encode_trajectory, trajectories)
         check_id(key, "key")
         client, scripts = self._client, self._scripts
         await put_async(client, self._prefix, scripts, records, key=key, final=final)

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import struct
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import FrozenInstanceError, fields, replace
 
 import msgspec
 import numpy as np
@@ -245,6 +245,31 @@ def test_many_turns_decode_as_one_by_one(make_turn: Callable[..., Turn]) -> None
         _assert_equal_turns(turn, again)
         assert not again.output_ids.flags.writeable
         assert again.output_ids.flags.aligned
+
+
+def test_arrays_of_another_form_are_stored_like_any(make_turn: Callable[..., Turn]) -> None:
+    """Views with gaps and float64 logprobs give the bytes of what they hold."""
+    turn = make_turn("e", num_output=8)
+    odd = replace(
+        turn,
+        output_ids=np.repeat(turn.output_ids, 2)[::2],
+        behavior_logprobs=turn.behavior_logprobs.astype(np.float64),
+    )
+    assert not odd.output_ids.flags.c_contiguous
+    assert codec.encode_turn(odd) == codec.encode_turn(turn)
+    gaps_only = replace(turn, prompt_ids=np.repeat(turn.prompt_ids, 2)[::2])
+    assert codec.encode_turn(gaps_only) == codec.encode_turn(turn)
+
+
+def test_what_was_decoded_is_as_frozen_as_what_was_built(make_turn: Callable[..., Turn]) -> None:
+    """It is a Turn whose fields cannot be set, nor its arrays written."""
+    decoded = codec.decode_turn(codec.encode_turn(make_turn("e")))
+    assert type(decoded) is Turn
+    with pytest.raises(FrozenInstanceError):
+        decoded.turn_id = "f"  # type: ignore[misc]
+    assert replace(decoded, turn_id="f").turn_id == "f"
+    with pytest.raises(ValueError, match="read-only"):
+        decoded.output_ids[0] = 1
 
 
 def test_a_reward_that_is_not_finite_is_refused_by_field() -> None:
