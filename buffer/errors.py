@@ -18,6 +18,7 @@ allowed and what to do.
     |-- ServerUnavailable    a server did not answer, or answered that it cannot
     |-- PublishFailed        weights did not reach a server, or reached it wrongly
     |-- UpdateRefused        a gradient was not finite or a spike; names the episodes
+    |-- CheckpointFailed     a checkpoint was not written; the one before it stays in use
     |-- EnvironmentFailure   raised by an env: its own machinery failed, not the policy
     `-- PartFailed           a process of the run ended; names it and its last words
         `-- RankKilled       a trainer rank was ended by a signal; the run may be started again
@@ -93,6 +94,10 @@ class PublishFailed(OutloopError):
 
 class UpdateRefused(OutloopError):
     """A gradient was not finite, or a spike; the weights are those from before the update."""
+
+
+class CheckpointFailed(OutloopError):
+    """A checkpoint could not be written; nothing was acknowledged by it."""
 
 
 class EnvironmentFailure(OutloopError):

@@ -83,6 +83,9 @@ class TrainerSettings(BaseModel):
     checkpoint_every: int = Field(10, ge=0)
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = Field(2, gt=0)
+    trains_while_saving: bool = True
+    """A checkpoint is copied to the host's memory (weights and both moments) and written from there
+    while training goes on; false: no copy, and training waits until it is written."""
     take_timeout_s: float = Field(300.0, gt=0)
     resume: bool = True
     device: str = "cpu"
@@ -103,17 +106,6 @@ class TrainerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> TrainerSettings:
-        on_one_rank = {
-            "dump_steps": self.dump_steps,
-            "max_grad_spike": self.max_grad_spike,
-            "is_colocated": self.is_colocated,
-        }
-        for name, value in on_one_rank.items():
-            if value and self.num_ranks > 1:
-                raise ValueError(
-                    f"trainer.{name}={value!r} with trainer.num_ranks={self.num_ranks}; it works "
-                    "on one rank so far. Leave it out, or set trainer.num_ranks = 1"
-                )
         limit, ramp = self.overlong_max_tokens, self.overlong_buffer_tokens
         if self.overlong_penalty and limit is None:
             raise ValueError(

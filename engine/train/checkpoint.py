@@ -1,17 +1,16 @@
 """Checkpoints of the trainer.
 
-Owns: `checkpoints/step_N/`: Megatron's distributed format with weights, moments, schedule and
-random states, and the mark of what the weights contain. Does not own: when to save, what Redis
-makes of the mark (reader), how an optimizer keeps its moments (moments). Invariant: a folder named
-step_N is complete or is skipped; an older checkpoint is removed only after a newer one is complete
-on disk; what one layout of ranks wrote, any other reads.
+Owns: what `checkpoints/step_N/` holds: Megatron's distributed format with weights, moments,
+schedule and random states, and the mark of what the weights contain; reading it. Does not own:
+writing it (saving), what Redis makes of the mark (reader), how an optimizer keeps its moments
+(moments). Invariant: a folder named step_N is complete or is skipped; an older checkpoint is
+removed only after a newer one is complete; what one layout of ranks wrote, any other reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -23,11 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import CheckpointMark
@@ -35,8 +30,8 @@ from outloop.engine.train.mcore import Policy, PolicyConfig
 from outloop.engine.train.moments import moments_to_fill, moments_to_save, put_moments
 
 SCHEMA = 2
-_STATE = "state.json"
-_COMPLETE = "COMPLETE"
+STATE = "state.json"
+COMPLETE = "COMPLETE"
 _log = structlog.get_logger()
 
 
@@ -56,90 +51,6 @@ class Checkpoint:
     """Content hash of the reference model that the run is pinned to; empty: none yet."""
     layout: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Of the ranks that wrote it."""
-
-
-class _SyncTorchDist(SaveShardedStrategy):
-    """Writes Megatron's torch_dist format in this process.
-
-    Megatron's own writer starts processes that import the main module again, which costs seconds
-    and hangs where that import fails.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Sharded objects travel with the tensors."""
-        return True
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
-        """Write all shards of this rank."""
-        flat, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, True
-        )
-        save_distributed(
-            torch_strategies.mcore_to_pyt_state_dict(flat, False),
-            storage_writer=FileSystemWriter(
-                checkpoint_dir, single_file_per_rank=True, sync_files=True, thread_count=1
-            ),
-            planner=torch_strategies.MCoreSavePlanner(
-                dedup_replicated_tensors=False, flatten_state_dict=False
-            ),
-        )
-
-
-def save_checkpoint(
-    policy: Policy,
-    folder: Path,
-    *,
-    step: int,
-    mark: CheckpointMark,
-    keep: int,
-    reference_hash: str = "",
-) -> Path:
-    """Write `folder/step_{step}` and remove all but the newest `keep`.
-
-    Guarantees that the folder appears under its name only when everything in it is on disk.
-    """
-    final = folder / f"step_{step}"
-    temporary = folder / f".step_{step}.writing"
-    num_updates = policy.scheduler.num_steps
-    is_first = dist.get_rank() == 0
-    if is_first:
-        shutil.rmtree(temporary, ignore_errors=True)
-        (temporary / "shards").mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(
-        _sharded_state(policy, num_updates=num_updates) | {"random": _random_states()},
-        str(temporary / "shards"),
-        sharded_strategy=_SyncTorchDist(),
-    )
-    if is_first:
-        state = {
-            "schema": SCHEMA,
-            "step": step,
-            "num_updates": num_updates,
-            "mark": dataclasses.asdict(mark),
-            "model": _shape(policy.config),
-            "reference_hash": reference_hash,
-            "layout": dataclasses.asdict(policy.config.sizes),
-        }
-        (temporary / _STATE).write_text(json.dumps(state, indent=1))
-        sizes = {
-            str(path.relative_to(temporary)): path.stat().st_size
-            for path in sorted(temporary.rglob("*"))
-            if path.is_file()
-        }
-        (temporary / _COMPLETE).write_text(json.dumps(sizes, indent=1))
-        for path in (*temporary.rglob("*"), temporary):
-            _sync_to_disk(path)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        _sync_to_disk(folder)
-        _remove_old(folder, newest=step, keep=keep)
-    dist.barrier()
-    return final
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
@@ -162,7 +73,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         SettingsError: another release wrote it.
     """
-    state = json.loads((path / _STATE).read_text())
+    state = json.loads((path / STATE).read_text())
     if state["schema"] != SCHEMA:
         raise SettingsError(
             f"checkpoint {path} has schema={state['schema']}; this release reads {SCHEMA}. Go on "
@@ -190,7 +101,7 @@ def load_checkpoint(policy: Policy, checkpoint: Checkpoint) -> None:
     Raises:
         SettingsError: the checkpoint is of a model of another shape.
     """
-    shape = _shape(policy.config)
+    shape = shape_of(policy.config)
     if checkpoint.model != shape:
         other = {k: (v, shape.get(k)) for k, v in checkpoint.model.items() if shape.get(k) != v}
         raise SettingsError(
@@ -198,9 +109,9 @@ def load_checkpoint(policy: Policy, checkpoint: Checkpoint) -> None:
             "start a new run.name, or give the model folder that this run began with"
         )
     is_same_layout = checkpoint.layout == dataclasses.asdict(policy.config.sizes)
-    wanted = _sharded_state(policy, num_updates=checkpoint.num_updates, is_loading=True)
+    wanted = sharded_state(policy, num_updates=checkpoint.num_updates, is_loading=True)
     if is_same_layout:
-        wanted["random"] = _random_states()
+        wanted["random"] = random_states()
     with warnings.catch_warnings():
         # Megatron 0.16.1 reads through a function that this torch has deprecated.
         warnings.simplefilter("ignore", FutureWarning)
@@ -215,13 +126,13 @@ def load_checkpoint(policy: Policy, checkpoint: Checkpoint) -> None:
         get_cuda_rng_tracker().set_states(state["random"]["megatron"])
 
 
-def _random_states() -> ShardedObject:
+def random_states() -> ShardedObject:
     """This rank's own."""
     states = {"torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
     return ShardedObject("random", states, (dist.get_world_size(),), (dist.get_rank(),))
 
 
-def _sharded_state(policy: Policy, *, num_updates: int, is_loading: bool = False) -> dict[str, Any]:
+def sharded_state(policy: Policy, *, num_updates: int, is_loading: bool = False) -> dict[str, Any]:
     """What Megatron saves, or fills; before the first update Adam has no moments."""
     model = policy.model.sharded_state_dict()
     if num_updates == 0:
@@ -230,7 +141,8 @@ def _sharded_state(policy: Policy, *, num_updates: int, is_loading: bool = False
     return {"model": model, "moments": take(policy, model)}
 
 
-def _shape(config: PolicyConfig) -> dict[str, Any]:
+def shape_of(config: PolicyConfig) -> dict[str, Any]:
+    """What must be equal for a checkpoint to be of a model."""
     return {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -254,9 +166,9 @@ def _steps(folder: Path) -> dict[int, Path]:
 
 def _problem(path: Path) -> str | None:
     """Why the checkpoint cannot be used, or None."""
-    marker = path / _COMPLETE
+    marker = path / COMPLETE
     if not marker.is_file():
-        return f"{_COMPLETE} is missing"
+        return f"{COMPLETE} is missing"
     for name, size in json.loads(marker.read_text()).items():
         part = path / name
         if not part.is_file() or part.stat().st_size != size:
@@ -264,17 +176,10 @@ def _problem(path: Path) -> str | None:
     return None
 
 
-def _remove_old(folder: Path, *, newest: int, keep: int) -> None:
+def remove_old(folder: Path, *, newest: int, keep: int) -> None:
+    """Remove what was begun, and all complete ones but the newest `keep`."""
     for step, path in sorted(_steps(folder).items(), reverse=True)[keep:]:
         if step < newest:
             shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(".step_*.writing"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

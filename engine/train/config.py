@@ -120,8 +120,13 @@ class PolicyConfig(TransformerConfig):
     """Raw options that are fields of Megatron's OptimizerConfig."""
 
 
-def read_config(model_path: Path, raw: Mapping[str, Any], *, num_ranks: int = 1) -> PolicyConfig:
+def read_config(
+    model_path: Path, raw: Mapping[str, Any], *, num_ranks: int = 1, has_tensors: bool = True
+) -> PolicyConfig:
     """The configuration of a Hugging Face folder, with raw upstream options.
+
+    Args:
+        has_tensors: false for a folder of which only config.json is wanted.
 
     Raises:
         SettingsError: unknown architecture, a family feature that is not supported, tensors that
@@ -147,8 +152,9 @@ def read_config(model_path: Path, raw: Mapping[str, Any], *, num_ranks: int = 1)
             f"megatron-core refuses model.path={str(model_path)!r} with "
             f"trainer.megatron={dict(raw)!r}: {error}"
         ) from error
-    with HuggingFaceFolder(model_path) as folder:
-        check_tensors(folder.shapes, config, f"model.path={str(model_path)!r}")
+    if has_tensors:
+        with HuggingFaceFolder(model_path) as folder:
+            check_tensors(folder.shapes, config, f"model.path={str(model_path)!r}")
     return config
 
 

@@ -23,8 +23,7 @@ from outloop.buffer.errors import UpdateRefused
 from outloop.buffer.records import Float32
 from outloop.buffer.settings import Settings
 from outloop.engine.train.diagnosis import suspects, write_report
-from outloop.engine.train.dump import DumpWriter
-from outloop.engine.train.mcore import Policy
+from outloop.engine.train.dump import DumpWriter, SaveState
 from outloop.engine.train.report import UpdateReport
 from outloop.engine.train.samples import Sample
 
@@ -36,18 +35,18 @@ _log = structlog.get_logger()
 class StepDebugger:
     """What `[trainer]` asks to be looked at, for the steps of one run."""
 
-    def __init__(self, settings: Settings, run_dir: Path, policy: Policy) -> None:
+    def __init__(self, settings: Settings, run_dir: Path, save_state: SaveState) -> None:
         trainer = settings.trainer
         self._settings = settings
         self._run_dir = run_dir
-        self._policy = policy
+        self._save_state = save_state
         self._num_updates = trainer.num_steps * trainer.num_updates_per_take
         self._norms: deque[float] = deque(maxlen=_NUM_NORMS)
 
     def run(
         self,
         updates: Sequence[Sequence[Sample]],
-        make: Callable[[Sequence[Sample]], UpdateReport],
+        make: Callable[[Sequence[Sample], float], UpdateReport],
         *,
         step: int,
         policy_version: int,
@@ -56,7 +55,7 @@ class StepDebugger:
         """Make the updates of a step.
 
         Args:
-            make: one update.
+            make: one update, refused above a gradient norm.
             score: logprobs under the weights as they are.
 
         Raises:
@@ -69,9 +68,8 @@ class StepDebugger:
         reports: list[UpdateReport] = []
         with self._profile(step):
             for index, samples in enumerate(updates):
-                self._policy.norm_limit = self._norm_limit()
                 try:
-                    reports.append(make(samples))
+                    reports.append(make(samples, self._norm_limit()))
                 except FloatingPointError as error:
                     raise self._refused(
                         updates[index:],
@@ -97,7 +95,7 @@ class StepDebugger:
     ) -> DumpWriter:
         path = self._run_dir / "dumps" / f"step_{step}"
         dump = DumpWriter(path, self._settings, step=step, policy_version=policy_version)
-        dump.write_before(self._policy, updates, num_updates=self._num_updates)
+        dump.write_before(self._save_state, updates, num_updates=self._num_updates)
         _log.info("step_dumped", step=step, path=str(path))
         return dump
 
@@ -113,11 +111,6 @@ class StepDebugger:
         """Name the episodes of the first of `updates`, and leave it on disk for a replay."""
         samples = updates[0]
         path = self._run_dir / "reports" / f"refused_step_{step}.jsonl"
-        if dist.get_world_size() > 1:
-            # The other ranks are past this update: nothing can be computed with them any more.
-            found = suspects(samples, None)
-            sentence = write_report(path, step=step, reason=reason, found=found)
-            return UpdateRefused(f"{sentence}. All of them are in {path}")
         found = suspects(samples, score(samples))
         self._dump(updates, step=step, policy_version=policy_version)
         sentence = write_report(path, step=step, reason=reason, found=found)

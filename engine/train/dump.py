@@ -14,16 +14,14 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-import torch.distributed as dist
 
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.records import CheckpointMark
 from outloop.buffer.settings import Settings, build_settings
-from outloop.engine.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from outloop.engine.train.checkpoint import latest_checkpoint, load_checkpoint
 from outloop.engine.train.mcore import Policy
 from outloop.engine.train.report import UpdateReport
 from outloop.engine.train.samples import Sample
@@ -31,7 +29,6 @@ from outloop.engine.train.samples import Sample
 SCHEMA = 1
 _FACTS = "step.json"
 _SAMPLES = "samples.npz"
-_NO_MARK = CheckpointMark(fence=0, group_ids=(), next_slot=0, policy_version=0)
 _ARRAYS = tuple(
     name
     for name in Sample.__slots__
@@ -54,8 +51,14 @@ class StepDump:
     """(loss, gradient norm) of each update that was made; fewer than updates: one was refused."""
 
 
+class SaveState(Protocol):
+    """Writes all ranks' state into a folder."""
+
+    def __call__(self, folder: Path, *, step: int) -> None: ...
+
+
 class DumpWriter:
-    """Writes one step: before its updates, then what they gave."""
+    """Writes one step, on rank 0: before its updates, then what they gave."""
 
     def __init__(self, path: Path, settings: Settings, *, step: int, policy_version: int) -> None:
         self._path = path
@@ -64,23 +67,23 @@ class DumpWriter:
         self._version = policy_version
 
     def write_before(
-        self, policy: Policy, updates: Sequence[Sequence[Sample]], *, num_updates: int
+        self,
+        save_state: SaveState,
+        updates: Sequence[Sequence[Sample]],
+        *,
+        num_updates: int,
     ) -> None:
-        """State and samples; every rank calls it, rank 0 writes the samples."""
-        if dist.get_rank() == 0:
-            shutil.rmtree(self._path, ignore_errors=True)
-            self._path.mkdir(parents=True)
-            _write(self._path / _SAMPLES, _pack(updates))
-        dist.barrier()
-        save_checkpoint(policy, self._path / "state", step=self._step, mark=_NO_MARK, keep=1)
+        """State, by all ranks, and samples."""
+        shutil.rmtree(self._path, ignore_errors=True)
+        self._path.mkdir(parents=True)
+        _write(self._path / _SAMPLES, _pack(updates))
+        save_state(self._path / "state", step=self._step)
         self.write_results([], sizes=[len(samples) for samples in updates], schedule=num_updates)
 
     def write_results(
         self, reports: Sequence[UpdateReport], *, sizes: Sequence[int], schedule: int
     ) -> None:
         """What the updates gave so far."""
-        if dist.get_rank() != 0:
-            return
         facts = {
             "schema": SCHEMA,
             "step": self._step,

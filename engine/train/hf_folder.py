@@ -2,7 +2,7 @@
 
 Owns: files, their index, the dtype that config.json names. Does not own: what the tensors mean
 (table). Invariant: nothing is read before it is asked for, and only the slice that is asked for;
-at most one shard is in memory while a folder is written, and it appears complete or not at all.
+one tensor is in memory while a folder is written, and the folder appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from outloop.buffer.errors import SettingsError
+from outloop.buffer.errors import RecordError, SettingsError
 from outloop.engine.publish.plan import TensorSpec, plan_buckets
 
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 MAX_SHARD_BYTES = 4 * 2**30
 _INDEX = "model.safetensors.index.json"
 _COPIED = frozenset({".json", ".txt", ".jinja", ".model"})
@@ -100,9 +100,7 @@ def write_folder(
     temporary = folder.with_name(folder.name + ".writing")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    for path in source.iterdir():
-        if path.suffix in _COPIED and path.name != _INDEX:
-            shutil.copy(path, temporary / path.name)
+    copy_description(source, temporary)
     shards = [[place.spec for place in shard] for shard in plan_buckets(specs, max_shard_bytes)]
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
@@ -111,20 +109,48 @@ def write_folder(
             if len(shards) == 1
             else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         )
-        tensors = gather([spec.name for spec in shard])
-        save_file(
-            {
-                spec.name: tensor.to(spec.dtype, copy=True).contiguous().cpu()
-                for spec, tensor in zip(shard, tensors, strict=True)
-            },
-            temporary / name,
-            metadata={"format": "pt"},
-        )
+        _write_shard(temporary / name, shard, gather([spec.name for spec in shard]))
         weight_map |= {spec.name: name for spec in shard}
     if len(shards) > 1:
         _write_index(temporary / _INDEX, specs, weight_map)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)
+
+
+def copy_description(source: Path, folder: Path) -> None:
+    """Copy what a folder holds beside its tensors: configuration and tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.suffix in _COPIED and path.name != _INDEX:
+            shutil.copy(path, folder / path.name)
+
+
+def _write_shard(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> None:
+    """One safetensors file, tensor by tensor; the library would want all of them at once.
+
+    The format: the header's size in 8 bytes, the header as JSON filled up to 8 bytes, the tensors.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for spec in specs:
+        start, end = end, end + spec.num_bytes
+        header[spec.name] = {
+            "dtype": _DTYPES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [start, end],
+        }
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for spec, tensor in zip(specs, tensors, strict=True):
+            data = tensor.detach().to("cpu", spec.dtype).contiguous().reshape(-1)
+            if data.nbytes != spec.num_bytes:
+                raise RecordError(
+                    f"tensor {spec.name!r} has shape {tuple(tensor.shape)}, {spec.shape} was "
+                    "announced"
+                )
+            file.write(data.view(torch.uint8).numpy().data)
 
 
 def _write_index(path: Path, specs: Sequence[TensorSpec], weight_map: Mapping[str, str]) -> None:

@@ -15,14 +15,14 @@ from typing import Any
 import structlog
 
 from outloop.buffer.errors import PublishFailed
-from outloop.buffer.records import CheckpointMark, Float32, Lease
+from outloop.buffer.records import Float32, Lease
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.train.batch import Batch, build_batch
 from outloop.engine.train.checkpoint import latest_checkpoint
 from outloop.engine.train.debugging import StepDebugger
 from outloop.engine.train.evaluation import Evaluations
-from outloop.engine.train.placement import Placement
+from outloop.engine.train.marks import Marks
 from outloop.engine.train.ports import Publisher, PublishReport, Reader
 from outloop.engine.train.progress import Progress
 from outloop.engine.train.ranks import Lead
@@ -90,15 +90,18 @@ class RlLoop:
         self._metrics = metrics
         self._stop = stop
         self._beat = Heartbeat(reader, lease_s=run.settings.buffer.lease_s, progress=progress)
-        policy = lead.work.policy
-        self._placement = Placement(policy, is_colocated=run.settings.trainer.is_colocated)
-        self._debugger = StepDebugger(run.settings, run.dir, policy)
+        self._marks = Marks(
+            lead,
+            reader,
+            timeout_s=run.settings.trainer.hang_timeout_s,
+            on_wait=self._wait,
+            on_failure=self._save_failed,
+        )
+        self._debugger = StepDebugger(run.settings, run.dir, lead.save_state)
         self._evaluations = Evaluations(reader, run.settings, metrics, stop=stop, beat=self._wait)
         self._step = 0
         self._version = -1
         self._next_slot = 0
-        self._unmarked: list[str] = []
-        """Groups trained since the last checkpoint."""
         self._saved_step = -1
         """Of the last checkpoint, written or resumed from."""
         self._steps_without_signal = 0
@@ -118,7 +121,7 @@ class RlLoop:
             self._warn_without_signal(batch)
             report = self._update(batch)
             updated_at = time.monotonic()
-            self._placement.leave()
+            self._lead.leave()
             self._beat.mark("evaluation")
             self._evaluations.collect()
             published = self._publish(parent=self._version, policy_version=self._version + 1)
@@ -133,6 +136,7 @@ class RlLoop:
             }
             # Before the checkpoint: what a checkpoint contains has its row, whatever ends the run.
             self._record(batch, report, published, times)
+            self._marks.collect()
             if self._is_checkpoint_due():
                 self._checkpoint()
             ended_at = now
@@ -157,7 +161,6 @@ class RlLoop:
             _log.info("resumed", checkpoint=str(checkpoint.path), step=self._step)
         if self._settings.trainer.kl != "none":
             self._reference_hash = self._lead.load_reference(pinned_hash=self._reference_hash)
-            self._placement.add_frozen(self._lead.work.reference.model)
         highest = self._reader.recover(mark, fence=self._beat.fence)
         self._reader.set_run_state("running")
         self._publish(parent=parent, policy_version=highest + 1)
@@ -186,7 +189,7 @@ class RlLoop:
             return self._stop.is_set()
 
         settings = self._settings.trainer
-        self._placement.leave()
+        self._lead.leave()
         self._beat.mark("take")
         leases = self._reader.take(
             num_groups,
@@ -196,7 +199,7 @@ class RlLoop:
             on_wait=self._wait,
             should_stop=should_stop,
         )
-        self._placement.come_back()
+        self._lead.come_back()
         self._beat.mark("update")
         return leases
 
@@ -204,6 +207,7 @@ class RlLoop:
         """Heartbeat, and weights for a server that joined since the last publish."""
         self._beat(sentence)
         self._lead.idle()
+        self._marks.collect()
         if any(e.policy_version is None and not e.is_quarantined for e in self._reader.servers()):
             self._feed(self._version)
 
@@ -237,9 +241,12 @@ class RlLoop:
             updates, metrics = with_proximals(updates, trainer, self._score("policy"))
             batch.metrics.update(metrics)
 
-        def make(samples: Sequence[Sample]) -> UpdateReport:
+        def make(samples: Sequence[Sample], norm_limit: float) -> UpdateReport:
             return self._lead.update(
-                samples, policy_version=self._version, on_microbatch=self._beat
+                samples,
+                policy_version=self._version,
+                norm_limit=norm_limit,
+                on_microbatch=self._beat,
             )
 
         reports = self._debugger.run(
@@ -270,7 +277,7 @@ class RlLoop:
         Raises:
             PublishFailed: no server took them the second time either.
         """
-        with self._placement.present():
+        with self._lead.present():
             try:
                 return self._publisher.publish(self._lead, policy_version)
             except PublishFailed as error:
@@ -283,7 +290,7 @@ class RlLoop:
         for group_id, reason in batch.dropped:
             self._reader.drop(group_id, reason, fence=fence)
         self._reader.mark_trained(batch.group_ids, fence=fence, policy_version=self._version)
-        self._unmarked += batch.group_ids
+        self._marks.add(batch.group_ids)
 
     def _is_checkpoint_due(self) -> bool:
         every = self._settings.trainer.checkpoint_every
@@ -291,30 +298,36 @@ class RlLoop:
         return not is_last and every > 0 and self._step % every == 0
 
     def _checkpoint(self) -> None:
-        """Write what the weights contain and acknowledge it, in this order."""
+        """Begin to write what the weights contain; it is acknowledged when it is on disk."""
         self._beat.mark("checkpoint")
-        self._placement.come_back()
-        mark = CheckpointMark(
+        self._lead.come_back()
+        self._marks.begin(
+            step=self._step,
             fence=self._beat.fence,
-            group_ids=tuple(self._unmarked),
             next_slot=self._next_slot,
             policy_version=self._version,
+            reference_hash=self._reference_hash,
         )
-        self._lead.save(step=self._step, mark=mark, reference_hash=self._reference_hash)
         self._saved_step = self._step
-        self._reader.acknowledge(mark)
-        self._unmarked.clear()
+        if not self._settings.trainer.trains_while_saving:
+            self._marks.wait()
+
+    def _save_failed(self, sentence: str) -> None:
+        self._saved_step = -1
+        self._beat(warning=sentence)
 
     def _finish(self) -> None:
         """Leave a checkpoint; at the end of the run also the last evaluation and the HF folder."""
         is_done = self._step >= self._settings.trainer.num_steps
         if is_done:
             self._evaluations.collect()
+        self._marks.wait()
         # Written again, a checkpoint that was resumed from would forget which groups it contains.
-        if self._unmarked or (is_done and self._saved_step != self._step):
+        if self._marks.is_anything_unmarked or (is_done and self._saved_step != self._step):
             self._checkpoint()
+        self._marks.wait(is_last=True)
         if is_done and not self._stop.is_set():
-            self._placement.come_back()
+            self._lead.come_back()
             self._lead.save_folder()
             self._reader.set_run_state("finished")
         self._beat()

@@ -101,8 +101,12 @@ def _join(run: Run, stack: ExitStack) -> tuple[Work, Phases]:
         mcore.rendezvous_store(),
         rank=int(os.environ.get("RANK", "0")),
         num_ranks=trainer.num_ranks,
+        beat_s=min(1.0, trainer.rank_timeout_s / 20.0),
     )
-    return Work(run, config), phases
+    stack.callback(phases.close)
+    work = Work(run, config)
+    stack.callback(work.close)
+    return work, phases
 
 
 def _lead(

@@ -77,7 +77,8 @@ def join_process_group(
             pipeline_model_parallel_size=sizes.pipeline,
             expert_model_parallel_size=sizes.expert,
             expert_tensor_parallel_size=sizes.expert_tensor,
-            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+            # timedelta takes fractions, so the deadline is that of every group.
+            distributed_timeout_minutes=timeout_s / 60.0,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
@@ -211,7 +212,7 @@ class Policy:
         )
         # The optimizer sees the gradient buffers only after this; without it the norm would be 0.
         self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        norm = _largest(float(self.optimizer.get_grad_norm()))
         if norm > self.norm_limit and norm != math.inf:
             raise FloatingPointError(
                 f"grad_norm={norm:.4g} exceeds {self.norm_limit:.4g}, what trainer.max_grad_spike "
@@ -235,6 +236,16 @@ class Policy:
         if not (self.config.is_tied and model.pre_process):
             weight = model.output_weight
             self.wrapped.param_to_bucket_group[weight].register_grad_ready(weight)
+
+
+def _largest(norm: float) -> float:
+    """Of all ranks: each must come to the same decision, whatever its last bit is."""
+    if dist.get_world_size() == 1:
+        return norm
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    largest = torch.tensor(norm if math.isfinite(norm) else math.inf, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest) if math.isfinite(norm) else norm
 
 
 def build_policy(config: PolicyConfig, settings: TrainerSettings, *, num_updates: int) -> Policy:

@@ -8,7 +8,6 @@ the same storages, so every view of them, Megatron's buffers included, stays val
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -32,6 +31,11 @@ class Placement:
         self._frozen.append(model)
 
     @property
+    def can_leave(self) -> bool:
+        """Whether `leave` would do anything."""
+        return self._is_colocated and not self._away
+
+    @property
     def is_away(self) -> bool:
         """True while the device holds none of the tensors."""
         return bool(self._away)
@@ -43,7 +47,7 @@ class Placement:
 
     def leave(self) -> None:
         """Copy every storage to the host and free it on the device; does nothing while away."""
-        if not self._is_colocated or self._away:
+        if not self.can_leave:
             return
         for storage in _storages(self._tensors()):
             self._away.append((storage, _host_copy(storage)))
@@ -62,17 +66,6 @@ class Placement:
         if self._away and torch.cuda.is_available():
             torch.cuda.synchronize()
         self._away.clear()
-
-    @contextmanager
-    def present(self) -> Iterator[None]:
-        """Have the tensors on the device for a while, and leave again if they were away."""
-        was_away = self.is_away
-        self.come_back()
-        try:
-            yield
-        finally:
-            if was_away:
-                self.leave()
 
     def _tensors(self) -> Iterator[Tensor]:
         """Weights, gradient buffers, optimizer state and frozen models; some share storages."""

@@ -8,6 +8,7 @@ reason, it says so, and a follower that hears nothing for the deadline ends by i
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from outloop.engine.train.phases import Phases
 from outloop.engine.train.report import UpdateReport
 from outloop.engine.train.samples import Sample, prompt_sample
 from outloop.engine.train.samples_wire import decode_samples, encode_samples
+from outloop.engine.train.saving import Saving
 from outloop.engine.train.work import Beat, ModelName, Work
 
 Result = TypeVar("Result")
@@ -61,6 +63,8 @@ class Update(msgspec.Struct, tag="update"):
 
     samples: bytes
     policy_version: int | None = None
+    norm_limit: float | None = None
+    """None: no limit."""
 
 
 class Scores(msgspec.Struct, tag="score"):
@@ -84,6 +88,19 @@ class Save(msgspec.Struct, tag="save"):
     reference_hash: str
 
 
+class SaveState(msgspec.Struct, tag="save_state"):
+    """See `Work.save_state`."""
+
+    path: str
+    step: int
+
+
+class Place(msgspec.Struct, tag="place"):
+    """Take this rank's tensors off its device, or put them back."""
+
+    is_away: bool
+
+
 class SaveFolder(msgspec.Struct, tag="save_folder"):
     """See `Work.save_folder`."""
 
@@ -94,7 +111,20 @@ class Read(msgspec.Struct, tag="read"):
     names: list[str]
 
 
-Command = Idle | End | Build | LoadReference | Update | Scores | Load | Save | SaveFolder | Read
+Command = (
+    Idle
+    | End
+    | Build
+    | LoadReference
+    | Update
+    | Scores
+    | Load
+    | Save
+    | SaveState
+    | Place
+    | SaveFolder
+    | Read
+)
 _DECODER = msgspec.msgpack.Decoder(Command)
 
 
@@ -136,14 +166,23 @@ class Lead:
         )
 
     def update(
-        self, samples: Sequence[Sample], *, policy_version: int, on_microbatch: Beat
+        self,
+        samples: Sequence[Sample],
+        *,
+        policy_version: int,
+        on_microbatch: Beat,
+        norm_limit: float = math.inf,
     ) -> UpdateReport:
         """See `Work.update`."""
+        limit = norm_limit if math.isfinite(norm_limit) else None
         return self._all(
             f"update after version {policy_version}",
-            lambda: Update(encode_samples(samples), policy_version),
+            lambda: Update(encode_samples(samples), policy_version, limit),
             lambda: self.work.update(
-                samples, policy_version=policy_version, on_microbatch=on_microbatch
+                samples,
+                policy_version=policy_version,
+                norm_limit=norm_limit,
+                on_microbatch=self._ticking(on_microbatch),
             ),
         )
 
@@ -162,7 +201,7 @@ class Lead:
         return self._all(
             f"score under the {name}",
             lambda: Scores(name, encode_samples(samples)),
-            lambda: self.work.score(name, samples, on_microbatch=on_microbatch),
+            lambda: self.work.score(name, samples, on_microbatch=self._ticking(on_microbatch)),
         )
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -173,13 +212,44 @@ class Lead:
             lambda: self.work.load(checkpoint),
         )
 
-    def save(self, *, step: int, mark: CheckpointMark, reference_hash: str) -> Path:
+    def save(self, *, step: int, mark: CheckpointMark, reference_hash: str) -> Saving:
         """See `Work.save`."""
         return self._all(
             f"save step {step}",
             lambda: Save(step, mark, reference_hash),
             lambda: self.work.save(step=step, mark=mark, reference_hash=reference_hash),
         )
+
+    def save_state(self, folder: Path, *, step: int) -> None:
+        """See `Work.save_state`."""
+        self._all(
+            f"save the state before step {step}",
+            lambda: SaveState(str(folder), step),
+            lambda: self.work.save_state(folder, step=step),
+        )
+
+    def leave(self) -> None:
+        """Take every rank's tensors off its device, if servers share it and they are there."""
+        if self.work.placement.can_leave:
+            self._all("leave the device", lambda: Place(True), self.work.placement.leave)
+
+    def come_back(self) -> None:
+        """Put every rank's tensors back, if they are away."""
+        if self.work.placement.is_away:
+            self._all(
+                "come back to the device", lambda: Place(False), self.work.placement.come_back
+            )
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Have the tensors on the devices for a while, and leave again if they were away."""
+        was_away = self.work.placement.is_away
+        self.come_back()
+        try:
+            yield
+        finally:
+            if was_away:
+                self.leave()
 
     def save_folder(self) -> None:
         """See `Work.save_folder`."""
@@ -234,6 +304,13 @@ class Lead:
             # They are gone already; what failed here is what must be told.
             _log.warning("followers_gone", sentence=sentence)
 
+    def _ticking(self, on_microbatch: Beat) -> Beat:
+        def beat() -> None:
+            on_microbatch()
+            self._phases.tick()
+
+        return beat
+
     def _all(
         self, phase: str, command: Callable[[], Command], work: Callable[[], Result]
     ) -> Result:
@@ -265,10 +342,10 @@ def follow(work: Work, phases: Phases) -> None:
             return
         if not isinstance(command, Idle):
             with phases.enter(type(command).__name__.lower()):
-                _perform(command, work)
+                _perform(command, work, phases.tick)
 
 
-def _perform(command: Command, work: Work) -> None:
+def _perform(command: Command, work: Work, tick: Beat) -> None:
     match command:
         case Build(num_updates):
             work.build(num_updates=num_updates)
@@ -276,20 +353,37 @@ def _perform(command: Command, work: Work) -> None:
             work.load_reference(pinned_hash=pinned_hash)
         case Update(samples, None):
             work.sft_update(decode_samples(samples))
-        case Update(samples, int() as version):
-            work.update(
-                decode_samples(samples), policy_version=version, on_microbatch=_no_heartbeat
-            )
+        case Update(samples, int() as version, limit):
+            _update(work, decode_samples(samples), version, limit, tick)
         case Scores(model, samples):
-            work.score(model, decode_samples(samples), on_microbatch=_no_heartbeat)
+            work.score(model, decode_samples(samples), on_microbatch=tick)
         case Load(path):
             work.load(read_checkpoint(Path(path)))
         case Save(step, mark, reference_hash):
             work.save(step=step, mark=mark, reference_hash=reference_hash)
+        case SaveState(path, step):
+            work.save_state(Path(path), step=step)
+        case Place(is_away):
+            (work.placement.leave if is_away else work.placement.come_back)()
         case SaveFolder():
             work.save_folder()
         case Read(names):
             work.exports.send(names)
+
+
+def _update(
+    work: Work, samples: list[Sample], version: int, limit: float | None, tick: Beat
+) -> None:
+    """A refusal is every rank's; what becomes of it is for rank 0 to say."""
+    try:
+        work.update(
+            samples,
+            policy_version=version,
+            norm_limit=math.inf if limit is None else limit,
+            on_microbatch=tick,
+        )
+    except FloatingPointError as error:
+        _log.warning("update_refused", sentence=str(error))
 
 
 def _no_heartbeat() -> None:

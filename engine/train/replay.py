@@ -6,6 +6,7 @@ format (dump). Invariant: the updates run through the same function as in the ru
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from outloop.engine.train.custom import loss_of
 from outloop.engine.train.dump import load_state, read_dump
 from outloop.engine.train.update import rl_update
 
+_ROUNDING = 1e-4
+"""Of sums over ranks, which one process adds up in another order."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
@@ -24,11 +28,16 @@ class Outcome:
     then: tuple[float, float] | None
     now: tuple[float, float] | None
     refusal: str = ""
+    tolerance: float = 0.0
+    """Relative; above zero for what several ranks made."""
 
     @property
     def is_equal(self) -> bool:
-        """True if both are the same bits, or both were refused."""
-        return self.then == self.now
+        """True if both are the same, to the last bit or within `tolerance`, or both refused."""
+        if self.then is None or self.now is None:
+            return self.then == self.now
+        t, pairs = self.tolerance, zip(self.then, self.now, strict=True)
+        return all(math.isclose(a, b, rel_tol=t, abs_tol=t / 10) for a, b in pairs)
 
     @property
     def sentence(self) -> str:
@@ -38,7 +47,7 @@ class Outcome:
             return f"refused: {self.refusal} ({before})"
         numbers = f"loss={self.now[0]!r} grad_norm={self.now[1]!r}"
         if self.is_equal:
-            return f"{numbers}, equal"
+            return f"{numbers}, equal{' to rounding' if self.tolerance else ''}"
         if self.then is None:
             return f"{numbers}; then it was refused"
         return f"{numbers}; then loss={self.then[0]!r} grad_norm={self.then[1]!r}"
@@ -62,6 +71,7 @@ def replay(folder: Path) -> list[Outcome]:
     policy = mcore.build_policy(config, settings.trainer, num_updates=dump.num_updates)
     load_state(policy, dump)
     loss = loss_of(settings)
+    tolerance = _ROUNDING if settings.trainer.num_ranks > 1 else 0.0
     outcomes: list[Outcome] = []
     for index, samples in enumerate(dump.updates):
         then = dump.results[index] if index < len(dump.results) else None
@@ -77,5 +87,6 @@ def replay(folder: Path) -> list[Outcome]:
         except FloatingPointError as error:
             outcomes.append(Outcome(then=then, now=None, refusal=str(error)))
             break
-        outcomes.append(Outcome(then=then, now=(report.loss, report.grad_norm)))
+        now = (report.loss, report.grad_norm)
+        outcomes.append(Outcome(then=then, now=now, tolerance=tolerance))
     return outcomes

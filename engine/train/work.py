@@ -11,20 +11,29 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+import structlog
+
+from outloop.buffer.errors import DeadlineExceeded
 from outloop.buffer.records import CheckpointMark, Float32
 from outloop.buffer.run import Run
-from outloop.engine.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from outloop.engine.train.checkpoint import Checkpoint, load_checkpoint
 from outloop.engine.train.custom import loss_of
 from outloop.engine.train.exchange import agree
 from outloop.engine.train.exports import Exports
 from outloop.engine.train.mcore import Policy, PolicyConfig, build_policy
+from outloop.engine.train.placement import Placement
 from outloop.engine.train.reference import Reference, load_reference
 from outloop.engine.train.report import UpdateReport
 from outloop.engine.train.samples import Sample
+from outloop.engine.train.saving import Saving, begin_save, save_checkpoint
 from outloop.engine.train.scoring import score
 from outloop.engine.train.update import rl_update, sft_update
 from outloop.engine.train.weights import load_huggingface
 
+_LAST_SAVE_S = 30.0
+"""Within what torchrun and the launcher grant a trainer that they end."""
+_log = structlog.get_logger()
+_NO_MARK = CheckpointMark(fence=0, group_ids=(), next_slot=0, policy_version=0)
 Beat = Callable[[], None]
 ModelName = Literal["policy", "reference"]
 
@@ -40,6 +49,8 @@ class Work:
         self._policy: Policy | None = None
         self._exports: Exports | None = None
         self._reference: Reference | None = None
+        self._placement: Placement | None = None
+        self._saving: Saving | None = None
 
     @property
     def policy(self) -> Policy:
@@ -52,6 +63,12 @@ class Work:
         """Its tensors under their Hugging Face names."""
         assert self._exports is not None, "build comes first"
         return self._exports
+
+    @property
+    def placement(self) -> Placement:
+        """Whether this rank's tensors are on its device."""
+        assert self._placement is not None, "build comes first"
+        return self._placement
 
     @property
     def reference(self) -> Reference:
@@ -69,6 +86,7 @@ class Work:
         agree("load", lambda: load_huggingface(policy.model, self._settings.model.path))
         self._policy = policy
         self._exports = Exports(policy.model)
+        self._placement = Placement(policy, is_colocated=self._settings.trainer.is_colocated)
 
     def load_reference(self, *, pinned_hash: str) -> str:
         """Load the frozen model; gives its content hash.
@@ -85,12 +103,24 @@ class Work:
                 device=next(self.policy.model.parameters()).device,
             ),
         )
+        self.placement.add_frozen(self._reference.model)
         return self._reference.content_hash
 
     def update(
-        self, samples: Sequence[Sample], *, policy_version: int, on_microbatch: Beat
+        self,
+        samples: Sequence[Sample],
+        *,
+        policy_version: int,
+        norm_limit: float,
+        on_microbatch: Beat,
     ) -> UpdateReport:
-        """One policy-gradient update; the report is the sum over all ranks, on every rank."""
+        """One policy-gradient update; the report is the sum over all ranks, on every rank.
+
+        Raises:
+            FloatingPointError: on every rank, when the gradient's norm is not finite or above
+                `norm_limit`; weights are unchanged.
+        """
+        self.policy.norm_limit = norm_limit
         return rl_update(
             self.policy,
             samples,
@@ -123,16 +153,47 @@ class Work:
         """
         load_checkpoint(self.policy, checkpoint)
 
-    def save(self, *, step: int, mark: CheckpointMark, reference_hash: str) -> Path:
-        """Write a checkpoint of all ranks and remove old ones."""
-        return save_checkpoint(
+    def save(self, *, step: int, mark: CheckpointMark, reference_hash: str) -> Saving:
+        """Begin a checkpoint of all ranks, written in a thread of each while training goes on.
+
+        With trainer.trains_while_saving off it is over when this returns.
+        """
+        self._end_save()
+        trainer = self._settings.trainer
+        self._saving = begin_save(
             self.policy,
             self._run_dir / "checkpoints",
             step=step,
             mark=mark,
-            keep=self._settings.trainer.keep_checkpoints,
+            keep=trainer.keep_checkpoints,
             reference_hash=reference_hash,
+            timeout_s=trainer.rank_timeout_s,
+            is_copied=trainer.trains_while_saving,
         )
+        (self._saving.start if trainer.trains_while_saving else self._saving.run)()
+        return self._saving
+
+    def save_state(self, folder: Path, *, step: int) -> None:
+        """Write a checkpoint that acknowledges nothing into `folder`, and wait for it."""
+        self._end_save()
+        save_checkpoint(self.policy, folder, step=step, mark=_NO_MARK, keep=1)
+
+    def close(self) -> None:
+        """Let a save that is under way end; whoever does not wait for it leaves the one before."""
+        if self._saving is not None and not self._saving.wait(_LAST_SAVE_S):
+            _log.warning("checkpoint_given_up", step=self._saving.step)
+
+    def _end_save(self) -> None:
+        """Of the save before; rank 0 began another one, so it is over but for a moment."""
+        timeout_s = self._settings.trainer.rank_timeout_s
+        if self._saving is not None and not self._saving.wait(timeout_s):
+            raise DeadlineExceeded(
+                who="trainer",
+                phase=f"write the checkpoint of step {self._saving.step}",
+                peer="its disk",
+                after_s=timeout_s,
+            )
+        self._saving = None
 
     def save_folder(self) -> None:
         """Write the policy as the run's Hugging Face folder."""

@@ -25,6 +25,7 @@ from outloop.buffer.errors import (
     RankKilled,
     SettingsError,
 )
+from outloop.converting import convert
 from outloop.debugging import replay_step, rollout, train_recorded
 
 HANG_EXIT_CODE = 3
@@ -269,7 +270,7 @@ def trainer(run_dir: Path) -> None:
 
 cli.add_command(buffer)
 cli.add_command(tasks)
-for command in (train_recorded, rollout, replay_step):
+for command in (train_recorded, rollout, replay_step, convert):
     cli.add_command(command)
 
 

@@ -22,6 +22,15 @@ def machine() -> str:
     return ", ".join([*words, f"Python {platform.python_version()}"])
 
 
+def known(name: str) -> dict[str, float]:
+    """The figures of benchmark `name` so far, for one that is made in parts; empty: none."""
+    path = OUT / f"{name}.json"
+    if not path.is_file():
+        return {}
+    figures: dict[str, float] = json.loads(path.read_text())["figures"]
+    return figures
+
+
 def tell(name: str, figures: Mapping[str, float], *, on: str = "") -> Path:
     """Print the table of benchmark `name` and write its JSON, whose path is returned.
 

@@ -1,10 +1,11 @@
-"""`make bench-learning`: every algorithm on the calculator, from one warm start.
+"""`make bench-learning`: every algorithm on the calculator, with true and with shuffled rewards.
 
-Each algorithm trains the calculator's policy for the same few steps through the whole loop: agent,
-router, torch server, Redis, trainer. Reported is the mean reward of the first and of the last three
-steps, and the difference over its standard error. Prints a table and writes
-runs/bench/learning.json after every algorithm, so that a run that is stopped leaves what it has.
-`ONLY="gspo cispo"` chooses some, `STEPS` how many steps.
+Each algorithm trains the calculator's policy from one warm start for the same few steps through the
+whole loop: agent, router, torch server, Redis, trainer; then once more with every episode given the
+reward of another (shuffled_rewards). Reported is the mean reward of the first and of the last three
+steps, and the difference over its standard error: an algorithm passes when that is at least 3, and
+stays below 3 when rewards are shuffled. Adds to runs/bench/learning.json after every run.
+`ONLY="gspo cispo"` chooses algorithms, `STEPS` how many steps.
 """
 
 from __future__ import annotations
@@ -12,26 +13,43 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import shutil
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from figures import OUT, known, tell
 
 ROOT = Path(__file__).resolve().parents[2]
-OUT = ROOT / "runs" / "bench"
-NUM_STEPS = int(os.environ.get("STEPS", "12"))
+NUM_STEPS = int(os.environ.get("STEPS", "10"))
 NUM_WARM_STEPS = 300
 """Of supervised learning: less than the demo's, so that more is left to learn."""
 NUM_COMPARED = 3
 """Steps at either end whose rewards are averaged."""
+MIN_GAIN_OVER_ERROR = 3.0
+SHUFFLED = ('env.rollout_function_path="shuffled_rewards:play"',)
 RECOMPUTE = ('trainer.proximal="recompute"',)
 ALGORITHMS: dict[str, tuple[str, ...]] = {
-    "grpo": (),
+    "grpo": ("trainer.clip_high=0.2",),
+    "dr_grpo": (
+        'trainer.advantage="dr_grpo"',
+        'trainer.denominator="constant"',
+        "trainer.denominator_constant=2000",
+    ),
+    "rloo": ('trainer.advantage="rloo"',),
+    "reinforce_pp": ('trainer.advantage="reinforce_pp"',),
+    # Two updates from each batch, so that the second one's ratios meet the clip.
+    "ppo_clip": (
+        'trainer.advantage="reinforce_pp_baseline"',
+        "trainer.num_updates_per_take=2",
+        "trainer.clip_high=0.2",
+        *RECOMPUTE,
+    ),
+    "dapo": (
+        "trainer.overlong_penalty=0.5",
+        "trainer.overlong_max_tokens=48",
+        "trainer.overlong_buffer_tokens=24",
+    ),
     "gspo": (
         'trainer.loss="gspo"',
         'trainer.denominator="episodes"',
@@ -39,14 +57,9 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         "trainer.clip_high=4e-4",
     ),
     "cispo": ('trainer.loss="cispo"', "trainer.clip_low=1.0"),
-    "reinforce_pp": ('trainer.advantage="reinforce_pp"',),
-    "rloo": ('trainer.advantage="rloo"',),
-    "dr_grpo": (
-        'trainer.advantage="dr_grpo"',
-        'trainer.denominator="constant"',
-        "trainer.denominator_constant=4000",
-    ),
-    "reinforce_pp_baseline": ('trainer.advantage="reinforce_pp_baseline"',),
+}
+"""Every advantage and every loss."""
+MORE: dict[str, tuple[str, ...]] = {
     "token_tis": (*RECOMPUTE, 'trainer.correction="token_tis"'),
     "masked_veto": (
         *RECOMPUTE,
@@ -60,12 +73,8 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "kl_k2": ('trainer.kl="k2"', "trainer.kl_coefficient=1e-3"),
     "kl_k3": ('trainer.kl="k3"', "trainer.kl_coefficient=1e-3"),
     "entropy": ("trainer.entropy_coefficient=1e-3",),
-    "overlong": (
-        "trainer.overlong_penalty=0.5",
-        "trainer.overlong_max_tokens=48",
-        "trainer.overlong_buffer_tokens=24",
-    ),
 }
+"""Corrections and terms beside the loss; by ONLY."""
 
 
 def outloop(*arguments: str) -> None:
@@ -74,10 +83,16 @@ def outloop(*arguments: str) -> None:
         subprocess.run(
             [sys.executable, "-m", "outloop.cli", *arguments],
             cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(_python_path())},
             check=True,
             stdout=log,
             stderr=log,
         )
+
+
+def _python_path() -> list[str]:
+    """The caller's, and this folder for shuffled_rewards."""
+    return [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parent)]
 
 
 def warm_start() -> Path:
@@ -105,7 +120,7 @@ def train(name: str, model: Path, overrides: tuple[str, ...]) -> dict[str, float
         f"run.name={name}",
         f"model.path={model}",
         f"trainer.num_steps={NUM_STEPS}",
-        "trainer.groups_per_step=16",
+        "trainer.groups_per_step=12",
         "trainer.learning_rate=1e-3",
         "eval.every=0",
         *overrides,
@@ -131,33 +146,22 @@ def mean_reward(rows: list[dict[str, float]]) -> tuple[float, float]:
     return mean, math.sqrt(max(variance, 1e-12) / count)
 
 
-def write(figures: dict[str, float]) -> None:
-    """Write what is known so far."""
-    report = {
-        "name": "learning",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
-        "figures": figures,
-    }
-    (OUT / "learning.json").write_text(json.dumps(report, indent=1))
-
-
 def main() -> None:
-    """Train each, print, write."""
+    """Train each twice, print, write."""
     (OUT / "learning").mkdir(parents=True, exist_ok=True)
     chosen = os.environ.get("ONLY", "").split() or list(ALGORITHMS)
     model = warm_start()
-    figures: dict[str, float] = {}
+    wrong = []
     for name in chosen:
-        figures |= train(name, model, ALGORITHMS[name])
-        write(figures)
-    table = Table(title=f"bench-learning, {NUM_STEPS} steps", title_justify="left")
-    for column in ("algorithm", "first", "last", "gain / error"):
-        table.add_column(column)
-    for name in chosen:
-        values = (figures[f"{name}_{what}"] for what in ("first", "last", "gain_over_error"))
-        table.add_row(name, *(f"{value:.3f}" for value in values))
-    Console().print(table)
+        overrides = (ALGORITHMS | MORE)[name]
+        for run, more in ((name, ()), (f"{name}_shuffled", SHUFFLED)):
+            figures = train(run, model, (*overrides, *more))
+            tell("learning", known("learning") | figures)
+            has_learned = figures[f"{run}_gain_over_error"] >= MIN_GAIN_OVER_ERROR
+            if has_learned == bool(more):
+                wrong.append(run)
+    if wrong:
+        sys.exit(f"learned from shuffled rewards, or not from true ones: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

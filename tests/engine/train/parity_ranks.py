@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 with warnings.catch_warnings():
     # megatron-core announces at import what it falls back to without Transformer Engine.
@@ -23,14 +24,11 @@ with warnings.catch_warnings():
     from outloop.buffer.records import CheckpointMark
     from outloop.buffer.settings_trainer import TrainerSettings
     from outloop.engine.train import mcore, weights
-    from outloop.engine.train.checkpoint import (
-        latest_checkpoint,
-        load_checkpoint,
-        save_checkpoint,
-    )
+    from outloop.engine.train.checkpoint import latest_checkpoint, load_checkpoint
     from outloop.engine.train.exports import Exports
     from outloop.engine.train.hf_folder import HuggingFaceFolder
     from outloop.engine.train.samples import Sample
+    from outloop.engine.train.saving import begin_save
     from outloop.engine.train.scoring import score
     from outloop.engine.train.update import rl_update
 
@@ -88,7 +86,13 @@ def run_case(case: dict[str, Any], folder: Path, *, num_ranks: int) -> None:
         if "save" in case:
             step = first + len(result["updates"])
             mark = CheckpointMark(fence=1, group_ids=(), next_slot=0, policy_version=step)
-            save_checkpoint(policy, Path(case["save"]), step=step, mark=mark, keep=1)
+            saving = begin_save(policy, Path(case["save"]), step=step, mark=mark, keep=1)
+            # What is trained meanwhile must not be in it.
+            saving.start()
+            _updates(policy, settings, step, 1)
+            assert saving.wait(100.0)
+            saving.result()
+            dist.barrier()
         if int(os.environ.get("RANK", "0")):
             exports.send_all()
         else:

@@ -14,9 +14,10 @@ import torch
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.settings import TrainerSettings
-from outloop.engine.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from outloop.engine.train.checkpoint import latest_checkpoint, load_checkpoint
 from outloop.engine.train.mcore import Policy
 from outloop.engine.train.samples import Sample
+from outloop.engine.train.saving import save_checkpoint
 from outloop.engine.train.update import rl_update
 
 MakePolicy = Callable[..., Policy]
@@ -136,13 +137,13 @@ warnings.simplefilter("ignore")
 from pathlib import Path
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.settings_trainer import TrainerSettings
-from outloop.engine.train import checkpoint, mcore, weights
+from outloop.engine.train import saving, mcore
 
 model, folder, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 mcore.join_process_group(seed=1)
 policy = mcore.build_policy(mcore.read_config(model, {}), TrainerSettings(), num_updates=1)
 mark = CheckpointMark(fence=1, group_ids=(), next_slot=0, policy_version=1)
-checkpoint.save_checkpoint(policy, folder, step=1, mark=mark, keep=1)
+saving.save_checkpoint(policy, folder, step=1, mark=mark, keep=1)
 original, calls = os.fsync, []
 
 def fsync(descriptor):
@@ -152,18 +153,25 @@ def fsync(descriptor):
     original(descriptor)
 
 os.fsync = fsync
-checkpoint.save_checkpoint(policy, folder, step=2, mark=mark, keep=1)
+if sys.argv[4] == "waiting":
+    saving.save_checkpoint(policy, folder, step=2, mark=mark, keep=1)
+else:
+    begun = saving.begin_save(policy, folder, step=2, mark=mark, keep=1)
+    begun.start()
+    begun.wait(100)
 """
 
 
-@pytest.mark.parametrize("num_syncs", [0, 2, 5])
+@pytest.mark.parametrize(
+    ("num_syncs", "how"), [(0, "waiting"), (0, "training"), (2, "training"), (5, "training")]
+)
 def test_after_kill_9_during_a_save_the_one_before_is_used(
-    num_syncs: int, tiny_folder: Callable[..., Path], tmp_path: Path
+    num_syncs: int, how: str, tiny_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Wherever the process dies between the first byte and the rename."""
     folder = tmp_path / "checkpoints"
     answer = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tiny_folder()), str(folder), str(num_syncs)],
+        [sys.executable, "-c", KILLED, str(tiny_folder()), str(folder), str(num_syncs), how],
         check=False,
         timeout=110,
     )

@@ -72,18 +72,18 @@ def test_training_goes_on_as_if_nothing_had_left(
     assert all(torch.equal(a, b) for a, b in zip(tensors(stays), tensors(travels), strict=True))
 
 
-def test_weights_that_are_read_meanwhile_leave_again(make_policy: MakePolicy) -> None:
+def test_weights_that_are_read_meanwhile_leave_again(setup: Callable[..., Setup]) -> None:
     """For a publish they are there; afterwards they are where they were."""
-    policy = make_policy()
-    placement = Placement(policy, is_colocated=True)
-    with placement.present():
+    made = setup(trainer={"is_colocated": True})
+    lead, placement = made.lead, made.lead.work.placement
+    with lead.present():
         assert not placement.is_away
     assert not placement.is_away
-    placement.leave()
-    with placement.present():
-        assert all(parameter.abs().max() > 0 for parameter in policy.model.parameters())
+    lead.leave()
+    with lead.present():
+        assert all(parameter.abs().max() > 0 for parameter in made.policy.model.parameters())
     assert placement.is_away
-    placement.come_back()
+    lead.come_back()
 
 
 def test_without_colocation_nothing_leaves(make_policy: MakePolicy) -> None:

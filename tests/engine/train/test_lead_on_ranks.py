@@ -1,0 +1,123 @@
+"""Three real ranks: what works on one works on several, and a stopped rank is named."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from outloop.buffer.run import create_run
+from outloop.buffer.settings import Settings
+from outloop.engine.train.checkpoint import latest_checkpoint
+from outloop.engine.train.replay import replay
+
+PROGRAM = Path(__file__).with_name("lead_ranks.py")
+NUM_RANKS = 3
+TIMEOUT_S = 15.0
+
+
+@pytest.fixture(scope="module")
+def told(
+    tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What the program's rank 0 left behind, and how the other ranks ended."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for name in ("stays", "travels"):
+        trainer = {
+            "num_ranks": NUM_RANKS,
+            "rank_timeout_s": TIMEOUT_S,
+            "max_microbatch_tokens": 64,
+            "learning_rate": 1e-3,
+            "dump_steps": [1],
+            "is_colocated": name == "travels",
+        }
+        settings = Settings(
+            model={"path": tiny_folder(), "max_context_tokens": 64}, trainer=trainer
+        )
+        create_run(settings, folder / name, "unix:///nowhere")
+    # The store outlives every rank, as torchrun's does.
+    store = dist.TCPStore("127.0.0.1", 0, NUM_RANKS, is_master=True, wait_for_workers=False)
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(NUM_RANKS),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, str(PROGRAM), str(folder)]
+    ranks = []
+    try:
+        for rank in range(NUM_RANKS):
+            with (folder / f"rank_{rank}.err").open("w") as err:
+                env = {**os.environ, **place, "RANK": str(rank)}
+                ranks.append(subprocess.Popen(command, env=env, stderr=err))
+        codes = [ranks[rank].wait(timeout=240) for rank in (0, 2)]
+        is_stopped = psutil.Process(ranks[1].pid).status() == psutil.STATUS_STOPPED
+    finally:
+        for process in ranks:
+            process.send_signal(signal.SIGKILL)
+            process.wait(timeout=30)
+    errors = [(folder / f"rank_{rank}.err").read_text() for rank in range(NUM_RANKS)]
+    assert (folder / "results.json").exists(), "\n".join(errors)[-6000:]
+    results: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return results | {
+        "codes": codes, "is_stopped": is_stopped, "error_of_rank_2": errors[2], "folder": folder,
+    }  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+def test_a_colocated_trainer_of_several_ranks_is_bit_equal(told: dict[str, Any]) -> None:
+    """Every rank's tensors leave after each update; the weights are those without journeys."""
+    assert told["is_bit_equal"]
+
+
+@pytest.mark.timeout(300)
+def test_a_step_of_several_ranks_is_dumped_and_made_again(told: dict[str, Any]) -> None:
+    """One process makes it again, equal to rounding."""
+    (outcome,) = replay(told["folder"] / "travels" / "dumps/step_1")
+    assert outcome.is_equal, outcome.sentence
+    assert outcome.now is not None
+
+
+@pytest.mark.timeout(300)
+def test_an_update_that_several_ranks_refuse_names_its_episode(told: dict[str, Any]) -> None:
+    """All ranks refuse alike: weights are unchanged, logprobs are computed, the step is dumped."""
+    not_finite, spike = told["steps"]["refusals"]
+    assert f"Likeliest first: {told['steps']['episode']} (" in not_finite
+    assert "replay-step" in not_finite
+    assert "max_grad_spike" in spike
+    assert told["steps"]["is_unchanged"]
+    (outcome,) = replay(told["folder"] / "travels" / "dumps/step_2")
+    assert outcome.now is None
+    assert outcome.is_equal
+
+
+@pytest.mark.timeout(300)
+def test_one_rank_that_cannot_write_fails_the_checkpoint(told: dict[str, Any]) -> None:
+    """Its sentence is told by rank 0, nothing appears under the name, and the next one is whole."""
+    assert "rank 1 could not write its shards" in told["saves"]["failure"]
+    assert "No space left" in told["saves"]["failure"]
+    found = latest_checkpoint(told["folder"] / "travels" / "checkpoints")
+    assert found is not None
+    assert found.step == 6
+    names = {path.name for path in found.path.parent.iterdir()}
+    assert names == {"step_6"}
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_is_stopped_in_a_collective_is_named(told: dict[str, Any]) -> None:
+    """SIGSTOP in an update: rank and phase within the deadline, and no other rank is left."""
+    assert told["is_stopped"]
+    sentence = told["hang"]["sentence"]
+    assert "trainer rank 1 (no sign of life, in phase='update')" in sentence
+    assert "rank 2" not in sentence
+    assert told["hang"]["waited_s"] < 3 * TIMEOUT_S
+    assert told["codes"] == [0, 1]
+    assert "rank 1 (no sign of life, in phase='update')" in told["error_of_rank_2"]

@@ -1,0 +1,176 @@
+"""Checkpoints that are written while training goes on: what is in them, and when they count."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog.testing
+import torch
+from memory_buffer import FAST, Setup
+
+from outloop.buffer.errors import CheckpointFailed, DeadlineExceeded
+from outloop.buffer.records import CheckpointMark
+from outloop.buffer.settings import TrainerSettings
+from outloop.engine.train import marks, saving
+from outloop.engine.train.checkpoint import latest_checkpoint, load_checkpoint
+from outloop.engine.train.mcore import Policy
+from outloop.engine.train.samples import Sample
+from outloop.engine.train.saving import Shards, begin_save
+from outloop.engine.train.update import rl_update
+
+MakeRun = Callable[..., Setup]
+MARK = CheckpointMark(fence=1, group_ids=("g",), next_slot=1, policy_version=1)
+EVERY_OTHER = FAST | {"num_steps": 5, "checkpoint_every": 2}
+
+
+def update(policy: Policy, samples: list[Sample]) -> float:
+    """One update; its loss."""
+    settings = TrainerSettings(learning_rate=1e-2)
+    return rl_update(policy, samples, settings, policy_version=0, on_microbatch=lambda: None).loss
+
+
+def test_what_is_trained_meanwhile_is_not_in_the_checkpoint(
+    make_policy: Callable[..., Policy],
+    make_samples: Callable[..., list[Sample]],
+    tmp_path: Path,
+) -> None:
+    """Two updates between the copy and the write; what is read goes on as from the copy."""
+    first, second = make_policy(), make_policy()
+    update(first, make_samples(4))
+    begun = begin_save(first, tmp_path, step=1, mark=MARK, keep=1)
+    after = [update(first, make_samples(4, seed=seed)) for seed in (1, 2)]
+    begun.run()
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    load_checkpoint(second, found)
+    assert [update(second, make_samples(4, seed=seed)) for seed in (1, 2)] == after
+    pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Every write of shards waits for it."""
+    opened = threading.Event()
+    write = Shards.write
+
+    def write_when_opened(self: Shards) -> Any:
+        assert opened.wait(100), "nobody opened the gate"
+        return write(self)
+
+    monkeypatch.setattr(Shards, "write", write_when_opened)
+    return opened
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(setup: MakeRun, gate: threading.Event) -> None:
+    """The step after it is trained; nothing is acknowledged before the write has ended."""
+    made = setup(trainer=EVERY_OTHER)
+    take, seen = made.buffer.take, []
+
+    def watched_take(*args: Any, **kwargs: Any) -> Any:
+        seen.append([mark.policy_version for mark in made.buffer.marks])
+        if len(seen) == 4:
+            assert latest_checkpoint(made.run.dir / "checkpoints") is None
+            gate.set()
+        return take(*args, **kwargs)
+
+    made.buffer.take = watched_take  # type: ignore[method-assign]
+    made.train()
+    assert seen[:4] == [[], [], [], []]
+    assert [mark.policy_version for mark in made.buffer.marks] == [2, 4, 5]
+
+
+def test_a_save_waits_for_the_one_before(setup: MakeRun, gate: threading.Event) -> None:
+    """The second save begins only when the first has ended; the trainer says what it waits for."""
+    made = setup(trainer=EVERY_OTHER)
+    sentences: list[str] = []
+
+    def report_status(part: str, fields: dict[str, str]) -> None:
+        sentences.append(fields["waiting_for"])
+        if "checkpoint" in fields["waiting_for"]:
+            assert made.buffer.marks == []
+            gate.set()
+
+    made.buffer.report_status = report_status  # type: ignore[method-assign]
+    made.train()
+    assert "the checkpoint of step 2 to be written" in sentences
+    assert [mark.policy_version for mark in made.buffer.marks] == [2, 4, 5]
+
+
+def test_saving_while_training_can_be_switched_off(
+    setup: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is copied, no thread is started, and the next take finds it acknowledged."""
+    monkeypatch.setattr(saving, "_copy", None)
+    monkeypatch.setattr(saving.threading, "Thread", None)
+    made = setup(trainer=EVERY_OTHER | {"trains_while_saving": False})
+    take, seen = made.buffer.take, []
+
+    def watched_take(*args: Any, **kwargs: Any) -> Any:
+        seen.append(len(made.buffer.marks))
+        return take(*args, **kwargs)
+
+    made.buffer.take = watched_take  # type: ignore[method-assign]
+    made.train()
+    assert seen == [0, 0, 1, 1, 2]
+
+
+def fail_writes(monkeypatch: pytest.MonkeyPatch, failing: set[int]) -> None:
+    """Make the writes of these numbers, from 1 on, find a full disk."""
+    write, count = Shards.write, 0
+
+    def sometimes_write(self: Shards) -> Any:
+        nonlocal count
+        count += 1
+        if count in failing:
+            raise OSError(28, "No space left on device")
+        return write(self)
+
+    monkeypatch.setattr(Shards, "write", sometimes_write)
+
+
+def test_a_failed_write_is_told_and_its_groups_are_in_the_next(
+    setup: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is acknowledged by it; the next checkpoint's mark has the groups of both."""
+    fail_writes(monkeypatch, {1})
+    made = setup(trainer=EVERY_OTHER)
+    with structlog.testing.capture_logs() as logs:
+        made.train()
+    (warning,) = [entry for entry in logs if entry["event"] == "checkpoint_failed"]
+    assert "step_2 was not written" in warning["sentence"]
+    assert "No space left" in warning["sentence"]
+    assert [mark.policy_version for mark in made.buffer.marks] == [4, 5]
+    groups = [group for mark in made.buffer.marks for group in mark.group_ids]
+    num_dropped = sum(kind == "drop" for kind, _ in made.events)
+    assert len(groups) == len(set(groups)) == 40 - num_dropped
+
+
+@pytest.mark.parametrize("failing", [{2, 3}, {3}])
+def test_the_run_ends_at_the_second_failure_or_the_last_save(
+    failing: set[int], setup: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two in a row, or one that no other follows; the checkpoint before stays in use."""
+    fail_writes(monkeypatch, failing)
+    made = setup(trainer=EVERY_OTHER)
+    with pytest.raises(CheckpointFailed, match="step_5 was not written"):
+        made.train()
+    in_use = 4 if failing == {3} else 2
+    assert [mark.policy_version for mark in made.buffer.marks][-1] == in_use
+    found = latest_checkpoint(made.run.dir / "checkpoints")
+    assert found is not None
+    assert found.step == in_use
+
+
+def test_a_write_that_never_ends_ends_the_run(
+    setup: MakeRun, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentence says what was written and how long it was waited for."""
+    monkeypatch.setattr(marks, "_POLL_S", 0.01)
+    made = setup(trainer=FAST | {"num_steps": 2, "checkpoint_every": 1, "hang_timeout_s": 0.3})
+    with pytest.raises(DeadlineExceeded, match="write the checkpoint of step 1"):
+        made.train()
+    gate.set()
+    assert made.buffer.marks == []
