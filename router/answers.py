@@ -10,14 +10,36 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from outloop.buffer.records import Sampling, Turn
+from outloop.buffer.records import Turn
 from outloop.router.branches import Plan
-from outloop.router.rendering import Answer, PolicyRenderer
-from outloop.router.streaming import ContentStream, RawStream, ReasonedStream
+from outloop.router.calls import CallReader
+from outloop.router.rendering import PolicyRenderer
+from outloop.router.said import Answer, Begun
+from outloop.router.streaming import ContentStream, RawStream, ReasonedStream, Shown
 from outloop.router.turns import Message, TokenLogprob, TurnRequest, TurnResult
 
-Show = Callable[[list[int]], tuple[str, str]]
-"""From new ids to the reasoning and the text to show now."""
+
+class LiveAnswer:
+    """An answer while it is drawn: what of it is shown, and was."""
+
+    def __init__(
+        self,
+        add: Callable[[list[int]], Shown],
+        content: ContentStream | None = None,
+        calls: CallReader | None = None,
+    ) -> None:
+        self.add = add
+        """From new ids to what to show now."""
+        self._content = content
+        self._calls = calls
+
+    @property
+    def begun(self) -> Begun | None:
+        """The calls that were shown; None when there were none."""
+        calls = self._calls.calls if self._calls is not None else []
+        if not calls or self._content is None:
+            return None
+        return Begun(text=self._content.shown, calls=calls)
 
 
 class AnswerReader:
@@ -26,26 +48,39 @@ class AnswerReader:
     def __init__(self, renderer: PolicyRenderer) -> None:
         self._renderer = renderer
 
-    def stream(self, request: TurnRequest, plan: Plan, sampling: Sampling) -> Show | None:
-        """What shows an answer while it is drawn; None when nothing may be shown before the end."""
+    def live(self, request: TurnRequest, plan: Plan) -> LiveAnswer | None:
+        """What shows an answer while it is drawn; None when nothing may be shown before the end.
+
+        A forced call's beginning is the first that it is given.
+        """
         if not request.stream:
             return None
-        tokenizer = self._renderer.tokenizer
+        tokenizer, stop = self._renderer.tokenizer, request.stop
         if request.prompt is not None:
-            raw = RawStream(tokenizer, sampling.stop, self._renderer.stop_ids)
-            return lambda ids: ("", raw.add(ids))
+            return LiveAnswer(RawStream(tokenizer, stop, self._renderer.stop_ids).add)
         in_reasoning = self._renderer.begins_in_reasoning(plan.own_prompt_ids)
-        if self._renderer.reasoning_ids is not None:
-            return ReasonedStream(
-                tokenizer,
-                sampling.stop,
-                self._renderer.reasoning_ids,
-                begins_in_reasoning=in_reasoning,
-            ).add
+        calls = self._call_reader(request)
+        reasoning_ids = self._renderer.reasoning_ids
+        if reasoning_ids is not None:
+            reasoned = ReasonedStream(
+                tokenizer, stop, reasoning_ids, begins_in_reasoning=in_reasoning, calls=calls
+            )
+            return LiveAnswer(reasoned.add, reasoned.content, calls)
         if in_reasoning:
             return None
-        content = ContentStream(tokenizer, sampling.stop)
-        return lambda ids: ("", content.add(ids))
+        content = ContentStream(tokenizer, stop, calls)
+        return LiveAnswer(content.add, content, calls)
+
+    def _call_reader(self, request: TurnRequest) -> CallReader | None:
+        """What reads calls as they come; None where a piece might have to be taken back."""
+        form = self._renderer.call_form
+        if form is None or not request.tools or request.tool_choice == "none":
+            return None
+        if request.stop or request.wants_logprobs:
+            # A stop string may cut a call; logprobs belong to text that is not over.
+            return None
+        max_calls = None if request.parallel_tool_calls else 1
+        return CallReader(self._renderer.tokenizer, form, max_calls=max_calls)
 
     def read(
         self,
@@ -54,8 +89,13 @@ class AnswerReader:
         plan: Plan,
         turn_id: str,
         stop_text: str | None,
+        begun: Begun | None = None,
     ) -> Answer:
-        """The message in `output_ids`; its text ends before `stop_text`."""
+        """The message in `output_ids`; its text ends before `stop_text`.
+
+        Args:
+            begun: the calls that were shown while it was drawn.
+        """
         if request.prompt is not None:
             text = self._renderer.tokenizer.decode(self._renderer.until_stop(output_ids))
             if stop_text is not None:
@@ -69,6 +109,7 @@ class AnswerReader:
             with_calls=bool(request.tools) and request.tool_choice != "none",
             parallel=request.parallel_tool_calls,
             stop_text=stop_text,
+            begun=begun,
         )
         if plan.num_forced and answer.undelivered_from is not None:
             border = max(0, answer.undelivered_from - plan.num_forced)
@@ -118,5 +159,9 @@ class AnswerReader:
         output_ids = turn.output_ids.tolist()
         text = self._renderer.tokenizer.decode(output_ids)
         stop_text = next((stop for stop in turn.sampling.stop if stop in text), None)
-        answer = self.read(request, output_ids, plan, turn.turn_id, stop_text)
+        live = self.live(request, plan)
+        if live is not None:
+            live.add(plan.forced_ids + output_ids)
+        begun = live.begun if live is not None else None
+        answer = self.read(request, output_ids, plan, turn.turn_id, stop_text, begun)
         return self.result(request, turn, plan, answer.message, stop_text)

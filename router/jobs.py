@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from outloop.router.refusals import Refusal
-from outloop.router.turns import Delta, TurnResult
+from outloop.router.streaming import Shown
+from outloop.router.turns import CallPlace, Delta, TurnResult, call_id_of
 
 
 class Client(Protocol):
@@ -101,9 +102,18 @@ class TurnJob:
         self._is_settled = True
         self._wake()
 
-    def push(self, delta: Delta) -> None:
-        """Hand a piece on to streaming clients."""
-        self.deltas.append(delta)
+    def show(self, choice_index: int, shown: Shown) -> None:
+        """Hand what may be shown now on to streaming clients."""
+        if shown.reasoning:
+            self.deltas.append(
+                Delta(choice_index=choice_index, text=shown.reasoning, is_reasoning=True)
+            )
+        if shown.text:
+            self.deltas.append(Delta(choice_index=choice_index, text=shown.text))
+        for piece in shown.calls:
+            call_id = call_id_of(self.turn_ids[choice_index], piece.number)
+            place = CallPlace(number=piece.number, id=call_id, name=piece.name)
+            self.deltas.append(Delta(choice_index=choice_index, text=piece.arguments, call=place))
         self._wake()
 
     def finish(self, results: tuple[TurnResult, ...]) -> None:

@@ -9,42 +9,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from renderers import create_renderer
-from renderers.base import ParsedToolCall, ToolCallParseStatus
-from renderers.configs import config_from_name
+from renderers.base import ParsedResponse, ParsedToolCall
 from renderers.reasoning import prompt_ends_in_reasoning
 
-from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import ModelSettings
+from outloop.router.calls import FORMS, CallForm
+from outloop.router.families import make_renderer
 from outloop.router.refusals import Refusal
+from outloop.router.said import Answer, Begun, Said, arguments_of, cut, start_of
 from outloop.router.tokenizer import PolicyTokenizer
 from outloop.router.turns import Message, ToolCall
 
-_FAMILY_OF_MODEL_TYPE = {
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3",
-    "qwen3_5": "qwen3.5",
-    "llama": "llama-3",
-    "glm4_moe": "glm-4.5",
-    "deepseek_v3": "deepseek-v3",
-    "gpt_oss": "gpt-oss",
-    "minimax_m2": "minimax-m2",
-}
 # What a renderer may raise on a conversation or on a policy's wildest output: json.loads alone
 # raises ValueError on huge integers and RecursionError on deep nesting.
 _RENDERER_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """What the policy's ids say; output ids from `undelivered_from` on were not handed out."""
-
-    message: Message
-    undelivered_from: int | None = None
 
 
 class PolicyRenderer:
@@ -56,10 +37,12 @@ class PolicyRenderer:
 
     def __init__(self, model: ModelSettings) -> None:
         self.tokenizer = PolicyTokenizer(model.path)
-        self._renderer = _create(self.tokenizer, model)
+        self._renderer = make_renderer(self.tokenizer, model)
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
         self._stop_set = frozenset(self.stop_ids)
         self.reasoning_ids = self._find_reasoning_ids()
+        self.call_form: CallForm | None = None
+        self.call_form = self._find_call_form()
         self._forced_cached = lru_cache(maxsize=1024)(self._forced)
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
@@ -123,10 +106,14 @@ class PolicyRenderer:
         with_calls: bool = True,
         parallel: bool = True,
         stop_text: str | None = None,
+        begun: Begun | None = None,
     ) -> Answer:
         """The assistant's message in `output_ids`; tool calls get ids `{call_prefix}{index}`.
 
-        `stop_text`: the stop string that ended generation; the message ends before it.
+        Args:
+            stop_text: the stop string that ended generation; the message ends before it.
+            begun: calls that were shown already. What was shown was said: one that turns out
+                broken stays a call, whose arguments end where they broke.
         """
         ids = self.until_stop(output_ids)
         try:
@@ -136,27 +123,17 @@ class PolicyRenderer:
         except _RENDERER_ERRORS:
             reasoning, rest = self._split_reasoning(ids, prompt_ids)
             text = self._text(rest, stop_text)
-            return Answer(message=Message("assistant", text=text, reasoning=reasoning))
-        calls: list[ToolCall] = []
-        pieces = [_cut(parsed.content or "", stop_text)]
-        undelivered_from = None
+            parsed = ParsedResponse(content=text, reasoning_content=reasoning)
+            return Said(call_prefix, begun).answer(parsed, stop_text)
+        said = Said(call_prefix, begun)
         for attempt in parsed.tool_calls:
-            arguments = _arguments(attempt) if with_calls else None
-            if arguments is None:
-                pieces.append(_cut(self._raw(ids, attempt), stop_text))
-            elif calls and not parallel:
-                # The client asked for one call at a time: it never sees this one.
-                undelivered_from = attempt.token_span[0] if attempt.token_span else 0
-                break
-            else:
-                calls.append(ToolCall(f"{call_prefix}{len(calls)}", str(attempt.name), arguments))
-        message = Message(
-            "assistant",
-            text="\n".join(piece for piece in pieces if piece),
-            reasoning=(parsed.reasoning_content or "").strip(),
-            tool_calls=tuple(calls),
-        )
-        return Answer(message=message, undelivered_from=undelivered_from)
+            arguments = arguments_of(attempt, self.call_form) if with_calls else None
+            if not said.take(attempt, arguments, parallel=parallel):
+                # The client asked for one call at a time, or has read past this: it never sees it.
+                return said.answer(parsed, stop_text, undelivered_from=start_of(attempt))
+            if arguments is None and begun is None:
+                said.texts.append(cut(self._raw(ids, attempt), stop_text))
+        return said.answer(parsed, stop_text)
 
     def complete(
         self,
@@ -269,6 +246,18 @@ class PolicyRenderer:
         said = self.parse(ids, prompt_ids=[], tools=(), call_prefix="").message
         return (begin, end) if (said.reasoning, said.text) == ("a", "b") else None
 
+    def _find_call_form(self) -> CallForm | None:
+        """The form of calls that can be read while they are drawn; None: they are shown whole."""
+        for form in FORMS:
+            ids = self.tokenizer.encode(form.example)
+            tokens = [token for token in (form.begin, form.end) if token]
+            if None in self.tokenizer.convert_tokens_to_ids(tokens):
+                continue
+            said = self.parse(ids, prompt_ids=[], tools=(), call_prefix="").message
+            if [(c.name, c.arguments) for c in said.tool_calls] == [("f", '{"a": 1}')]:
+                return form
+        return None
+
     def _split_reasoning(self, ids: list[int], prompt_ids: list[int]) -> tuple[str, list[int]]:
         """Reasoning and the ids after it, of an answer that the format's parser failed on."""
         if self.reasoning_ids is None or self.reasoning_ids[1] not in ids:
@@ -289,31 +278,7 @@ class PolicyRenderer:
         return self.tokenizer.decode(ids[start:end])
 
     def _text(self, ids: list[int], stop_text: str | None) -> str:
-        return _cut(self.tokenizer.decode(ids), stop_text).strip()
-
-
-def _create(tokenizer: PolicyTokenizer, model: ModelSettings) -> Any:
-    name = model.renderer
-    if name == "auto":
-        config = json.loads((model.path / "config.json").read_text())
-        model_type = config.get("model_type")
-        if model_type not in _FAMILY_OF_MODEL_TYPE:
-            raise SettingsError(
-                f'model.renderer="auto" does not know model_type={model_type!r} of '
-                f"{str(model.path)!r}; known: {', '.join(sorted(_FAMILY_OF_MODEL_TYPE))}. "
-                "Set model.renderer to a family of the renderers package."
-            )
-        name = _FAMILY_OF_MODEL_TYPE[model_type]
-    try:
-        default = config_from_name(name)
-        if default is None:
-            raise ValueError("it names no family")
-        return create_renderer(tokenizer, type(default)(**model.renderer_options))
-    except (ValueError, TypeError, AssertionError, AttributeError) as error:
-        raise SettingsError(
-            f"model.renderer={name!r} with model.renderer_options={model.renderer_options} and the "
-            f"tokenizer in {str(model.path)!r} does not work: {error}"
-        ) from error
+        return cut(self.tokenizer.decode(ids), stop_text).strip()
 
 
 def _as_dict(message: Message) -> dict[str, Any]:
@@ -334,28 +299,6 @@ def _as_dict(message: Message) -> dict[str, Any]:
     if message.name:
         plain["name"] = message.name
     return plain
-
-
-def _arguments(attempt: ParsedToolCall) -> str | None:
-    """The call's arguments as JSON text, None when the call is not well formed."""
-    name, arguments = attempt.name, attempt.arguments
-    if attempt.status != ToolCallParseStatus.OK or not isinstance(name, str):
-        return None
-    try:
-        if isinstance(arguments, str):
-            arguments = json.loads(arguments)
-        if not isinstance(arguments, dict):
-            return None
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        (name + text).encode()
-    except (ValueError, RecursionError):
-        # NaN, nesting without end, or half a surrogate pair: no client could read it.
-        return None
-    return text
-
-
-def _cut(text: str, stop_text: str | None) -> str:
-    return text if stop_text is None else text.partition(stop_text)[0].rstrip()
 
 
 def _says_the_same(said: Message, meant: Message) -> bool:

@@ -10,45 +10,32 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from dataclasses import dataclass
 
-import numpy as np
 import structlog
 
 from outloop.buffer.errors import Gone, OutloopError
-from outloop.buffer.records import FinishReason, Sampling, Turn
+from outloop.buffer.records import Sampling
 from outloop.buffer.settings import Settings
 from outloop.router.answers import AnswerReader
 from outloop.router.branches import Plan
 from outloop.router.generation import Drawn, Generator
-from outloop.router.governance import decide, loss_spans
+from outloop.router.governance import decide
 from outloop.router.jobs import TurnJob
 from outloop.router.metrics import RouterMetrics
 from outloop.router.planning import Planner
 from outloop.router.port import EpisodeBuffer
+from outloop.router.recording import Recorder, Recording
 from outloop.router.refusals import Refusal, as_refusal, stopping
-from outloop.router.rendering import Answer, PolicyRenderer
+from outloop.router.rendering import PolicyRenderer
+from outloop.router.said import Begun
 from outloop.router.sessions import Episodes, EpisodeSession
-from outloop.router.turns import Delta, TurnRequest, TurnResult
+from outloop.router.turns import TurnRequest, TurnResult
 from outloop.router.wire import NO_WISH, Prompt, Wish
 
 _RETURN_GRACE_S = 10.0
 """A client that left may come back with a retry this long; then its turn is recorded as masked."""
 _CLIENT_CHECK_S = 0.2
 _log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class _Recording:
-    """What the choices of one request share."""
-
-    job: TurnJob
-    session: EpisodeSession
-    request: TurnRequest
-    retry_key: str
-    plan: Plan
-    sampling: Sampling
-    is_delivered: bool
 
 
 class TurnService:
@@ -64,9 +51,9 @@ class TurnService:
         metrics: RouterMetrics,
     ) -> None:
         self._settings = settings
-        self._buffer = buffer
         self._renderer = renderer
         self._reader = AnswerReader(renderer)
+        self._recorder = Recorder(buffer, renderer, self._reader, metrics)
         self._planner = Planner(renderer, episodes, settings.sampling)
         self._episodes = episodes
         self._generator = generator
@@ -234,8 +221,13 @@ class TurnService:
         is_delivered = await job.wait_for_client(_RETURN_GRACE_S)
         if not is_delivered:
             self._metrics.undelivered.inc()
-        common = _Recording(job, session, request, retry_key, plan, sampling, is_delivered)
-        return tuple([await self._record(common, index, one) for index, one in enumerate(drawn)])
+        common = Recording(job, session, request, retry_key, plan, sampling, is_delivered)
+        return tuple(
+            [
+                await self._recorder.record(common, index, one, begun)
+                for index, (one, begun) in enumerate(drawn)
+            ]
+        )
 
     async def _draw(
         self,
@@ -246,18 +238,15 @@ class TurnService:
         prompt: Prompt,
         plan: Plan,
         sampling: Sampling,
-    ) -> Drawn:
-        read = self._reader.stream(request, plan, sampling)
-        if read is not None and plan.num_forced:
-            read(plan.forced_ids)
+    ) -> tuple[Drawn, Begun | None]:
+        live = self._reader.live(request, plan)
 
         def show(new: list[int]) -> None:
-            reasoning, text = read(new) if read is not None else ("", "")
-            if reasoning:
-                job.push(Delta(choice_index=index, text=reasoning, is_reasoning=True))
-            if text:
-                job.push(Delta(choice_index=index, text=text))
+            if live is not None:
+                job.show(index, live.add(new))
 
+        if plan.num_forced:
+            show(plan.forced_ids)
         drawn, session.last_server = await self._generator.draw(
             prompt,
             sampling,
@@ -268,65 +257,7 @@ class TurnService:
             on_tokens=show if request.stream else None,
             wish=_wish(request, sampling),
         )
-        return drawn
-
-    async def _record(self, common: _Recording, index: int, drawn: Drawn) -> TurnResult:
-        job, session, request, plan = common.job, common.session, common.request, common.plan
-        matched = drawn.matched if isinstance(drawn.matched, str) else None
-        answer = self._reader.read(request, drawn.ids, plan, job.turn_ids[index], matched)
-        turn = self._turn(common, index, drawn, answer)
-        if session.opening is not None:
-            await self._buffer.append_turn(turn)
-            is_told = request.prompt is None and plan.knows_messages
-            session.tree.add(
-                turn,
-                plan=plan,
-                messages=request.messages if is_told else None,
-                answer=answer.message if is_told else None,
-                tools=request.tools,
-            )
-            self._count(turn, plan)
-        return self._reader.result(request, turn, plan, answer.message, matched, drawn.tops)
-
-    def _turn(self, common: _Recording, index: int, drawn: Drawn, answer: Answer) -> Turn:
-        session, plan, sampling = common.session, common.plan, common.sampling
-        finish: FinishReason = "length" if drawn.finish == "length" else "stop"
-        if answer.message.tool_calls:
-            finish = "tool_calls"
-        # A missing logprob becomes NaN.
-        logprobs = np.array(drawn.logprobs, dtype=np.float32)
-        is_known = bool(np.isfinite(logprobs).all())
-        if not is_known:
-            logprobs = np.zeros_like(logprobs)
-        spans, reason = loss_spans(
-            num_output=len(drawn.ids),
-            num_until_stop=self._renderer.num_until_stop(drawn.ids),
-            undelivered_from=answer.undelivered_from,
-            is_delivered=common.is_delivered,
-            is_behavior_known=sampling.is_plain and is_known,
-            purpose=session.opening.purpose if session.opening is not None else "eval",
-        )
-        return Turn(
-            turn_id=common.job.turn_ids[index],
-            episode_id=session.episode_id,
-            parent_turn_id=plan.parent.turn.turn_id if plan.parent is not None else None,
-            choice_index=index,
-            prompt_ids=np.array(plan.prompt_ids, dtype=np.int32),
-            output_ids=np.array(drawn.ids, dtype=np.int32),
-            behavior_logprobs=logprobs,
-            version_spans=tuple(drawn.spans),
-            loss_spans=spans,
-            mask_reason=reason,
-            sampling=sampling,
-            finish_reason=finish,
-            branch_cause=plan.cause if index == 0 else "choice",
-            retry_key=common.retry_key,
-            started_at=common.job.started_at,
-            finished_at=time.time(),
-        )
-
-    def _count(self, turn: Turn, plan: Plan) -> None:
-        self._metrics.count(turn, is_break=plan.is_break)
+        return drawn, live.begun if live is not None else None
 
     async def _recorded(
         self, session: EpisodeSession, request: TurnRequest, retry_key: str

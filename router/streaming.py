@@ -1,79 +1,90 @@
-"""Text of a turn while it is drawn.
+"""What of a turn may be shown while it is drawn.
 
-Owns: incremental detokenisation and what must be held back. Does not own: parsing; the finished
-ids are parsed once and that is the truth. Invariant: the deltas of a turn, concatenated, are a
-prefix of its parsed content; no character is split, and nothing that may become a tool call or a
+Owns: what must be held back, and where text ends and calls begin. Does not own: reading calls
+(calls), parsing; the finished ids are parsed once and that is the truth. Invariant: the deltas of a
+turn, concatenated, are a prefix of its parsed content; nothing that may become a tool call or a
 stop string is handed out as text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from outloop.router.calls import CallPiece, CallReader
+from outloop.router.detokenizer import Detokenizer
 from outloop.router.tokenizer import PolicyTokenizer
 
-_BROKEN = "\ufffd"
 _MARKERS = ("<tool_call", "<think>", "</think>", "<function", "[TOOL_CALLS]", "<|")
 
 
-class Detokenizer:
-    """Turns ids into text as they come; the pieces concatenate to the text of all ids."""
+class Shown(NamedTuple):
+    """What may be shown now."""
 
-    def __init__(self, tokenizer: PolicyTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._border = 0
-        """Ids of the window that precede the newest; they are context for decoding only."""
-        self._num_given = 0
-        """Characters of the window's text that were handed out."""
+    reasoning: str = ""
+    text: str = ""
+    calls: Sequence[CallPiece] = ()
 
-    def add(self, ids: Iterable[int]) -> str:
-        """The characters that are complete now."""
-        self._window += ids
-        text = self._tokenizer.decode(self._window)
-        # Only the last replacement character can still become another one.
-        end = len(text) - 1 if text.endswith(_BROKEN) else len(text)
-        piece = text[self._num_given : end]
-        self._num_given = max(end, self._num_given)
-        if end == len(text) and len(self._window) > self._border:
-            self._window = self._window[self._border :]
-            self._border = len(self._window)
-            self._num_given = len(self._tokenizer.decode(self._window))
-        return piece
+
+_NOTHING = Shown()
 
 
 class ContentStream:
-    """Which part of a turn's text may be shown already."""
+    """Which part of a turn's text, and of its calls, may be shown already."""
 
-    def __init__(self, tokenizer: PolicyTokenizer, stop: tuple[str, ...]) -> None:
+    def __init__(
+        self, tokenizer: PolicyTokenizer, stop: tuple[str, ...], calls: CallReader | None = None
+    ) -> None:
         self._added_ids = tokenizer.added_ids
         self._detokenizer = Detokenizer(tokenizer)
         self._markers = (*_MARKERS, *stop)
+        self._calls = calls
         self._held = ""
-        self._is_holding = False
+        self._region = "text"
+        """text; calls: by tokens; body: the text is a call; parser: nothing more is shown."""
         self.shown = ""
 
-    def add(self, ids: list[int]) -> str:
-        """Take new ids; returns the text to show now."""
-        if self._is_holding:
-            return ""
-        plain = ids
-        for index, token in enumerate(ids):
-            if token in self._added_ids:
-                # A marker: a stop, a tool call or reasoning. The parser decides about the rest.
-                plain, self._is_holding = ids[:index], True
-                break
-        self._held += self._detokenizer.add(plain)
+    def add(self, ids: list[int]) -> Shown:
+        """Take new ids; returns what to show now."""
+        if self._region == "parser":
+            return _NOTHING
+        if self._region == "calls":
+            assert self._calls is not None
+            return Shown(calls=self._calls.add(ids))
+        border = next((i for i, token in enumerate(ids) if token in self._added_ids), len(ids))
+        text = self._detokenizer.add(ids[:border])
+        shown = self._read_body(text) if self._region == "body" else self._read_text(text)
+        if border == len(ids):
+            return shown
+        if self._region == "text" and self._calls is not None and self._calls.begins(ids[border]):
+            # What was held back as the possible beginning of a marker is text: the calls begin.
+            self._region = "calls"
+            rest = self._held.rstrip()
+            self.shown += rest
+            return Shown(text=shown.text + rest, calls=self._calls.add(ids[border:]))
+        # A stop, or reasoning. The parser decides about the rest.
+        self._region = "parser"
+        return shown
+
+    def _read_text(self, text: str) -> Shown:
+        self._held += text
         if not self.shown:
             self._held = self._held.lstrip()
+            if self._calls is not None and self._calls.is_body and self._held.startswith("{"):
+                self._region, held = "body", self._held
+                return self._read_body(held)
         end = _safe_length(self._held, self._markers)
         if end < len(self._held) and _has_marker(self._held[end:], self._markers):
-            self._is_holding = True
+            self._region = "parser"
         # Trailing white space goes when the content ends here, which is not known yet.
         end = len(self._held[:end].rstrip())
         piece, self._held = self._held[:end], self._held[end:]
         self.shown += piece
-        return piece
+        return Shown(text=piece)
+
+    def _read_body(self, text: str) -> Shown:
+        assert self._calls is not None
+        return Shown(calls=self._calls.add_text(text))
 
 
 class ReasonedStream:
@@ -86,24 +97,29 @@ class ReasonedStream:
         reasoning_ids: tuple[int, int],
         *,
         begins_in_reasoning: bool,
+        calls: CallReader | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._begin_id, self._end_id = reasoning_ids
-        self._content = ContentStream(tokenizer, stop)
+        self.content = ContentStream(tokenizer, stop, calls)
         self._detokenizer = Detokenizer(tokenizer)
         self._region = "reasoning" if begins_in_reasoning else "start"
         self._waiting: list[int] = []
         self._held = ""
         self._has_reasoned = False
 
-    def add(self, ids: list[int]) -> tuple[str, str]:
-        """Take new ids; returns the reasoning and the text to show now."""
+    def add(self, ids: list[int]) -> Shown:
+        """Take new ids; returns what to show now."""
+        if self._region == "content":
+            return self.content.add(ids)
         if self._region == "start":
             ids = self._leave_start(ids)
         reasoning = ""
         if self._region == "reasoning":
             reasoning, ids = self._reason(ids)
-        return reasoning, self._content.add(ids) if self._region == "content" else ""
+        if self._region != "content":
+            return Shown(reasoning)
+        return self.content.add(ids)._replace(reasoning=reasoning)
 
     def _leave_start(self, ids: list[int]) -> list[int]:
         """Ids of the region that begins; white space alone begins none."""
@@ -148,21 +164,21 @@ class RawStream:
         self._held = ""
         self._is_over = False
 
-    def add(self, ids: list[int]) -> str:
-        """Take new ids; returns the text to show now."""
+    def add(self, ids: list[int]) -> Shown:
+        """Take new ids; returns what to show now."""
         if self._is_over:
-            return ""
+            return _NOTHING
         end = next((i for i, token in enumerate(ids) if token in self._stop_ids), len(ids))
         self._is_over = end < len(ids)
         self._held += self._detokenizer.add(ids[:end])
         if not self._stop:
             piece, self._held = self._held, ""
-            return piece
+            return Shown(text=piece)
         safe = _safe_length(self._held, self._stop)
         if _has_marker(self._held[safe:], self._stop):
             self._is_over = True
         piece, self._held = self._held[:safe], self._held[safe:]
-        return piece
+        return Shown(text=piece)
 
 
 def _safe_length(text: str, markers: tuple[str, ...]) -> int:

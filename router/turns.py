@@ -124,12 +124,28 @@ class TurnResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CallPlace:
+    """Which call of a choice a piece belongs to."""
+
+    number: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
-    """A piece of a choice while it is generated."""
+    """A piece of a choice while it is generated; with `call`, a piece of its arguments."""
 
     choice_index: int
     text: str
     is_reasoning: bool = False
+    call: CallPlace | None = None
+    """The first piece of a call may be empty; all text comes before the first call's."""
+
+
+def call_id_of(turn_id: str, number: int) -> str:
+    """The id of a turn's call."""
+    return f"call_{turn_id}_{number}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +164,7 @@ class AnswerStream(Protocol):
         """Events that come before any text."""
 
     def delta(self, delta: Delta) -> bytes:
-        """Events of a piece of text."""
+        """Events of a piece of text or of a call."""
 
     def close(self, results: Sequence[TurnResult]) -> bytes:
         """What has not been shown, and the end."""

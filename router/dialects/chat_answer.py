@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from outloop.router.dialects import fields
-from outloop.router.turns import AnswerHead, Delta, Message, TurnRequest, TurnResult
+from outloop.router.turns import AnswerHead, CallPlace, Delta, Message, TurnRequest, TurnResult
 
 
 def encode(results: Sequence[TurnResult], request: TurnRequest) -> bytes:
@@ -53,6 +53,8 @@ class ChatStream:
         self._num_choices = request.num_choices
         self._shown: dict[int, str] = {}
         self._reasoned: dict[int, str] = {}
+        self._called: dict[tuple[int, int], list[str]] = {}
+        """Pieces of arguments by choice and call."""
 
     def open(self) -> bytes:
         """The first event of each choice."""
@@ -62,8 +64,10 @@ class ChatStream:
         )
 
     def delta(self, delta: Delta) -> bytes:
-        """A piece of text."""
+        """A piece of text, or of a call's arguments."""
         index = delta.choice_index
+        if delta.call is not None:
+            return self._call(index, delta.call, delta.text)
         if delta.is_reasoning:
             self._reasoned[index] = self._reasoned.get(index, "") + delta.text
             return self._event(index, {"reasoning_content": delta.text})
@@ -81,12 +85,12 @@ class ChatStream:
             rest = fields.rest_of(message.text, shown)
             if rest:
                 events.append(self._event(index, {"content": rest}))
-            if message.tool_calls:
-                calls = [
-                    {"index": number, **call}
-                    for number, call in enumerate(_answer(message)["tool_calls"])
-                ]
-                events.append(self._event(index, {"tool_calls": calls}))
+            for number, call in enumerate(message.tool_calls):
+                shown = "".join(self._called.get((index, number), ()))
+                rest = fields.rest_of(call.arguments, shown)
+                if rest or (index, number) not in self._called:
+                    place = CallPlace(number=number, id=call.id, name=call.name)
+                    events.append(self._call(index, place, rest))
             events.append(
                 self._event(index, {}, finish=result.turn.finish_reason, logprobs=_logprobs(result))
             )
@@ -94,6 +98,16 @@ class ChatStream:
             events.append(_sse({**self._head, "choices": [], "usage": _usage(results)}))
         events.append(b"data: [DONE]\n\n")
         return b"".join(events)
+
+    def _call(self, index: int, call: CallPlace, arguments: str) -> bytes:
+        said: dict[str, Any] = {"index": call.number, "function": {"arguments": arguments}}
+        pieces = self._called.get((index, call.number))
+        if pieces is None:
+            pieces = self._called[index, call.number] = []
+            said |= {"id": call.id, "type": "function"}
+            said["function"]["name"] = call.name
+        pieces.append(arguments)
+        return self._event(index, {"tool_calls": [said]})
 
     def _event(
         self,

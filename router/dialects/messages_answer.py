@@ -14,7 +14,7 @@ import msgspec
 
 from outloop.router.dialects import fields
 from outloop.router.refusals import ErrorForm, Refusal
-from outloop.router.turns import AnswerHead, Delta, TurnRequest, TurnResult
+from outloop.router.turns import AnswerHead, CallPlace, Delta, TurnRequest, TurnResult
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -52,6 +52,8 @@ class MessagesStream:
         """The type of the block that is open."""
         self._has_text = False
         self._num_blocks = 0
+        self._called: list[tuple[str, list[str]]] = []
+        """The id and the pieces of the input of each call so far; the last is the open block."""
 
     def open(self) -> bytes:
         """The message, still empty."""
@@ -60,7 +62,9 @@ class MessagesStream:
         return _event("message_start", message=message)
 
     def delta(self, delta: Delta) -> bytes:
-        """A piece of text."""
+        """A piece of text, or of a call's input."""
+        if delta.call is not None:
+            return self._call(delta.call, delta.text)
         if not delta.is_reasoning:
             self._shown += delta.text
             return self._begin("text") + self._delta({"type": "text_delta", "text": delta.text})
@@ -74,14 +78,13 @@ class MessagesStream:
         result = results[0]
         events = b""
         for block in _blocks(result, self._request):
-            if block["type"] == "text":
+            if block["type"] == "text" and not self._called:
                 rest = fields.rest_of(block["text"], self._shown)
                 events += self._begin("text")
                 events += self._delta({"type": "text_delta", "text": rest}) if rest else b""
             elif block["type"] == "tool_use":
-                call = {"type": "input_json_delta", "partial_json": bytes(block["input"]).decode()}
-                events += self._end() + self._start({**block, "input": {}}) + self._delta(call)
-            elif not self._has_text:
+                events += self._rest_of_call(block)
+            elif block["type"] == "thinking" and not self._has_text and not self._called:
                 # Thinking that came after text has no place any more: the text is block 0.
                 rest = fields.rest_of(block["thinking"], self._reasoned)
                 events += self._begin("thinking") + (self._think(rest) if rest else b"")
@@ -92,6 +95,31 @@ class MessagesStream:
         }
         events += _event("message_delta", delta=_end(result), usage=usage)
         return events + _event("message_stop")
+
+    def _call(self, call: CallPlace, piece: str) -> bytes:
+        """More of a call's input; the first piece begins its block."""
+        begun = b""
+        if call.number == len(self._called):
+            self._called.append((call.id, []))
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            begun = self._end() + self._start(block)
+        if not piece:
+            return begun
+        self._called[call.number][1].append(piece)
+        return begun + self._delta({"type": "input_json_delta", "partial_json": piece})
+
+    def _rest_of_call(self, block: dict[str, Any]) -> bytes:
+        """What of a call was not shown."""
+        whole = bytes(block["input"]).decode()
+        number = next(
+            (n for n, (call_id, _) in enumerate(self._called) if call_id == block["id"]),
+            len(self._called),
+        )
+        shown = "".join(self._called[number][1]) if number < len(self._called) else ""
+        rest = fields.rest_of(whole, shown)
+        if number < len(self._called) and not rest:
+            return b""
+        return self._call(CallPlace(number=number, id=block["id"], name=block["name"]), rest)
 
     def _begin(self, kind: str) -> bytes:
         """Go over to a block of text or thinking, unless it is open."""

@@ -14,7 +14,7 @@ import msgspec
 
 from outloop.router.dialects import fields
 from outloop.router.refusals import ErrorForm, Refusal
-from outloop.router.turns import AnswerHead, Delta, TurnRequest, TurnResult
+from outloop.router.turns import AnswerHead, CallPlace, Delta, TurnRequest, TurnResult
 
 
 def encode(results: Sequence[TurnResult], request: TurnRequest) -> bytes:
@@ -36,6 +36,9 @@ class ResponsesStream:
         self._has_text = False
         self._reasoned = ""
         self._is_reasoning = False
+        self._called: list[tuple[CallPlace, list[str]]] = []
+        """Calls so far and the pieces of their arguments; the last one may be open."""
+        self._is_calling = False
 
     def open(self) -> bytes:
         """The empty response, made and begun."""
@@ -45,7 +48,9 @@ class ResponsesStream:
         )
 
     def delta(self, delta: Delta) -> bytes:
-        """A piece of text."""
+        """A piece of text, or of a call's arguments."""
+        if delta.call is not None:
+            return self._call(delta.call, delta.text)
         if not delta.is_reasoning:
             self._shown += delta.text
             begun = self._end_reasoning(self._reasoned) + self._begin_text()
@@ -60,17 +65,18 @@ class ResponsesStream:
         result = results[0]
         events = b""
         for item in _items(result, with_text=self._has_text):
-            if item["type"] == "message":
-                events += self._end_text(result, item)
+            if item["type"] == "message" and not self._called:
+                events += self._end_text(item)
             elif item["type"] == "function_call":
-                events += self._call(item)
-            elif not self._has_text:
+                events += self._rest_of_call(item)
+            elif item["type"] == "reasoning" and not self._has_text and not self._called:
                 # Reasoning that came after text has no place any more: the text is item 0.
                 text = item["content"][0]["text"]
                 rest = fields.rest_of(text, self._reasoned)
                 events += self._begin_reasoning()
                 events += self._reasoning_event("delta", delta=rest) if rest else b""
                 events += self._end_reasoning(text)
+        events += self._end_call()
         response = _response(self._head, self._request, self._items, result)
         return events + self._event(f"response.{response['status']}", response=response)
 
@@ -83,8 +89,8 @@ class ResponsesStream:
             "response.output_item.added", output_index=len(self._items), item=item
         ) + self._text_event("content_part.added", part=_part("", None))
 
-    def _end_text(self, result: TurnResult, item: dict[str, Any]) -> bytes:
-        text = result.message.text
+    def _end_text(self, item: dict[str, Any]) -> bytes:
+        text = item["content"][0]["text"]
         events = self._begin_text()
         rest = fields.rest_of(text, self._shown)
         if rest:
@@ -105,16 +111,53 @@ class ResponsesStream:
             **values,
         )
 
-    def _call(self, item: dict[str, Any]) -> bytes:
-        where = {"item_id": item["id"], "output_index": len(self._items)}
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        name = "response.function_call_arguments"
-        return (
-            self._event("response.output_item.added", output_index=len(self._items), item=begun)
-            + self._event(f"{name}.delta", delta=item["arguments"], **where)
-            + self._event(f"{name}.done", arguments=item["arguments"], name=item["name"], **where)
-            + self._item_done(item)
+    def _call(self, call: CallPlace, piece: str) -> bytes:
+        """More of a call's arguments; the first piece ends what came before."""
+        events = b""
+        if call.number == len(self._called):
+            events += self._end_reasoning(self._reasoned) + self._end_call()
+            if self._has_text and not self._called:
+                item = _message_item(self._head.turn_id, None, "completed")
+                events += self._end_text({**item, "content": [_part(self._shown, None)]})
+            self._called.append((call, []))
+            self._is_calling = True
+            begun = {**self._call_item(call, ""), "status": "in_progress"}
+            where = len(self._items)
+            events += self._event("response.output_item.added", output_index=where, item=begun)
+        if not piece:
+            return events
+        self._called[call.number][1].append(piece)
+        return events + self._call_event("delta", call, delta=piece)
+
+    def _rest_of_call(self, item: dict[str, Any]) -> bytes:
+        """What of a call was not shown."""
+        call_ids = [call.id for call, _ in self._called]
+        is_new = item["call_id"] not in call_ids
+        number = len(call_ids) if is_new else call_ids.index(item["call_id"])
+        shown = "" if is_new else "".join(self._called[number][1])
+        rest = fields.rest_of(item["arguments"], shown)
+        place = CallPlace(number=number, id=item["call_id"], name=item["name"])
+        return self._call(place, rest) if is_new or rest else b""
+
+    def _end_call(self) -> bytes:
+        if not self._is_calling:
+            return b""
+        self._is_calling = False
+        call, pieces = self._called[-1]
+        item = self._call_item(call, "".join(pieces))
+        done = self._call_event("done", call, arguments=item["arguments"], name=call.name)
+        return done + self._item_done(item)
+
+    def _call_event(self, name: str, call: CallPlace, /, **values: Any) -> bytes:
+        return self._event(
+            f"response.function_call_arguments.{name}",
+            item_id=f"fc_{self._head.turn_id}_{call.number}",
+            output_index=len(self._items),
+            **values,
         )
+
+    def _call_item(self, call: CallPlace, arguments: str) -> dict[str, Any]:
+        return _call_item(self._head.turn_id, call.number, call.id, call.name, arguments)
 
     def _begin_reasoning(self) -> bytes:
         if self._is_reasoning:
@@ -182,17 +225,23 @@ def _items(result: TurnResult, *, with_text: bool = False) -> list[dict[str, Any
     if message.text or with_text or not message.tool_calls:
         items.append(_message_item(turn_id, result, status))
     items += (
-        {
-            "id": f"fc_{turn_id}_{index}",
-            "type": "function_call",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-            "status": "completed",
-        }
+        _call_item(turn_id, index, call.id, call.name, call.arguments)
         for index, call in enumerate(message.tool_calls)
     )
     return items
+
+
+def _call_item(
+    turn_id: str, number: int, call_id: str, name: str, arguments: str
+) -> dict[str, Any]:
+    return {
+        "id": f"fc_{turn_id}_{number}",
+        "type": "function_call",
+        "call_id": call_id,
+        "name": name,
+        "arguments": arguments,
+        "status": "completed",
+    }
 
 
 def _reasoning_item(turn_id: str, text: str | None) -> dict[str, Any]:

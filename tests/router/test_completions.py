@@ -157,7 +157,7 @@ def test_raw_text_is_shown_up_to_its_stop(renderer, text: str, cut: int, stop) -
     ids, shown = renderer.tokenizer.encode(text), ""
     stream = RawStream(renderer.tokenizer, stop, renderer.stop_ids)
     for start in range(0, len(ids), cut):
-        shown += stream.add(ids[start : start + cut])
+        shown += stream.add(ids[start : start + cut]).text
     first = min((text.find(one) for one in stop if one in text), default=len(text))
     assert text[:first].startswith(shown)
     assert stop or shown == text

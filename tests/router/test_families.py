@@ -8,9 +8,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from outloop.buffer.records import Sampling, Turn, VersionSpan
 from outloop.buffer.settings import build_settings
-from outloop.router.branches import TurnTree
+from outloop.router.answers import AnswerReader
+from outloop.router.branches import Plan, TurnTree
 from outloop.router.rendering import PolicyRenderer
-from outloop.router.turns import Message
+from outloop.router.turns import Message, TurnRequest
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 THINK = ("<think>", "</think>")
@@ -181,3 +182,33 @@ def test_branches_of_a_tool_conversation(
     turns, tree = converse(renderer, model_type, reasoning=reasoning)
     assert [turn.branch_cause for turn in turns] == causes
     assert tree.num_branches == 1 + causes.count("template")
+
+
+@pytest.mark.parametrize("cut", [1, 3, 1000])
+@pytest.mark.parametrize("word", ["wood", None])
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "glm4_moe", "deepseek_v3"])
+def test_a_stream_shows_what_the_plain_answer_says(make_renderer, model_type, word, cut) -> None:
+    """In every format text and calls are shown as they are parsed, calls piece by piece where the
+    format writes their arguments as JSON."""
+    options = {"enable_thinking": False} if model_type == "qwen3" else {}
+    renderer = make_renderer(model_type, **options)
+    drawn = drawn_text(model_type, "", "{curly} text, told in pieces.", word)
+    ids = renderer.tokenizer.encode(drawn)
+    asked = TurnRequest(model="policy", messages=(Message("user", "go"),), tools=TOOLS, stream=True)
+    plan = Plan(parent=None, said_after=None, prompt_ids=[], cause="root")
+    reader = AnswerReader(renderer)
+    live, text, calls = reader.live(asked, plan), "", {}
+    for start in range(0, len(ids), cut):
+        shown = live.add(ids[start : start + cut])
+        text += shown.text
+        for piece in shown.calls:
+            calls.setdefault(piece.number, [piece.name]).append(piece.arguments)
+    said = reader.read(asked, ids, plan, "t", None, live.begun).message
+    assert said == reader.read(asked, ids, plan, "t", None).message
+    assert said.text.startswith(text)
+    told = [(name, "".join(pieces)) for name, *pieces in calls.values()]
+    whole = [(call.name, call.arguments) for call in said.tool_calls]
+    assert [name for name, _ in whole] == ([] if word is None else ["look_up"])
+    assert told == ([] if model_type == "glm4_moe" else whole)
+    if word is not None and cut == 1 and model_type != "glm4_moe":
+        assert len(calls[0]) > 4

@@ -5,7 +5,8 @@ import asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outloop.router.streaming import ContentStream, Detokenizer, ReasonedStream
+from outloop.router.detokenizer import Detokenizer
+from outloop.router.streaming import ContentStream, ReasonedStream
 
 QUICK = settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -64,7 +65,8 @@ def test_reasoning_and_text_are_shown_as_they_are_parsed(
         renderer.tokenizer, (), renderer.reasoning_ids, begins_in_reasoning=False
     )
     pieces = [stream.add(ids[start : start + cut]) for start in range(0, len(ids), cut)]
-    reasoning, shown = ("".join(part) for part in zip(*pieces, strict=True)) if ids else ("", "")
+    reasoning = "".join(piece.reasoning for piece in pieces)
+    shown = "".join(piece.text for piece in pieces)
     said = renderer.parse(ids, prompt_ids=[], tools=(), call_prefix="").message
     assert said.reasoning.startswith(reasoning)
     assert said.text.startswith(shown)

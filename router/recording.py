@@ -1,0 +1,113 @@
+"""From what was drawn to the record of a turn.
+
+Owns: the fields of a turn, writing it to the buffer and into the episode's tree. Does not own:
+drawing, parsing. Invariant: a result is made of a turn that the buffer has; what the client did not
+get is recorded without loss.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from outloop.buffer.records import FinishReason, Sampling, Turn
+from outloop.router.answers import AnswerReader
+from outloop.router.branches import Plan
+from outloop.router.generation import Drawn
+from outloop.router.governance import loss_spans
+from outloop.router.jobs import TurnJob
+from outloop.router.metrics import RouterMetrics
+from outloop.router.port import EpisodeBuffer
+from outloop.router.rendering import PolicyRenderer
+from outloop.router.said import Answer, Begun
+from outloop.router.sessions import EpisodeSession
+from outloop.router.turns import TurnRequest, TurnResult
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What the choices of one request share."""
+
+    job: TurnJob
+    session: EpisodeSession
+    request: TurnRequest
+    retry_key: str
+    plan: Plan
+    sampling: Sampling
+    is_delivered: bool
+
+
+class Recorder:
+    """Records turns of all episodes."""
+
+    def __init__(
+        self,
+        buffer: EpisodeBuffer,
+        renderer: PolicyRenderer,
+        reader: AnswerReader,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._buffer = buffer
+        self._renderer = renderer
+        self._reader = reader
+        self._metrics = metrics
+
+    async def record(
+        self, common: Recording, index: int, drawn: Drawn, begun: Begun | None
+    ) -> TurnResult:
+        """Write one choice down; what is returned is in the buffer, except of unkeyed traffic."""
+        job, session, request, plan = common.job, common.session, common.request, common.plan
+        matched = drawn.matched if isinstance(drawn.matched, str) else None
+        answer = self._reader.read(request, drawn.ids, plan, job.turn_ids[index], matched, begun)
+        turn = self._turn(common, index, drawn, answer)
+        if session.opening is not None:
+            await self._buffer.append_turn(turn)
+            is_told = request.prompt is None and plan.knows_messages
+            session.tree.add(
+                turn,
+                plan=plan,
+                messages=request.messages if is_told else None,
+                answer=answer.message if is_told else None,
+                tools=request.tools,
+            )
+            self._metrics.count(turn, is_break=plan.is_break)
+        return self._reader.result(request, turn, plan, answer.message, matched, drawn.tops)
+
+    def _turn(self, common: Recording, index: int, drawn: Drawn, answer: Answer) -> Turn:
+        session, plan, sampling = common.session, common.plan, common.sampling
+        finish: FinishReason = "length" if drawn.finish == "length" else "stop"
+        if answer.message.tool_calls and not (answer.is_cut and finish == "length"):
+            finish = "tool_calls"
+        # A missing logprob becomes NaN.
+        logprobs = np.array(drawn.logprobs, dtype=np.float32)
+        is_known = bool(np.isfinite(logprobs).all())
+        if not is_known:
+            logprobs = np.zeros_like(logprobs)
+        spans, reason = loss_spans(
+            num_output=len(drawn.ids),
+            num_until_stop=self._renderer.num_until_stop(drawn.ids),
+            undelivered_from=answer.undelivered_from,
+            is_delivered=common.is_delivered,
+            is_behavior_known=sampling.is_plain and is_known,
+            purpose=session.opening.purpose if session.opening is not None else "eval",
+        )
+        return Turn(
+            turn_id=common.job.turn_ids[index],
+            episode_id=session.episode_id,
+            parent_turn_id=plan.parent.turn.turn_id if plan.parent is not None else None,
+            choice_index=index,
+            prompt_ids=np.array(plan.prompt_ids, dtype=np.int32),
+            output_ids=np.array(drawn.ids, dtype=np.int32),
+            behavior_logprobs=logprobs,
+            version_spans=tuple(drawn.spans),
+            loss_spans=spans,
+            mask_reason=reason,
+            sampling=sampling,
+            finish_reason=finish,
+            branch_cause=plan.cause if index == 0 else "choice",
+            retry_key=common.retry_key,
+            started_at=common.job.started_at,
+            finished_at=time.time(),
+        )
