@@ -94,7 +94,7 @@ class Said:
         """All of it."""
         for shown in self._shown[len(self._calls) :]:
             self._add(shown.name, shown.arguments, is_cut=True)
-        texts = [cut(parsed.content or "", stop_text), *self.texts]
+        texts = [cut(parsed.content or "", stop_text).strip(), *self.texts]
         if self._begun is not None:
             texts = [self._begun.text]
         message = Message(
