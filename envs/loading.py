@@ -1,7 +1,7 @@
 """The user's code, found before anything is started.
 
-Owns: importing `package.module:function` and where it is looked for. Does not own: signatures
-(rollout), calling it (play).
+Owns: importing `package.module:function`, where it is looked for, telling what it uses that it is
+over. Does not own: signatures (rollout), calling it (play).
 Invariant: whatever is wrong with a path is a SettingsError of one line that says what to change.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import sys
 import traceback
 from pathlib import Path
@@ -65,6 +66,25 @@ def import_object(path: str, *, setting: str, import_dir: Path | None) -> Any:
             )
         target = getattr(target, part)
     return target
+
+
+async def tear_down(target: Any) -> None:
+    """Call the object's `tear_down`; without one, that of what its code names from outside itself.
+
+    So a plain function's verifiers, which may have processes, are told when the run ends.
+    """
+    if hasattr(target, "tear_down"):
+        users = [target]
+    else:
+        call = inspect.unwrap(target if inspect.isroutine(target) else type(target).__call__)
+        call = getattr(call, "__func__", call)
+        named = inspect.getclosurevars(call) if inspect.isfunction(call) else None
+        users = [*named.globals.values(), *named.nonlocals.values()] if named else []
+        users = [one for one in users if not inspect.isclass(one) and not inspect.ismodule(one)]
+    for one in users:
+        method = getattr(one, "tear_down", None)
+        if callable(method) and inspect.isawaitable(ending := method()):
+            await ending
 
 
 def _import_raised(path: str, setting: str, error: BaseException) -> SettingsError:

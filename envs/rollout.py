@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings_env import EnvSettings
-from outloop.envs.loading import import_object
+from outloop.envs.loading import import_object, tear_down
 
 Kind = Literal["async", "blocking", "batch"]
 _SETTING = "env.rollout_function_path"
@@ -40,20 +40,13 @@ class Rollout:
 
     async def set_up(self) -> None:
         """Call the owner's `set_up`, if it has one."""
-        await _call_if_there(self.owner, "set_up")
+        method = getattr(self.owner, "set_up", None)
+        if method is not None and inspect.isawaitable(answer := method()):
+            await answer
 
     async def tear_down(self) -> None:
-        """Call the owner's `tear_down`, if it has one."""
-        await _call_if_there(self.owner, "tear_down")
-
-
-async def _call_if_there(owner: Any, name: str) -> None:
-    method = getattr(owner, name, None)
-    if method is None:
-        return
-    answer = method()
-    if inspect.isawaitable(answer):
-        await answer
+        """Call the owner's `tear_down`; of a function, those of the verifiers that it names."""
+        await tear_down(self.owner if hasattr(self.owner, "tear_down") else self.call)
 
 
 def load_rollout(env: EnvSettings) -> Rollout:

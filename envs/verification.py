@@ -27,7 +27,7 @@ from outloop.buffer.records import Reward, Task
 from outloop.buffer.settings_env import EnvSettings
 from outloop.envs import program
 from outloop.envs.ending import as_reward
-from outloop.envs.loading import import_object
+from outloop.envs.loading import import_object, tear_down
 from outloop.envs.result import Result
 
 _SETTING = "env.verifier"
@@ -127,11 +127,9 @@ class _FunctionVerifier:
         return as_reward(returned, self._weights)
 
     async def tear_down(self) -> None:
-        """Call the verifier's own, if it has one."""
+        """Call the verifier's own; of a function, those of the verifiers that it names."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        method = getattr(self._function, "tear_down", None)
-        if method is not None and inspect.isawaitable(ending := method()):
-            await ending
+        await tear_down(self._function)
 
 
 class _CommandVerifier:

@@ -45,7 +45,8 @@ class _Jails:
             for _ in range(os.cpu_count() or 1):
                 self._free.put_nowait(None)
         assert self._sandbox is not None
-        held = await next_free(self._free, "jail")
+        free = self._free
+        held = await next_free(free, "jail")
         try:
             if held is None:
                 stack = AsyncExitStack()
@@ -62,7 +63,10 @@ class _Jails:
             held = None
             raise
         finally:
-            self._free.put_nowait(held)
+            if free is self._free:
+                free.put_nowait(held)
+            elif held is not None:  # closed meanwhile
+                await held[0].aclose()
 
     async def close(self) -> None:
         """End those that nobody uses."""

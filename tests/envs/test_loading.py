@@ -5,13 +5,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.records import Task
 from outloop.buffer.settings import Settings
 from outloop.envs.check import check_rollout
 from outloop.envs.loading import import_object
+from outloop.envs.result import Result
 from outloop.envs.rollout import load_rollout
+from outloop.envs.verification import load_verifier
 
 GOOD = """
 import functools
@@ -216,3 +220,44 @@ def test_the_check_reads_tasks_and_conversations_too(
         check_rollout(make_settings(trainer={"mode": "sft"}))
     with pytest.raises(SettingsError, match="holds no list of messages"):
         check_rollout(make_settings(trainer={"mode": "sft"}, conversations="user:tasks"))
+
+
+USES_A_VERIFIER = """
+from outloop.envs.result import Result
+from outloop.envs.verifiers.symbolic import Math
+
+right = Math()
+
+
+async def play(task, episode):
+    return await right(task, Result(answer="4/2"))
+
+
+async def verify(task, result):
+    return await right(task, Result(answer="4/2"))
+
+
+def tasks():
+    return [{"question": "1+1", "answer": "2"}]
+"""
+
+
+@pytest.mark.parametrize("is_rollout", [True, False])
+async def test_verifiers_that_a_function_names_are_told_when_it_is_over(
+    is_rollout: bool, make_settings: Callable[..., Settings], folder: Path
+) -> None:
+    """The processes that one has started are gone after the tear_down of what calls it."""
+    (folder / "user.py").write_text(USES_A_VERIFIER)
+    env = make_settings(verifier="user:verify").env
+    task = Task(task_id="t", payload={"question": "1+1", "answer": "2"})
+    before = set(psutil.Process().children(recursive=True))
+    if is_rollout:
+        rollout = load_rollout(env)
+        assert await rollout.call(task, None) == 1.0
+    else:
+        verifier = load_verifier(env)
+        assert (await verifier(task, Result(answer=""))).value == 1.0
+    assert set(psutil.Process().children(recursive=True)) - before
+    await (rollout if is_rollout else verifier).tear_down()
+    _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=5)
+    assert not alive
