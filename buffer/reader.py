@@ -31,6 +31,7 @@ from outloop.buffer.records import (
     EvalProgress,
     Lease,
     OpenEpisode,
+    Split,
     Trajectory,
 )
 from outloop.buffer.registry import SyncRegistry
@@ -240,15 +241,21 @@ class BufferReader(SyncRegistry):
         return -1 if value is None else int(value)
 
     def request_eval(
-        self, name: str, *, policy_version: int, num_episodes: int, sampling: dict[str, float]
+        self,
+        name: str,
+        *,
+        policy_version: int,
+        num_episodes: int,
+        sampling: dict[str, float],
+        split: Split = "validation",
     ) -> None:
         """Ask for evaluation episodes; the same request again changes nothing.
 
-        Tasks are taken from the front of the evaluation list, again from the front when it is
-        shorter than `num_episodes`.
+        Tasks are taken from the front of the split's list, again from the front when it is shorter
+        than `num_episodes`. "validation" is whatever was registered as not of the test split.
 
         Raises:
-            NotFound: the run has no evaluation tasks.
+            NotFound: the run has no such tasks.
             Conflict: `name` was requested with other values.
         """
         if num_episodes < 1 or not 1 <= len(name) <= 256:
@@ -260,7 +267,7 @@ class BufferReader(SyncRegistry):
             text = json.dumps(sampling, sort_keys=True, allow_nan=False)
         except ValueError as error:
             raise RecordError(f"sampling={sampling}: finite numbers are allowed") from error
-        words = (name, num_episodes, text, policy_version, _KEPT_EVALS)
+        words = (name, num_episodes, text, policy_version, _KEPT_EVALS, split)
         self._scripts.call("request_eval", *words, what=f"requesting evaluation name={name}")
 
     def eval_progress(self, name: str) -> EvalProgress:

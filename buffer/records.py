@@ -18,6 +18,7 @@ import numpy.typing as npt
 from outloop.buffer.errors import RecordError
 
 Purpose = Literal["train", "eval", "sft"]
+Split = Literal["validation", "test"]
 """`train`: may be trained by RL. `eval`: never trained. `sft`: messages only, trained by SFT."""
 Outcome = Literal["completed", "truncated", "failed", "aborted"]
 FailureKind = Literal["agent", "environment", "infrastructure"]

@@ -25,7 +25,7 @@ from pydantic_settings import (
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings_buffer import BufferSettings
-from outloop.buffer.settings_env import EnvSettings
+from outloop.buffer.settings_env import EnvSettings, EvalSettings, check_choice
 from outloop.buffer.settings_trainer import TrainerSettings
 
 _SGLANG_OWNED = {
@@ -169,20 +169,6 @@ class PublishSettings(_Section):
     """Mean difference of logprobs, nats; none: 0.01 in float32, 0.25 in bfloat16."""
 
 
-class EvalSettings(_Section):
-    """Evaluation episodes on a schedule, through the same router, never trained."""
-
-    every: int = Field(0, ge=0)
-    """Policy versions between evaluations; 0: none. Version 0 and the last are evaluated too."""
-    num_episodes: int = Field(128, gt=0)
-    """Per evaluation and sampling; tasks are taken from the front of the evaluation list."""
-    final_num_episodes: int = Field(128, gt=0)
-    """For version 0 and the last version."""
-    greedy: bool = True
-    """Evaluate with temperature 0 beside the run's own sampling, at version 0 and the last."""
-    timeout_s: float = Field(300.0, gt=0)
-
-
 class TelemetrySettings(_Section):
     """What is written down about the run."""
 
@@ -239,6 +225,7 @@ class Settings(BaseSettings):
                 "buffer.group_size=1 with trainer.groups_per_step=1 leaves an episode nothing to "
                 "be compared with; set trainer.groups_per_step to 2 or more"
             )
+        check_choice(self.env, self.eval)
         window, taken = self.buffer.take_window, self.trainer.groups_per_step
         if 0 < window < taken:
             raise ValueError(

@@ -1,8 +1,8 @@
 """The settings of the env's side.
 
-Owns: names, types and defaults of `[env]`. Does not own: where values come from and the rules
-across sections (settings), finding what paths name (envs). Invariant: frozen; unknown keys are
-refused.
+Owns: names, types and defaults of `[env]` and `[eval]`. Does not own: where values come from and
+the rules across sections (settings), finding what paths name (envs). Invariant: frozen; unknown
+keys are refused.
 """
 
 from __future__ import annotations
@@ -80,3 +80,43 @@ class EnvSettings(BaseModel):
     """Attempts replaced per slot before the group is dead-lettered."""
     max_replaced_share: float = Field(0.02, ge=0, le=1)
     """The run stops when a larger share of attempts ended without a result (after 200 attempts)."""
+
+
+class EvalSettings(BaseModel):
+    """Evaluation episodes on a schedule, through the same router, never trained."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    every: int = Field(0, ge=0)
+    """Policy versions between evaluations; 0: none. Version 0 and the last are evaluated too."""
+    num_episodes: int = Field(128, gt=0)
+    """Per evaluation and sampling; tasks are taken from the front of the evaluation list."""
+    final_num_episodes: int = Field(128, gt=0)
+    """For version 0 and the last version."""
+    greedy: bool = True
+    """Evaluate with temperature 0 beside the run's own sampling, at version 0 and the last."""
+    timeout_s: float = Field(300.0, gt=0)
+    chooses_checkpoint: bool = False
+    """Evaluate the validation split, end with the weights that did best on it, and report the test
+    split for these once; needs both in env.split."""
+
+
+def check_choice(env: EnvSettings, plan: EvalSettings) -> None:
+    """Refuse a choice of checkpoints that has nothing to choose by.
+
+    Raises:
+        ValueError: which setting is missing.
+    """
+    shares = env.split or {}
+    is_split = shares.get("validation", 0) > 0 and shares.get("test", 0) > 0
+    if plan.chooses_checkpoint and not (plan.every and is_split):
+        raise ValueError(
+            f"eval.chooses_checkpoint=true with eval.every={plan.every}, env.split={env.split}: it "
+            "needs evaluations, and shares above 0 of validation and test; set eval.every, and for "
+            "example env.split = {train = 8, validation = 1, test = 1}"
+        )
+    if plan.chooses_checkpoint and env.eval_split != "validation":
+        raise ValueError(
+            f"eval.chooses_checkpoint=true with env.eval_split={env.eval_split!r}: the test split "
+            "must not choose; leave env.eval_split out"
+        )

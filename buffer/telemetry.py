@@ -83,6 +83,12 @@ METRICS: dict[str, str] = {
     "eval/greedy_se": "its standard error",
     "eval/episodes": "evaluation episodes per sampling",
     "eval/duration_s": "time of the evaluation",
+    "test/sampled_reward": "of the chosen weights on the test split, at the run's sampling",
+    "test/sampled_se": "its standard error",
+    "test/greedy_reward": "of the chosen weights on the test split, at temperature 0",
+    "test/greedy_se": "its standard error",
+    "test/episodes": "test episodes per sampling",
+    "test/duration_s": "time of that evaluation",
     "buffer/dropped_groups": "groups dropped since the run began, all reasons",
     "buffer/replaced_attempts": "attempts replaced since the run began",
 }

@@ -101,10 +101,13 @@ class BufferWriter:
         tasks: Sequence[Task],
         eval_tasks: Sequence[Task],
         sources: Sequence[TaskSource] = (),
+        *,
+        num_test_tasks: int = 0,
     ) -> None:
         """Fix the run's tasks; the same tasks again change nothing.
 
         Args:
+            num_test_tasks: the last of `eval_tasks`, which only a request for "test" plays.
             sources: where one source of `tasks` ends and the next begins; left out: all are one.
 
         Raises:
@@ -119,7 +122,7 @@ class BufferWriter:
         check_sources(sources, len(tasks))
         weights = encode_weights([source.weight for source in sources])
         words = (tasks_digest(encoded), len(tasks), len(eval_tasks))
-        tail = (encode_sources(sources), weights)
+        tail = (encode_sources(sources), weights, num_test_tasks)
         (complete,) = await self._scripts.call("register_tasks", *words, "begin", *tail, what=what)
         if complete:
             return
@@ -139,7 +142,7 @@ class BufferWriter:
         check_id(key, "key")
         if not 1 <= count <= _MAX_CLAIM_COUNT:
             raise RecordError(f"count={count}; 1 to {_MAX_CLAIM_COUNT} are allowed")
-        packed, reason, num_eval_tasks, revision = await self._scripts.call(
+        packed, reason, revision = await self._scripts.call(
             "claim", key, count, _CLAIM_MEMORY_MS, what="claiming tasks"
         )
         rows: list[tuple[str, str, int, int, str]] = list(msgspec.msgpack.decode(packed))
@@ -149,10 +152,10 @@ class BufferWriter:
             return ClaimResult(claims=(), reason=why, retry_after_s=retry_after_s)
         mixture = await self._load_mixture(revision)
         fields = [
-            f"eval_tasks {attempt % num_eval_tasks}".encode()
-            if purpose == "eval"
-            else f"tasks {mixture.task_index(slot)}".encode()
-            for purpose, _, attempt, slot, _ in rows
+            (
+                f"eval_tasks {slot}" if purpose == "eval" else f"tasks {mixture.task_index(slot)}"
+            ).encode()
+            for purpose, _, _, slot, _ in rows
         ]
         tasks = await self._load_tasks(fields)
         claims = tuple(self._claim_from(row, task) for row, task in zip(rows, tasks, strict=True))

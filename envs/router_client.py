@@ -113,6 +113,8 @@ class RouterClient:
         tasks: Sequence[Task],
         eval_tasks: Sequence[Task],
         sources: Sequence[TaskSource] = (),
+        *,
+        num_test_tasks: int = 0,
     ) -> None:
         """Make the run's tasks known; the same tasks again change nothing."""
         await self._post(
@@ -121,6 +123,7 @@ class RouterClient:
                 "tasks": [{"task_id": t.task_id, "payload": t.payload} for t in tasks],
                 "eval_tasks": [{"task_id": t.task_id, "payload": t.payload} for t in eval_tasks],
                 "sources": [asdict(source) for source in sources],
+                "num_test_tasks": num_test_tasks,
             },
         )
 

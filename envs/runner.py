@@ -79,7 +79,9 @@ async def run(
             await _until_stopped(submit_conversations(settings, router), stop)
             return
         found = load_run_tasks(settings)
-        registering = router.register_tasks(found.tasks, found.eval_tasks, found.sources)
+        registering = router.register_tasks(
+            found.tasks, found.eval_tasks, found.sources, num_test_tasks=found.num_test_tasks
+        )
         await _until_stopped(registering, stop)
         if stop.is_set():
             return

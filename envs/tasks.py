@@ -59,6 +59,8 @@ class RunTasks:
     tasks: tuple[Task, ...]
     eval_tasks: tuple[Task, ...]
     sources: tuple[TaskSource, ...]
+    num_test_tasks: int = 0
+    """The last of `eval_tasks`: the test split, where the run reports on it."""
 
 
 def load_run_tasks(settings: Settings) -> RunTasks:
@@ -70,6 +72,7 @@ def load_run_tasks(settings: Settings) -> RunTasks:
     env = settings.env
     lists, weights = _load_sources(settings)
     eval_tasks: tuple[Task, ...] = ()
+    num_test_tasks = 0
     if env.eval_tasks is not None:
         if env.split is not None:
             raise SettingsError(
@@ -79,7 +82,10 @@ def load_run_tasks(settings: Settings) -> RunTasks:
         eval_tasks = load_tasks(env.eval_tasks, setting="env.eval_tasks", import_dir=env.import_dir)
     elif env.split is not None:
         # Before mixing: a content falls into the same split in whichever source it is.
-        lists, eval_tasks = _split(lists, env)
+        lists, held_out = _split(lists, env)
+        eval_tasks = held_out[env.eval_split]
+        if settings.eval.chooses_checkpoint:
+            eval_tasks, num_test_tasks = _both(held_out, env)
     elif settings.eval.every > 0:
         raise SettingsError(
             f"eval.every={settings.eval.every} needs env.eval_tasks or env.split; give held-out "
@@ -89,7 +95,9 @@ def load_run_tasks(settings: Settings) -> RunTasks:
     tasks = tuple(task for some in lists.values() for task in some)
     _refuse_overlap(tasks, eval_tasks)
     sources = tuple(TaskSource(name, len(some), weights[name]) for name, some in lists.items())
-    return RunTasks(tasks=tasks, eval_tasks=eval_tasks, sources=sources)
+    return RunTasks(
+        tasks=tasks, eval_tasks=eval_tasks, sources=sources, num_test_tasks=num_test_tasks
+    )
 
 
 def _load_sources(settings: Settings) -> tuple[dict[str, tuple[Task, ...]], dict[str, float]]:
@@ -114,8 +122,8 @@ def _load_sources(settings: Settings) -> tuple[dict[str, tuple[Task, ...]], dict
 
 def _split(
     lists: dict[str, tuple[Task, ...]], env: EnvSettings
-) -> tuple[dict[str, tuple[Task, ...]], tuple[Task, ...]]:
-    """The training split of each source, and the split of all that is evaluated."""
+) -> tuple[dict[str, tuple[Task, ...]], dict[str, tuple[Task, ...]]]:
+    """The training split of each source, and the others of all together, by name."""
     shares: dict[str, float] = {
         name: env.split.get(name, 0.0) if env.split else 0.0
         for name in ("train", "validation", "test")
@@ -131,8 +139,22 @@ def _split(
                 f"env.split={env.split} leaves no training task of env.tasks {name!r}, which has "
                 f"{len(lists[name])}; give more tasks, or a larger train share"
             )
-    held_out = {task.task_id: task for some in parts[env.eval_split].values() for task in some}
-    return {name: tuple(some) for name, some in parts["train"].items()}, tuple(held_out.values())
+    held_out = {
+        split: tuple({t.task_id: t for some in parts[split].values() for t in some}.values())
+        for split in ("validation", "test")
+    }
+    return {name: tuple(some) for name, some in parts["train"].items()}, held_out
+
+
+def _both(held_out: dict[str, tuple[Task, ...]], env: EnvSettings) -> tuple[tuple[Task, ...], int]:
+    """Validation and then test tasks, and how many of the second."""
+    for split, some in held_out.items():
+        if not some:
+            raise SettingsError(
+                f"eval.chooses_checkpoint=true: env.split={env.split} leaves no task for {split}; "
+                "give more tasks, or a larger share of it"
+            )
+    return held_out["validation"] + held_out["test"], len(held_out["test"])
 
 
 def _refuse_repeats(lists: dict[str, tuple[Task, ...]]) -> None:

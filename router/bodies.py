@@ -38,6 +38,8 @@ class TasksBody(msgspec.Struct):
     tasks: list[TaskBody]
     eval_tasks: list[TaskBody] = []
     sources: list[SourceBody] = []
+    num_test_tasks: int = 0
+    """The last of `eval_tasks`: the test split."""
 
 
 class ClaimBody(msgspec.Struct):

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from outloop.buffer.errors import DeadlineExceeded, Gone, OutloopError
+from outloop.buffer.errors import DeadlineExceeded, Gone, OutloopError, RecordError
 from outloop.buffer.mixture import TaskSource
 from outloop.buffer.records import (
     Claim,
@@ -93,7 +93,13 @@ class Control:
             for group in (body.tasks, body.eval_tasks)
         )
         sources = [TaskSource(one.name, one.num_tasks, one.weight) for one in body.sources]
-        await self._buffer.register_tasks(tasks, eval_tasks, sources)
+        if not 0 <= body.num_test_tasks <= len(eval_tasks):
+            raise RecordError(
+                f"num_test_tasks={body.num_test_tasks}; at most the {len(eval_tasks)} eval_tasks, "
+                "of which they are the last, are allowed"
+            )
+        num_test_tasks = body.num_test_tasks
+        await self._buffer.register_tasks(tasks, eval_tasks, sources, num_test_tasks=num_test_tasks)
         await _answer(exchange, {"num_tasks": len(tasks), "num_eval_tasks": len(eval_tasks)})
 
     async def claim(self, exchange: Exchange) -> None:

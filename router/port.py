@@ -36,6 +36,8 @@ class EpisodeBuffer(Protocol):
         tasks: Sequence[Task],
         eval_tasks: Sequence[Task],
         sources: Sequence[TaskSource] = (),
+        *,
+        num_test_tasks: int = 0,
     ) -> None: ...
 
     async def claim(self, *, key: str, count: int) -> ClaimResult: ...

@@ -2,18 +2,18 @@
 -- oldest slot first, then new groups as far as admission allows.
 --
 -- ARGV[2]  idempotency key   ARGV[3] count   ARGV[4] how long the key is remembered, ms
--- Returns  {'ok', claims, reason, num_eval_tasks, revision of the weights}; claims is MessagePack
---          [[purpose, group_id or eval name, attempt, slot or -1, sampling JSON or ''], ...];
+-- Returns  {'ok', claims, reason, revision of the weights}; claims is MessagePack
+--          [[purpose, group_id or eval name, attempt, slot or index of the evaluation task,
+--          sampling JSON or ''], ...];
 --          reason is empty if there are claims.
 -- Keeps    admitted - trained <= admission_limit; one slot per live group; the same key returns the
 --          same claims. An empty answer is not remembered, and sweeps what passed its deadline.
 
 local done_key = key('claim:' .. ARGV[2])
 local revision = number(redis.call('HGET', STATE, 'weights_revision')) or 0
-local num_eval_tasks = number(redis.call('HGET', STATE, 'num_eval_tasks')) or 0
 local before = redis.call('GET', done_key)
 if before then
-  return {'ok', before, '', num_eval_tasks, revision}
+  return {'ok', before, '', revision}
 end
 sweep()
 
@@ -34,13 +34,25 @@ local function start_attempt(member)
   count('attempts')
 end
 
+-- The evaluation tasks are those of the validation split and then those of the test split.
+local function eval_task(name, attempt)
+  local s = redis.call('HMGET', STATE, 'num_eval_tasks', 'num_test_tasks')
+  local num_test = number(s[2]) or 0
+  local num_validation = number(s[1]) - num_test
+  if redis.call('HGET', eval_key(name), 'split') == 'test' then
+    return num_validation + attempt % num_test
+  end
+  return attempt % num_validation
+end
+
 local function next_eval()
-  if num_eval_tasks == 0 then return nil end
   local item = redis.call('LPOP', key('eval_queue'))
   if not item then return nil end
   local name, attempt = string.match(item, '^(.*):(%d+)$')
   start_attempt('e:' .. item)
-  return {'eval', name, tonumber(attempt), -1, redis.call('HGET', eval_key(name), 'sampling')}
+  attempt = tonumber(attempt)
+  return {'eval', name, attempt, eval_task(name, attempt),
+    redis.call('HGET', eval_key(name), 'sampling')}
 end
 
 local function mint_group()
@@ -88,8 +100,8 @@ while not reason and #claims < tonumber(ARGV[3]) do
   claims[#claims + 1] = claim
 end
 if #claims == 0 then
-  return {'ok', cmsgpack.pack({}), reason or '', num_eval_tasks, revision}
+  return {'ok', cmsgpack.pack({}), reason or '', revision}
 end
 local packed = cmsgpack.pack(claims)
 redis.call('SET', done_key, packed, 'PX', ARGV[4])
-return {'ok', packed, '', num_eval_tasks, revision}
+return {'ok', packed, '', revision}

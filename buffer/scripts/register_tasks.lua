@@ -3,6 +3,7 @@
 -- ARGV[2]  digest of all tasks   ARGV[3] number of tasks   ARGV[4] number of evaluation tasks
 -- ARGV[5]  'begin' before the tasks are written, 'commit' after
 -- ARGV[6]  their sources   ARGV[7] the weights of these at the beginning
+-- ARGV[8]  how many of the last evaluation tasks are the test split
 -- Returns  {'ok', 1 if the tasks are complete already else 0}; conflict: other tasks are there.
 -- Keeps    claims see either no tasks or all of them.
 
@@ -14,7 +15,8 @@ end
 if ARGV[5] == 'begin' then
   redis.call('HSET', STATE, 'tasks_digest', ARGV[2])
 else
-  redis.call('HSET', STATE, 'num_tasks', ARGV[3], 'num_eval_tasks', ARGV[4], 'sources', ARGV[6])
+  redis.call('HSET', STATE, 'num_tasks', ARGV[3], 'num_eval_tasks', ARGV[4], 'sources', ARGV[6],
+    'num_test_tasks', ARGV[8])
   if redis.call('EXISTS', key('task_weights')) == 0 then
     redis.call('RPUSH', key('task_weights'), '0 ' .. ARGV[7])
   end

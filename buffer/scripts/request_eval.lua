@@ -1,7 +1,7 @@
 -- Put the attempts of one evaluation into the queue that claims serve first.
 --
 -- ARGV[2]  name   ARGV[3] number of episodes   ARGV[4] sampling JSON   ARGV[5] policy_version
--- ARGV[6]  evaluations whose episodes are kept
+-- ARGV[6]  evaluations whose episodes are kept   ARGV[7] 'validation' or 'test'
 -- Returns  {'ok'}; conflict: the name was used with other values; not_found: no evaluation tasks.
 -- Keeps    one evaluation per name; the episodes of the oldest ones make room.
 
@@ -13,10 +13,16 @@ if was[1] then
   end
   return {'ok'}
 end
-if redis.call('HGET', STATE, 'num_eval_tasks') == '0' then
-  return {'not_found', 'the run has no evaluation tasks; give env.eval_tasks or switch eval off'}
+local state = redis.call('HMGET', STATE, 'num_eval_tasks', 'num_test_tasks')
+local num_test_tasks = number(state[2]) or 0
+local first, num_tasks = 0, (number(state[1]) or 0) - num_test_tasks
+if ARGV[7] == 'test' then first, num_tasks = num_tasks, num_test_tasks end
+if state[1] and num_tasks == 0 then
+  return {'not_found', 'the run has no ' .. ARGV[7] .. ' tasks to evaluate; give env.eval_tasks or '
+    .. 'env.split, or switch eval off'}
 end
-redis.call('HSET', e, 'total', ARGV[3], 'sampling', ARGV[4], 'policy_version', ARGV[5], 'done', 0)
+redis.call('HSET', e, 'total', ARGV[3], 'sampling', ARGV[4], 'policy_version', ARGV[5], 'done', 0,
+  'split', ARGV[7])
 for attempt = 0, tonumber(ARGV[3]) - 1 do
   redis.call('RPUSH', key('eval_queue'), ARGV[2] .. ':' .. attempt)
 end

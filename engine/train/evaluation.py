@@ -1,6 +1,7 @@
 """Evaluation on a schedule.
 
-Owns: which versions are evaluated, under which names, and the metrics of the answers.
+Owns: which versions are evaluated, under which names and on which split, and the metrics of the
+answers.
 Does not own: playing the episodes (runner), pinning them to a version (buffer). Invariant: an
 evaluation is complete before the next version is published, because its episodes are pinned to
 one version.
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outloop.buffer.errors import DeadlineExceeded
+from outloop.buffer.records import Split
 from outloop.buffer.settings import Settings
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.train.ports import Reader
@@ -28,6 +30,7 @@ class _Pending:
     names: dict[str, str]
     """Sampling name -> name of the evaluation."""
     requested_at: float
+    split: Split = "validation"
 
 
 class Evaluations:
@@ -51,32 +54,48 @@ class Evaluations:
 
     def request(self, *, step: int, policy_version: int) -> None:
         """Ask for an evaluation of the version just acknowledged, if the schedule wants one."""
-        plan = self._settings.eval
         is_end = step in (0, self._settings.trainer.num_steps)
-        if plan.every == 0 or (step % plan.every and not is_end):
-            return
+        if self.is_due(step):
+            self._request(step, policy_version, "validation", is_end=is_end)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the schedule wants an evaluation of this step."""
+        every = self._settings.eval.every
+        return every > 0 and (step % every == 0 or step == self._settings.trainer.num_steps)
+
+    def request_test(self, *, step: int, policy_version: int) -> None:
+        """Ask for the test split, of the version that was chosen."""
+        self._request(step, policy_version, "test", is_end=True)
+
+    def _request(self, step: int, policy_version: int, split: Split, *, is_end: bool) -> None:
+        plan = self._settings.eval
         temperatures = {"sampled": self._settings.sampling.temperature}
         if plan.greedy and is_end:
             temperatures["greedy"] = 0.0
-        names = {name: f"{policy_version}:{name}" for name in temperatures}
+        prefix = "" if split == "validation" else f"{split}-"
+        names = {name: f"{policy_version}:{prefix}{name}" for name in temperatures}
         for name, temperature in temperatures.items():
             self._reader.request_eval(
                 names[name],
                 policy_version=policy_version,
                 num_episodes=plan.final_num_episodes if is_end else plan.num_episodes,
                 sampling={"temperature": temperature},
+                split=split,
             )
-        self._pending = _Pending(step, names, time.monotonic())
+        self._pending = _Pending(step, names, time.monotonic(), split)
 
-    def collect(self) -> None:
-        """Wait for the evaluation under way, if any, and record it; returns early on stop.
+    def collect(self) -> tuple[int, float] | None:
+        """Wait for the evaluation under way, if any, and record it.
+
+        Returns its step and the mean reward under the run's sampling; None without one, on stop, or
+        when no episode was scored.
 
         Raises:
             DeadlineExceeded: it took longer than eval.timeout_s.
         """
         pending = self._pending
         if pending is None:
-            return
+            return None
         timeout_s = self._settings.eval.timeout_s
         deadline = time.monotonic() + timeout_s
         while True:
@@ -87,7 +106,7 @@ class Evaluations:
             total = sum(part.num_total for part in progress.values())
             self._beat(f"evaluation at step {pending.step}: {done} of {total} episodes")
             if self._stop.wait(_POLL_S):
-                return
+                return None
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     who="trainer",
@@ -96,13 +115,16 @@ class Evaluations:
                     after_s=timeout_s,
                 )
         self._pending = None
+        kind = "eval" if pending.split == "validation" else pending.split
         row = {
-            "eval/episodes": float(max(len(part.rewards) for part in progress.values())),
-            "eval/duration_s": time.monotonic() - pending.requested_at,
+            f"{kind}/episodes": float(max(len(part.rewards) for part in progress.values())),
+            f"{kind}/duration_s": time.monotonic() - pending.requested_at,
         }
         for name, part in progress.items():
-            row[f"eval/{name}_reward"], row[f"eval/{name}_se"] = mean_and_error(part.rewards)
+            row[f"{kind}/{name}_reward"], row[f"{kind}/{name}_se"] = mean_and_error(part.rewards)
         self._metrics.write(pending.step, row)
+        reward = row[f"{kind}/sampled_reward"]
+        return None if math.isnan(reward) else (pending.step, reward)
 
 
 def mean_and_error(rewards: Sequence[float]) -> tuple[float, float]:

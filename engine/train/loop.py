@@ -20,6 +20,7 @@ from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.train.batch import Batch, build_batch
 from outloop.engine.train.checkpoint import latest_checkpoint
+from outloop.engine.train.choice import Choice
 from outloop.engine.train.debugging import StepDebugger
 from outloop.engine.train.evaluation import Evaluations
 from outloop.engine.train.marks import Marks
@@ -99,6 +100,7 @@ class RlLoop:
         )
         self._debugger = StepDebugger(run.settings, run.dir, lead.save_state)
         self._evaluations = Evaluations(reader, run.settings, metrics, stop=stop, beat=self._wait)
+        self._choice = Choice(run.dir) if run.settings.eval.chooses_checkpoint else None
         self._step = 0
         self._version = -1
         self._next_slot = 0
@@ -123,7 +125,7 @@ class RlLoop:
             updated_at = time.monotonic()
             self._lead.leave()
             self._beat.mark("evaluation")
-            self._evaluations.collect()
+            self._collect()
             published = self._publish(parent=self._version, policy_version=self._version + 1)
             self._settle(batch)
             self._step += 1
@@ -157,6 +159,8 @@ class RlLoop:
                 mark.policy_version,
             )
             self._saved_step = checkpoint.step
+            if self._choice is not None:
+                self._choice.forget_after(checkpoint.step)
             self._reference_hash = checkpoint.reference_hash
             _log.info("resumed", checkpoint=str(checkpoint.path), step=self._step)
         if self._settings.trainer.kl != "none":
@@ -295,7 +299,8 @@ class RlLoop:
     def _is_checkpoint_due(self) -> bool:
         every = self._settings.trainer.checkpoint_every
         is_last = self._step == self._settings.trainer.num_steps
-        return not is_last and every > 0 and self._step % every == 0
+        is_candidate = self._choice is not None and self._evaluations.is_due(self._step)
+        return not is_last and (is_candidate or (every > 0 and self._step % every == 0))
 
     def _checkpoint(self) -> None:
         """Begin to write what the weights contain; it is acknowledged when it is on disk."""
@@ -319,18 +324,40 @@ class RlLoop:
     def _finish(self) -> None:
         """Leave a checkpoint; at the end of the run also the last evaluation and the HF folder."""
         is_done = self._step >= self._settings.trainer.num_steps
-        if is_done:
-            self._evaluations.collect()
         self._marks.wait()
         # Written again, a checkpoint that was resumed from would forget which groups it contains.
         if self._marks.is_anything_unmarked or (is_done and self._saved_step != self._step):
             self._checkpoint()
         self._marks.wait(is_last=True)
+        if is_done:
+            self._collect()
         if is_done and not self._stop.is_set():
             self._lead.come_back()
+            self._go_to_best()
             self._lead.save_folder()
             self._reader.set_run_state("finished")
         self._beat()
+
+    def _collect(self) -> None:
+        """Record the evaluation under way; the checkpoint of its step may be the best so far."""
+        found = self._evaluations.collect()
+        if found is not None and self._choice is not None and found[0] > 0:
+            self._marks.wait()
+            self._choice.offer(*found)
+
+    def _go_to_best(self) -> None:
+        """End with the weights that validation chose, and report on the test split, once."""
+        best = self._choice.best if self._choice is not None else None
+        if self._choice is None or best is None:
+            return
+        if best.step != self._step:
+            self._lead.load(best)
+            parent = best.mark.policy_version
+            self._publish(parent=parent, policy_version=self._version + 1)
+        if not self._choice.is_reported:
+            self._evaluations.request_test(step=best.step, policy_version=self._version)
+            if self._evaluations.collect() is not None:
+                self._choice.mark_reported()
 
     def _warn_without_signal(self, batch: Batch) -> None:
         has_any = batch.metrics["train/groups_with_signal_share"] > 0

@@ -16,6 +16,7 @@ from outloop.buffer.records import (
     EvalProgress,
     Lease,
     ServerEntry,
+    Split,
     Trajectory,
 )
 from outloop.engine.publish.source import TensorSource
@@ -56,7 +57,13 @@ class Reader(Protocol):
     def servers(self) -> tuple[ServerEntry, ...]: ...
 
     def request_eval(
-        self, name: str, *, policy_version: int, num_episodes: int, sampling: dict[str, float]
+        self,
+        name: str,
+        *,
+        policy_version: int,
+        num_episodes: int,
+        sampling: dict[str, float],
+        split: Split = "validation",
     ) -> None: ...
 
     def eval_progress(self, name: str) -> EvalProgress: ...

@@ -22,6 +22,7 @@ from outloop.buffer.records import (
     Group,
     Lease,
     ServerEntry,
+    Split,
     Trajectory,
 )
 from outloop.engine.train.samples import oldest_trained_version
@@ -138,7 +139,13 @@ class Recording:
         """Nobody serves."""
 
     def request_eval(
-        self, name: str, *, policy_version: int, num_episodes: int, sampling: dict[str, float]
+        self,
+        name: str,
+        *,
+        policy_version: int,
+        num_episodes: int,
+        sampling: dict[str, float],
+        split: Split = "validation",
     ) -> None:
         """Nobody plays."""
 

@@ -246,10 +246,25 @@ async def test_a_lost_evaluation_attempt_is_requeued_at_its_deadline(
     assert (progress.num_done, progress.rewards) == (1, ())
 
 
+async def test_the_test_split_is_played_when_asked_for_alone(join: Callable[..., Any]) -> None:
+    """Both splits are registered in one list; each evaluation cycles through its own."""
+    writer, reader = await join()
+    held_out = [Task(task_id=f"e{i}", payload={"n": -1 - i}) for i in range(5)]
+    await writer.register_tasks([Task(task_id="t", payload={})], held_out, num_test_tasks=2)
+    reader.recover(None, fence=reader.acquire_fence())
+    reader.announce_version(0, None)
+    reader.acknowledge_version(0)
+    for split, number in (("validation", 4), ("test", 3)):
+        reader.request_eval(split, policy_version=0, num_episodes=number, sampling={}, split=split)
+    claims = (await writer.claim(key="k", count=7)).claims
+    assert [claim.task.task_id for claim in claims] == ["e0", "e1", "e2", "e0", "e3", "e4", "e3"]
+    await writer.close()
+
+
 async def test_an_evaluation_without_tasks_is_refused(start: Callable[..., Any]) -> None:
     """It would never finish."""
     loop = await start(num_eval_tasks=0)
-    with pytest.raises(NotFound, match="no evaluation tasks"):
+    with pytest.raises(NotFound, match="no validation tasks"):
         loop.reader.request_eval("v", policy_version=0, num_episodes=1, sampling={})
     with pytest.raises(RecordError, match="sampling"):
         loop.reader.request_eval(

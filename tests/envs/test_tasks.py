@@ -177,6 +177,20 @@ def test_splits_are_made_before_mixing(
     assert sum(source.num_tasks for source in runs["test"].sources) == len(trained)
 
 
+def test_a_run_that_chooses_by_validation_gets_the_test_split_behind_it(
+    folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """Both held-out splits are registered, the test split last and counted."""
+    split = {"train": 2, "validation": 1, "test": 1}
+    settings = make_settings(tasks=mixture(folder), split=split)
+    plan = settings.eval.model_copy(update={"every": 5, "chooses_checkpoint": True})
+    found = load_run_tasks(settings.model_copy(update={"eval": plan}))
+    splits = [split_of(task.payload, split) for task in found.eval_tasks]
+    num_validation = len(splits) - found.num_test_tasks
+    assert splits == ["validation"] * num_validation + ["test"] * found.num_test_tasks
+    assert found.num_test_tasks > 0 < num_validation
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -56,7 +56,7 @@ class FakeBuffer:
     async def close(self) -> None:
         await self._work()
 
-    async def register_tasks(self, tasks, eval_tasks, sources=()) -> None:
+    async def register_tasks(self, tasks, eval_tasks, sources=(), *, num_test_tasks=0) -> None:
         await self._work()
         content = (tuple(tasks), tuple(eval_tasks))
         if self.tasks not in (None, content):

@@ -105,6 +105,8 @@ class MemoryBuffer:
     marks: list[CheckpointMark] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
     evals_answer: bool = True
+    eval_rewards: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """By the evaluation's name; those left out get the same."""
     joins_at: int | None = None
     """The take during which a server without weights registers, until it has been fed."""
 
@@ -191,14 +193,20 @@ class MemoryBuffer:
         self.events.append(("acknowledge", policy_version))
 
     def request_eval(
-        self, name: str, *, policy_version: int, num_episodes: int, sampling: dict[str, float]
+        self,
+        name: str,
+        *,
+        policy_version: int,
+        num_episodes: int,
+        sampling: dict[str, float],
+        split: str = "validation",
     ) -> None:
         self.events.append(("eval", (name, num_episodes, sampling["temperature"])))
 
     def eval_progress(self, name: str) -> EvalProgress:
         self.events.append(("eval_progress", name))
-        rewards = (0.0, 1.0, 1.0, 1.0) if self.evals_answer else ()
-        return EvalProgress(num_done=len(rewards), num_total=4, rewards=rewards)
+        rewards = self.eval_rewards.get(name, (0.0, 1.0, 1.0, 1.0)) if self.evals_answer else ()
+        return EvalProgress(num_done=len(rewards), num_total=len(rewards) or 4, rewards=rewards)
 
     def sft_progress(self) -> tuple[int, bool]:
         raise NotImplementedError

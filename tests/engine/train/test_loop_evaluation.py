@@ -1,11 +1,15 @@
-"""Evaluations of the RL loop."""
+"""Evaluations of the RL loop, and the checkpoint that they choose."""
 
+import json
+import re
 from collections.abc import Callable
 
 import pytest
+import torch
 from memory_buffer import FAST, Setup
 
-from outloop.buffer.errors import DeadlineExceeded
+from outloop.buffer.errors import DeadlineExceeded, SettingsError
+from outloop.buffer.settings import build_settings
 
 MakeRun = Callable[..., Setup]
 
@@ -41,3 +45,52 @@ def test_an_evaluation_that_never_ends_names_who_is_awaited(setup: MakeRun) -> N
     made.buffer.evals_answer = False
     with pytest.raises(DeadlineExceeded, match=r"runner.*0 of 8|0 of 8.*runner"):
         made.train()
+
+
+CHOOSES = {"every": 1, "num_episodes": 16, "final_num_episodes": 32, "chooses_checkpoint": True}
+SPLIT = {"split": {"train": 8, "validation": 1, "test": 1}}
+
+
+def test_validation_chooses_and_test_is_reported_once(setup: MakeRun) -> None:
+    """The best step's weights are published, tested and written; going on again tests no more."""
+    made = setup(trainer=FAST | {"num_steps": 4, "keep_checkpoints": 1}, eval=CHOOSES, env=SPLIT)
+    made.buffer.eval_rewards = {
+        "0:sampled": (1.0, 1.0),  # the weights that the run began with are no checkpoint of it
+        "1:sampled": (0.5, 0.5),
+        "2:sampled": (1.0, 0.5),
+        "3:sampled": (1.0, 0.5),
+        "4:sampled": (0.0, 0.0),
+        "5:test-sampled": (0.0, 0.5),
+    }
+    weights: dict[int, torch.Tensor] = {}
+    publish = made.server.publish
+
+    def watched(source, policy_version):
+        weights[policy_version] = next(made.policy.model.parameters()).detach().clone()
+        return publish(source, policy_version)
+
+    made.server.publish = watched
+    rows = made.train()
+    evals = [value for kind, value in made.events if kind == "eval"]
+    assert evals[-2:] == [("5:test-sampled", 32, 1.0), ("5:test-greedy", 32, 0.0)]
+    assert [value for kind, value in made.events if kind == "announce"][-1] == (5, 2)
+    assert torch.equal(weights[5], weights[2])
+    assert not torch.equal(weights[5], weights[4])
+    (row,) = [row for row in rows if "test/sampled_reward" in row]
+    assert (row["step"], row["test/sampled_reward"]) == (2, 0.25)
+    assert json.loads((made.run.dir / "best/choice.json").read_text())["is_reported"]
+    assert [path.name for path in (made.run.dir / "checkpoints").iterdir()] == ["step_4"]
+    again = [row for row in made.train() if "test/sampled_reward" in row]
+    assert len(again) == 1
+    assert torch.equal(weights[max(weights)], weights[2])
+
+
+def test_a_choice_needs_both_splits() -> None:
+    """Nothing to choose by, or a test split that would choose, is a sentence before the start."""
+    for values, words in (
+        ({"eval": CHOOSES}, "env.split = {train = 8, validation = 1, test = 1}"),
+        ({"eval": CHOOSES | {"every": 0}, "env": SPLIT}, "eval.every=0"),
+        ({"eval": CHOOSES, "env": SPLIT | {"eval_split": "test"}}, "must not choose"),
+    ):
+        with pytest.raises(SettingsError, match=re.escape(words)):
+            build_settings({"model": {"path": "."}} | values, source="test")
