@@ -94,6 +94,7 @@ class BufferWriter:
 
     async def close(self) -> None:
         """Close the connections."""
+        await self._turn_scripts.close()
         await self._client.aclose()
 
     async def register_tasks(

@@ -8,7 +8,8 @@ whenever and by whichever process it is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from outloop.buffer.records import Turn
 from outloop.router.branches import Plan

@@ -8,7 +8,7 @@ routes and the OpenAPI document of all of them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from types import MappingProxyType
@@ -45,6 +45,7 @@ from outloop.router.upstreams import Upstream, Upstreams, read_upstreams
 from outloop.router.web import Endpoint, Handler, Receive, Scope, Send
 
 _HOUSEKEEPING_S = 2.0
+_STOP_AGAIN_S = 0.5
 _IDLE_CONNECTION_S = 4.0
 """Shorter than uvicorn keeps its side open (5 s), so that no turn meets a closing connection."""
 _log = structlog.get_logger()
@@ -150,9 +151,7 @@ def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
                 yield
             finally:
                 await parts.service.close()
-                for task in background:
-                    task.cancel()
-                await asyncio.wait(background)
+                await _stop(background)
 
     app = RouterApp(title="outloop router", lifespan=lifespan)
     app.state.is_serving = asyncio.Event()
@@ -161,6 +160,14 @@ def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
     app.add_exception_handler(HTTPException, _refuse)
     describe(app)
     return app
+
+
+async def _stop(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancel tasks until they end: a library's wait that is over at that moment may swallow it."""
+    while tasks:
+        for task in tasks:
+            task.cancel()
+        _, tasks = await asyncio.wait(tasks, timeout=_STOP_AGAIN_S)
 
 
 class RouterApp(FastAPI):

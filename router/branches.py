@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from outloop.buffer.records import Int32, Turn
@@ -41,11 +42,12 @@ class Node:
     num_messages: int
     end: int
     """Number of ids from the root to the end of this turn's output."""
+    asked: tuple[Message, ...] | None = None
+    """All messages of its request; given up when another turn goes on after it."""
     children: list[Node] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How a request is served: new prompt ids after the path of `parent`, and the branch cause."""
 
     parent: Node | None
@@ -166,6 +168,7 @@ class TurnTree:
         given = messages
         if messages is not None and said_after is not None:
             given = messages[said_after.num_messages :]
+            said_after.asked = None
         node = Node(
             turn=turn,
             parent=parent,
@@ -173,6 +176,7 @@ class TurnTree:
             given=given,
             answer=answer,
             tools=tools,
+            asked=messages,
             num_messages=len(messages) if messages is not None else -1,
             end=(parent.end if parent else 0) + len(turn.prompt_ids) + len(turn.output_ids),
         )
@@ -290,6 +294,8 @@ def _last_assistant(messages: Sequence[Message]) -> int:
 def _was_asked(node: Node | None, messages: tuple[Message, ...], end: int) -> bool:
     """True if messages[:end] are the ones that `node` answered."""
     while node is not None:
+        if node.asked is not None:
+            return messages[:end] == node.asked
         if node.given is None:
             return False
         start = end - len(node.given)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
+from msgspec.structs import replace
 
 from outloop.buffer.settings import Settings
 from outloop.router.dialects import messages_answer, messages_request
@@ -54,7 +54,12 @@ class Front:
         body = await exchange.body()
         if await self._upstreams.forward(exchange, session, body):
             return
-        request = dialect.decode(body)
+        told = session.told
+        if told is not None and dialect.decode_after is not None:
+            request = dialect.decode_after(body, told)
+        else:
+            request = dialect.decode(body)
+        session.told = request.told
         version = self._models.version_of(request.model)
         if version is not None:
             request = replace(request, policy_version=version)
@@ -149,7 +154,9 @@ def _is_ours(key: str) -> bool:
 def _retry(exchange: Exchange, body: bytes) -> tuple[str, bool]:
     """The key under which identical requests meet, and whether this one says it is a retry."""
     path = exchange.scope["path"].rpartition("/v1/")[2].encode()
-    digest = hashlib.blake2b(path + b"\0" + body, digest_size=16).hexdigest()
+    hasher = hashlib.sha256(path + b"\0")
+    hasher.update(body)
+    digest = hasher.hexdigest()[:32]
     idempotency_key = exchange.headers.get(b"idempotency-key")
     if idempotency_key is not None:
         return f"{idempotency_key.decode('latin-1')[:200]}:{digest}", True

@@ -18,6 +18,7 @@ import structlog
 
 from outloop.buffer.errors import DeadlineExceeded, ServerUnavailable
 from outloop.buffer.records import Sampling, VersionSpan
+from outloop.router.links import Links
 from outloop.router.pool import Server, ServerPool, version_gone
 from outloop.router.refusals import Refusal
 from outloop.router.wire import NO_WISH, Piece, Prompt, Span, Wish, read_piece, request_body
@@ -53,7 +54,7 @@ class Drawn:
 
 
 class Generator:
-    """Draws turns; one shared HTTP session, any number at once."""
+    """Draws turns, any number at once; `session` is for asking servers to stop."""
 
     def __init__(
         self,
@@ -64,6 +65,7 @@ class Generator:
         may_mix_versions: bool,
     ) -> None:
         self._session = session
+        self._links = Links()
         self._pool = pool
         self._timeout_s = timeout_s
         self._may_mix_versions = may_mix_versions
@@ -100,20 +102,20 @@ class Generator:
             preferred, num_before = server.entry.server_id, len(drawn.ids)
             version: int | None = None
             attempt += 1
+            name = f"{rid}-{attempt}"
             try:
                 self._keep_or_restart(drawn, server, wish, is_streamed=on_tokens is not None)
                 body = request_body(
                     prompt.followed_by(drawn.ids),
                     sampling,
                     stop_ids,
-                    rid=f"{rid}-{attempt}",
+                    rid=name,
                     max_new_tokens=sampling.max_new_tokens - len(drawn.ids),
                     policy_version=server.policy_version,
                     stream=on_tokens is not None,
                     wish=wish,
                 )
-                async with asyncio.timeout(remaining):
-                    await self._call(server, body, drawn, on_tokens, wish, f"{rid}-{attempt}")
+                await self._call(server, body, drawn, on_tokens, wish, name, remaining)
                 version = drawn.spans[-1].policy_version if drawn.spans else None
                 _check_version(drawn, policy_version)
                 num_empty_aborts += drawn.finish is None and len(drawn.ids) <= num_before
@@ -131,9 +133,10 @@ class Generator:
         return drawn, preferred or ""
 
     async def close(self) -> None:
-        """Wait for the abort requests that are on their way."""
+        """Wait for the abort requests that are on their way; close connections."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=_CONNECT_TIMEOUT_S)
+        self._links.close()
 
     def _remaining(self, deadline: float) -> float:
         remaining = deadline - time.monotonic()
@@ -185,56 +188,58 @@ class Generator:
     async def _call(
         self,
         server: Server,
-        body: bytes,
+        body: tuple[bytes, ...],
         drawn: Drawn,
         on_tokens: OnTokens | None,
         wish: Wish,
         rid: str,
+        timeout_s: float,
     ) -> None:
         """One request to one server; one that is given up here is aborted there."""
         try:
-            await self._request(server, body, drawn, on_tokens, wish.traceparent)
-        except asyncio.CancelledError:
+            await self._request(server, body, drawn, on_tokens, wish.traceparent, timeout_s)
+        except (asyncio.CancelledError, TimeoutError):
             self._abort_soon(server, rid)
             raise
 
     async def _request(
         self,
         server: Server,
-        body: bytes,
+        body: tuple[bytes, ...],
         drawn: Drawn,
         on_tokens: OnTokens | None,
         traceparent: str | None,
+        timeout_s: float,
     ) -> None:
         """Adds what the server draws to `drawn`; sets its finish unless the turn was aborted."""
-        headers = {"Content-Type": "application/json"}
-        if traceparent is not None:
-            headers["traceparent"] = traceparent
-        async with self._session.post(
-            f"{server.entry.url}/generate",
-            data=body,
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
-        ) as answer:
-            if answer.status >= 500:
-                raise ServerUnavailable(
-                    f"{server.entry.url}/generate answered status={answer.status}: "
-                    f"{(await answer.text())[:500]}"
-                )
-            if answer.status >= 400:
-                raise Refusal(
-                    400,
-                    "server_refused",
-                    f"the server refused the turn with status={answer.status}: "
-                    f"{(await answer.text())[:500]}",
-                )
-            if on_tokens is None:
-                merge = _Merge(drawn)
-                piece = read_piece(await answer.read())
-                merge.add(piece)
-                merge.finish(piece, server)
-                return
-            await _read_stream(answer, drawn, server, on_tokens)
+        events = _Events(drawn, server, on_tokens) if on_tokens is not None else None
+        try:
+            status, answer = await self._links.post(
+                f"{server.entry.url}/generate",
+                body,
+                timeout_s=timeout_s,
+                headers=(("traceparent", traceparent),) if traceparent is not None else (),
+                on_data=events.add if events is not None else None,
+            )
+        finally:
+            if events is not None and drawn.finish is None:
+                # What came before the server failed was drawn and counts.
+                events.end()
+        if status >= 500:
+            raise ServerUnavailable(
+                f"{server.entry.url}/generate answered status={status}: {_start_of(answer)}"
+            )
+        if status >= 400:
+            raise Refusal(
+                400,
+                "server_refused",
+                f"the server refused the turn with status={status}: {_start_of(answer)}",
+            )
+        if events is None:
+            merge = _Merge(drawn)
+            piece = read_piece(answer)
+            merge.add(piece)
+            merge.finish(piece, server)
 
 
 class _Merge:
@@ -319,44 +324,53 @@ def _top(entries: list[tuple[float | None, int, Any]] | None) -> Top:
     return [(token, p) for p, token, _ in entries or () if p is not None]
 
 
-async def _read_stream(
-    answer: aiohttp.ClientResponse, drawn: Drawn, server: Server, on_tokens: OnTokens
-) -> None:
-    merge = _Merge(drawn)
-    try:
-        await _read_pieces(answer, drawn, merge, server, on_tokens)
-    finally:
-        if drawn.finish is None:
-            # What came before the server failed was drawn and counts.
-            merge.finish(Piece(), server)
+class _Events:
+    """A streamed answer as it comes."""
 
+    def __init__(self, drawn: Drawn, server: Server, on_tokens: OnTokens) -> None:
+        self._drawn = drawn
+        self._server = server
+        self._on_tokens = on_tokens
+        self._merge = _Merge(drawn)
+        self._held: list[bytes] = []
 
-async def _read_pieces(
-    answer: aiohttp.ClientResponse,
-    drawn: Drawn,
-    merge: _Merge,
-    server: Server,
-    on_tokens: OnTokens,
-) -> None:
-    async for line in answer.content:
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
+    def add(self, data: bytes) -> bool:
+        """Take what came; True once the answer is complete.
+
+        Raises:
+            ServerUnavailable: the server broke off its stream.
+        """
+        *lines, rest = data.split(b"\n")
+        if not lines:
+            self._held.append(rest)
+            return False
+        lines[0] = b"".join((*self._held, lines[0]))
+        self._held = [rest]
+        return any(line.startswith(b"data:") and self._take(line[5:].strip()) for line in lines)
+
+    def end(self) -> None:
+        """No more will come."""
+        self._merge.finish(Piece(), self._server)
+
+    def _take(self, data: bytes) -> bool:
         if data == b"[DONE]":
-            break
+            return True
         piece = read_piece(data)
         if piece.error is not None:
             reason = piece.error if isinstance(piece.error, str) else piece.error.message
-            raise ServerUnavailable(f"{server.entry.url} broke off its stream: {reason}")
-        new = merge.add(piece)
+            raise ServerUnavailable(f"{self._server.entry.url} broke off its stream: {reason}")
+        new = self._merge.add(piece)
         is_last = piece.meta_info.finish_reason is not None
         if is_last:
-            merge.finish(piece, server)
+            self._merge.finish(piece, self._server)
         if new:
-            drawn.num_handed_on += len(new)
-            on_tokens(new)
-        if is_last:
-            return
+            self._drawn.num_handed_on += len(new)
+            self._on_tokens(new)
+        return is_last
+
+
+def _start_of(answer: bytes) -> str:
+    return answer[:500].decode(errors="replace")
 
 
 def _check_version(drawn: Drawn, policy_version: int | None) -> None:

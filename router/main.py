@@ -23,6 +23,7 @@ from outloop.buffer.registry import advertised_url
 from outloop.buffer.run import Run
 from outloop.buffer.writer import BufferWriter
 from outloop.router.app import RouterApp, create_app
+from outloop.router.connections import ClientConnection
 
 _BACKLOG = 4096
 _KEEP_ALIVE_S = 75
@@ -67,7 +68,7 @@ async def serve(
                 uvicorn.Config(
                     app,
                     loop="none",
-                    http="httptools",
+                    http=ClientConnection,
                     ws="none",
                     lifespan="on",
                     log_config=None,

@@ -7,7 +7,7 @@ plan's ids come after recorded ids; what cannot go on is rendered in full or ref
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from outloop.buffer.settings import SamplingSettings
 from outloop.router.branches import Plan
@@ -58,13 +58,10 @@ class Planner:
             return session.tree.plan(request.messages, request.tools)
 
         found = plan()
-        has_history = request.prompt is not None or any(
-            message.role == "assistant" for message in request.messages
-        )
         # Another router process may have recorded the turn that this continues: the whole history
         # is known here only where it ends in an answer of ours.
         is_sure = not found.is_root if request.prompt is not None else found.said_after is not None
-        if not is_sure and has_history and await self._episodes.refresh(session):
+        if not is_sure and _has_history(request) and await self._episodes.refresh(session):
             found = plan()
         return found
 
@@ -92,3 +89,9 @@ class Planner:
                 param="previous_response_id",
             )
         return request, plan
+
+
+def _has_history(request: TurnRequest) -> bool:
+    return request.prompt is not None or any(
+        message.role == "assistant" for message in request.messages
+    )

@@ -90,7 +90,8 @@ class ServerPool:
                 await asyncio.sleep(_REFRESH_WHILE_WAITED_FOR_S)
                 continue
             try:
-                await asyncio.wait_for(self._hurry.wait(), REFRESH_S)
+                async with asyncio.timeout(REFRESH_S):
+                    await self._hurry.wait()
             except TimeoutError:
                 continue
 

@@ -8,8 +8,8 @@ get is recorded without loss.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from outloop.buffer.records import FinishReason, Sampling, Turn
@@ -26,8 +26,7 @@ from outloop.router.sessions import EpisodeSession
 from outloop.router.turns import TurnRequest, TurnResult
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
+class Recording(msgspec.Struct, frozen=True):
     """What the choices of one request share."""
 
     job: TurnJob

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 from renderers.base import ParsedResponse, ParsedToolCall, ToolCallParseStatus
 
 from outloop.router.calls import CallForm
 from outloop.router.turns import Message, ToolCall
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What the policy's ids say; output ids from `undelivered_from` on were not handed out."""
 
     message: Message
@@ -27,8 +26,7 @@ class Answer:
     """A call that was shown while it was drawn came to no good end."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Begun:
+class Begun(msgspec.Struct, frozen=True, kw_only=True):
     """What a client was shown of calls while they were drawn."""
 
     text: str

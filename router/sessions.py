@@ -16,6 +16,7 @@ from outloop.router.branches import TurnTree
 from outloop.router.port import EpisodeBuffer
 from outloop.router.refusals import Refusal
 from outloop.router.rendering import PolicyRenderer
+from outloop.router.turns import Told
 
 if TYPE_CHECKING:
     from outloop.router.jobs import TurnJob
@@ -32,6 +33,8 @@ class EpisodeSession:
         self.tree = TurnTree(renderer)
         self.jobs: dict[str, list[TurnJob]] = {}
         """By retry key, oldest first."""
+        self.told: Told | None = None
+        """What its last request said."""
         self.is_closed = False
         self.last_server: str | None = None
         self.num_turns = 0
@@ -136,6 +139,7 @@ class Episodes:
         """Drop what a closed episode keeps in memory; only that it is closed stays."""
         session.is_closed = True
         session.jobs = {}
+        session.told = None
         session.tree = TurnTree(self._renderer)
 
     async def _load(self, episode_id: str) -> EpisodeSession:

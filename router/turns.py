@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -61,8 +60,15 @@ def _same_json(one: str, other: str) -> bool:
         return False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnRequest:
+class Told(msgspec.Struct, frozen=True):
+    """What a request said, so that the next one is read from where it says more."""
+
+    text: bytes
+    """The JSON of `messages`, without the bracket that ends it."""
+    messages: tuple[Message, ...]
+
+
+class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a client asks for, in any dialect; None means that the client left it out."""
 
     model: str
@@ -79,7 +85,7 @@ class TurnRequest:
     policy_version: int | None = None
     """Only weights of this version may draw; None: whichever the run is at."""
     max_new_tokens: int | None = None
-    asked: dict[str, float] = field(default_factory=dict)
+    asked: dict[str, float] = {}
     """Sampling parameters that the client set, by the names of `Sampling`."""
     has_logit_bias: bool = False
     json_schema: str | None = None
@@ -94,6 +100,8 @@ class TurnRequest:
     wants_usage: bool = False
     traceparent: str | None = None
     """The client's OpenTelemetry context."""
+    told: Told | None = None
+    """As it was said, where the dialect can go on from it."""
 
     @property
     def forces_call(self) -> bool:
@@ -101,8 +109,7 @@ class TurnRequest:
         return bool(self.tools) and self.tool_choice not in ("auto", "none")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     """One drawn token as text and bytes, with its behavior logprob."""
 
     text: str
@@ -111,8 +118,7 @@ class TokenLogprob:
     """The most probable tokens in its place, where the client asked for them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnResult:
+class TurnResult(msgspec.Struct, frozen=True, kw_only=True):
     """One answered choice: the recorded turn and what the client is told."""
 
     turn: Turn
@@ -123,8 +129,7 @@ class TurnResult:
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CallPlace:
+class CallPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Which call of a choice a piece belongs to."""
 
     number: int
@@ -132,8 +137,7 @@ class CallPlace:
     name: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of a choice while it is generated; with `call`, a piece of its arguments."""
 
     choice_index: int
@@ -148,8 +152,7 @@ def call_id_of(turn_id: str, number: int) -> str:
     return f"call_{turn_id}_{number}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AnswerHead:
+class AnswerHead(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an answer before it is complete."""
 
     turn_id: str
@@ -170,10 +173,11 @@ class AnswerStream(Protocol):
         """What has not been shown, and the end."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Dialect:
+class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     """A wire format as a pair of pure translations."""
 
     decode: Callable[[bytes], TurnRequest]
     encode: Callable[[Sequence[TurnResult], TurnRequest], bytes]
     stream: Callable[[AnswerHead, TurnRequest], AnswerStream]
+    decode_after: Callable[[bytes, Told], TurnRequest] | None = None
+    """As `decode`, for less where the body repeats what an earlier one said and adds to it."""

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 
 from outloop.buffer.errors import OutloopError
+from outloop.router.connections import CONNECTION, ClientConnection
 from outloop.router.metrics import RouterMetrics
 from outloop.router.refusals import OPENAI_ERRORS, ErrorForm, Refusal, as_refusal
 
@@ -130,9 +131,13 @@ class Exchange:
     def is_gone(self) -> bool:
         """True if the client has closed the connection, as far as is known now.
 
-        Only after the body was read and before the answer is complete. `receive` is begun and given
-        up at once: a task for every request that waits for it would cost as much as the rest.
+        Only after the body was read and before the answer is complete. Where the server does not
+        say, `receive` is begun and given up at once: a task for every request that waits for it
+        would cost as much as the rest.
         """
+        connection: ClientConnection | None = self.scope.get(CONNECTION)
+        if connection is not None:
+            return connection.is_gone()
         if self._is_gone:
             return True
         step = self.receive().__await__()

@@ -6,7 +6,6 @@ answer. Invariant: every sampling parameter is sent; unknown fields of an answer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -71,8 +70,7 @@ def read_piece(data: bytes) -> Piece:
         raise ServerUnavailable(f"/generate answered what is no result: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """Ids as they stand in a request, so that a conversation is not written anew at each turn.
 
     Example: `Prompt().followed_by([5, 6])` has `text` b"5,6".
@@ -89,8 +87,7 @@ class Prompt:
         return Prompt(self.num_ids + len(ids), self.text + b"," + more if self.text else more)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
     """What few turns ask of a server beyond their sampling."""
 
     json_schema: str | None = None
@@ -112,8 +109,8 @@ def request_body(
     policy_version: int | None,
     stream: bool,
     wish: Wish,
-) -> bytes:
-    """The body that draws at most `max_new_tokens` after `prompt`."""
+) -> tuple[bytes, ...]:
+    """The body, in pieces, that draws at most `max_new_tokens` after `prompt`."""
     parameters: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": sampling.temperature,
@@ -137,11 +134,10 @@ def request_body(
     if wish.json_schema is not None:
         parameters["json_schema"] = wish.json_schema
     more = {"top_logprobs_num": wish.num_top_logprobs} if wish.num_top_logprobs else {}
-    return msgspec.json.encode(
+    rest = msgspec.json.encode(
         {
             **more,
             "rid": rid,
-            "input_ids": msgspec.Raw(b"[" + prompt.text + b"]"),
             "sampling_params": parameters,
             "return_logprob": True,
             "stream": stream,
@@ -149,3 +145,5 @@ def request_body(
             "extra_key": str(policy_version),
         }
     )
+    # The ids are most of it, and are not copied.
+    return b'{"input_ids":[', prompt.text, b"]," + rest[1:]

@@ -15,7 +15,7 @@ import msgspec
 
 from outloop.router.dialects import fields
 from outloop.router.refusals import Refusal
-from outloop.router.turns import Message, ToolCall, TurnRequest
+from outloop.router.turns import Message, Told, ToolCall, TurnRequest
 
 _ROLES = {
     "system": "system",
@@ -87,20 +87,35 @@ class ChatRequest(msgspec.Struct):
     stream_options: _StreamOptions | None = None
 
 
+class _Shallow(ChatRequest, kw_only=True):
+    """The body with its messages unread: what an earlier request said is not read again."""
+
+    messages: msgspec.Raw  # type: ignore[assignment]
+
+
 _decoder = msgspec.json.Decoder(ChatRequest)
+_shallow = msgspec.json.Decoder(_Shallow)
+_messages = msgspec.json.Decoder(list[ChatMessage])
 
 
-def decode(body: bytes) -> TurnRequest:
-    """The turn request in a body.
+def decode(body: bytes, earlier: Told | None = None) -> TurnRequest:
+    """The turn request in a body; messages that it repeats from `earlier` are not read again.
 
     Raises:
         Refusal: 400, not JSON, or a value that cannot be.
     """
-    chat = fields.read(_decoder, body)
+    try:
+        chat: ChatRequest = _shallow.decode(body)
+        told = _told(bytes(chat.messages), earlier)  # type: ignore[arg-type]
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        # Read as a whole, it says where it is wrong.
+        chat = fields.read(_decoder, body)
+        told = Told(b"", to_messages(chat.messages))
     tools = to_tools(bytes(chat.tools))
     return TurnRequest(
         model=chat.model,
-        messages=to_messages(chat.messages),
+        messages=told.messages,
+        told=told if told.text else None,
         tools=tools,
         tool_choice=fields.tool_choice_of(_tool_choice(chat.tool_choice), tools),
         parallel_tool_calls=chat.parallel_tool_calls is not False,
@@ -120,15 +135,29 @@ def decode(body: bytes) -> TurnRequest:
     )
 
 
-def to_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
-    """Normalised messages.
+def _told(text: bytes, earlier: Told | None) -> Told:
+    """What the JSON list `text` says; raises as to_messages, and what msgspec raises."""
+    own = text[:-1].rstrip()
+    if earlier is not None and own.startswith(earlier.text):
+        border = len(earlier.text)
+        if border == len(own):
+            return earlier
+        if own[border : border + 1] == b",":
+            known = earlier.messages
+            new = _messages.decode(b"[" + own[border + 1 :] + b"]")
+            return Told(own, known + to_messages(new, start=len(known)))
+    return Told(own, to_messages(_messages.decode(text)))
+
+
+def to_messages(messages: Sequence[ChatMessage], *, start: int = 0) -> tuple[Message, ...]:
+    """Normalised messages; `start` come before them.
 
     Raises:
         Refusal: 400, none, an unknown role, or content that is not text.
     """
     if not messages:
         raise Refusal(400, "invalid_value", "messages=[]; at least one is needed", param="messages")
-    return tuple(_message(index, message) for index, message in enumerate(messages))
+    return tuple([_message(index, message) for index, message in enumerate(messages, start)])
 
 
 @lru_cache(maxsize=256)

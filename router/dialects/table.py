@@ -38,7 +38,10 @@ DIALECTS: Mapping[str, Served] = MappingProxyType(
     {
         "/v1/chat/completions": Served(
             dialect=Dialect(
-                decode=chat_request.decode, encode=chat_answer.encode, stream=chat_answer.ChatStream
+                decode=chat_request.decode,
+                encode=chat_answer.encode,
+                stream=chat_answer.ChatStream,
+                decode_after=chat_request.decode,
             ),
             body=chat_request.ChatRequest,
             summary="One turn of an episode, as chat completion.",
