@@ -1,6 +1,5 @@
 """A Redis with a password on TCP, and a user's folder, for parts that are started one by one."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -13,63 +12,23 @@ import redis
 from outloop.buffer.embedded import find_server
 from outloop.engine.new_policy import write_policy
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
+import user_folder
+
 PASSWORD = "p@ss/word:%41"
-ROLLOUTS = '''
-"""Digits score: a random policy differs within a group, so there is signal."""
-
-
-def tasks():
-    return [{"question": f"say {i}"} for i in range(64)]
-
-
-async def play(task, episode):
-    answer = await episode.client.chat.completions.create(
-        model="policy", messages=[{"role": "user", "content": task.payload["question"]}]
-    )
-    text = answer.choices[0].message.content or ""
-    return float(sum(character.isdigit() for character in text))
-'''
-CONFIG = """
-[run]
-name = "apart"
-keys_file = "keys/run.json"
-
-[model]
-path = "model"
-renderer = "qwen3"
-renderer_options = {{ enable_thinking = false }}
-max_context_tokens = 256
-
-[env]
-rollout_function_path = "rollouts:play"
-tasks = "rollouts:tasks"
-max_concurrent_episodes = 16
-episode_deadline_s = 20
-
-[sampling]
-max_new_tokens = 12
-
-[buffer]
-redis_url = "redis://127.0.0.1:{port}"
-redis_password_file = "keys/redis_password"
-group_size = 4
-
-[publish]
-transport = "disk"
-
-[router]
-host = "0.0.0.0"
-
-[server]
-host = "0.0.0.0"
-
-[trainer]
-num_steps = 2
-groups_per_step = 4
-learning_rate = 5e-3
-checkpoint_every = 1
-take_timeout_s = 90
-"""
+SETTINGS = {
+    "run": {"name": "apart", "keys_file": "keys/run.json"},
+    "env": {"max_concurrent_episodes": 16, "episode_deadline_s": 20},
+    "publish": {"transport": "disk"},
+    "router": {"host": "0.0.0.0"},
+    "server": {"host": "0.0.0.0"},
+    "trainer": {
+        "num_steps": 2,
+        "groups_per_step": 4,
+        "checkpoint_every": 1,
+        "take_timeout_s": 90,
+    },
+}
 
 
 @pytest.fixture
@@ -112,9 +71,11 @@ def workspace(tmp_path: Path, redis_port: int, model_folder: Path) -> Path:
     """A folder with settings, a rollout function, a model and the password in a file."""
     (tmp_path / "keys").mkdir()
     (tmp_path / "keys" / "redis_password").write_text(PASSWORD + "\n")
-    (tmp_path / "rollouts.py").write_text(ROLLOUTS)
-    (tmp_path / "run.toml").write_text(CONFIG.format(port=redis_port))
-    (tmp_path / "model").symlink_to(model_folder)
+    at = {
+        "redis_url": f"redis://127.0.0.1:{redis_port}",
+        "redis_password_file": "keys/redis_password",
+    }
+    user_folder.write(tmp_path, model_folder, SETTINGS | {"buffer": at})
     return tmp_path
 
 
@@ -123,13 +84,6 @@ def outloop(workspace: Path) -> Callable[..., subprocess.Popen[str]]:
     """Start the command line in the user's folder; its output is one text."""
 
     def start(*arguments: str, cwd: Path = workspace) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "outloop.cli", *arguments],
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        return user_folder.start(cwd, *arguments)
 
     return start

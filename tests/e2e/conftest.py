@@ -1,39 +1,26 @@
 """A tiny model folder and a task that a random policy can already score on."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
+import user_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
 AGENT = ROOT / "examples/calculator/agent.py"
-ROLLOUTS = '''
+MORE_CODE = '''
+
 import asyncio
 import os
 import random
 import sys
-
-
-def tasks():
-    return [{"question": f"say {i}"} for i in range(64)]
-
-
-def eval_tasks():
-    return [{"question": f"hold {i}"} for i in range(16)]
-
-
-async def play(task, episode):
-    """Digits score: a random policy differs within a group, so there is signal."""
-    answer = await episode.client.chat.completions.create(
-        model="policy", messages=[{"role": "user", "content": task.payload["question"]}]
-    )
-    text = answer.choices[0].message.content or ""
-    return float(sum(character.isdigit() for character in text))
 
 
 async def crash(task, episode):
@@ -61,46 +48,17 @@ async def nan(task, episode):
 def wrong(task):
     return 1.0
 '''
-
-CONFIG = """
-[run]
-name = "tiny"
-dir = "runs"
-
-[model]
-path = "model"
-renderer = "qwen3"
-renderer_options = {{ enable_thinking = false }}
-max_context_tokens = 256
-
-[env]
-rollout_function_path = "rollouts:play"
-tasks = "rollouts:tasks"
-eval_tasks = "rollouts:eval_tasks"
-max_concurrent_episodes = 32
-episode_deadline_s = 15
-max_replaced_share = 0.5
-
-[sampling]
-max_new_tokens = 12
-
-[buffer]
-group_size = 4
-max_staleness = {staleness}
-
-[trainer]
-num_steps = {steps}
-groups_per_step = 8
-learning_rate = 5e-3
-checkpoint_every = 2
-take_timeout_s = 60
-
-[eval]
-every = 2
-num_episodes = 8
-final_num_episodes = 8
-timeout_s = 60
-"""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "run": {"name": "tiny", "dir": "runs"},
+    "env": {
+        "eval_tasks": "rollouts:eval_tasks",
+        "max_concurrent_episodes": 32,
+        "episode_deadline_s": 15,
+        "max_replaced_share": 0.5,
+    },
+    "trainer": {"groups_per_step": 8, "checkpoint_every": 2, "take_timeout_s": 60},
+    "eval": {"every": 2, "num_episodes": 8, "final_num_episodes": 8, "timeout_s": 60},
+}
 
 
 @pytest.fixture(scope="session")
@@ -121,9 +79,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workspace(tmp_path: Path, model_folder: Path) -> Path:
-    """A user's folder: their rollout function beside a link to the model."""
-    (tmp_path / "rollouts.py").write_text(f"AGENT = {str(AGENT)!r}\n" + ROLLOUTS)
-    (tmp_path / "model").symlink_to(model_folder)
+    """A user's folder: their rollout functions and settings beside a link to the model."""
+    more_code = f"{MORE_CODE}\n\nAGENT = {str(AGENT)!r}\n"
+    user_folder.write(tmp_path, model_folder, SETTINGS, more_code)
     return tmp_path
 
 
@@ -133,7 +91,11 @@ def write_config(workspace: Path) -> Callable[..., Path]:
 
     def write(*, staleness: int = 1, steps: int = 4) -> Path:
         path = workspace / "run.toml"
-        path.write_text(CONFIG.format(staleness=staleness, steps=steps))
+        changes = SETTINGS | {
+            "buffer": {"max_staleness": staleness},
+            "trainer": SETTINGS["trainer"] | {"num_steps": steps},
+        }
+        path.write_text(user_folder.settings_text(changes))
         return path
 
     return write
@@ -144,15 +106,7 @@ def outloop(workspace: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run the command line in the user's folder."""
 
     def run(*arguments: str, timeout_s: float = 150.0) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "outloop.cli", *arguments],
-            cwd=workspace,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        return user_folder.run(workspace, *arguments, timeout_s=timeout_s)
 
     return run
 

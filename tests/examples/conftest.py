@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from outloop.buffer.records import Task
-from outloop.engine.new_policy import write_policy
+from outloop.engine.new_policy import Sizes, write_policy
 from outloop.envs.clients import Clients
 from outloop.envs.episode import Episode
 from outloop.envs.scores import Scores
@@ -93,7 +93,9 @@ async def open_episode(router: Any) -> AsyncIterator[Callable[..., tuple[Task, E
 
 
 @pytest.fixture
-def train_example(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+def train_example(
+    tmp_path: Path, load_example: Callable[..., ModuleType]
+) -> Callable[..., list[dict[str, Any]]]:
     """Two steps of an example from a random policy, as a user would; rows of metrics.jsonl."""
 
     def train(name: str, **settings: object) -> list[dict[str, Any]]:
@@ -110,10 +112,9 @@ def train_example(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
             assert answer.returncode == 0, answer.stdout + answer.stderr
 
         folder = ROOT / "examples" / name
-        outloop(
-            *("new-policy", "--out", "policy", "--max-context-tokens", "2048"),
-            *("--conversations", "tasks:conversations", "--import-dir", str(folder)),
-        )
+        # As `outloop new-policy` does, without another process that loads torch first.
+        rows = load_example(name, "tasks").conversations()
+        write_policy(tmp_path / "policy", 0, rows[:1000], Sizes(max_context_tokens=2048))
         settings = SHORT | settings
         flags = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in settings.items()]
         outloop("train", str(folder / "run.toml"), *(w for flag in flags for w in ("--set", flag)))
