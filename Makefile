@@ -41,9 +41,16 @@ bwrap:
 venv-sglang: $(STAMP)
 	TORCH_PIP_ARGS="$(TORCH_PIP_ARGS)" $(BIN)/python -m outloop.engine.serve.sglang.environment
 
-# Real SGLang on the CPU: the contract suite on one server, a mixture of experts, the calculator.
+# Real SGLang on the CPU: the contract suite on one server, beside a mixture of experts and the calculator.
 test-sglang: venv-sglang
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadgroup -m sglang -o timeout=600 tests/contract tests/e2e/test_sglang.py
+	$(MAKE) --jobs=2 --output-sync=target sglang-contract sglang-runs
+
+.PHONY: sglang-contract sglang-runs
+SGLANG_TESTS := $(ONE_THREAD) $(BIN)/python -m pytest -m sglang -o timeout=600
+sglang-contract:
+	$(SGLANG_TESTS) tests/contract --ignore=tests/contract/test_moe.py
+sglang-runs:
+	$(SGLANG_TESTS) tests/contract/test_moe.py tests/e2e/test_sglang.py
 
 demo: $(STAMP)
 	SEEDS=$(SEEDS) $(BIN)/python examples/demo.py $(EXAMPLE)

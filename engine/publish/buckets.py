@@ -8,7 +8,7 @@ bucket's memory is written again only after `filled` has been asked for the buck
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,11 @@ from outloop.engine.publish.plan import Bucket, TensorSpec, largest, plan_bucket
 from outloop.engine.publish.source import TensorSource
 from outloop.engine.publish.staging import Staging
 from outloop.engine.publish.verify import Account
+
+OnCopied = Callable[[Tensor, Bucket], None]
+"""Called with a bucket's content and some of its places."""
+_TOLD_BYTES = 1 << 22
+"""Copied before `on_copied` is told: few enough to be in the caches when they are read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +47,23 @@ class Fed:
     bucket_bytes: int = 0
     """Size of the largest bucket."""
 
-    def add(self, bucket: Filled) -> None:
-        """Account for a bucket."""
+    def count(self, bucket: Filled) -> None:
+        """One more bucket."""
         self.num_buckets += 1
-        for place in bucket.places:
-            content = bucket.content[place.start : place.end]
-            self.num_bytes += len(content)
-            for account in self.accounts.values():
-                account.add(place.spec, content)
+        self.num_bytes += sum(place.end - place.start for place in bucket.places)
+
+    def account(self, content: Tensor, places: Bucket) -> None:
+        """Account for some of the tensors of a bucket."""
+        for account in self.accounts.values():
+            account.add(content, places)
 
 
-class Filler:
-    """The buckets of one pass over a source, in `dtype`."""
+class Layout:
+    """The buckets of one model in `dtype`; the same for every pass."""
 
     def __init__(
         self,
-        source: TensorSource,
-        staging: Staging,
+        specs: Sequence[TensorSpec],
         *,
         bucket_bytes: int,
         dtype: torch.dtype,
@@ -69,11 +74,40 @@ class Filler:
         Raises:
             PublishFailed: there is no tensor, or one comes twice.
         """
-        specs = [dataclasses.replace(spec, dtype=dtype) for spec in source.specs]
-        _refuse_repeats(specs)
+        self.specs = specs
+        planned = [dataclasses.replace(spec, dtype=dtype) for spec in specs]
+        _refuse_repeats(planned)
+        self.buckets: Sequence[Bucket] = list(plan_buckets(planned, bucket_bytes, alignment))
+        self._views: dict[int, tuple[int, list[Tensor]]] = {}
+
+    def views(self, index: int, content: Tensor) -> list[Tensor]:
+        """Where the tensors of bucket `index` are to be written, which lies in `content`."""
+        address, views = self._views.get(index, (0, []))
+        if address != content.data_ptr() or not views:
+            views = [
+                content[place.start : place.end].view(place.spec.dtype).view(place.spec.shape)
+                for place in self.buckets[index]
+            ]
+            self._views[index] = content.data_ptr(), views
+        return views
+
+    def forget_views(self) -> None:
+        """Let go of the memory that was written to."""
+        self._views.clear()
+
+
+class Filler:
+    """The buckets of one pass over a source, as laid out."""
+
+    def __init__(
+        self, source: TensorSource, staging: Staging, layout: Layout, on_copied: OnCopied
+    ) -> None:
+        """`on_copied` is told of tensors soon after they were copied, all of them, in order."""
+        self._on_copied = on_copied
         self._source = source
         self._staging = staging
-        self._buckets = list(plan_buckets(specs, bucket_bytes, alignment))
+        self._layout = layout
+        self._buckets = layout.buckets
         self._index = 0
         self._next: Filled | None = None
         self.max_bytes = largest(self._buckets)
@@ -106,10 +140,14 @@ class Filler:
         places = self._buckets[self._index]
         # All buckets get the room of the largest, so that none is allocated again.
         content = self._staging.reserve(self._index, self.max_bytes)[: places[-1].end]
+        targets = self._layout.views(self._index, content)
         tensors = self._source.read([place.spec for place in places])
-        for place, tensor in zip(places, tensors, strict=True):
-            target = content[place.start : place.end].view(place.spec.dtype)
-            target.view(place.spec.shape).copy_(tensor)
+        first = 0
+        for last, (target, tensor) in enumerate(zip(targets, tensors, strict=True), 1):
+            target.copy_(tensor)
+            if last == len(places) or places[last].start - places[first].start >= _TOLD_BYTES:
+                self._on_copied(content, places[first:last])
+                first = last
         self._index += 1
         return Filled(content, places)
 

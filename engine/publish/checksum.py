@@ -38,8 +38,13 @@ class Sha256:
 
 def tensor_checksum(tensor: Tensor, algorithm: Algorithm = "xxh3_128") -> str:
     """Checksum (hex) over the tensor's elements as contiguous little-endian bytes."""
+    return bytes_checksum(tensor_bytes(tensor), algorithm)
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's elements as contiguous little-endian bytes: its own memory where it is such."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return bytes_checksum(flat.cpu().numpy().data, algorithm)
+    return flat.cpu().numpy().data
 
 
 def bytes_checksum(content: memoryview, algorithm: Algorithm) -> str:

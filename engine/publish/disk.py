@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.buckets import Fed, Filled, Filler
+from outloop.engine.publish.buckets import Fed, Filled, Filler, Layout
 from outloop.engine.publish.fanout import Fanout
 from outloop.engine.publish.plan import ALIGNMENT
 from outloop.engine.publish.source import TensorSource
@@ -51,13 +51,13 @@ class Disk:
         self.end()
         self._folder = self._root / "incoming"
         self._fed = Fed(accounts)
-        filler = Filler(
-            source,
-            self._staging,
+        layout = Layout(
+            source.specs,
             bucket_bytes=self._bucket_bytes,
             dtype=self._dtype,
             alignment=ALIGNMENT,
         )
+        filler = Filler(source, self._staging, layout, self._fed.account)
         try:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True)
@@ -106,5 +106,5 @@ class Disk:
             for place in bucket.places
         }
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        self._fed.add(bucket)
+        self._fed.count(bucket)
         return dict.fromkeys(tensors, name)

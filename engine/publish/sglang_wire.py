@@ -54,6 +54,9 @@ class BucketEntry:
     numel: int
 
 
+_FIELDS = BucketEntry.__dataclass_fields__.keys()
+
+
 def _rebuild_cuda(*arguments: Any) -> Tensor:
     """Open a CUDA-IPC handle on the device that the payload names by UUID."""
     at, wanted = _CUDA_DEVICE_AT, str(arguments[_CUDA_DEVICE_AT])
@@ -78,6 +81,7 @@ _READABLE: dict[tuple[str, str], Any] = {
     ): reductions.rebuild_storage_filename,
     ("torch", "Tensor"): torch.Tensor,
     ("torch", "Size"): torch.Size,
+    ("torch.storage", "TypedStorage"): torch.TypedStorage,
     ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
     **{("torch", name): dtype for name, dtype in _DTYPES.items()},
 }
@@ -149,7 +153,8 @@ def read_bucket(payload: str) -> tuple[Tensor, list[tuple[str, Tensor]]]:
     except (TypeError, ValueError, MemoryError) as error:
         raise PayloadRefused(f"the payload is damaged: {error}") from error
     flat, entries = _parts(content)
-    return flat, [_named_view(flat, entry) for entry in entries]
+    views = _Views(flat)
+    return flat, [(entry.name, views.of(entry)) for entry in entries]
 
 
 def _parts(content: object) -> tuple[Tensor, list[BucketEntry]]:
@@ -168,25 +173,52 @@ def _parts(content: object) -> tuple[Tensor, list[BucketEntry]]:
     )
 
 
-def _named_view(flat: Tensor, entry: BucketEntry) -> tuple[str, Tensor]:
-    fields = vars(entry)
-    if fields.keys() != BucketEntry.__dataclass_fields__.keys():
-        raise PayloadRefused(f"metadata has fields {sorted(fields)}")
-    start, end = entry.start_idx, entry.end_idx
-    is_typed = isinstance(entry.dtype, torch.dtype) and isinstance(entry.shape, tuple)
-    is_typed = is_typed and isinstance(entry.name, str)
-    is_typed = is_typed and all(isinstance(size, int) and size >= 0 for size in entry.shape)
-    if not (is_typed and isinstance(start, int) and isinstance(end, int)):
-        raise PayloadRefused(f"metadata of name={entry.name!r} has fields of a wrong type")
-    size = torch.Size(entry.shape).numel() * entry.dtype.itemsize
-    if not (0 <= start <= end <= len(flat) and end - start == size):
-        raise PayloadRefused(
-            f"name={entry.name!r} claims bytes [{start}, {end}) for shape={list(entry.shape)} "
-            f"dtype={entry.dtype}; the bucket holds {len(flat)} bytes and the tensor needs {size}"
-        )
-    if start % entry.dtype.itemsize:
-        raise PayloadRefused(f"name={entry.name!r} starts at byte {start}, which is not aligned")
-    return entry.name, flat[start:end].view(entry.dtype).view(entry.shape)
+class _Views:
+    """Views of one bucket; a thousand small tensors cost one of the bucket for each dtype."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+        self._num_bytes = len(flat)
+        self._typed: dict[torch.dtype, Tensor] = {}
+
+    def of(self, entry: BucketEntry) -> Tensor:
+        """The entry's tensor.
+
+        Raises:
+            PayloadRefused: fields of other names or types, or bytes that are not the bucket's.
+        """
+        fields = vars(entry)
+        if fields.keys() != _FIELDS:
+            raise PayloadRefused(f"metadata has fields {sorted(fields)}")
+        name, shape, dtype = entry.name, entry.shape, entry.dtype
+        start, end = entry.start_idx, entry.end_idx
+        is_typed = isinstance(dtype, torch.dtype) and isinstance(shape, tuple)
+        is_typed = is_typed and isinstance(name, str)
+        is_typed = is_typed and all(isinstance(size, int) and size >= 0 for size in shape)
+        if not (is_typed and isinstance(start, int) and isinstance(end, int)):
+            raise PayloadRefused(f"metadata of name={name!r} has fields of a wrong type")
+        strides, num = [1] * len(shape), 1
+        for axis in range(len(shape) - 1, -1, -1):
+            strides[axis] = num
+            num *= shape[axis]
+        size, item = num * dtype.itemsize, dtype.itemsize
+        if not (0 <= start <= end <= self._num_bytes and end - start == size):
+            raise PayloadRefused(
+                f"name={name!r} claims bytes [{start}, {end}) for shape={list(shape)} "
+                f"dtype={dtype}; the bucket holds {self._num_bytes} bytes and the tensor "
+                f"needs {size}"
+            )
+        if start % item:
+            raise PayloadRefused(f"name={name!r} starts at byte {start}, which is not aligned")
+        return self._of_dtype(dtype).as_strided(shape, strides, start // item)
+
+    def _of_dtype(self, dtype: torch.dtype) -> Tensor:
+        """As much of the bucket as makes whole elements."""
+        typed = self._typed.get(dtype)
+        if typed is None:
+            num = self._num_bytes // dtype.itemsize * dtype.itemsize
+            typed = self._typed[dtype] = self._flat[:num].view(dtype)
+        return typed
 
 
 class _Reader(pickle.Unpickler):

@@ -13,11 +13,12 @@ from contextlib import closing
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from outloop.engine.publish.buckets import Fed, Filled, Filler
+from outloop.engine.publish.buckets import Fed, Filled, Filler, Layout
 from outloop.engine.publish.client import ServerClient
 from outloop.engine.publish.fanout import Fanout
-from outloop.engine.publish.plan import ALIGNMENT
+from outloop.engine.publish.plan import ALIGNMENT, Bucket
 from outloop.engine.publish.sglang_wire import PayloadWriter, write_bucket
 from outloop.engine.publish.source import TensorSource
 from outloop.engine.publish.staging import Staging
@@ -78,8 +79,12 @@ class Bucketed:
         self._staging = staging
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
+        self._layout: Layout | None = None
         self._filler: Filler | None = None
-        self._accounts: Mapping[str, Account] = {}
+        self._fed = Fed({})
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="publish-hash")
+        self._hashed: list[Future[None]] = []
+        """Of the bucket that was filled last."""
 
     def prepare(
         self, source: TensorSource, fanout: Fanout, accounts: Mapping[str, Account]
@@ -89,31 +94,36 @@ class Bucketed:
         Raises:
             PublishFailed: nothing to publish, no memory for it, or no server left.
         """
-        self._accounts = accounts
+        self._fed, self._hashed = Fed(accounts), []
         self._sender.connect(fanout)
-        self._filler = Filler(
-            source,
-            self._staging,
-            bucket_bytes=self._bucket_bytes,
-            dtype=self._dtype,
-            alignment=self._sender.alignment,
-        )
+        specs = source.specs
+        if self._layout is None or self._layout.specs != specs:
+            self._forget_layout()
+            self._layout = Layout(
+                specs,
+                bucket_bytes=self._bucket_bytes,
+                dtype=self._dtype,
+                alignment=self._sender.alignment,
+            )
+        self._filler = Filler(source, self._staging, self._layout, self._hash)
         self._filler.fill_first()
 
     def feed(self, fanout: Fanout) -> Fed:
         """Open the update, send every bucket, close the update."""
         assert self._filler is not None
-        filler, fed = self._filler, Fed(self._accounts)
+        filler, fed = self._filler, self._fed
         fanout.run("begin", ServerClient.begin_update)
-        in_flight: Future[None] | None = None
-        with closing(filler.filled()) as buckets, ThreadPoolExecutor(1) as hashing:
+        before: list[Future[None]] = []
+        with closing(filler.filled()) as buckets:
             for bucket in buckets:
-                if in_flight is not None:
+                if fed.num_buckets:
                     self._sender.finish(fanout)
-                    in_flight.result()
+                    _settle(before)
                 self._sender.start(fanout, bucket)
-                in_flight = hashing.submit(fed.add, bucket)
+                before, self._hashed = self._hashed, []
+                fed.count(bucket)
         self._sender.finish(fanout)
+        _settle(before)
         fanout.run("end", ServerClient.end_update)
         fed.peak_bytes, fed.bucket_bytes = filler.peak_bytes, filler.max_bytes
         return fed
@@ -123,15 +133,35 @@ class Bucketed:
         filler, self._filler = self._filler, None
         if filler is not None:
             filler.close()
+        # What is still being hashed is of no use, and reads memory that is about to be written.
+        self._hashing.submit(int).result()
+
+    def _hash(self, content: Tensor, places: Bucket) -> None:
+        if self._fed.accounts:
+            self._hashed.append(self._hashing.submit(self._fed.account, content, places))
 
     def release(self) -> None:
         """Give staging back; the next publish takes it anew."""
+        self._forget_layout()
         self._staging.close()
 
     def close(self) -> None:
         """Give staging back and leave what the sender joined."""
         self._sender.close()
+        self._hashing.shutdown()
+        self._forget_layout()
         self._staging.close()
+
+    def _forget_layout(self) -> None:
+        if self._layout is not None:
+            self._layout.forget_views()
+        self._layout = None
+
+
+def _settle(hashed: list[Future[None]]) -> None:
+    """Wait until a bucket has been hashed, so that its memory may be written again."""
+    for future in hashed:
+        future.result()
 
 
 class PayloadSender:

@@ -13,10 +13,10 @@ from typing import Protocol
 from torch import Tensor
 
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.checksum import Algorithm, bytes_checksum
+from outloop.engine.publish.checksum import Algorithm, bytes_checksum, tensor_bytes
 from outloop.engine.publish.client import ServerClient
 from outloop.engine.publish.fused import FusedChecksums
-from outloop.engine.publish.plan import TensorSpec
+from outloop.engine.publish.plan import Bucket, TensorSpec
 
 _ALGORITHM: Algorithm = "xxh3_128"
 
@@ -24,8 +24,8 @@ _ALGORITHM: Algorithm = "xxh3_128"
 class Account(Protocol):
     """What was sent, as one kind of server will speak of it."""
 
-    def add(self, spec: TensorSpec, content: Tensor) -> None:
-        """A tensor's bytes as sent (uint8)."""
+    def add(self, content: Tensor, places: Bucket) -> None:
+        """A bucket's bytes as sent (uint8), and which tensors lie where."""
 
     def verify(self, client: ServerClient, deadline: float) -> None:
         """Ask the server what it holds and compare.
@@ -41,9 +41,11 @@ class TorchAccount:
     def __init__(self) -> None:
         self._sums: dict[str, str] = {}
 
-    def add(self, spec: TensorSpec, content: Tensor) -> None:
-        """Keep the tensor's checksum."""
-        self._sums[spec.name] = bytes_checksum(content.cpu().numpy().data, _ALGORITHM)
+    def add(self, content: Tensor, places: Bucket) -> None:
+        """Keep the checksum of every tensor."""
+        held = tensor_bytes(content)
+        for place in places:
+            self._sums[place.spec.name] = bytes_checksum(held[place.start : place.end], _ALGORITHM)
 
     def verify(self, client: ServerClient, deadline: float) -> None:
         """Compare tensor by tensor."""
@@ -58,9 +60,10 @@ class SGLangAccount:
         self._sums = FusedChecksums(num_ranks, specs, is_gpu=is_gpu)
         self._num_ranks = num_ranks
 
-    def add(self, spec: TensorSpec, content: Tensor) -> None:
-        """Add the tensor to the parameter that it is part of."""
-        self._sums.add(spec, content)
+    def add(self, content: Tensor, places: Bucket) -> None:
+        """Add every tensor to the parameter that it is part of."""
+        for place in places:
+            self._sums.add(place.spec, content[place.start : place.end])
 
     def verify(self, client: ServerClient, deadline: float) -> None:
         """Compare every rank's parameters."""

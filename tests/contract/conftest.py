@@ -14,9 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
 
 NUM_RANKS = {"torch": 1, "sglang": 2}
 """Tensor-parallel ranks of the server under test, whose shards are fed and verified one by one."""
-# Of two workers, the one that has the server gets every test that wants it (--dist loadgroup).
-SHARED = [pytest.mark.sglang, pytest.mark.xdist_group("sglang")]
-KINDS = ["torch", pytest.param("sglang", marks=SHARED)]
+KINDS = ["torch", pytest.param("sglang", marks=pytest.mark.sglang)]
 SGLANG_DEFECTS = {
     "fatal_ids": "an id outside the vocabulary ends the server; the router refuses such ids",
     "seed": "sampling_seed needs --enable-deterministic-inference, which has no CPU backend",

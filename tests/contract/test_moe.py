@@ -15,6 +15,7 @@ from outloop.buffer.errors import PublishFailed
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
 from outloop.engine.publish.client import ServerClient
+from outloop.engine.publish.plan import Place
 from outloop.engine.publish.source import LocalTensors
 from outloop.engine.publish.transaction import Publisher
 from outloop.engine.publish.verify import accounts_for
@@ -23,7 +24,6 @@ PROMPT = [5, 17, 300, 8, 9, 44, 120, 7, 61, 2]
 
 
 @pytest.mark.sglang
-@pytest.mark.xdist_group("moe")
 async def test_experts_are_fed_and_verified(
     make_model: Callable[..., Path],
     start_sglang_server: Callable[..., Any],
@@ -67,7 +67,8 @@ async def test_experts_are_fed_and_verified(
     source = LocalTensors.of(changed)
     (account,) = accounts_for(["sglang"], num_ranks=1, specs=source.specs).values()
     for spec in source.specs:
-        account.add(spec, changed[spec.name].reshape(-1).view(torch.uint8))
+        place = Place(spec=spec, start=0, end=spec.num_bytes)
+        account.add(changed[spec.name].reshape(-1).view(torch.uint8), (place,))
     client = ServerClient("server-0", url)
     with pytest.raises(PublishFailed, match=r"layers\.1\.mlp\.experts\.w13_weight"):
         await asyncio.to_thread(account.verify, client, time.monotonic() + 60)

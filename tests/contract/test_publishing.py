@@ -15,7 +15,7 @@ from outloop.buffer.errors import PublishFailed
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
 from outloop.engine.publish.client import ServerClient
-from outloop.engine.publish.plan import TensorSpec
+from outloop.engine.publish.plan import Place, TensorSpec
 from outloop.engine.publish.source import LocalTensors
 from outloop.engine.publish.transaction import Publisher
 from outloop.engine.publish.verify import accounts_for
@@ -114,7 +114,8 @@ async def test_weights_that_were_not_sent_are_found(
             if name == changed:
                 sent.view(-1)[-1] += 1
             spec = TensorSpec(name=name, shape=tuple(sent.shape), dtype=sent.dtype)
-            account.add(spec, sent.reshape(-1).view(torch.uint8))
+            place = Place(spec=spec, start=0, end=spec.num_bytes)
+            account.add(sent.reshape(-1).view(torch.uint8), (place,))
         deadline = time.monotonic() + 60
         if changed is None:
             await asyncio.to_thread(account.verify, client, deadline)

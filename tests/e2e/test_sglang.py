@@ -17,7 +17,7 @@ import pytest
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.run import load_run
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900), pytest.mark.xdist_group("e2e")]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/calculator"
 PATIENCE_S = 400

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
 from outloop.engine.publish.source import LocalTensors
 from outloop.engine.publish.transaction import Publisher
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
+from one_server import OneServer
 from torch_server_process import ServerProcess
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -30,26 +30,6 @@ PROMPT = [3, 99, 250, 4, 18, 31, 7, 300, 2, 45, 11]
 NUM_DRAWN = 64
 MAX_LOGIT_DIFFERENCE = 1e-3
 MAX_LOGPROB_GAP = 1e-3
-
-
-class OneServer:
-    """A registry of one server."""
-
-    def __init__(self, url: str) -> None:
-        self.entry = ServerEntry(
-            server_id="server-0", url=url, kind="torch", policy_version=None, is_quarantined=False
-        )
-        self.state: tuple[int | None, bool] = (None, False)
-
-    def servers(self) -> tuple[ServerEntry, ...]:
-        """It."""
-        return (self.entry,)
-
-    def set_server_version(
-        self, server_id: str, policy_version: int | None, *, quarantined: bool
-    ) -> None:
-        """Remembered."""
-        self.state = (policy_version, quarantined)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from outloop.engine.serve.torch_server.weights import Weights, WeightsRefused, read_folder
@@ -75,6 +76,9 @@ class UpdateSession:
         for name, tensor in named_tensors:
             self._staged.write(name, tensor)
             self._written.add(name)
+        if self.live.device.type == "cuda":
+            # The answer says that the sender may write there again: the copies must be over.
+            torch.cuda.current_stream(self.live.device).synchronize()
 
     def keep_mapped(self, content: Tensor) -> None:
         """Keep a sender's memory mapped: it comes again, with other bytes; the next session too."""

@@ -12,7 +12,10 @@ V vocabulary.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,8 +23,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outloop.buffer.errors import SettingsError
-from outloop.engine.publish.checksum import Algorithm, tensor_checksum
+from outloop.engine.publish.checksum import Algorithm, bytes_checksum, tensor_bytes
 from outloop.engine.serve.torch_server.config import ModelConfig
+
+_MAX_HASHING = 4
+"""Threads."""
+_MIN_HASHED_BYTES = 1 << 24
+"""Of a thread; for less, another one costs more than it saves."""
 
 
 class WeightsRefused(Exception):
@@ -97,6 +105,8 @@ class Weights:
         self.embedding = torch.zeros(shape, dtype=dtype, device=device)
         self.final_norm = torch.zeros(config.hidden_size, dtype=dtype, device=device)
         self.head = self.embedding if config.is_tied else torch.zeros_like(self.embedding)
+        self._bytes: dict[str, memoryview] | None = None
+        """Of `named`, whose tensors stay where they are; made when first asked for."""
         self.layers = [LayerWeights(config, dtype, device) for _ in range(config.num_layers)]
         self.named: dict[str, Tensor] = {
             "model.embed_tokens.weight": self.embedding,
@@ -141,8 +151,30 @@ class Weights:
             layer.refresh(self.config.num_heads)
 
     def checksums(self, algorithm: Algorithm) -> dict[str, str]:
-        """Checksum of every named tensor's bytes."""
-        return {name: tensor_checksum(tensor, algorithm) for name, tensor in self.named.items()}
+        """Checksum of every named tensor's bytes as they lie there now."""
+        if self._bytes is None or self.device.type != "cpu":
+            self._bytes = {name: tensor_bytes(tensor) for name, tensor in self.named.items()}
+        parts = _equal_parts(self._bytes, min(_MAX_HASHING, os.cpu_count() or 1))
+
+        def hash_part(part: Sequence[str]) -> list[tuple[str, str]]:
+            assert self._bytes is not None
+            return [(name, bytes_checksum(self._bytes[name], algorithm)) for name in part]
+
+        # Hashing leaves the interpreter to others; who waits for it needs no core meanwhile.
+        with ThreadPoolExecutor(len(parts)) as pool:
+            return dict(chain.from_iterable(pool.map(hash_part, parts)))
+
+
+def _equal_parts(contents: Mapping[str, memoryview], max_parts: int) -> list[list[str]]:
+    """The names in at most `max_parts` runs of about as many bytes each."""
+    total = sum(content.nbytes for content in contents.values())
+    num = max(1, min(max_parts, total // _MIN_HASHED_BYTES))
+    parts: list[list[str]] = [[] for _ in range(num)]
+    before = 0
+    for name, content in contents.items():
+        parts[min(num - 1, before * num // max(1, total))].append(name)
+        before += content.nbytes
+    return parts
 
 
 def read_folder(weights: Weights, folder: Path) -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.buckets import Fed, Filler
+from outloop.engine.publish.buckets import Fed, Filler, Layout, OnCopied
 from outloop.engine.publish.checksum import tensor_checksum
 from outloop.engine.publish.client import ServerClient
-from outloop.engine.publish.plan import ALIGNMENT, PACKED, TensorSpec
+from outloop.engine.publish.plan import ALIGNMENT, PACKED, Bucket, TensorSpec
 from outloop.engine.publish.source import LocalTensors
 from outloop.engine.publish.staging import DeviceBuffer, SharedBuffer, Staging
 
@@ -42,8 +42,18 @@ def _specs(*sizes: int) -> list[TensorSpec]:
     ]
 
 
-def _filler(source: GatheredTensors, staging: Staging, alignment: int = ALIGNMENT) -> Filler:
-    return Filler(source, staging, bucket_bytes=4096, dtype=torch.float32, alignment=alignment)
+def _ignore(content: torch.Tensor, places: Bucket) -> None:
+    """Nobody follows."""
+
+
+def _filler(
+    source: GatheredTensors,
+    staging: Staging,
+    alignment: int = ALIGNMENT,
+    on_copied: OnCopied = _ignore,
+) -> Filler:
+    layout = Layout(source.specs, bucket_bytes=4096, dtype=torch.float32, alignment=alignment)
+    return Filler(source, staging, layout, on_copied)
 
 
 class Recorded:
@@ -52,9 +62,10 @@ class Recorded:
     def __init__(self) -> None:
         self.sums: dict[str, str] = {}
 
-    def add(self, spec: TensorSpec, content: torch.Tensor) -> None:
-        """Keep the checksum."""
-        self.sums[spec.name] = tensor_checksum(content)
+    def add(self, content: torch.Tensor, places: Bucket) -> None:
+        """Keep the checksums."""
+        for place in places:
+            self.sums[place.spec.name] = tensor_checksum(content[place.start : place.end])
 
     def verify(self, client: ServerClient, deadline: float) -> None:
         """Nobody asks."""
@@ -68,12 +79,12 @@ def test_two_buckets_at_most_are_held_whatever_the_model(is_shared: bool, alignm
     source = GatheredTensors(_specs(*([300, 1000, 7, 1] * 10)))
     buffers = [SharedBuffer() if is_shared else DeviceBuffer(CPU) for _ in range(2)]
     staging = Staging(*buffers)
-    filler = _filler(source, staging, alignment)
     account = Recorded()
     fed = Fed({"any": account})
+    filler = _filler(source, staging, alignment, fed.account)
     filler.fill_first()
     for bucket in filler.filled():
-        fed.add(bucket)
+        fed.count(bucket)
         # The bucket after this one is not yet begun: its gathering would be memory too.
         assert source.num_read == len(account.sums)
     assert fed.num_buckets > 10

@@ -21,7 +21,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 try:
     if sys.argv[1] == "disk":
         disk = Disk(Path(sys.argv[3]), bucket_bytes=300_000, dtype=torch.float32)
-        disk.prepare(LocalTensors.of(tensors), None, ())
+        disk.prepare(LocalTensors.of(tensors), None, {})
     else:
         SharedBuffer().reserve(800_000)
 except PublishFailed as error:

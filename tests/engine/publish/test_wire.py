@@ -5,11 +5,13 @@ import os
 import pickle
 import pickletools
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing import reductions
 
 from outloop.engine.publish.plan import TensorSpec, plan_buckets
 from outloop.engine.publish.sglang_wire import PayloadRefused, read_bucket, write_bucket
@@ -88,6 +90,42 @@ def test_the_payload_names_sglangs_class_in_byte_units() -> None:
         "numel": 30,
     }
     buffer.close()
+
+
+class _OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_a_cuda_handle_is_written_as_torch_writes_it_and_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every name that torch's reduction of a CUDA tensor brings is in the list; devices by UUID."""
+    content = torch.arange(64, dtype=torch.uint8)
+    handle = (b"handle", 64, 0, False, b"counter", 0, b"event", True)
+    place = (torch.Tensor, content.size(), content.stride(), 0)
+    told = (*place, type(content._typed_storage()), torch.uint8, 0, *handle)
+    rebuilt: list[tuple] = []
+
+    def rebuild(*arguments: object) -> torch.Tensor:
+        rebuilt.append(arguments)
+        return content
+
+    uuids = {0: "GPU-ours", 1: "GPU-theirs"}
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (rebuild, told))
+    # The name under which it is pickled: of the function that is found there.
+    rebuild.__module__, rebuild.__qualname__ = reductions.__name__, "rebuild_cuda_tensor"
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[int(device)])
+    )
+    monkeypatch.setattr(_OnGpu, "device", 1, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    (bucket,) = plan_buckets([TensorSpec(name="a", shape=(64,), dtype=torch.uint8)], 64)
+    flat, ((name, tensor),) = read_bucket(write_bucket(content.as_subclass(_OnGpu), bucket))
+    assert (name, flat is content, torch.equal(tensor, content)) == ("a", True, True)
+    assert rebuilt == [(*told[:6], 1, *told[7:])]
 
 
 class _Evil:
