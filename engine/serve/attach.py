@@ -13,12 +13,12 @@ import time
 
 import structlog
 
-from outloop.buffer.errors import DeadlineExceeded, OutloopError
+from outloop.buffer.errors import DeadlineExceeded
 from outloop.buffer.run import Run
-from outloop.engine.publish.client import ServerClient
 from outloop.engine.publish.probe import UNVERIFIED
 from outloop.engine.serve.probe import check_logprobs
 from outloop.engine.serve.registration import Registration
+from outloop.engine.serve.watch import Watch
 
 _POLL_S = 0.5
 _PROBE_TIMEOUT_S = 5.0
@@ -34,16 +34,17 @@ async def attach(run: Run, registration: Registration, url: str, *, stop: asynci
         SettingsError: its logprobs are not those that training needs.
         ServerUnavailable, PublishFailed: it went away, or is no SGLang, while it was asked.
     """
-    client = ServerClient(registration.server_id, url)
+    watch = Watch(
+        registration.server_id, url, timeout_s=_PROBE_TIMEOUT_S, max_missed=_MAX_MISSED_PROBES
+    )
     timeout_s = run.settings.server.start_timeout_s
     deadline = time.monotonic() + timeout_s
-    is_entered, num_missed = False, 0
+    is_entered = False
     try:
         while not stop.is_set():
             # The registry first: a publish names the version on the server before it does there.
             entered = await asyncio.to_thread(registration.held_version) if is_entered else None
-            held = await asyncio.to_thread(_weight_version, client)
-            num_missed = 0 if held is not None else num_missed + 1
+            held = await watch.weight_version()
             if held is not None and not is_entered:
                 await asyncio.to_thread(
                     check_logprobs, registration.server_id, url, timeout_s=timeout_s
@@ -54,7 +55,7 @@ async def attach(run: Run, registration: Registration, url: str, *, stop: asynci
             elif held is not None and _is_another(held, entered):
                 await asyncio.to_thread(registration.enter, url)
                 _log.warning("server_started_anew", server_id=registration.server_id, url=url)
-            elif is_entered and num_missed >= _MAX_MISSED_PROBES:
+            elif is_entered and watch.is_lost:
                 await asyncio.to_thread(registration.withdraw)
                 _log.warning("server_lost", server_id=registration.server_id, url=url)
                 is_entered, deadline = False, time.monotonic() + timeout_s
@@ -66,7 +67,7 @@ async def attach(run: Run, registration: Registration, url: str, *, stop: asynci
                 await asyncio.wait_for(stop.wait(), _POLL_S)
     finally:
         await asyncio.to_thread(registration.withdraw)
-        client.close()
+        watch.close()
 
 
 def _is_another(held: str, entered: int | None) -> bool:
@@ -74,12 +75,3 @@ def _is_another(held: str, entered: int | None) -> bool:
     if entered is None or held == str(entered) or held.startswith(UNVERIFIED):
         return False
     return not (held.isdecimal() and int(held) > entered)
-
-
-def _weight_version(client: ServerClient) -> str | None:
-    """The version that the server says it holds; None if it does not answer."""
-    try:
-        info = client.model_info(time.monotonic() + _PROBE_TIMEOUT_S)
-    except OutloopError:
-        return None
-    return str(info.get("weight_version"))

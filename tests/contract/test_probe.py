@@ -1,42 +1,24 @@
 """Verification by a probe, on a server of each kind: what is right passes, a loss is found."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from lossy_tap import LossyTap
 from one_server import OneServer
 from safetensors.torch import load_file
+from scored_source import source_of
 
 from outloop.buffer.errors import PublishFailed
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
 from outloop.engine.publish.probe import probe_prompts
-from outloop.engine.publish.source import LocalTensors
 from outloop.engine.publish.transaction import Publisher
 
 PROMPT = [5, 17, 300, 8, 9, 44, 120, 7, 61, 2]
-
-
-def source_of(folder: Path) -> LocalTensors:
-    """The folder's weights, scored by transformers."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-    @torch.inference_mode()
-    def score(prompts: Sequence[Sequence[int]]) -> list[Any]:
-        rows = []
-        for ids in prompts:
-            table = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
-            rows.append(table[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].numpy())
-        return rows
-
-    return LocalTensors.of(load_file(folder / "model.safetensors"), score)
 
 
 @pytest.fixture

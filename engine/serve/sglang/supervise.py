@@ -20,16 +20,16 @@ from collections.abc import Awaitable, Callable
 import psutil
 import structlog
 
-from outloop.buffer.errors import DeadlineExceeded, OutloopError, PartFailed, SettingsError
+from outloop.buffer.errors import DeadlineExceeded, PartFailed, SettingsError
 from outloop.buffer.registry import advertised_url
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.process import die_with_parent
-from outloop.engine.publish.client import ServerClient
 from outloop.engine.serve.sglang.arguments import (
     REFUSED_EXIT_CODE,
     process_environment,
     start_command,
 )
+from outloop.engine.serve.watch import Watch
 
 _POLL_S = 0.25
 _PROBE_INTERVAL_S = 5.0
@@ -66,44 +66,31 @@ async def serve_sglang(
         # SGLang's other processes end when this one does.
         preexec_fn=lambda: die_with_parent(signal.SIGKILL),
     )
+    watch = Watch("sglang", url, timeout_s=_PROBE_TIMEOUT_S, max_missed=_MAX_MISSED_PROBES)
     try:
         timeout_s = settings.server.start_timeout_s
-        if not await _wait_until_it_answers(timeout_s, process, url, identity, stop):
+        if not await _wait_until_it_answers(timeout_s, process, watch, identity, stop):
             return
         await on_bound(url)
         _log.info("server_ready", url=url, purpose="policy", pid=process.pid)
-        await _watch(process, url, stop)
+        await _watch(process, watch, stop)
     finally:
+        watch.close()
         await _end(process)
 
 
-async def _weight_version(url: str) -> str | None:
-    """The version that the server at `url` says it holds; None if it does not answer in time."""
-
-    def ask() -> str | None:
-        client = ServerClient("sglang", url)
-        try:
-            return str(client.model_info(time.monotonic() + _PROBE_TIMEOUT_S)["weight_version"])
-        except (OutloopError, KeyError):
-            return None
-        finally:
-            client.close()
-
-    return await asyncio.to_thread(ask)
-
-
 async def _wait_until_it_answers(
-    timeout_s: float, process: Process, url: str, identity: str, stop: asyncio.Event
+    timeout_s: float, process: Process, watch: Watch, identity: str, stop: asyncio.Event
 ) -> bool:
     """True when it answers, False when told to stop first."""
     deadline = time.monotonic() + timeout_s
-    while await _weight_version(url) != identity:
+    while await watch.weight_version() != identity:
         _check_alive(process)
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
                 who="server",
                 phase="start",
-                peer=f"SGLang at {url} (pid {process.pid})",
+                peer=f"SGLang at {watch.url} (pid {process.pid})",
                 after_s=timeout_s,
             )
         if await _stopped(stop, _POLL_S):
@@ -111,23 +98,22 @@ async def _wait_until_it_answers(
     return True
 
 
-async def _watch(process: Process, url: str, stop: asyncio.Event) -> None:
+async def _watch(process: Process, watch: Watch, stop: asyncio.Event) -> None:
     """Return when `stop` is set.
 
     Raises:
         PartFailed: SGLang ended, or did not answer for long.
     """
-    num_missed = 0
     probe_at = time.monotonic() + _PROBE_INTERVAL_S
     while not await _stopped(stop, _POLL_S):
         _check_alive(process)
         if time.monotonic() < probe_at:
             continue
-        version = await _weight_version(url)
-        num_missed = 0 if version is not None else num_missed + 1
-        if num_missed >= _MAX_MISSED_PROBES:
+        await watch.weight_version()
+        if watch.is_lost:
             raise PartFailed(
-                f"SGLang at {url} (pid {process.pid}) left num_probes={num_missed} unanswered, "
+                f"SGLang at {watch.url} (pid {process.pid}) left num_probes={_MAX_MISSED_PROBES} "
+                "unanswered, "
                 f"{_PROBE_TIMEOUT_S:.0f} s each; see the log above"
             )
         probe_at = time.monotonic() + _PROBE_INTERVAL_S
