@@ -54,9 +54,7 @@ from outloop.buffer.tasks import (
 from outloop.buffer.weights import encode_sources, encode_weights, load_mixture
 
 _CLAIM_MEMORY_MS = 600_000
-_MAX_CLAIM_COUNT = 4096
-_TASKS_PER_COMMAND = 512
-_CACHED_TASKS = 8192
+_MAX_CLAIM_COUNT, _TASKS_PER_COMMAND, _CACHED_TASKS = 4096, 512, 8192
 _RETRY_AFTER_S = {"admission": 0.1, "not_ready": 0.25, "no_tasks": 0.5, "paused": 1.0}
 _FINISHED_RETRY_AFTER_S = 5.0
 
