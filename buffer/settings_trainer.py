@@ -7,6 +7,7 @@ cross-field rules refuse and never rewrite.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -68,8 +69,10 @@ class TrainerSettings(BaseModel):
     correction_veto: float = Field(0.0, ge=0, lt=1)
     """A sequence with a token whose ratio proximal / behavior is below is masked whole; 0: none."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """Pull towards the model folder that the run began with: k1 in the reward, k2 or k3 in the
-    loss."""
+    """Pull towards the reference model: k1 in the reward, k2 or k3 in the loss."""
+    reference_path: Path | None = None
+    """Hugging Face folder of the reference, of the policy's vocabulary; left out: model.path as
+    it was when the run began."""
     kl_coefficient: float = Field(1e-3, ge=0)
     entropy_coefficient: float = Field(0.0, ge=0)
     """Bonus per nat of entropy at trained tokens."""

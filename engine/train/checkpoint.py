@@ -91,6 +91,21 @@ def read_checkpoint(path: Path) -> Checkpoint:
     )
 
 
+def check_model(checkpoint: Checkpoint, config: PolicyConfig) -> None:
+    """Refuse a checkpoint of a model of another shape; needs no process group.
+
+    Raises:
+        SettingsError: names what differs.
+    """
+    shape = shape_of(config)
+    if checkpoint.model != shape:
+        other = {k: (v, shape.get(k)) for k, v in checkpoint.model.items() if shape.get(k) != v}
+        raise SettingsError(
+            f"checkpoint {checkpoint.path} is of another model (checkpoint, model.path): {other}; "
+            "start a new run.name, or give the model folder that this run began with"
+        )
+
+
 def load_checkpoint(policy: Policy, checkpoint: Checkpoint) -> None:
     """Put a checkpoint's weights, moments, schedule position and random states in place.
 
@@ -101,13 +116,7 @@ def load_checkpoint(policy: Policy, checkpoint: Checkpoint) -> None:
     Raises:
         SettingsError: the checkpoint is of a model of another shape.
     """
-    shape = shape_of(policy.config)
-    if checkpoint.model != shape:
-        other = {k: (v, shape.get(k)) for k, v in checkpoint.model.items() if shape.get(k) != v}
-        raise SettingsError(
-            f"checkpoint {checkpoint.path} is of another model (checkpoint, model.path): {other}; "
-            "start a new run.name, or give the model folder that this run began with"
-        )
+    check_model(checkpoint, policy.config)
     is_same_layout = checkpoint.layout == dataclasses.asdict(policy.config.sizes)
     wanted = sharded_state(policy, num_updates=checkpoint.num_updates, is_loading=True)
     if is_same_layout:

@@ -24,6 +24,7 @@ from outloop.buffer.settings import Settings
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.publish.transaction import Publisher as TransactionalPublisher
 from outloop.engine.train import mcore
+from outloop.engine.train.checkpoint import check_model, latest_checkpoint
 from outloop.engine.train.custom import check_custom
 from outloop.engine.train.loop import RlLoop
 from outloop.engine.train.parallel import check_world
@@ -32,6 +33,7 @@ from outloop.engine.train.ports import Publisher, Reader
 from outloop.engine.train.progress import Progress
 from outloop.engine.train.ranks import Lead, follow
 from outloop.engine.train.recording import NoServers, Recording, read_groups
+from outloop.engine.train.reference import read_reference_config
 from outloop.engine.train.sft import run_sft
 from outloop.engine.train.work import Work
 
@@ -93,6 +95,7 @@ def _join(run: Run, stack: ExitStack) -> tuple[Work, Phases]:
     settings = run.settings
     trainer = settings.trainer
     config = mcore.read_config(settings.model.path, trainer.megatron, num_ranks=trainer.num_ranks)
+    _check_files(run, config)
     mcore.join_process_group(
         seed=settings.run.seed, sizes=config.sizes, timeout_s=trainer.rank_timeout_s
     )
@@ -107,6 +110,24 @@ def _join(run: Run, stack: ExitStack) -> tuple[Work, Phases]:
     work = Work(run, config)
     stack.callback(work.close)
     return work, phases
+
+
+def _check_files(run: Run, config: mcore.PolicyConfig) -> None:
+    """Refuse, before a process group is formed, files that do not belong to this model.
+
+    Every rank comes to the same sentence by itself.
+
+    Raises:
+        SettingsError: the reference has another vocabulary, or the checkpoint that the run would
+            go on from is of another model or release.
+    """
+    trainer = run.settings.trainer
+    if trainer.kl != "none":
+        read_reference_config(run.settings, config)
+    if trainer.resume and trainer.mode == "rl":
+        found = latest_checkpoint(run.dir / "checkpoints")
+        if found is not None:
+            check_model(found, config)
 
 
 def _lead(

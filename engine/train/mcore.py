@@ -30,6 +30,7 @@ from megatron.core.distributed import (  # noqa: E402
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -225,8 +226,28 @@ class Policy:
             )
         # Before the update, so that the first one of a warm-up has a rate above zero.
         self.scheduler.step(increment=1)
-        self.optimizer.step()
+        # Megatron's own `step` would copy the gradients and compute their norm once more.
+        self._clip(norm)
+        self.optimizer.step_with_ready_grads()
         return norm, float(self.optimizer.param_groups[0]["lr"])
+
+    def _clip(self, norm: float) -> None:
+        """Scale the gradients down to the largest norm that the settings allow."""
+        for part in _optimizer_parts(self.optimizer):
+            limit = part.config.clip_grad
+            factor = limit / (norm + 1e-6)
+            if limit <= 0.0 or factor >= 1.0:
+                continue
+            if torch.cuda.is_available():
+                clip_grad_by_total_norm_fp32(
+                    part.get_parameters(),
+                    max_norm=limit,
+                    total_norm=norm,
+                    use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                )
+                continue
+            # Without Apex Megatron would scale into copies.
+            torch._foreach_mul_([p.grad for p in part.get_parameters()], factor)
 
     def _report_output_layer(self) -> None:
         """With overlap, Megatron waits for a parameter whose passes were all held back."""
@@ -236,6 +257,20 @@ class Policy:
         if not (self.config.is_tied and model.pre_process):
             weight = model.output_weight
             self.wrapped.param_to_bucket_group[weight].register_grad_ready(weight)
+
+
+def _optimizer_parts(optimizer: Any) -> list[Any]:
+    """Dense and expert parameters may have optimizers of their own; a stage may lack either."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+
+
+def _fuse_adam(optimizer: Any) -> None:
+    """Have torch update a CPU's weights in one pass over them; Apex and TE do that on a GPU."""
+    for part in _optimizer_parts(optimizer):
+        if isinstance(part.optimizer, torch.optim.Adam) and not torch.cuda.is_available():
+            for group in part.optimizer.param_groups:
+                group["fused"] = True
 
 
 def _largest(norm: float) -> float:
@@ -278,6 +313,7 @@ def build_policy(config: PolicyConfig, settings: TrainerSettings, *, num_updates
         ),
         [wrapped],
     )
+    _fuse_adam(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -1,8 +1,8 @@
 """The frozen model that KL terms pull towards.
 
 Owns: loading it and knowing that it is the same model after a resume. Does not own: the KL
-formulas, scoring. Invariant: its weights are those of the model folder that the run began with,
-byte for byte, or the run does not start.
+formulas, scoring. Invariant: its weights are those of the folder that the run began with, byte for
+byte, or the run does not start; its vocabulary is the policy's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from outloop.buffer.errors import SettingsError
-from outloop.engine.train.mcore import PolicyConfig, PolicyModel
+from outloop.buffer.settings import Settings
+from outloop.engine.train.mcore import PolicyConfig, PolicyModel, read_config
 from outloop.engine.train.weights import load_huggingface
 
 _BLOCK = 2**22
@@ -39,6 +40,26 @@ def content_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def read_reference_config(settings: Settings, policy: PolicyConfig) -> PolicyConfig:
+    """The configuration of the reference, split over the ranks as the policy is.
+
+    Raises:
+        SettingsError: its vocabulary is another one than the policy's, or its folder is refused.
+    """
+    trainer = settings.trainer
+    if trainer.reference_path is None:
+        return policy
+    config = read_config(trainer.reference_path, trainer.megatron, num_ranks=trainer.num_ranks)
+    if config.vocab_size != policy.vocab_size:
+        raise SettingsError(
+            f"trainer.reference_path={str(trainer.reference_path)!r} has vocab_size="
+            f"{config.vocab_size}, model.path={str(settings.model.path)!r} has "
+            f"{policy.vocab_size}: their logprobs are of different tokens. Give a reference with "
+            "the policy's tokenizer, or leave it out"
+        )
+    return config
+
+
 def load_reference(
     config: PolicyConfig, folder: Path, *, pinned_hash: str, device: torch.device
 ) -> Reference:
@@ -53,8 +74,8 @@ def load_reference(
     found = content_hash(folder)
     if pinned_hash and found != pinned_hash:
         raise SettingsError(
-            f"model.path={str(folder)!r} has content hash {found[:12]}, but this run is pinned to "
-            f"the reference model {pinned_hash[:12]}; put the original files back, or start a new "
+            f"folder {str(folder)!r} has content hash {found[:12]}, but this run is pinned to the "
+            f"reference model {pinned_hash[:12]}; put the original files back, or start a new "
             "run.name"
         )
     with torch.random.fork_rng(devices=[]):

@@ -22,7 +22,7 @@ from outloop.engine.train.exchange import agree
 from outloop.engine.train.exports import Exports
 from outloop.engine.train.mcore import Policy, PolicyConfig, build_policy
 from outloop.engine.train.placement import Placement
-from outloop.engine.train.reference import Reference, load_reference
+from outloop.engine.train.reference import Reference, load_reference, read_reference_config
 from outloop.engine.train.report import UpdateReport
 from outloop.engine.train.samples import Sample
 from outloop.engine.train.saving import Saving, begin_save, save_checkpoint
@@ -94,11 +94,12 @@ class Work:
         Raises:
             SettingsError: the folder's content is not what it was when the run began.
         """
+        settings = self._settings
         self._reference = agree(
             "load the reference",
             lambda: load_reference(
-                self.config,
-                self._settings.model.path,
+                read_reference_config(settings, self.config),
+                settings.trainer.reference_path or settings.model.path,
                 pinned_hash=pinned_hash,
                 device=next(self.policy.model.parameters()).device,
             ),

@@ -69,7 +69,7 @@ def run_case(case: dict[str, Any], folder: Path, *, num_ranks: int) -> None:
     mcore.join_process_group(seed=1, sizes=config.sizes, timeout_s=120.0)
     try:
         settings = TrainerSettings(
-            learning_rate=1e-3, max_microbatch_tokens=64, **case.get("settings", {})
+            **({"learning_rate": 1e-3, "max_microbatch_tokens": 64} | case.get("settings", {}))
         )
         policy = mcore.build_policy(config, settings, num_updates=10)
         weights.load_huggingface(policy.model, model)
@@ -81,24 +81,26 @@ def run_case(case: dict[str, Any], folder: Path, *, num_ranks: int) -> None:
             assert checkpoint is not None
             load_checkpoint(policy, checkpoint)
             first = checkpoint.step
-        result = _updates(policy, settings, first, case.get("num_updates", NUM_UPDATES))
+        order = case.get("order_seed", 0)
+        result = _updates(policy, settings, first, case.get("num_updates", NUM_UPDATES), order)
         result["is_bit_equal"] = is_bit_equal
         if "save" in case:
             step = first + len(result["updates"])
             mark = CheckpointMark(fence=1, group_ids=(), next_slot=0, policy_version=step)
             saving = begin_save(policy, Path(case["save"]), step=step, mark=mark, keep=1)
-            # What is trained meanwhile must not be in it.
-            saving.start()
-            _updates(policy, settings, step, 1)
-            assert saving.wait(100.0)
-            saving.result()
-            dist.barrier()
         if int(os.environ.get("RANK", "0")):
             exports.send_all()
         else:
             (folder / f"{case['name']}.json").write_text(json.dumps(result))
             tensors = {name: tensor.clone() for name, tensor in exports.named(bucket_bytes=50_000)}
             save_file(tensors, folder / f"{case['name']}.safetensors")
+        if "save" in case:
+            # What is trained meanwhile must not be in it.
+            saving.start()
+            _updates(policy, settings, step, 1)
+            assert saving.wait(100.0)
+            saving.result()
+            dist.barrier()
     finally:
         # The ranks stay; the next case lays them out anew.
         parallel_state.destroy_model_parallel()
@@ -119,15 +121,20 @@ def _comes_back(exports: Exports, model: Path) -> bool:
 
 
 def _updates(
-    policy: mcore.Policy, settings: TrainerSettings, first: int, count: int
+    policy: mcore.Policy, settings: TrainerSettings, first: int, count: int, order_seed: int = 0
 ) -> dict[str, Any]:
     rows = []
     vocab_size = policy.config.vocab_size
     scores: list[float] = []
     for seed in range(first, first + count):
         samples = samples_of(seed, vocab_size=vocab_size)
-        scored = score(policy.model, samples, max_tokens=64, on_microbatch=lambda: None)
-        scores = [float(logprob) for row in scored for logprob in row]
+        order = np.arange(len(samples))
+        if order_seed:
+            order = np.random.default_rng(order_seed).permutation(len(samples))
+        samples = [samples[index] for index in order]
+        limit = settings.max_microbatch_tokens
+        scored = score(policy.model, samples, max_tokens=limit, on_microbatch=lambda: None)
+        scores = [float(logprob) for place in np.argsort(order) for logprob in scored[place]]
         report = rl_update(policy, samples, settings, policy_version=0, on_microbatch=lambda: None)
         rows.append(report.metrics() | report.policy_metrics())
     return {"updates": rows, "scores": scores}

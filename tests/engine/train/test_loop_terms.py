@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from families import make_family
 from memory_buffer import FAST, Setup
 
 from outloop.buffer.errors import SettingsError
@@ -48,6 +49,19 @@ def test_the_reference_is_pinned_across_a_resume(
     complete.write_text(json.dumps(sizes))
     with pytest.raises(SettingsError, match="pinned to the reference model 000000000000"):
         again.train()
+
+
+def test_the_reference_may_be_another_model(
+    setup: MakeRun, tiny_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Of another shape and family; the first step's KL to it is not zero, and it is pinned."""
+    make_family("llama", tmp_path / "other", is_tied=False, hidden_size=32, head_dim=8)
+    chosen = {"kl": "k3", "num_steps": 1, "reference_path": tmp_path / "other"}
+    made = setup(trainer=FAST | chosen)
+    (row,) = made.train()
+    assert row["train/kl"] > 1e-3
+    state = json.loads((made.run.dir / "checkpoints/step_1/state.json").read_text())
+    assert state["reference_hash"] == content_hash(tmp_path / "other")
 
 
 def test_an_own_loss_takes_the_place_of_the_built_in_one(

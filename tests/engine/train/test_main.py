@@ -1,16 +1,22 @@
 """What is refused before anything is built."""
 
+import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from families import make_family
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.records import CheckpointMark
+from outloop.buffer.run import create_run
 from outloop.buffer.settings import Settings
-from outloop.engine.train import cpu_backend
+from outloop.engine.train import cpu_backend, main, mcore
 from outloop.engine.train.main import check_settings
+from outloop.engine.train.saving import save_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -43,3 +49,58 @@ def test_the_cpu_backend_knows_one_megatron_only(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(metadata, "version", lambda name: "0.17.0")
     with pytest.raises(SettingsError, match=r"pip install megatron-core==0\.16\.1"):
         cpu_backend.install()
+
+
+@pytest.fixture
+def join(
+    tiny_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """A rank's start, up to the process group: `join("qwen3", kl="k3")`."""
+
+    def no_group(**_: Any) -> None:
+        raise AssertionError("a process group is formed")
+
+    monkeypatch.setattr(mcore, "join_process_group", no_group)
+
+    def start(kind: str = "qwen3", **trainer: Any) -> None:
+        settings = Settings(model={"path": tiny_folder(kind)}, trainer=trainer)
+        with ExitStack() as stack:
+            main._join(create_run(settings, tmp_path / "run", "unix:///nowhere"), stack)
+
+    return start
+
+
+def test_a_reference_of_another_vocabulary_is_refused_first(
+    join: Callable[..., None], tmp_path: Path
+) -> None:
+    """Before a process group is formed; without a KL term nobody looks at it."""
+    make_family("llama", tmp_path / "reference", is_tied=True, vocab_size=300)
+    with pytest.raises(SettingsError, match=r"reference_path=.*vocab_size=300, .* has 400"):
+        join(kl="k3", reference_path=tmp_path / "reference")
+    with pytest.raises(AssertionError, match="a process group is formed"):
+        join(reference_path=tmp_path / "reference")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [({}, "another model .*qk_layernorm"), ({"schema": 9}, "schema=9; this release reads 2")],
+)
+def test_a_checkpoint_that_does_not_belong_is_refused_first(
+    change: dict[str, Any],
+    sentence: str,
+    join: Callable[..., None],
+    make_policy: Callable[..., mcore.Policy],
+    tmp_path: Path,
+) -> None:
+    """One of another model, or of a newer release: before a process group is formed."""
+    mark = CheckpointMark(fence=1, group_ids=(), next_slot=0, policy_version=1)
+    folder = tmp_path / "run" / "checkpoints"
+    path = save_checkpoint(make_policy("qwen3"), folder, step=1, mark=mark, keep=1)
+    text = json.dumps(json.loads((path / "state.json").read_text()) | change)
+    (path / "state.json").write_text(text)
+    sizes = json.loads((path / "COMPLETE").read_text())
+    (path / "COMPLETE").write_text(json.dumps(sizes | {"state.json": len(text)}))
+    with pytest.raises(SettingsError, match=sentence):
+        join("llama")
+    with pytest.raises(AssertionError, match="a process group is formed"):
+        join("llama", resume=False)
