@@ -387,10 +387,9 @@ class BufferWriter:
 
 def _member(opening: Opening) -> str:
     check_id(opening.episode_id, "episode_id")
-    if opening.purpose == "eval" and not opening.eval_name:
-        return f"o:{opening.episode_id}:0"
     if opening.purpose == "eval":
-        return f"e:{check_id(opening.eval_name, 'eval_name')}:{opening.attempt}"
+        name = opening.eval_name and check_id(opening.eval_name, "eval_name")
+        return f"e:{name}:{opening.attempt}" if name else f"o:{opening.episode_id}:0"
     if opening.purpose != "train":
         raise RecordError(
             f"episode_id={opening.episode_id}: purpose={opening.purpose!r}; 'train' or 'eval' is "
