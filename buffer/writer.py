@@ -79,11 +79,10 @@ class BufferWriter:
             BufferUnavailable: Redis is unreachable or does not hold the run.
             SettingsError, SchemaMismatch: it was started with other settings, by another release.
         """
-        client = connect_async(run.redis_url)
-        writer = cls(run, client, clock)
+        writer = cls(run, connect_async(run.redis_url), clock)
         try:
             with translated(f"run_id={run.run_id}: joining"):
-                meta: Any = await client.hgetall(writer._key("meta"))
+                meta: Any = await writer._client.hgetall(writer._key("meta"))
             check_joinable(run, meta)
         except BaseException:
             await writer.close()

@@ -8,7 +8,7 @@ distribution is unknown, that follow a stop, or that no client received have no 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any
 
 from outloop.buffer.records import Opening, Sampling
@@ -58,33 +58,41 @@ def decide(
         Refusal: 400, the governance of a parameter is reject and the client asked for another
             value, or it may ask for what cannot be served.
     """
-    base = Sampling(
-        temperature=settings.temperature,
-        max_new_tokens=settings.max_new_tokens,
-        stop=request.stop,
-        constraint=_constraint(request, opening, settings),
-    )
-    wanted, limit = request.max_new_tokens, base.max_new_tokens
+    wanted, limit = request.max_new_tokens, settings.max_new_tokens
     own = opening.sampling if opening is not None else None
+    in_force: dict[str, Any] = {"temperature": settings.temperature}
     if own is not None:
-        base = _with(base, own)
-        limit = base.max_new_tokens if wanted is None else min(wanted, base.max_new_tokens)
-        return replace(base, max_new_tokens=max(1, min(limit, room)))
+        in_force |= own
+        limit = int(own.get("max_new_tokens", limit))
+        limit = limit if wanted is None else min(wanted, limit)
+    else:
+        in_force |= _asked(request, settings)
+        if wanted is not None:
+            may_raise = settings.governance_of("max_new_tokens") == "record"
+            limit = wanted if may_raise else min(wanted, limit)
+    in_force["max_new_tokens"] = max(1, min(limit, room))
+    kept: dict[str, Any] = {name: _as_kept(name, value) for name, value in in_force.items()}
+    constraint = _constraint(request, opening, settings)
+    return Sampling(stop=request.stop, constraint=constraint, **kept)
+
+
+def _asked(request: TurnRequest, settings: SamplingSettings) -> dict[str, float]:
+    """What a client asked for and gets; raises as decide."""
+    found = {}
+    plain = _plain(settings.temperature)
     for name, value in request.asked.items():
         governance = settings.governance_of(name)
         if governance == "record":
-            base = _with(base, {name: value})
-        elif governance == "reject" and value != getattr(base, name):
-            raise _not_allowed(name, value, f"samples with {name}={getattr(base, name)!r}")
+            found[name] = value
+        elif governance == "reject" and value != getattr(plain, name):
+            raise _not_allowed(name, value, f"samples with {name}={getattr(plain, name)!r}")
     if request.seed is not None:
-        if settings.governance_of("seed") == "reject":
+        governance = settings.governance_of("seed")
+        if governance == "reject":
             raise _not_allowed("seed", request.seed, "draws freely")
-        if settings.governance_of("seed") == "record":
-            base = replace(base, seed=request.seed)
-    if wanted is not None:
-        may_raise = settings.governance_of("max_new_tokens") == "record"
-        limit = wanted if may_raise else min(wanted, limit)
-    return replace(base, max_new_tokens=max(1, min(limit, room)))
+        if governance == "record":
+            found["seed"] = request.seed
+    return found
 
 
 def is_honoured(name: str, opening: Opening | None, settings: SamplingSettings) -> bool:
@@ -152,11 +160,11 @@ def loss_spans(
     return ((0, end),) if end else (), reason
 
 
-def _with(base: Sampling, values: dict[str, float]) -> Sampling:
-    known = {f.name for f in fields(Sampling)}
-    changed: dict[str, Any] = {
-        name: float(value) if name in _FLOATS else int(value)
-        for name, value in values.items()
-        if name in known
-    }
-    return replace(base, **changed)
+def _as_kept(name: str, value: float) -> float:
+    return float(value) if name in _FLOATS else int(value)
+
+
+@lru_cache(maxsize=4)
+def _plain(temperature: float) -> Sampling:
+    """What is in force when nobody asks for anything else."""
+    return Sampling(temperature=temperature)

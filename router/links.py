@@ -166,7 +166,7 @@ class _Link(asyncio.Protocol):
 
     def __init__(self, address: _Address) -> None:
         self._address = address
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser: Any = httptools.HttpResponseParser(self)
         self._pieces: list[bytes] = []
         self._status = 0
         self._on_data: OnData | None = None
@@ -204,6 +204,8 @@ class _Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_usable = False
+        # The parser holds this object: without it nothing waits for the garbage collector.
+        self._parser = None
         if self._draining is not None:
             self._draining.cancel()
         self._fail(self._address.broken(f"closed before the end of its answer ({exc})"))

@@ -19,6 +19,7 @@ from outloop.buffer.errors import SettingsError
 
 _CACHED_TEXTS = 2048
 _MAX_CACHED_CHARS = 16384
+_MAX_CACHED_IDS = 4
 
 
 class PolicyTokenizer:
@@ -40,6 +41,7 @@ class PolicyTokenizer:
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         # Rendering encodes the same fragments again and again: role headers, tool preambles.
         self._encode_cached = lru_cache(maxsize=_CACHED_TEXTS)(self._encode)
+        self._decode_cached = lru_cache(maxsize=_CACHED_TEXTS)(self._decode)
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         """Ids of `text`; markers such as `<|im_end|>` in it become their single id."""
@@ -54,8 +56,10 @@ class PolicyTokenizer:
         **_: Any,
     ) -> str:
         """Text of `token_ids`; bytes that are no character become U+FFFD."""
-        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        ids = (token_ids,) if isinstance(token_ids, int) else tuple(token_ids)
+        if len(ids) <= _MAX_CACHED_IDS:
+            return self._decode_cached(ids, skip_special_tokens)
+        return self._decode(ids, skip_special_tokens)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         """Id of a token, None when unknown; a list for a list."""
@@ -77,6 +81,9 @@ class PolicyTokenizer:
     def num_ids(self) -> int:
         """One more than the highest id; ids may have holes."""
         return max(self.get_vocab().values()) + 1
+
+    def _decode(self, ids: tuple[int, ...], skip_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)

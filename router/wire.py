@@ -6,6 +6,7 @@ answer. Invariant: every sampling parameter is sent; unknown fields of an answer
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -111,6 +112,28 @@ def request_body(
     wish: Wish,
 ) -> tuple[bytes, ...]:
     """The body, in pieces, that draws at most `max_new_tokens` after `prompt`."""
+    parameters = _parameters(sampling, stop_ids, max_new_tokens, wish.json_schema)
+    more = {"top_logprobs_num": wish.num_top_logprobs} if wish.num_top_logprobs else {}
+    rest = msgspec.json.encode(
+        {
+            **more,
+            "rid": rid,
+            "sampling_params": parameters,
+            "return_logprob": True,
+            "stream": stream,
+            # Salts the prefix cache: KV of other weights is never reused.
+            "extra_key": str(policy_version),
+        }
+    )
+    # The ids are most of it, and are not copied.
+    return b'{"input_ids":[', prompt.text, b"]," + rest[1:]
+
+
+@lru_cache(maxsize=256)
+def _parameters(
+    sampling: Sampling, stop_ids: tuple[int, ...], max_new_tokens: int, json_schema: str | None
+) -> msgspec.Raw:
+    """`sampling_params`; turns of a run have few different ones."""
     parameters: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": sampling.temperature,
@@ -131,19 +154,6 @@ def request_body(
     }
     if sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed
-    if wish.json_schema is not None:
-        parameters["json_schema"] = wish.json_schema
-    more = {"top_logprobs_num": wish.num_top_logprobs} if wish.num_top_logprobs else {}
-    rest = msgspec.json.encode(
-        {
-            **more,
-            "rid": rid,
-            "sampling_params": parameters,
-            "return_logprob": True,
-            "stream": stream,
-            # Salts the prefix cache: KV of other weights is never reused.
-            "extra_key": str(policy_version),
-        }
-    )
-    # The ids are most of it, and are not copied.
-    return b'{"input_ids":[', prompt.text, b"]," + rest[1:]
+    if json_schema is not None:
+        parameters["json_schema"] = json_schema
+    return msgspec.Raw(msgspec.json.encode(parameters))
