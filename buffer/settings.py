@@ -110,14 +110,22 @@ class RouterSettings(_Section):
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
     """0: any free port."""
+    num_processes: int = Field(1, gt=0)
+    """Router processes that the launcher starts behind one port; `max_queued_turns` is divided
+    among them."""
     shares_port: bool = False
-    """Several router processes may listen on `port`; the kernel spreads connections over them."""
+    """Processes that are started by hand may listen on one `port`; so may those of `num_processes`.
+    The kernel spreads connections over them."""
     unkeyed: Literal["refuse", "serve"] = "refuse"
     """Traffic without an episode key: 401, or served without being recorded for training."""
     turn_timeout_s: float = Field(120.0, gt=0)
     drain_timeout_s: float = Field(20.0, ge=0)
     """How long a router that is stopped goes on with the turns that it has begun."""
     max_turns_per_episode: int = Field(64, gt=0)
+    max_tokens_per_episode: int | None = Field(None, gt=0)
+    """Ids of all its turns: prompts after their parents', and outputs; none: as many as fit."""
+    max_concurrent_turns_per_episode: int = Field(64, gt=0)
+    """Turns that an episode's key may have drawn at once, by one router process."""
     max_queued_turns: int = Field(4096, gt=0)
     upstreams: dict[str, UpstreamSettings] = {}
     """By the name under which agents ask for them."""

@@ -17,6 +17,7 @@ import msgspec
 import redis.asyncio
 
 from outloop.buffer import codec
+from outloop.buffer.budgets import BudgetNotes, EpisodeUsage
 from outloop.buffer.connect import connect_async, translated
 from outloop.buffer.errors import BufferUnavailable, NotFound, OutloopError, RecordError
 from outloop.buffer.grouped import GroupedScripts
@@ -66,8 +67,9 @@ class BufferWriter:
         self._run = run
         self._client = client
         self._prefix = prefix(run.run_id)
-        self._scripts = AsyncScripts(client, key(run.run_id, "meta"), clock)
-        self._turn_scripts = GroupedScripts(client, key(run.run_id, "meta"), clock)
+        scripts = (client, key(run.run_id, "meta"), clock)
+        self._scripts, self._turn_scripts = AsyncScripts(*scripts), GroupedScripts(*scripts)
+        self.budget_notes = BudgetNotes(client, self._scripts, self._prefix)
         self._tasks: OrderedDict[bytes, Task] = OrderedDict()
         self._mixture: tuple[int, Mixture] | None = None
 
@@ -145,9 +147,8 @@ class BufferWriter:
         )
         rows: list[tuple[str, str, int, int, str]] = list(msgspec.msgpack.decode(packed))
         if not rows:
-            why = reason.decode()
-            retry_after_s = _RETRY_AFTER_S.get(why, _FINISHED_RETRY_AFTER_S)
-            return ClaimResult(claims=(), reason=why, retry_after_s=retry_after_s)
+            wait_s = _RETRY_AFTER_S.get(why := reason.decode(), _FINISHED_RETRY_AFTER_S)
+            return ClaimResult(claims=(), reason=why, retry_after_s=wait_s)
         mixture = await self._load_mixture(revision)
         fields = [
             (
@@ -178,14 +179,13 @@ class BufferWriter:
         words: list[bytes | str | int] = [len(openings)]
         for opening in openings:
             identity = codec.encode_opening(replace(opening, opened_at=0.0, deadline_at=0.0))
-            lasts_s = max(opening.deadline_at - opening.opened_at, 0.0)
             words += [
                 opening.episode_id,
                 _member(opening),
                 opening.task_id,
                 identity,
                 codec.encode_opening(opening),
-                int((lasts_s + CLOSE_GRACE_S) * 1000),
+                int((max(opening.deadline_at - opening.opened_at, 0.0) + CLOSE_GRACE_S) * 1000),
             ]
         if not openings:
             return ()
@@ -205,8 +205,8 @@ class BufferWriter:
                 fields, turns = await pipeline.execute()
         return open_episode_from(fields, turns)
 
-    async def append_turn(self, turn: Turn) -> None:
-        """Record a turn; the same turn_id with the same content is recorded once.
+    async def append_turn(self, turn: Turn) -> EpisodeUsage:
+        """Record a turn, and say what its episode has used; the same turn is recorded once.
 
         Raises:
             NotFound: no such episode or parent turn.
@@ -215,19 +215,18 @@ class BufferWriter:
             Conflict: the turn_id has another content.
             RecordError: the turn is too large.
         """
-        oldest, newest = trained_version_bounds(turn)
-        await self._turn_scripts.call(
+        used = await self._turn_scripts.call(
             "append_turn",
             check_id(turn.episode_id, "episode_id"),
             check_id(turn.turn_id, "turn_id"),
             turn.parent_turn_id or "",
             codec.encode_turn(turn),
-            "" if oldest is None else oldest,
-            "" if newest is None else newest,
+            *("" if version is None else version for version in trained_version_bounds(turn)),
             int(turn.branch_cause != "extension"),
-            len(turn.output_ids),
+            *(len(turn.output_ids), len(turn.prompt_ids)),
             what=f"recording turn_id={turn.turn_id}",
         )
+        return EpisodeUsage(*used)
 
     async def put_reward(self, episode_id: str, reward: Reward, *, key: str) -> None:
         """Score an episode, before or after it is closed.

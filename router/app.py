@@ -66,7 +66,7 @@ class Parts:
         self.buffer = buffer
         self.metrics = RouterMetrics()
         self.keys = KeyRing(run.keys)
-        self.pool = ServerPool(buffer)
+        self.pool = ServerPool(buffer, max_in_flight=settings.server.max_running_requests)
         self.episodes = Episodes(buffer, renderer)
         self.service = TurnService(
             settings,

@@ -212,6 +212,7 @@ class Control:
         if session is not None and not session.is_closed:
             session.is_closed = True
             await self._service.end(session)
+        body = await self._service.budgets.settle(episode_id, body)
         result = await self._buffer.close_episode(
             episode_id,
             outcome=body.outcome,

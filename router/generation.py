@@ -19,7 +19,7 @@ import structlog
 from outloop.buffer.errors import DeadlineExceeded, ServerUnavailable
 from outloop.buffer.records import Sampling, VersionSpan
 from outloop.router.links import Links
-from outloop.router.pool import Server, ServerPool, version_gone
+from outloop.router.pool import NOBODY, Server, ServerPool, Whose, version_gone
 from outloop.router.refusals import Refusal
 from outloop.router.wire import NO_WISH, Piece, Prompt, Span, Wish, read_piece, request_body
 
@@ -79,6 +79,7 @@ class Generator:
         *,
         rid: str,
         preferred: str | None = None,
+        whose: Whose = NOBODY,
         policy_version: int | None = None,
         on_tokens: OnTokens | None = None,
         wish: Wish = NO_WISH,
@@ -95,9 +96,8 @@ class Generator:
         deadline = time.monotonic() + self._timeout_s
         drawn, attempt, num_empty_aborts = Drawn(), 0, 0
         while not _is_over(drawn, sampling, stop_ids):
-            remaining = self._remaining(deadline)
             server = await self._pool.acquire(
-                preferred, timeout_s=remaining, policy_version=policy_version
+                preferred, whose, timeout_s=self._remaining(deadline), policy_version=policy_version
             )
             preferred, num_before = server.entry.server_id, len(drawn.ids)
             version: int | None = None
@@ -115,7 +115,7 @@ class Generator:
                     stream=on_tokens is not None,
                     wish=wish,
                 )
-                await self._call(server, body, drawn, on_tokens, wish, name, remaining)
+                await self._call(server, body, drawn, on_tokens, wish, name, deadline)
                 version = drawn.spans[-1].policy_version if drawn.spans else None
                 _check_version(drawn, policy_version)
                 num_empty_aborts += drawn.finish is None and len(drawn.ids) <= num_before
@@ -193,11 +193,12 @@ class Generator:
         on_tokens: OnTokens | None,
         wish: Wish,
         rid: str,
-        timeout_s: float,
+        deadline: float,
     ) -> None:
         """One request to one server; one that is given up here is aborted there."""
+        left_s = self._remaining(deadline)
         try:
-            await self._request(server, body, drawn, on_tokens, wish.traceparent, timeout_s)
+            await self._request(server, body, drawn, on_tokens, wish.traceparent, left_s)
         except (asyncio.CancelledError, TimeoutError):
             self._abort_soon(server, rid)
             raise

@@ -21,6 +21,7 @@ import uvicorn
 from outloop.buffer.errors import PartFailed, SettingsError
 from outloop.buffer.registry import advertised_url
 from outloop.buffer.run import Run
+from outloop.buffer.settings import RouterSettings
 from outloop.buffer.writer import BufferWriter
 from outloop.router.app import RouterApp, create_app
 from outloop.router.connections import ClientConnection
@@ -99,7 +100,7 @@ async def _drain(run: Run, app: RouterApp, server: _Server, listener: socket.soc
     """Finish what is under way; what is left of the deadline is for requests to upstreams."""
     settings = run.settings.router
     deadline = time.monotonic() + settings.drain_timeout_s
-    if settings.shares_port:
+    if shares_port(settings):
         # New connections reach the other processes at once; a router that is alone goes on
         # accepting, to say that it is stopping.
         for accepting in server.servers:
@@ -108,6 +109,11 @@ async def _drain(run: Run, app: RouterApp, server: _Server, listener: socket.soc
     await app.state.parts.service.drain(settings.drain_timeout_s)
     remaining = math.ceil(deadline - time.monotonic())
     server.config.timeout_graceful_shutdown = max(_SHUTDOWN_TIMEOUT_S, remaining)
+
+
+def shares_port(settings: RouterSettings) -> bool:
+    """True if other processes may listen on the same port."""
+    return settings.shares_port or settings.num_processes > 1
 
 
 def own_the_process() -> None:
@@ -136,7 +142,7 @@ def _bind(run: Run, port: int | None) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if settings.shares_port:
+        if shares_port(settings):
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((settings.host, port))
         listener.listen(_BACKLOG)

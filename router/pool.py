@@ -1,14 +1,16 @@
 """Which server draws the next turn.
 
 Owns: the router's view of servers, their load, and waiting for one. Does not own: server
-processes, weights. Invariant: a turn goes only to a server that is registered, not quarantined
-and at the acknowledged (or the newer, announced) version; every wait has a deadline.
+processes, weights, whose turn is next (queueing). Invariant: a turn goes only to a server that is
+registered, not quarantined, at the acknowledged (or the newer, announced) version, and has not as
+many as it draws at once; every wait has a deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,15 +19,30 @@ import structlog
 from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded
 from outloop.buffer.records import PolicyState, ServerEntry
 from outloop.router.port import EpisodeBuffer
+from outloop.router.queueing import FairQueue, Ticket
 from outloop.router.refusals import Refusal
 
 REFRESH_S = 0.25
 _REFRESH_WHILE_WAITED_FOR_S = 0.02
 _MAX_SUSPENDED_S = 2.0
 _AFFINITY_SLACK = 4
-"""An episode stays on its server while that has at most this many turns more than another."""
+"""An episode, and then its task, stays on its server while that has at most this many turns more
+than another."""
+_MAX_TASKS = 8192
+"""Tasks whose last server is remembered."""
 
 _log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Whose:
+    """The episode that a turn is of, and its task."""
+
+    episode_id: str = ""
+    task_id: str = ""
+
+
+NOBODY = Whose()
 
 
 @dataclass(slots=True)
@@ -43,8 +60,12 @@ class Server:
 class ServerPool:
     """Servers of the run; `run` keeps them up to date."""
 
-    def __init__(self, buffer: EpisodeBuffer) -> None:
+    def __init__(self, buffer: EpisodeBuffer, *, max_in_flight: int | None = None) -> None:
+        """`max_in_flight`: turns that each server draws at once; more wait here."""
         self._buffer = buffer
+        self._max_in_flight = max_in_flight
+        self._queue: FairQueue[Server] = FairQueue()
+        self._task_servers: OrderedDict[str, str] = OrderedDict()
         self._servers: dict[str, Server] = {}
         self._changed = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -111,6 +132,7 @@ class ServerPool:
                 server.num_failures, server.suspended_until = 0, 0.0
             server.entry, server.policy_version = entry, entry.policy_version
         self._changed.set()
+        self._queue.serve(self._take)
 
     async def refresh_if_possible(self) -> None:
         """Read the registry once; what is known stays if the buffer is away."""
@@ -146,11 +168,18 @@ class ServerPool:
             self._num_waiting -= 1
 
     async def acquire(
-        self, preferred: str | None, *, timeout_s: float, policy_version: int | None = None
+        self,
+        preferred: str | None,
+        whose: Whose = NOBODY,
+        *,
+        timeout_s: float,
+        policy_version: int | None = None,
     ) -> Server:
         """The least loaded server that may serve, `preferred` if it is not much busier.
 
-        The caller gives it back with `release`. With `policy_version`, one that holds it.
+        Without a preferred one, the last that served the task, whose prompt it may have cached.
+        The caller gives it back with `release`. With `policy_version`, one that holds it. Turns
+        that wait are served in rotation of their episodes.
 
         Raises:
             DeadlineExceeded: none could serve for `timeout_s`.
@@ -160,20 +189,43 @@ class ServerPool:
         def choose() -> Server | None:
             if policy_version is not None and policy_version not in self.versions:
                 raise version_gone(policy_version)
-            return self._choose(preferred, policy_version)
+            liked = preferred or self._task_servers.get(whose.task_id)
+            return self._choose(liked, policy_version)
 
-        server = choose()
-        if server is None:
-            await self.wait_until(
-                lambda: choose() is not None,
-                timeout_s=timeout_s,
-                who="router",
-                phase="choose a server",
-            )
-            server = choose()
-            assert server is not None
-        server.num_in_flight += 1
+        server = choose() if not self._queue else None
+        if server is not None:
+            self._take(server)
+        else:
+            server = await self._wait_for_one(Ticket(whose.episode_id, choose), timeout_s)
+        if whose.task_id and preferred is None:
+            self._task_servers[whose.task_id] = server.entry.server_id
+            self._task_servers.move_to_end(whose.task_id)
+            if len(self._task_servers) > _MAX_TASKS:
+                self._task_servers.popitem(last=False)
         return server
+
+    async def _wait_for_one(self, ticket: Ticket[Server], timeout_s: float) -> Server:
+        self._queue.add(ticket)
+        self._num_waiting += 1
+        self._hurry.set()
+        try:
+            self._queue.serve(self._take)
+            await asyncio.wait([ticket.granted], timeout=timeout_s)
+        except asyncio.CancelledError:
+            if ticket.granted.done() and ticket.granted.exception() is None:
+                self.release(ticket.granted.result(), policy_version=None)
+            raise
+        finally:
+            self._queue.remove(ticket)
+            self._num_waiting -= 1
+        if not ticket.granted.done():
+            raise DeadlineExceeded(
+                who="router", phase="choose a server", peer=self.describe(), after_s=timeout_s
+            )
+        return ticket.granted.result()
+
+    def _take(self, server: Server) -> None:
+        server.num_in_flight += 1
 
     def release(self, server: Server, *, policy_version: int | None) -> None:
         """Give a server back; `policy_version` is what it answered with, None if it did not."""
@@ -181,6 +233,8 @@ class ServerPool:
         if policy_version is not None:
             server.num_failures = 0
             server.policy_version = policy_version
+        if self._queue:
+            self._queue.serve(self._take)
 
     def suspend(self, server: Server, reason: str) -> None:
         """Send nothing to a server that failed for a moment, longer each time."""
@@ -203,7 +257,8 @@ class ServerPool:
         announced = state.announced_version if state else None
         parts = [
             f"{s.entry.server_id} (policy_version={s.policy_version}, "
-            f"is_quarantined={s.entry.is_quarantined}, num_failures={s.num_failures})"
+            f"is_quarantined={s.entry.is_quarantined}, num_failures={s.num_failures}, "
+            f"num_in_flight={s.num_in_flight})"
             for s in self._servers.values()
         ]
         return f"a server at announced_version={announced}: {', '.join(parts)}"
@@ -224,6 +279,7 @@ class ServerPool:
             server
             for server in self._servers.values()
             if server.suspended_until <= now
+            and (self._max_in_flight is None or server.num_in_flight < self._max_in_flight)
             and self._may_serve(server)
             and policy_version in (None, server.policy_version)
         ]

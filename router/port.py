@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from outloop.buffer.budgets import BudgetNotes, EpisodeUsage
 from outloop.buffer.errors import OutloopError
 from outloop.buffer.mixture import TaskSource
 from outloop.buffer.records import (
@@ -28,6 +29,9 @@ from outloop.buffer.records import (
 
 class EpisodeBuffer(Protocol):
     """The async face of the buffer, as docs/hand-offs.md fixes it."""
+
+    @property
+    def budget_notes(self) -> BudgetNotes: ...
 
     async def close(self) -> None: ...
 
@@ -50,7 +54,7 @@ class EpisodeBuffer(Protocol):
 
     async def load_episode(self, episode_id: str) -> OpenEpisode | None: ...
 
-    async def append_turn(self, turn: Turn) -> None: ...
+    async def append_turn(self, turn: Turn) -> EpisodeUsage: ...
 
     async def put_reward(self, episode_id: str, reward: Reward, *, key: str) -> None: ...
 

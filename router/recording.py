@@ -11,6 +11,7 @@ import time
 
 import msgspec
 import numpy as np
+import structlog
 
 from outloop.buffer.records import FinishReason, Sampling, Turn
 from outloop.router.answers import AnswerReader
@@ -24,6 +25,8 @@ from outloop.router.rendering import PolicyRenderer
 from outloop.router.said import Answer, Begun
 from outloop.router.sessions import EpisodeSession
 from outloop.router.turns import TurnRequest, TurnResult
+
+_log = structlog.get_logger()
 
 
 class Recording(msgspec.Struct, frozen=True):
@@ -62,7 +65,10 @@ class Recorder:
         answer = self._reader.read(request, drawn.ids, plan, job.turn_ids[index], matched, begun)
         turn = self._turn(common, index, drawn, answer)
         if session.opening is not None:
-            await self._buffer.append_turn(turn)
+            usage = await self._buffer.append_turn(turn)
+            # Other processes may have recorded turns of this episode.
+            session.num_turns = max(session.num_turns, usage.num_turns)
+            session.num_tokens = usage.num_tokens
             is_told = request.prompt is None and plan.knows_messages
             session.tree.add(
                 turn,
@@ -72,6 +78,21 @@ class Recorder:
                 tools=request.tools,
             )
             self._metrics.count(turn, is_break=plan.is_break)
+        _log.debug(
+            "turn_recorded",
+            episode_id=session.episode_id,
+            turn_id=turn.turn_id,
+            parent_turn_id=turn.parent_turn_id,
+            branch_cause=turn.branch_cause,
+            finish_reason=turn.finish_reason,
+            num_prompt_ids=len(turn.prompt_ids),
+            num_output_ids=len(turn.output_ids),
+            policy_versions=[span.policy_version for span in turn.version_spans],
+            server_id=session.last_server,
+            is_delivered=common.is_delivered,
+            duration_s=round(turn.finished_at - turn.started_at, 4),
+            traceparent=request.traceparent,
+        )
         return self._reader.result(request, turn, plan, answer.message, matched, drawn.tops)
 
     def _turn(self, common: Recording, index: int, drawn: Drawn, answer: Answer) -> Turn:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from dataclasses import replace
 
 import structlog
 
@@ -18,6 +19,7 @@ from outloop.buffer.records import Sampling
 from outloop.buffer.settings import Settings
 from outloop.router.answers import AnswerReader
 from outloop.router.branches import Plan
+from outloop.router.budgets import Budgets
 from outloop.router.generation import Drawn, Generator
 from outloop.router.governance import decide
 from outloop.router.jobs import TurnJob
@@ -55,6 +57,7 @@ class TurnService:
         self._reader = AnswerReader(renderer)
         self._recorder = Recorder(buffer, renderer, self._reader, metrics)
         self._planner = Planner(renderer, episodes, settings.sampling)
+        self.budgets = Budgets(settings.router, buffer)
         self._episodes = episodes
         self._generator = generator
         self._metrics = metrics
@@ -74,6 +77,16 @@ class TurnService:
         Raises:
             Refusal: the episode has ended, a budget is spent, or the router is full.
         """
+        try:
+            return await self._start(session, request, retry_key, is_retry=is_retry)
+        except Refusal as refusal:
+            _log.info("turn_refused", episode_id=session.episode_id, code=refusal.code)
+            await self.budgets.note(session, refusal)
+            raise
+
+    async def _start(
+        self, session: EpisodeSession, request: TurnRequest, retry_key: str, *, is_retry: bool
+    ) -> TurnJob:
         session.check_open()
         earlier = _repeated(session.jobs.get(retry_key, ()), is_retry)
         if earlier is None and is_retry:
@@ -81,7 +94,7 @@ class TurnService:
         if earlier is not None:
             self._metrics.replays.inc()
             return earlier
-        self._check_budgets(session, request)
+        self._admit(session, request)
         job = TurnJob(
             tuple(secrets.token_hex(12) for _ in range(request.num_choices)),
             time.time(),
@@ -142,23 +155,19 @@ class TurnService:
             await asyncio.wait(self._jobs)
         await self._generator.close()
 
-    def _check_budgets(self, session: EpisodeSession, request: TurnRequest) -> None:
+    def _admit(self, session: EpisodeSession, request: TurnRequest) -> None:
         if self.is_draining:
             raise stopping()
-        limit = self._settings.router.max_turns_per_episode
-        if session.opening is not None and session.num_turns + request.num_choices > limit:
-            raise Refusal(
-                403,
-                "turn_budget_spent",
-                f"episode {session.episode_id} has used its router.max_turns_per_episode={limit} "
-                "turns; end the episode, or raise the limit",
-            )
-        if self.num_running >= self._settings.router.max_queued_turns:
+        self.budgets.check(session, request)
+        settings = self._settings.router
+        limit = -(-settings.max_queued_turns // settings.num_processes)
+        if self.num_running >= limit:
             raise Refusal(
                 503,
                 "router_full",
-                f"{self.num_running} turns are under way "
-                f"(router.max_queued_turns={self._settings.router.max_queued_turns}); wait",
+                f"{self.num_running} turns are under way in this router process "
+                f"(router.max_queued_turns={settings.max_queued_turns} over "
+                f"router.num_processes={settings.num_processes}); wait",
                 retry_after_s=1.0,
             )
 
@@ -175,10 +184,19 @@ class TurnService:
             self._drop(job, session, retry_key)
             if isinstance(error, Gone):
                 session.is_closed = True
-            job.fail(as_refusal(error))
+            refusal = as_refusal(error)
+            _log.info(
+                "turn_failed",
+                episode_id=session.episode_id,
+                turn_ids=job.turn_ids,
+                code=refusal.code,
+                error=str(error),
+            )
+            await self.budgets.note(session, refusal)
+            job.fail(refusal)
         except Exception:  # noqa: BLE001 - a task is a boundary: the client gets a 500, we the trace
             self._drop(job, session, retry_key)
-            _log.exception("turn_failed", episode_id=session.episode_id, turn_ids=job.turn_ids)
+            _log.exception("turn_crashed", episode_id=session.episode_id, turn_ids=job.turn_ids)
             job.fail(
                 Refusal(500, "internal_error", "the router failed on this turn", retry_after_s=1.0)
             )
@@ -210,6 +228,9 @@ class TurnService:
                 param="messages",
             )
         sampling = decide(request, session.opening, self._settings.sampling, room=room)
+        left = self.budgets.room(session, len(plan.prompt_ids), request.num_choices)
+        if left is not None and left < sampling.max_new_tokens:
+            sampling = replace(sampling, max_new_tokens=left)
         job.num_prompt_tokens = prompt.num_ids
         draws = [
             self._draw(job, session, request, index, prompt, plan, sampling)
@@ -253,6 +274,7 @@ class TurnService:
             self._renderer.stop_ids,
             rid=job.turn_ids[index],
             preferred=session.last_server,
+            whose=session.whose,
             policy_version=request.policy_version,
             on_tokens=show if request.stream else None,
             wish=_wish(request, sampling),

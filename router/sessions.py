@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from outloop.buffer.records import OpenEpisode, Opening
 from outloop.router.branches import TurnTree
+from outloop.router.pool import NOBODY, Whose
 from outloop.router.port import EpisodeBuffer
 from outloop.router.refusals import Refusal
 from outloop.router.rendering import PolicyRenderer
@@ -36,8 +37,18 @@ class EpisodeSession:
         self.told: Told | None = None
         """What its last request said."""
         self.is_closed = False
+        self.whose = Whose(opening.episode_id, opening.task_id) if opening is not None else NOBODY
         self.last_server: str | None = None
         self.num_turns = 0
+        """Recorded and running ones."""
+        self.num_tokens = 0
+        """Ids of recorded turns: prompts after their parents', and outputs."""
+
+    @property
+    def num_running(self) -> int:
+        """Turns that are not over."""
+        jobs = (job for same in self.jobs.values() for job in same)
+        return sum(len(job.turn_ids) for job in jobs if not job.is_over)
 
     @property
     def episode_id(self) -> str:
@@ -74,6 +85,7 @@ class EpisodeSession:
             if turn.turn_id not in self.tree.nodes:
                 self.tree.add(turn)
                 self.num_turns += 1
+                self.num_tokens += len(turn.prompt_ids) + len(turn.output_ids)
         self.is_closed = self.is_closed or loaded.is_closed
 
 

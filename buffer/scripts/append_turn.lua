@@ -4,7 +4,8 @@
 -- ARGV[6]  oldest version among its trained tokens or ''
 -- ARGV[7]  newest version among its output tokens or ''
 -- ARGV[8]  1 if it starts a branch   ARGV[9] number of output tokens
--- Returns  {'ok'}; not_found: episode or parent turn; gone: closed, replaced, or drawn by an
+-- ARGV[10] number of its prompt ids
+-- Returns  {'ok', number of the episode's turns, of their ids}; not_found: episode or parent turn; gone: closed, replaced, or drawn by an
 --          abandoned version (then the attempt is given up for replacement); conflict: the turn_id
 --          has another content.
 -- Keeps    turns in the order of their first recording, each once.
@@ -21,7 +22,7 @@ if f[3] then
   if stored and stored ~= ARGV[5] then
     return {'conflict', 'turn_id=' .. turn_id .. ' is recorded with another content'}
   end
-  return {'ok'}
+  return {'ok', redis.call('LLEN', e .. ':turns'), tonumber(redis.call('HGET', e, 'tokens'))}
 end
 if f[2] then
   return {'gone', 'episode_id=' .. episode_id .. ' is closed'}
@@ -46,4 +47,4 @@ end
 count('turns')
 count('output_tokens', ARGV[9])
 if ARGV[8] == '1' then count('branches') end
-return {'ok'}
+return {'ok', length, redis.call('HINCRBY', e, 'tokens', ARGV[9] + ARGV[10])}

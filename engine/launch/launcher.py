@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -64,6 +65,7 @@ class Launcher:
         self.redis_pid: int | None = None
         self._restarts: dict[str, int] = {}
         self._commands: dict[str, tuple[str, ...]] = {}
+        self._held_port: socket.socket | None = None
 
     def start(self, name: str, part: str, *extra: str) -> None:
         """Start `part` under `name`; its output goes to `logs/{name}.log`."""
@@ -74,6 +76,28 @@ class Launcher:
             self.run.dir / "logs" / f"{name}.log",
             {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         )
+
+    def hold_port(self, host: str, port: int) -> int:
+        """A port that processes of this run may share, kept from others; `port` 0: any free one.
+
+        Raises:
+            SettingsError: it cannot be had.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        held = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            # Bound and not listening: it is given no connections.
+            held.bind((host, port))
+        except OSError as error:
+            held.close()
+            raise SettingsError(
+                f"router.host={host!r} router.port={port}: cannot listen there ({error}); choose "
+                "another, or port 0 for any free one"
+            ) from error
+        self._held_port = held
+        return int(held.getsockname()[1])
 
     def check(self) -> None:
         """Restart parts that may be restarted.
@@ -144,6 +168,8 @@ class Launcher:
         )
         for name in order:
             self.parts[name].stop(self._stop_timeout_s(self._commands[name][0]))
+        if self._held_port is not None:
+            self._held_port.close()
 
     def _stop_timeout_s(self, part: str) -> float:
         if part == "trainer":
@@ -232,10 +258,20 @@ def make_run(settings: Settings) -> Run:
     return run
 
 
+def start_routers(launcher: Launcher) -> None:
+    """Start router.num_processes routers behind one port, which stays theirs."""
+    settings = launcher.run.settings.router
+    extra: tuple[str, ...] = ()
+    if settings.num_processes > 1:
+        extra = ("--port", str(launcher.hold_port(settings.host, settings.port)))
+    for index in range(settings.num_processes):
+        launcher.start(f"router-{index}", "router", *extra)
+
+
 def start_serving(launcher: Launcher) -> None:
-    """Start servers and router together; both load while the other does."""
+    """Start servers and routers together; both load while the other does."""
     settings = launcher.run.settings
-    launcher.start("router-0", "router")
+    start_routers(launcher)
     for index in range(settings.server.num_servers or len(settings.server.urls)):
         launcher.start(f"server-{index}", "server", "--index", str(index))
 
@@ -260,7 +296,7 @@ def train(settings: Settings, *, stop: threading.Event, console: Console) -> int
         if settings.trainer.mode == "rl":
             start_serving(launcher)
         else:
-            launcher.start("router-0", "router")
+            start_routers(launcher)
         launcher.start("trainer", "trainer")
         for index in range(settings.env.num_runners):
             launcher.start(f"runner-{index}", "runner")

@@ -417,7 +417,7 @@ class QueueBench:
                 for opening in openings:
                     e = opening.episode_id
                     turn = codec.encode_turn(build_turns(e, 16, 1)[0])
-                    words: tuple[Any, ...] = (0, e, f"{e}.0", "", turn, 0, 0, 1, 8)
+                    words: tuple[Any, ...] = (0, e, f"{e}.0", "", turn, 0, 0, 1, 8, 8)
                     pipeline.evalsha(load_script("append_turn").sha1, 1, self.meta, *words)
                     words = (0, e, "k", closure, reward, "1.0", "", 0)
                     pipeline.evalsha(load_script("close").sha1, 1, self.meta, *words)

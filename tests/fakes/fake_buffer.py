@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from dataclasses import replace
 
+from outloop.buffer.budgets import EpisodeUsage
 from outloop.buffer.errors import BufferUnavailable, Conflict, Gone, NotFound
 from outloop.buffer.records import (
     Claim,
@@ -39,6 +40,7 @@ class FakeBuffer:
         self.is_away = False
         self.is_paused = False
         self.sealed: set[str] = set()
+        self.budget_notes = FakeNotes(self)
 
     def serve(self, url: str, *, server_id: str = "server-0", version: int | None = 0) -> None:
         """Register a server."""
@@ -110,7 +112,7 @@ class FakeBuffer:
             output=closed[4] if closed else "",
         )
 
-    async def append_turn(self, turn: Turn) -> None:
+    async def append_turn(self, turn: Turn) -> EpisodeUsage:
         await self._work()
         if turn.episode_id not in self.openings:
             raise NotFound(turn.episode_id)
@@ -119,6 +121,8 @@ class FakeBuffer:
         turns = self.turns[turn.episode_id]
         if turn.turn_id not in {t.turn_id for t in turns}:
             turns.append(turn)
+        num_tokens = sum(len(t.prompt_ids) + len(t.output_ids) for t in turns)
+        return EpisodeUsage(num_turns=len(turns), num_tokens=num_tokens)
 
     async def put_reward(self, episode_id, reward, *, key) -> None:
         await self._work()
@@ -169,3 +173,19 @@ class FakeBuffer:
         await asyncio.sleep(0)
         if self.is_away:
             raise BufferUnavailable("redis is away")
+
+
+class FakeNotes:
+    """Budgets that were noted."""
+
+    def __init__(self, buffer: FakeBuffer) -> None:
+        self._buffer = buffer
+        self._notes: dict[str, str] = {}
+
+    async def put(self, episode_id: str, budget: str) -> None:
+        await self._buffer._work()
+        self._notes.setdefault(episode_id, budget)
+
+    async def read(self, episode_id: str) -> str:
+        await self._buffer._work()
+        return self._notes.get(episode_id, "")

@@ -46,7 +46,7 @@ async def test_load_spreads_and_episodes_stay(stage) -> None:
     stage.server.answer = lambda request: stage.script("a")
     stage.buffer.serve(other.url, server_id="server-1")
     await stage.app.state.parts.pool.refresh()
-    episodes = [await stage.open() for _ in range(8)]
+    episodes = [await stage.open(task_id=f"t{n}") for n in range(8)]
     for server in (stage.server, other):
         server.gate.clear()
     tasks = [asyncio.create_task(ask(stage, episode)) for episode in episodes]
@@ -212,3 +212,122 @@ async def test_ready_follows_the_announced_version(stage) -> None:
     assert answer.status_code == 503
     assert "retry-after" in answer.headers
     assert (await stage.http.get("/health")).status_code == 200
+
+
+async def begin(stage, server, episode, **fields) -> asyncio.Task:
+    """A turn that `server` has begun."""
+    num_before = len(server.requests)
+    task = asyncio.create_task(ask(stage, episode, **fields))
+    while len(server.requests) == num_before:
+        await asyncio.sleep(0.005)
+    return task
+
+
+async def test_episodes_of_a_task_share_a_server(stage) -> None:
+    """A first turn goes where its task's prompt is cached, while that server is not much busier."""
+    other = FakeServer(lambda request: stage.script("b"))
+    other.url = await stage.stack.enter_async_context(serving(other))
+    stage.server.answer = lambda request: stage.script("a")
+    stage.buffer.serve(other.url, server_id="server-1")
+    await stage.app.state.parts.pool.refresh()
+    stage.server.gate.clear()
+    busy = await begin(stage, stage.server, await stage.open(task_id="busy"))
+    # The first server is busy, so this task begins on the second one, and stays there.
+    assert (await ask(stage, await stage.open(task_id="t"))).status_code == 200
+    stage.server.gate.set()
+    await busy
+    assert len(other.requests) == 1
+    for _ in range(3):
+        assert (await ask(stage, await stage.open(task_id="t"))).status_code == 200
+    assert (len(stage.server.requests), len(other.requests)) == (1, 4)
+    # Not at any price: the fifth turn more than the other's is one too many.
+    other.gate.clear()
+    running = [await begin(stage, other, await stage.open(task_id="t")) for _ in range(5)]
+    assert (await ask(stage, await stage.open(task_id="t"))).status_code == 200
+    assert len(stage.server.requests) == 2
+    other.gate.set()
+    await asyncio.gather(*running)
+
+
+async def test_an_episode_that_asks_for_much_does_not_hold_up_the_others(make_stage) -> None:
+    """Waiting turns are served in rotation of their episodes, not in the order of their arrival."""
+    stage = await make_stage(server={"max_running_requests": 1})
+    stage.server.answer = lambda request: stage.script("a")
+    greedy, modest = await stage.open(task_id="greedy"), await stage.open(task_id="modest")
+    stage.server.gate.clear()
+    running = [await begin(stage, stage.server, greedy, max_tokens=10)]
+    service = stage.app.state.parts.service
+    for episode, limit in [(greedy, 10 + n) for n in range(1, 7)] + [(modest, 99)]:
+        running.append(asyncio.create_task(ask(stage, episode, max_tokens=limit)))
+        while service.num_running < len(running):
+            await asyncio.sleep(0.005)
+    # A server that draws one turn at once is given one at once.
+    assert len(stage.server.requests) == 1
+    stage.server.gate.set()
+    assert {answer.status_code for answer in await asyncio.gather(*running)} == {200}
+    limits = [request["sampling_params"]["max_new_tokens"] for request in stage.server.requests]
+    assert sorted(limits) == [*range(10, 17), 99]
+    assert limits.index(99) <= 2
+
+
+async def test_who_waits_for_a_full_server_waits_no_longer_than_the_deadline(make_stage) -> None:
+    """The refusal may be retried, and a client that leaves makes room for nobody twice."""
+    stage = await make_stage(server={"max_running_requests": 1}, router={"turn_timeout_s": 0.5})
+    stage.server.answer = lambda request: stage.script("a")
+    stage.server.gate.clear()
+    running = await begin(stage, stage.server, await stage.open())
+    refused = await ask(stage, await stage.open())
+    assert refused.status_code == 503
+    assert refused.headers["x-should-retry"] == "true"
+    assert (await running).status_code == 503
+    stage.server.gate.set()
+    pool = stage.app.state.parts.pool
+    assert pool.num_in_flight == 0
+    assert (await ask(stage, await stage.open())).status_code == 200
+
+
+async def test_partial_ids_go_on_at_another_server_of_the_same_version(make_stage) -> None:
+    """Also at max_staleness=0: the other server holds the same weights, so nothing is mixed."""
+    stage = await make_stage(staleness=0)
+    whole = stage.script("Hello there, friend.")
+    part = replace(whole, ids=whole.ids[:4], finish={"type": "abort", "message": "x"})
+    other = FakeServer(lambda request: replace(whole, ids=whole.ids[4:]))
+    other.url = await stage.stack.enter_async_context(serving(other))
+
+    def abort_and_leave(request):
+        stage.buffer.servers = []
+        stage.buffer.serve(other.url, server_id="server-1")
+        return part
+
+    stage.server.answer = abort_and_leave
+    episode = await stage.open()
+    answer = await ask(stage, episode)
+    assert answer.json()["choices"][0]["message"]["content"] == "Hello there, friend."
+    (first,), (second,) = stage.server.requests, other.requests
+    assert second["input_ids"] == first["input_ids"] + whole.ids[:4]
+    (turn,) = stage.turns(episode)
+    assert turn.output_ids.tolist() == whole.ids
+    assert {span.policy_version for span in turn.version_spans} == {0}
+
+
+async def test_partial_ids_of_another_version_are_drawn_anew_where_versions_may_not_mix(
+    make_stage,
+) -> None:
+    """At max_staleness=0 a turn that was cut by a publish begins again at the new version."""
+    stage = await make_stage(staleness=0)
+    whole = stage.script("Hello there, friend.")
+    part = replace(whole, ids=whole.ids[:4], finish={"type": "abort", "message": "x"})
+
+    def abort_and_publish(request):
+        if len(stage.server.requests) > 1:
+            return whole
+        stage.buffer.announced = stage.buffer.acknowledged = 1
+        stage.buffer.serve(stage.server.url, version=1)
+        return part
+
+    stage.server.answer = abort_and_publish
+    episode = await stage.open()
+    assert (await ask(stage, episode)).status_code == 200
+    first, second = stage.server.requests
+    assert second["input_ids"] == first["input_ids"]
+    assert stage.turns(episode)[0].output_ids.tolist() == whole.ids

@@ -7,10 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from fake_server import FakeServer, Script, serving
 
@@ -19,6 +21,7 @@ from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import create_run
+from outloop.engine.launch.launcher import Launcher, start_routers
 
 TEXT = "a long answer that is told in many pieces"
 START_TIMEOUT_S = 150.0
@@ -60,11 +63,32 @@ class Routers:
             process.wait()
 
 
+async def until_ready(run, num_starts: int = 2) -> None:
+    """Router processes of a launcher have said so often that they are ready."""
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while True:
+            logs = [path.read_text() for path in (run.dir / "logs").glob("router-*.log")]
+            if sum(log.count("part_ready") for log in logs) >= num_starts:
+                return
+            await asyncio.sleep(0.05)
+
+
+def victim_of(launcher: Launcher, stream: httpx.Response) -> int:
+    """The process at the other end of a connection."""
+    port = stream.extensions["network_stream"].get_extra_info("client_addr")[1]
+    (pid,) = (
+        part.pid
+        for part in launcher.parts.values()
+        if any(c.raddr and c.raddr.port == port for c in psutil.Process(part.pid).net_connections())
+    )
+    return pid
+
+
 @pytest.fixture
 def live_run(make_run, tmp_path: Path):
     """A run in a Redis of its own whose routers share a port."""
     with EmbeddedRedis(tmp_path / "redis", max_memory_mb=64) as redis:
-        settings = make_run(router={"shares_port": True}, buffer={"group_size": 2}).settings
+        settings = make_run(router={"num_processes": 2}, buffer={"group_size": 2}).settings
         run = create_run(settings, tmp_path / "run", redis.url)
         init_run(run)
         yield run
@@ -91,21 +115,24 @@ async def test_killing_a_router_loses_no_turn_and_a_retry_gets_its_answer(
     stop = renderer.stop_ids[0]
     ids = [*renderer.tokenizer.encode(TEXT), stop]
     server = FakeServer(lambda request: Script(ids=ids, finish={"type": "stop", "matched": stop}))
-    routers = Routers(live_run, free_port())
     runner = {"Authorization": f"Bearer {live_run.keys.runner_key}"}
+    reader = BufferReader.connect(live_run)
+    launcher = Launcher(live_run, reader, threading.Event())
     try:
         async with serving(server) as server_url, httpx.AsyncClient(timeout=60) as control:
             publish(live_run, server_url)
-            victim = await routers.start()
+            start_routers(launcher)
+            await until_ready(live_run)
+            (url,) = {reader.parts()["router"]["url"]}
             tasks = {"tasks": [{"task_id": "t", "payload": {}}], "eval_tasks": []}
-            await control.post(f"{routers.url}/tasks", json=tasks, headers=runner)
+            await control.post(f"{url}/tasks", json=tasks, headers=runner)
             claim = {"key": "k", "count": 1, "open": True}
-            answer = await control.post(f"{routers.url}/tasks/claim", json=claim, headers=runner)
+            answer = await control.post(f"{url}/tasks/claim", json=claim, headers=runner)
             episode = answer.json()["claims"][0]["episode"]
             key = {"Authorization": f"Bearer {episode['api_key']}"}
-            url = f"{routers.url}/v1/chat/completions"
+            chat = f"{url}/v1/chat/completions"
             first = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-            told = (await control.post(url, json=first, headers=key)).json()
+            told = (await control.post(chat, json=first, headers=key)).json()
             said = told["choices"][0]["message"]
             more = [*first["messages"], {"role": "assistant", "content": said["content"]}]
             second = {
@@ -116,35 +143,37 @@ async def test_killing_a_router_loses_no_turn_and_a_retry_gets_its_answer(
             server.step_gate = asyncio.Event()
 
             async def watch_it_die() -> None:
-                async with control.stream("POST", url, json=second, headers=key) as stream:
+                async with control.stream("POST", chat, json=second, headers=key) as stream:
                     async for line in stream.aiter_lines():
                         if '"content":"' in line and '"content":""' not in line:
-                            await routers.start()
-                            os.kill(victim.pid, signal.SIGKILL)
+                            os.kill(victim_of(launcher, stream), signal.SIGKILL)
 
             with pytest.raises(httpx.HTTPError):
                 await watch_it_die()
             server.step_gate.set()
-            victim.wait()
             retry = {**key, "x-stainless-retry-count": "1"}
-            again = await control.post(url, json=second, headers=retry)
+            again = await control.post(chat, json=second, headers=retry)
             chunks = [json.loads(x[6:]) for x in again.text.splitlines() if x[:7] == "data: {"]
             text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
             assert text == TEXT
             # What the dead process had told is told the same by one that never saw it.
-            replay = await control.post(url, json=first, headers=retry)
+            replay = await control.post(chat, json=first, headers=retry)
             assert replay.json()["choices"] == told["choices"]
-            read = await control.get(
-                f"{routers.url}/episodes/{episode['episode_id']}", headers=runner
-            )
+            read = await control.get(f"{url}/episodes/{episode['episode_id']}", headers=runner)
             turns = read.json()["turns"]
             assert [turn["branch_cause"] for turn in turns] == ["root", "extension"]
             assert turns[1]["parent_turn_id"] == turns[0]["turn_id"]
             path = turns[0]["prompt_ids"] + turns[0]["output_ids"] + turns[1]["prompt_ids"]
             assert path == server.requests[-1]["input_ids"]
             assert len(turns[1]["loss_spans"]) == 1
+            # The launcher starts the lost one again, behind the same port.
+            launcher.check()
+            assert all(process.exit_code is None for process in launcher.parts.values())
+            await until_ready(live_run, num_starts=3)
+            assert reader.parts()["router"]["url"] == url
     finally:
-        routers.stop()
+        launcher.stop_all()
+        reader.close()
 
 
 @pytest.mark.timeout(420)
