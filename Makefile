@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Each installs what it needs into .venv first.
-.PHONY: demo test lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos test-redis bench-loop bench-buffer bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
+.PHONY: demo test test-container lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos test-redis bench-loop bench-buffer bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST := -m pytest -n 2 --dist worksteal
-LIGHT := "not e2e and not clients and not sglang and not parity and not gpu and not chaos"
+LIGHT := "not e2e and not clients and not sglang and not parity and not gpu and not chaos and not container"
 # What a wheel could lack: modules, Lua scripts, settings, programs started by path.
 WHEEL_TESTS := tests/test_imports.py tests/test_settings.py tests/buffer/test_claims.py tests/buffer/test_join.py tests/contract tests/launch tests/envs/test_workers.py tests/envs/sandbox/test_jail.py
 
@@ -114,6 +114,11 @@ compose-test: compose-check
 	$(PYTHON) -u tests/docker/stack.py
 
 # chaos: the buffer between stand-ins. forked: real parts, killed at named calls. whole: with launcher.
+# Jails of docker and podman, whichever is here; IMAGE holds a Python 3.8 or newer as python3.
+IMAGE ?= python:3.11-slim
+test-container: $(STAMP)
+	OUTLOOP_SANDBOX_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m container tests/envs/sandbox/test_container.py
+
 test-chaos: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/chaos/chaos.py
 	$(ONE_THREAD) $(BIN)/python tests/chaos/forked.py

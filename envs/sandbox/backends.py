@@ -250,7 +250,9 @@ def container_argv(
 ) -> list[str]:
     """The command that starts a container with a supervisor in it."""
     memory = f"{limits.memory_bytes + limits.disk_bytes + 64 * 2**20}b"
-    box = f"/box:rw,nosuid,nodev,exec,size={limits.disk_bytes},nr_inodes={limits.max_files + 8}"
+    box = f"/box:rw,nosuid,nodev,exec,size={limits.disk_bytes}"
+    if Path(engine).name != "podman":  # which refuses the option: files are bounded as memory there
+        box += f",nr_inodes={limits.max_files + 8}"
     capabilities = ("SETUID", "SETGID", "CHOWN", "KILL", "DAC_OVERRIDE")
     return [
         *(engine, "run", "--rm", "--interactive", "--name", name),

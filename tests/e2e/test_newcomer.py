@@ -23,6 +23,14 @@ BLOCK = re.compile(r"^```\w+ title=(\S+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # A process per episode on a busy machine takes seconds.
 PATIENT = ("--set", "trainer.take_timeout_s=400", "--set", "env.episode_deadline_s=200")
 SMALL = ("--set", "trainer.num_steps=2", "--set", "trainer.groups_per_step=1", *PATIENT)
+ROLLOUT = """
+[model]
+path = "policy"
+
+[env]
+rollout_function_path = "rollout:play"
+tasks = "tasks.jsonl"
+"""
 Outloop = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -220,6 +228,8 @@ def wait_until(is_true: Callable[[], bool], process: subprocess.Popen[str]) -> N
             ["tasks.jsonl, line 2", "not JSON"],
         ),
         ("x", "", ("--rollout-function-path", "rollout:play"), ["both given", "leave one out"]),
+        ("run.toml", ROLLOUT.replace("play", "plya"), (), ["has no 'plya'", "mean 'play'?"]),
+        ("rollout.py", "def play(task):\n    pass\n", (), ["signature (task)", "(task, episode)"]),
     ],
 )
 def test_a_wrong_step_is_one_sentence_before_anything_starts(
@@ -234,6 +244,8 @@ def test_a_wrong_step_is_one_sentence_before_anything_starts(
     for file in ("config.json", "tokenizer.json", "model.safetensors"):
         (folder / "policy").mkdir(exist_ok=True)
         (folder / "policy" / file).write_text("{}")
+    if name == "rollout.py":
+        (folder / "run.toml").write_text(ROLLOUT)
     if text:
         (folder / name).write_text(text)
     answer = outloop("train", "run.toml", *arguments)

@@ -61,7 +61,8 @@ async def test_a_jail_that_does_not_start_is_an_environment_failure(tmp_path: Pa
 
 def test_a_container_gets_every_limit(tmp_path: Path) -> None:
     """No network, no rights but those of the supervisor, read-only, memory, processes and disk."""
-    argv = container_argv("docker", "jail-1", "image:1", "python3", tmp_path, LIMITS)
+    argv_of = ("jail-1", "image:1", "python3", tmp_path, LIMITS)
+    argv = container_argv("docker", *argv_of)
     text = " ".join(argv)
     for words in (
         "--network none",
@@ -79,6 +80,7 @@ def test_a_container_gets_every_limit(tmp_path: Path) -> None:
     assert added == {"SETUID", "SETGID", "CHOWN", "KILL", "DAC_OVERRIDE"}
     assert argv.index("image:1") > max(i for i, word in enumerate(argv) if word == "--cap-add")
     assert "--privileged" not in argv
+    assert "nr_inodes" not in " ".join(container_argv("/usr/bin/podman", *argv_of))
 
 
 async def test_plain_programs_are_limited_and_cleaned_up() -> None:
