@@ -2,8 +2,9 @@
 
     python tasks.py     # how often scripted players find the number
 
-A game is a range of seven numbers and one of them: 560 games. A hash of the game decides its split:
-4/5 for training (warm start and RL), 1/10 validation, 1/10 test. The last fifth is held out.
+A game is a range of seven numbers and one of them: 20 openings, 140 games. A hash of the game
+decides its split: 4/5 for training (warm start and RL), 1/10 validation, 1/10 test. The last fifth
+is held out; its openings are those of training games too.
 """
 
 import random
@@ -15,7 +16,7 @@ from outloop.envs.tasks import split_of
 
 TITLE = "A guessing agent learns to heed what is left"
 
-LOWS = range(10, 90)
+LOWS = range(10, 30)
 NUM_NUMBERS = 7
 """Three guesses find any of them, if each halves what is left."""
 SHARES = {"train": 8, "validation": 1, "test": 1}
