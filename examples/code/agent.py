@@ -23,7 +23,10 @@ async def write_function(prompt: str, client: AsyncOpenAI, model: str = "policy"
             {"role": "user", "content": prompt},
         ],
     )
-    return completion.choices[0].message.content or ""
+    text = completion.choices[0].message.content or ""
+    # Servers strip white space at the ends of an answer; a body needs its first indentation.
+    is_whole = "def " in text or "```" in text
+    return text if is_whole else "    " + text.lstrip()
 
 
 async def main() -> None:

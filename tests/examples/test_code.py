@@ -1,4 +1,4 @@
-"""HumanEval in jails: tasks, verdicts, scripted references, and two steps of training."""
+"""Code in jails: one-line functions and HumanEval, verdicts, references, two steps of training."""
 
 import subprocess
 import sys
@@ -14,12 +14,34 @@ CODE = Path(__file__).resolve().parents[2] / "examples/code"
 
 def test_problems_are_split_once(load_example) -> None:
     """All 164, each in one split, with what the verifier needs and without the solution."""
-    tasks = load_example("code", "tasks")
+    tasks = load_example("code", "human_eval_tasks")
     train, test = tasks.train_tasks(), tasks.eval_tasks()
     names = [row["task_id"] for row in train + test]
     assert len({*names}) == len(names) == 164
     assert len(test) > 20
     assert all("canonical_solution" not in row for row in train + test)
+
+
+def test_one_line_functions_are_split_by_their_text(load_example) -> None:
+    """Each prompt is in one split; the warm start sees training problems, most of them wrong."""
+    tasks = load_example("code", "tasks")
+    prompts = {name: {row["prompt"] for row in tasks.problems(name)} for name in tasks.SHARES}
+    assert sum(map(len, prompts.values())) == len(set.union(*prompts.values())) == 11_880
+    conversations = tasks.conversations()
+    assert {row["messages"][1]["content"] for row in conversations} <= prompts["train"]
+    right = {row["prompt"]: tasks.oracle_player(row, None) for row in tasks.problems("train")}
+    share = sum(
+        row["messages"][2]["content"] == right[row["messages"][1]["content"]]
+        for row in conversations
+    ) / len(conversations)
+    assert 0.25 < share < 0.35
+
+
+def test_players_score_in_the_jail_as_the_readme_says(load_example) -> None:
+    """Their tests pass what was asked for, and no slip of the careless player."""
+    tasks = load_example("code", "tasks")
+    assert tasks.reward_of(tasks.oracle_player, 20) == 1.0
+    assert tasks.reward_of(tasks.scripted_player, 40) < 0.6
 
 
 async def test_code_is_scored_by_its_tests(
@@ -61,7 +83,7 @@ def test_it_trains(train_example) -> None:
     rows = [row for row in train_example("code") if "train/loss" in row]
     assert [row["train/episodes"] for row in rows] == [12, 12]
     assert all(row["train/failed_share"] == 0 for row in rows)
-    assert all(0 <= row["train/reward_mean"] <= 0.1 for row in rows)
+    assert all(0 <= row["train/reward_mean"] <= 1 for row in rows)
 
 
 def test_references_score_as_the_readme_says() -> None:
