@@ -50,6 +50,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("claim:KEY", "string", "10 minutes", "claim", "the claims that this key received"),
     KeySpec("group:GROUP", "hash", _HOUR_AFTER, "scripts", "slot, size, state, places, versions"),
     KeySpec("group:GROUP:episodes", "list", "until its end", "close", "scored episode ids"),
+    KeySpec("group:GROUP:resumable", "list", "until it seals", "scripts", "lost, to be resumed"),
     KeySpec("groups", "zset", _RUN, "claim", "live groups by slot"),
     KeySpec("open", "zset", _RUN, "claim", "open groups by slot"),
     KeySpec("fill", "zset", _RUN, "claim", "open groups with places to claim, by slot"),

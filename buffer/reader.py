@@ -25,6 +25,7 @@ from outloop.buffer.join import check_joinable, init_run
 from outloop.buffer.keys import key, prefix
 from outloop.buffer.leased import LeaseRow, leased_groups
 from outloop.buffer.letters import DeadLetters
+from outloop.buffer.loading import load_sync
 from outloop.buffer.records import (
     CheckpointMark,
     DropReason,
@@ -39,7 +40,6 @@ from outloop.buffer.run import Run
 from outloop.buffer.scripts import Clock, SyncScripts
 from outloop.buffer.staging import sft_records
 from outloop.buffer.stats import stats_from
-from outloop.buffer.stored import EPISODE_FIELDS, open_episode_from
 from outloop.buffer.weights import TaskWeights
 
 __all__ = ["BufferReader", "init_run"]
@@ -313,16 +313,8 @@ class BufferReader(SyncRegistry):
         return stats_from(self._client, self._prefix)
 
     def load_episode(self, episode_id: str) -> OpenEpisode | None:
-        """As BufferWriter.load_episode."""
-        name = self._key(f"episode:{episode_id}")
-        with (
-            translated(f"loading episode_id={episode_id}"),
-            self._client.pipeline(transaction=True) as pipeline,
-        ):
-            pipeline.hmget(name, list(EPISODE_FIELDS))
-            pipeline.lrange(f"{name}:turns", 0, -1)
-            fields, turns = pipeline.execute()
-        return open_episode_from(fields, turns)
+        """As BufferWriter.load_episode, without what other episodes recorded."""
+        return load_sync(self._client, self._prefix, episode_id)
 
     def _state(self, *names: str) -> list[Any]:
         values: Any = self._client.hmget(self._key("state"), list(names))

@@ -302,6 +302,8 @@ class Claim:
     """Only eval claims carry their own sampling."""
     eval_name: str = ""
     """Which evaluation this belongs to: `{version}:{sampling name}`; empty for train."""
+    resumes: str | None = None
+    """The lost episode whose recorded turns answer this attempt's requests while they are equal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -336,6 +338,11 @@ class OpenEpisode:
     """What went wrong, as the runner said it."""
     output: str = ""
     """The end of what an agent program wrote."""
+    resumes: str | None = None
+    """The lost episode whose attempt this one resumes."""
+    recorded: tuple[Turn, ...] = ()
+    """What the lost episodes recorded and this one has not asked for yet, parents before children;
+    of the newest one first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

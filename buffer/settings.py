@@ -326,6 +326,14 @@ def load_settings(path: Path, overrides: tuple[str, ...] = ()) -> Settings:
     return build_settings(tree, source=str(path))
 
 
+def with_overrides(settings: Settings, overrides: tuple[str, ...]) -> Settings:
+    """`settings` with `section.key=value` overrides; raises as load_settings."""
+    tree = settings.model_dump(mode="json")
+    for override in overrides:
+        _merge(tree, _parse_override(override))
+    return build_settings(tree, source="overrides")
+
+
 def build_settings(tree: dict[str, Any], *, source: str) -> Settings:
     """Check a tree of values and freeze it; `source` names where it came from in errors."""
     try:

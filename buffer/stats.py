@@ -34,10 +34,32 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "resultless_attempts",
         "of those, attempts that ended without a result: replaced, or given up",
     ),
+    "buffer/resumed_attempts": (
+        "resumed_attempts",
+        "times that a lost attempt was kept to be resumed",
+    ),
+    "buffer/turns_of_resumed_attempts": (
+        "turns_of_resumed_attempts",
+        "turns that those had recorded",
+    ),
+    "buffer/tokens_of_resumed_attempts": (
+        "tokens_of_resumed_attempts",
+        "tokens drawn in those turns",
+    ),
+    "buffer/replayed_turns": ("replayed_turns", "recorded turns that answered a resumed attempt"),
+    "buffer/replayed_tokens": ("replayed_tokens", "tokens that were not drawn again"),
+    "buffer/turns_not_replayed": (
+        "turns_not_replayed",
+        "recorded turns of scored attempts that were not asked for again, and are not trained",
+    ),
     "buffer/lost_attempts": ("lost_attempts", "attempts given up: no replacement was left"),
     "buffer/turns_of_lost_attempts": (
         "turns_of_lost_attempts",
         "turns that replaced and lost attempts had recorded",
+    ),
+    "buffer/tokens_of_lost_attempts": (
+        "tokens_of_lost_attempts",
+        "tokens drawn in those turns",
     ),
     "buffer/requeued_eval_attempts": ("requeued_eval_attempts", "evaluation attempts repeated"),
     "buffer/late_rewards": ("late_rewards", "rewards that came after their group was sealed"),
@@ -61,6 +83,18 @@ _SIZES: dict[str, tuple[str, str, str]] = {
     "buffer/dead_letters": ("llen", "dead", "dead letters that nobody has resolved"),
     "buffer/slots_to_replay": ("zcard", "replay", "slots to be played again"),
 }
+_SHARES: dict[str, tuple[str, str, str]] = {
+    "buffer/resumed_share": (
+        "buffer/resumed_attempts",
+        "buffer/train_attempts",
+        "times that an attempt was resumed, for each attempt given out",
+    ),
+    "buffer/replaced_share": (
+        "buffer/resultless_attempts",
+        "buffer/train_attempts",
+        "share of attempts without a result; `take` refuses above env.max_replaced_share",
+    ),
+}
 _SUMS: dict[str, tuple[str, str]] = {
     "buffer/dropped_groups": ("buffer/dropped/", "groups dropped, all reasons"),
     "buffer/replaced_attempts": ("buffer/replaced/", "attempts replaced, all causes"),
@@ -70,6 +104,7 @@ STATS: dict[str, str] = (
     {name: text for name, (_, text) in _COUNTERS.items()}
     | {name: text for name, (_, _, text) in _SIZES.items()}
     | {name: text for name, (_, text) in _SUMS.items()}
+    | {name: text for name, (_, _, text) in _SHARES.items()}
 )
 """Every name that stats() returns, with its meaning."""
 
@@ -85,4 +120,6 @@ def stats_from(client: redis.Redis, prefix: str) -> dict[str, float]:
     stats |= {name: float(size) for name, size in zip(_SIZES, sizes, strict=True)}
     for name, (beginning, _) in _SUMS.items():
         stats[name] = sum(value for part, value in stats.items() if part.startswith(beginning))
+    for name, (part, whole, _) in _SHARES.items():
+        stats[name] = stats[part] / max(1.0, stats[whole])
     return stats

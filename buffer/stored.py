@@ -15,23 +15,35 @@ from outloop.buffer.records import OpenEpisode, Reward, Trajectory, Turn
 
 EPISODE_FIELDS = ("opening", "closure", "reward", "closed")
 """What to read from an episode's hash, in this order."""
+OPEN_EPISODE_FIELDS = (*EPISODE_FIELDS, "resumes")
+"""The same for an episode that may be open."""
 Fields = Sequence[bytes | None]
 
 
-def open_episode_from(fields: Fields, turns: Sequence[bytes]) -> OpenEpisode | None:
-    """The episode as it stands; None without an opening."""
+def open_episode_from(
+    fields: Fields, turns: Sequence[bytes], earlier: Sequence[Sequence[bytes]] = ()
+) -> OpenEpisode | None:
+    """The episode as it stands; None without an opening.
+
+    Args:
+        fields: OPEN_EPISODE_FIELDS.
+        earlier: the turns of those that it resumes, the newest episode first.
+    """
     if fields[0] is None:
         return None
     closure = None if fields[1] is None else codec.decode_closure(fields[1])
+    own = tuple(codec.decode_turns(turns))
     return OpenEpisode(
         opening=codec.decode_opening(fields[0]),
-        turns=tuple(codec.decode_turns(turns)),
+        turns=own,
         is_closed=closure is not None,
         outcome=None if closure is None else closure.outcome,
         reward=_reward(fields),
         failure_kind=None if closure is None else closure.failure_kind,
         error="" if closure is None else closure.error,
         output="" if closure is None else closure.output,
+        resumes=None if fields[4] is None else fields[4].decode(),
+        recorded=_recorded(own, earlier),
     )
 
 
@@ -70,6 +82,17 @@ def check_turns(episode_id: str, turns: Sequence[Turn]) -> None:
                 f"parent_turn_id={parent}; its own episode and an earlier turn are allowed"
             )
         known.add(turn.turn_id)
+
+
+def _recorded(own: Sequence[Turn], earlier: Sequence[Sequence[bytes]]) -> tuple[Turn, ...]:
+    """The turns of `earlier` that `own` lacks, each once."""
+    known = {turn.turn_id for turn in own}
+    found: list[Turn] = []
+    for turns in earlier:
+        fresh = [turn for turn in codec.decode_turns(turns) if turn.turn_id not in known]
+        known.update(turn.turn_id for turn in fresh)
+        found += fresh
+    return tuple(found)
 
 
 def _reward(fields: Fields) -> Reward | None:

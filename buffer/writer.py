@@ -23,6 +23,7 @@ from outloop.buffer.errors import BufferUnavailable, NotFound, OutloopError, Rec
 from outloop.buffer.grouped import GroupedScripts
 from outloop.buffer.join import CLOSE_GRACE_S, check_joinable
 from outloop.buffer.keys import key, prefix
+from outloop.buffer.loading import load_async
 from outloop.buffer.mixture import Mixture, TaskSource
 from outloop.buffer.policy import trained_version_bounds
 from outloop.buffer.records import (
@@ -43,7 +44,6 @@ from outloop.buffer.registry import decode_servers, encode_facts
 from outloop.buffer.run import Run
 from outloop.buffer.scripts import AsyncScripts, Clock, refusal
 from outloop.buffer.staging import put_async
-from outloop.buffer.stored import EPISODE_FIELDS, open_episode_from
 from outloop.buffer.tasks import (
     check_id,
     check_sources,
@@ -58,6 +58,7 @@ _CLAIM_MEMORY_MS = 600_000
 _MAX_CLAIM_COUNT, _TASKS_PER_COMMAND, _CACHED_TASKS = 4096, 512, 8192
 _RETRY_AFTER_S = {"admission": 0.1, "not_ready": 0.25, "no_tasks": 0.5, "paused": 1.0}
 _FINISHED_RETRY_AFTER_S = 5.0
+_ClaimRow = tuple[str, str, int, int, str, str]
 
 
 class BufferWriter:
@@ -145,7 +146,7 @@ class BufferWriter:
         packed, reason, revision = await self._scripts.call(
             "claim", key, count, _CLAIM_MEMORY_MS, what="claiming tasks"
         )
-        rows: list[tuple[str, str, int, int, str]] = list(msgspec.msgpack.decode(packed))
+        rows: list[_ClaimRow] = list(msgspec.msgpack.decode(packed))
         if not rows:
             wait_s = _RETRY_AFTER_S.get(why := reason.decode(), _FINISHED_RETRY_AFTER_S)
             return ClaimResult(claims=(), reason=why, retry_after_s=wait_s)
@@ -154,7 +155,7 @@ class BufferWriter:
             (
                 f"eval_tasks {slot}" if purpose == "eval" else f"tasks {mixture.task_index(slot)}"
             ).encode()
-            for purpose, _, _, slot, _ in rows
+            for purpose, _, _, slot, *_ in rows
         ]
         tasks = await self._load_tasks(fields)
         claims = tuple(self._claim_from(row, task) for row, task in zip(rows, tasks, strict=True))
@@ -197,13 +198,7 @@ class BufferWriter:
 
     async def load_episode(self, episode_id: str) -> OpenEpisode | None:
         """The episode as it stands, also for some time after its end; None if unknown."""
-        name = self._key(f"episode:{episode_id}")
-        with translated(f"loading episode_id={episode_id}"):
-            async with self._client.pipeline(transaction=False) as pipeline:
-                pipeline.hmget(name, list(EPISODE_FIELDS))
-                pipeline.lrange(f"{name}:turns", 0, -1)
-                fields, turns = await pipeline.execute()
-        return open_episode_from(fields, turns)
+        return await load_async(self._client, self._prefix, episode_id)
 
     async def append_turn(self, turn: Turn) -> EpisodeUsage:
         """Record a turn, and say what its episode has used; the same turn is recorded once.
@@ -369,8 +364,8 @@ class BufferWriter:
             self._tasks.popitem(last=False)
         return tasks
 
-    def _claim_from(self, row: tuple[str, str, int, int, str], task: Task) -> Claim:
-        purpose, owner, attempt, _, sampling = row
+    def _claim_from(self, row: _ClaimRow, task: Task) -> Claim:
+        purpose, owner, attempt, _, sampling, source = row
         is_eval = purpose == "eval"
         return Claim(
             task=task,
@@ -380,6 +375,7 @@ class BufferWriter:
             deadline_s=deadline_of(task, self._run.settings.env.episode_deadline_s),
             sampling=json.loads(sampling) if is_eval else None,
             eval_name=owner if is_eval else "",
+            resumes=source or None,
         )
 
 

@@ -158,11 +158,17 @@ class AnswerReader:
     def again(self, request: TurnRequest, turn: Turn, plan: Plan) -> TurnResult:
         """The result of a turn that was recorded before, by whichever process."""
         output_ids = turn.output_ids.tolist()
-        text = self._renderer.tokenizer.decode(output_ids)
-        stop_text = next((stop for stop in turn.sampling.stop if stop in text), None)
+        stop_text = self.stop_text(turn)
         live = self.live(request, plan)
         if live is not None:
             live.add(plan.forced_ids + output_ids)
         begun = live.begun if live is not None else None
         answer = self.read(request, output_ids, plan, turn.turn_id, stop_text, begun)
         return self.result(request, turn, plan, answer.message, stop_text)
+
+    def stop_text(self, turn: Turn) -> str | None:
+        """The stop string that ended a recorded turn, if one did."""
+        if not turn.sampling.stop:
+            return None
+        text = self._renderer.tokenizer.decode(turn.output_ids.tolist())
+        return next((stop for stop in turn.sampling.stop if stop in text), None)

@@ -11,6 +11,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
@@ -125,6 +126,7 @@ class Control:
                 "deadline_s": claim.deadline_s,
                 "sampling": claim.sampling,
                 "eval_name": claim.eval_name,
+                "resumes": claim.resumes,
                 "episode": self._handle(exchange, opening) if opening is not None else None,
             }
             for claim, opening in zip(result.claims, opened, strict=True)
@@ -165,7 +167,8 @@ class Control:
             metadata=body.metadata,
             opened_at=now,
         )
-        (error,) = await self._open([opening])
+        # Whether its attempt was lost before is known to the buffer alone.
+        (error,) = await self._open([opening], {episode_id})
         if error is not None:
             raise error
         await _answer(exchange, self._handle(exchange, opening))
@@ -188,6 +191,7 @@ class Control:
                 "reward": msgspec.to_builtins(loaded.reward),
                 "error": loaded.error,
                 "output": loaded.output,
+                "resumes": loaded.resumes,
             },
         )
 
@@ -273,7 +277,8 @@ class Control:
             )
             for index, claim in enumerate(claims)
         ]
-        errors = await self._open(openings)
+        resumed = {o.episode_id for o, c in zip(openings, claims, strict=True) if c.resumes}
+        errors = await self._open(openings, resumed)
         opened: list[Opening | None] = []
         for opening, error in zip(openings, errors, strict=True):
             if error is not None and not isinstance(error, Gone):
@@ -283,12 +288,16 @@ class Control:
             opened.append(opening if error is None else None)
         return opened
 
-    async def _open(self, openings: Sequence[Opening]) -> tuple[OutloopError | None, ...]:
+    async def _open(
+        self, openings: Sequence[Opening], to_load: AbstractSet[str]
+    ) -> tuple[OutloopError | None, ...]:
+        """Open episodes; those of `to_load` are read from the buffer when they first speak."""
         errors = await self._buffer.open_episodes(openings)
         for opening, error in zip(openings, errors, strict=True):
             if error is None and self._episodes.known(opening.episode_id) is None:
-                self._episodes.add(opening)
                 self._metrics.episodes.inc()
+                if opening.episode_id not in to_load:
+                    self._episodes.add(opening)
         return errors
 
     def _handle(self, exchange: Exchange, opening: Opening) -> dict[str, str]:

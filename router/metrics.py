@@ -29,6 +29,11 @@ class RouterMetrics:
             "requests answered with a turn that was recorded or under way",
             registry=self.registry,
         )
+        self.resumed = Counter(
+            "router_resumed_turns",
+            "turns of lost attempts that answered the agent that plays them again",
+            registry=self.registry,
+        )
         self.undelivered = Counter(
             "router_undelivered_turns", "turns whose client had left", registry=self.registry
         )
@@ -71,8 +76,11 @@ class RouterMetrics:
             "router_turns_in_flight", "turns being answered now", registry=self.registry
         )
 
-    def count(self, turn: Turn, *, is_break: bool) -> None:
-        """One more turn was recorded."""
+    def count(self, turn: Turn, *, is_break: bool, is_replayed: bool = False) -> None:
+        """One more turn was recorded; one that a lost attempt had recorded was not drawn."""
+        if is_replayed:
+            self.resumed.inc()
+            return
         self._finished[turn.finish_reason].inc()
         self._prompt_tokens.inc(len(turn.prompt_ids))
         self._output_tokens.inc(len(turn.output_ids))

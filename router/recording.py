@@ -39,6 +39,8 @@ class Recording(msgspec.Struct, frozen=True):
     plan: Plan
     sampling: Sampling
     is_delivered: bool
+    again: tuple[Turn, ...] = ()
+    """What a lost attempt had recorded and is now replayed, by choice; (): it was drawn now."""
 
 
 class Recorder:
@@ -77,7 +79,7 @@ class Recorder:
                 answer=answer.message if is_told else None,
                 tools=request.tools,
             )
-            self._metrics.count(turn, is_break=plan.is_break)
+            self._metrics.count(turn, is_break=plan.is_break, is_replayed=bool(common.again))
         _log.debug(
             "turn_recorded",
             episode_id=session.episode_id,
@@ -113,6 +115,7 @@ class Recorder:
             is_behavior_known=sampling.is_plain and is_known,
             purpose=session.opening.purpose if session.opening is not None else "eval",
         )
+        before = common.again[index] if common.again else None
         return Turn(
             turn_id=common.job.turn_ids[index],
             episode_id=session.episode_id,
@@ -128,6 +131,6 @@ class Recorder:
             finish_reason=finish,
             branch_cause=plan.cause if index == 0 else "choice",
             retry_key=common.retry_key,
-            started_at=common.job.started_at,
-            finished_at=time.time(),
+            started_at=before.started_at if before is not None else common.job.started_at,
+            finished_at=before.finished_at if before is not None else time.time(),
         )

@@ -15,7 +15,7 @@ from dataclasses import replace
 import structlog
 
 from outloop.buffer.errors import Gone, OutloopError
-from outloop.buffer.records import Sampling
+from outloop.buffer.records import Sampling, Turn
 from outloop.buffer.settings import Settings
 from outloop.router.answers import AnswerReader
 from outloop.router.branches import Plan
@@ -29,6 +29,7 @@ from outloop.router.port import EpisodeBuffer
 from outloop.router.recording import Recorder, Recording
 from outloop.router.refusals import Refusal, as_refusal, stopping
 from outloop.router.rendering import PolicyRenderer
+from outloop.router.resumption import drawn_before
 from outloop.router.said import Begun
 from outloop.router.sessions import Episodes, EpisodeSession
 from outloop.router.turns import TurnRequest, TurnResult
@@ -232,9 +233,12 @@ class TurnService:
         if left is not None and left < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=left)
         job.num_prompt_tokens = prompt.num_ids
+        again = session.recorded.pop(prompt, sampling, request.num_choices)
+        if again:
+            job.turn_ids = tuple(turn.turn_id for turn in again)
         draws = [
-            self._draw(job, session, request, index, prompt, plan, sampling)
-            for index in range(request.num_choices)
+            self._draw(job, session, request, index, prompt, plan, sampling, turn)
+            for index, turn in enumerate(again or (None,) * request.num_choices)
         ]
         # One choice is the rule, and gathering one would make a task for it.
         drawn = [await draws[0]] if len(draws) == 1 else await asyncio.gather(*draws)
@@ -242,13 +246,17 @@ class TurnService:
         is_delivered = await job.wait_for_client(_RETURN_GRACE_S)
         if not is_delivered:
             self._metrics.undelivered.inc()
-        common = Recording(job, session, request, retry_key, plan, sampling, is_delivered)
-        return tuple(
-            [
-                await self._recorder.record(common, index, one, begun)
-                for index, (one, begun) in enumerate(drawn)
-            ]
-        )
+        common = Recording(job, session, request, retry_key, plan, sampling, is_delivered, again)
+        try:
+            return tuple(
+                [
+                    await self._recorder.record(common, index, one, begun)
+                    for index, (one, begun) in enumerate(drawn)
+                ]
+            )
+        except BaseException:
+            session.recorded.give_back(prompt, again)
+            raise
 
     async def _draw(
         self,
@@ -259,7 +267,9 @@ class TurnService:
         prompt: Prompt,
         plan: Plan,
         sampling: Sampling,
+        again: Turn | None,
     ) -> tuple[Drawn, Begun | None]:
+        """One choice, drawn now or, where a lost attempt had recorded it, `again`."""
         live = self._reader.live(request, plan)
 
         def show(new: list[int]) -> None:
@@ -268,6 +278,10 @@ class TurnService:
 
         if plan.num_forced:
             show(plan.forced_ids)
+        if again is not None:
+            drawn = drawn_before(again, self._reader.stop_text(again))
+            show(drawn.ids)
+            return drawn, live.begun if live is not None else None
         drawn, session.last_server = await self._generator.draw(
             prompt,
             sampling,

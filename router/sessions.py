@@ -17,6 +17,7 @@ from outloop.router.pool import NOBODY, Whose
 from outloop.router.port import EpisodeBuffer
 from outloop.router.refusals import Refusal
 from outloop.router.rendering import PolicyRenderer
+from outloop.router.resumption import RecordedTurns
 from outloop.router.turns import Told
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class EpisodeSession:
     def __init__(self, opening: Opening | None, renderer: PolicyRenderer) -> None:
         self.opening = opening
         self.tree = TurnTree(renderer)
+        self.recorded = RecordedTurns(())
+        """What answers requests of an attempt that was lost before."""
         self.jobs: dict[str, list[TurnJob]] = {}
         """By retry key, oldest first."""
         self.told: Told | None = None
@@ -86,6 +89,7 @@ class EpisodeSession:
                 self.tree.add(turn)
                 self.num_turns += 1
                 self.num_tokens += len(turn.prompt_ids) + len(turn.output_ids)
+                self.recorded.discard(turn.turn_id)
         self.is_closed = self.is_closed or loaded.is_closed
 
 
@@ -152,6 +156,7 @@ class Episodes:
         session.is_closed = True
         session.jobs = {}
         session.told = None
+        session.recorded = RecordedTurns(())
         session.tree = TurnTree(self._renderer)
 
     async def _load(self, episode_id: str) -> EpisodeSession:
@@ -162,4 +167,5 @@ class Episodes:
             )
         session = self.add(loaded.opening)
         session.add_recorded(loaded)
+        session.recorded = RecordedTurns(loaded.recorded, before=loaded.turns)
         return session

@@ -8,12 +8,13 @@
 -- Returns  {'ok', number of the episode's turns, of their ids}; not_found: episode or parent turn; gone: closed, replaced, or drawn by an
 --          abandoned version (then the attempt is given up for replacement); conflict: the turn_id
 --          has another content.
--- Keeps    turns in the order of their first recording, each once.
+-- Keeps    a turn that an episode which this one resumes had recorded counts as replayed, not as
+--          drawn; turns in the order of their first recording, each once.
 
 local episode_id, turn_id, parent = ARGV[2], ARGV[3], ARGV[4]
 local e = episode_key(episode_id)
 local f = redis.call('HMGET', e, 'member', 'closed', 't:' .. turn_id, 't:' .. parent, 'min_depth',
-  'max_version')
+  'max_version', 'num_tokens', 'resumes')
 if not f[1] then
   return {'not_found', 'no episode_id=' .. episode_id}
 end
@@ -39,12 +40,22 @@ if depth == nil or (ARGV[7] ~= '' and depth_of(ARGV[7]) == nil) then
   return {'gone', 'turn_id=' .. turn_id .. ' holds tokens of a version that a rollback abandoned'}
 end
 local length = redis.call('RPUSH', e .. ':turns', ARGV[5])
-redis.call('HSET', e, 't:' .. turn_id, length - 1)
+redis.call('HSET', e, 't:' .. turn_id, length - 1, 'num_tokens', (number(f[7]) or 0) + ARGV[9])
 if depth and (not f[5] or depth < tonumber(f[5])) then redis.call('HSET', e, 'min_depth', depth) end
 if ARGV[7] ~= '' and (not f[6] or tonumber(ARGV[7]) > tonumber(f[6])) then
   redis.call('HSET', e, 'max_version', ARGV[7])
 end
+local num_ids = redis.call('HINCRBY', e, 'tokens', ARGV[9] + ARGV[10])
+local source = f[8]
+while source do
+  if redis.call('HEXISTS', episode_key(source), 't:' .. turn_id) == 1 then
+    count('replayed_turns')
+    count('replayed_tokens', ARGV[9])
+    return {'ok', length, num_ids}
+  end
+  source = redis.call('HGET', episode_key(source), 'resumes')
+end
 count('turns')
 count('output_tokens', ARGV[9])
 if ARGV[8] == '1' then count('branches') end
-return {'ok', length, redis.call('HINCRBY', e, 'tokens', ARGV[9] + ARGV[10])}
+return {'ok', length, num_ids}

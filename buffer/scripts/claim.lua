@@ -4,7 +4,7 @@
 -- ARGV[2]  idempotency key   ARGV[3] count   ARGV[4] how long the key is remembered, ms
 -- Returns  {'ok', claims, reason, revision of the weights}; claims is MessagePack
 --          [[purpose, group_id or eval name, attempt, slot or index of the evaluation task,
---          sampling JSON or ''], ...];
+--          sampling JSON or '', episode that the attempt resumes or ''], ...];
 --          reason is empty if there are claims.
 -- Keeps    admitted - trained <= admission_limit; one slot per live group; the same key returns the
 --          same claims. An empty answer is not remembered, and sweeps what passed its deadline.
@@ -52,7 +52,7 @@ local function next_eval()
   start_attempt('e:' .. item)
   attempt = tonumber(attempt)
   return {'eval', name, attempt, eval_task(name, attempt),
-    redis.call('HGET', eval_key(name), 'sampling')}
+    redis.call('HGET', eval_key(name), 'sampling'), ''}
 end
 
 local function mint_group()
@@ -85,12 +85,21 @@ local function next_train()
     group_id, reason = mint_group()
     if not group_id then return nil, reason end
   end
+  local source = redis.call('LPOP', resumable_key(group_id))
+  if source and not is_fresh(source) then
+    replace_resumable(group_id, source, 'infrastructure')
+    return next_train()
+  end
   local g = group_key(group_id)
   local attempt = redis.call('HINCRBY', g, 'next_attempt', 1) - 1
   if redis.call('HINCRBY', g, 'pending', -1) == 0 then redis.call('ZREM', FILL, group_id) end
   start_attempt('t:' .. group_id .. ':' .. attempt)
-  count('train_attempts')
-  return {'train', group_id, attempt, tonumber(redis.call('HGET', g, 'slot')), ''}, nil
+  if source then
+    redis.call('HSET', g, 'resumes:' .. attempt, source)
+  else
+    count('train_attempts')
+  end
+  return {'train', group_id, attempt, tonumber(redis.call('HGET', g, 'slot')), '', source or ''}, nil
 end
 
 local claims, reason = {}, refusal()

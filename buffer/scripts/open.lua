@@ -6,7 +6,8 @@
 --          from now
 -- Returns  {'ok', code, sentence, code, sentence, ...}: one pair per opening. gone: the attempt was
 --          replaced or its group sealed; conflict: same id, other content; not_found: no such group.
--- Keeps    one episode per attempt: a later opening of the same attempt takes it over, because the
+-- Keeps    an attempt that resumes a lost episode passes that one's id on to its own (`resumes`);
+--          one episode per attempt: a later opening of the same attempt takes it over, because the
 --          answer to the earlier one may have been lost. Refused openings do not stop the others.
 
 local function open_one(episode_id, member, task_id, identity, opening, deadline_ms)
@@ -16,7 +17,7 @@ local function open_one(episode_id, member, task_id, identity, opening, deadline
     if known == identity then return 'ok', '' end
     return 'conflict', 'episode_id=' .. episode_id .. ' is open with another content'
   end
-  local purpose, owner = split_member(member)
+  local purpose, owner, attempt = split_member(member)
   if purpose == 'o' then redis.call('HSET', ATTEMPTS, member, '') end
   local owner_key = purpose == 'e' and eval_key(owner) or group_key(owner)
   local bound = redis.call('HGET', ATTEMPTS, member)
@@ -35,7 +36,15 @@ local function open_one(episode_id, member, task_id, identity, opening, deadline
   end
   redis.call('HSET', e, 'identity', identity, 'member', member, 'task_id', task_id,
     'opening', opening)
+  local source = purpose == 't' and source_of(owner, attempt)
+  if source then
+    local depth, version = extent_of(source)
+    redis.call('HSET', e, 'resumes', source, 'source_depth', depth or '', 'source_version',
+      version or '', 'resumptions', redis.call('HGET', episode_key(source), 'resumptions') or 0)
+  end
   if bound ~= '' then
+    -- What both resume stays.
+    redis.call('HDEL', episode_key(bound), 'resumes')
     discard_episode(bound)
     count('superseded_episodes')
   end

@@ -16,7 +16,7 @@
 local prefix = string.sub(KEYS[1], 1, -5)
 local given = redis.call('HMGET', KEYS[1], 'group_size', 'admission_limit', 'max_staleness',
   'max_replacements', 'attempt_ms', 'group_ms', 'lease_ms', 'gives_claims',
-  'max_replaced_ppm', 'incomplete', 'take_window')
+  'max_replaced_ppm', 'incomplete', 'take_window', 'max_resumptions')
 if not given[1] then
   return {'empty', ''}
 end
@@ -27,6 +27,7 @@ local rules = {
   lease_ms = tonumber(given[7]), gives_claims = given[8] == '1',
   max_replaced_share = (tonumber(given[9]) or 1000000) / 1000000,
   incomplete = given[10] or 'train', take_window = tonumber(given[11]) or 0,
+  max_resumptions = tonumber(given[12]) or 0,
 }
 local now = tonumber(ARGV[1])
 if now == 0 then
@@ -66,10 +67,21 @@ local function depth_of(version)
   return number(depth) or tonumber(version)
 end
 
+-- An episode, and those that it resumed.
 local function discard_episode(episode_id)
-  local e = episode_key(episode_id)
-  redis.call('DEL', e .. ':turns')
-  redis.call('PEXPIRE', e, RETENTION_MS)
+  repeat
+    local e = episode_key(episode_id)
+    redis.call('DEL', e .. ':turns')
+    redis.call('PEXPIRE', e, RETENTION_MS)
+    episode_id = redis.call('HGET', e, 'resumes')
+  until not episode_id
+end
+
+local function resumable_key(group_id) return group_key(group_id) .. ':resumable' end
+
+-- The lost episode that a claimed attempt resumes, if any.
+local function source_of(group_id, attempt)
+  return redis.call('HGET', group_key(group_id), 'resumes:' .. attempt)
 end
 
 local function release_attempt(member)
@@ -79,17 +91,19 @@ local function release_attempt(member)
   return episode_id
 end
 
+local function discard_episodes(list)
+  for _, episode_id in ipairs(redis.call('LRANGE', list, 0, -1)) do discard_episode(episode_id) end
+  redis.call('DEL', list)
+end
+
 local function release_attempts_of(group_id)
   local next_attempt = tonumber(redis.call('HGET', group_key(group_id), 'next_attempt'))
   for attempt = 0, next_attempt - 1 do
     local episode_id = release_attempt('t:' .. group_id .. ':' .. attempt)
-    if episode_id and episode_id ~= '' then discard_episode(episode_id) end
+    if episode_id == '' then episode_id = source_of(group_id, attempt) end
+    if episode_id then discard_episode(episode_id) end
   end
-end
-
-local function discard_episodes(list)
-  for _, episode_id in ipairs(redis.call('LRANGE', list, 0, -1)) do discard_episode(episode_id) end
-  redis.call('DEL', list)
+  discard_episodes(resumable_key(group_id))
 end
 
 -- Take a group out of every index and free its data; its hash answers late calls for a while.
@@ -199,25 +213,27 @@ local function split_member(member)
   return string.match(member, '^(%a):(.*):(%d+)$')
 end
 
--- An attempt ended without a result that counts. kind: infrastructure, environment or stale (its
--- tokens are of an abandoned version; not the task's fault, so it does not use up replacements).
-local function lose_attempt(member, kind)
-  local purpose, owner, attempt = split_member(member)
-  local episode_id = release_attempt(member)
-  if episode_id and episode_id ~= '' then
-    count('turns_of_lost_attempts', redis.call('LLEN', episode_key(episode_id) .. ':turns'))
-    local task_id = redis.call('HGET', episode_key(episode_id), 'task_id')
-    redis.call('ZINCRBY', key('replaced_tasks'), 1, task_id)
-    if purpose == 't' then
-      redis.call('HSET', group_key(owner), 'last_closure',
-        redis.call('HGET', episode_key(episode_id), 'closure') or '')
-    end
-    discard_episode(episode_id)
-  end
-  if purpose == 'o' then
-    count('lost_attempts')
-    return
-  end
+-- Depth of the oldest trained token and newest version of an episode and of those it resumed.
+local function extent_of(episode_id)
+  local f = redis.call('HMGET', episode_key(episode_id), 'min_depth', 'source_depth',
+    'max_version', 'source_version')
+  local depth, version = number(f[1]), number(f[3])
+  local source_depth, source_version = number(f[2]), number(f[4])
+  if source_depth and not (depth and depth < source_depth) then depth = source_depth end
+  if source_version and not (version and version > source_version) then version = source_version end
+  return depth, version
+end
+
+-- False if what the episode recorded is too stale for every batch to come.
+local function is_fresh(episode_id)
+  local depth = extent_of(episode_id)
+  local served = redis.call('HGET', STATE, 'acknowledged')
+  if not depth or not served then return true end
+  return (depth_of(served) or tonumber(served)) - depth <= rules.max_staleness
+end
+
+-- The place of a lost attempt is played again from the start, or given up.
+local function replace_attempt(purpose, owner, attempt, kind)
   if purpose == 't' and kind ~= 'stale' then count('resultless_attempts') end
   local owner_key, tally = group_key(owner), 'replaced'
   if purpose == 'e' then owner_key, tally = eval_key(owner), 'replaced:' .. attempt end
@@ -243,6 +259,92 @@ local function lose_attempt(member, kind)
   end
 end
 
+-- Count how far a lost episode had come, under lost or resumed.
+local function count_length(episode_id, fate)
+  local e = episode_key(episode_id)
+  count('turns_of_' .. fate .. '_attempts', redis.call('LLEN', e .. ':turns'))
+  count('tokens_of_' .. fate .. '_attempts', redis.call('HGET', e, 'num_tokens') or 0)
+end
+
+-- Whether the attempt that came as far as `episode_id` will be resumed; then it is in `resumable`.
+local function keep_for_resumption(group_id, episode_id)
+  local e = episode_key(episode_id)
+  local f = redis.call('HMGET', e, 'resumptions', 'resumes')
+  if (number(f[1]) or 0) >= rules.max_resumptions or not is_fresh(episode_id)
+      or (redis.call('LLEN', e .. ':turns') == 0 and not f[2]) then
+    return false
+  end
+  redis.call('HINCRBY', e, 'resumptions', 1)
+  redis.call('RPUSH', resumable_key(group_id), episode_id)
+  redis.call('HINCRBY', group_key(group_id), 'pending', 1)
+  redis.call('ZADD', FILL, redis.call('HGET', group_key(group_id), 'slot'), group_id)
+  count('resumed_attempts')
+  count_length(episode_id, 'resumed')
+  return true
+end
+
+-- Give up what a place had recorded before it is played from the start.
+local function discard_lost(episode_id, group_id)
+  local e = episode_key(episode_id)
+  count_length(episode_id, 'lost')
+  redis.call('ZINCRBY', key('replaced_tasks'), 1, redis.call('HGET', e, 'task_id') or '')
+  if group_id then
+    redis.call('HSET', group_key(group_id), 'last_closure', redis.call('HGET', e, 'closure') or '')
+  end
+  discard_episode(episode_id)
+end
+
+-- An attempt ended without a result that counts. kind: infrastructure (then what it recorded is
+-- resumed, if it may be), environment or stale (its tokens are of an abandoned version; not the
+-- task's fault, so it does not use up replacements).
+local function lose_attempt(member, kind)
+  local purpose, owner, attempt = split_member(member)
+  local episode_id = release_attempt(member)
+  if episode_id == '' and purpose == 't' then episode_id = source_of(owner, attempt) end
+  if episode_id and episode_id ~= '' then
+    if purpose == 't' and kind == 'infrastructure' and keep_for_resumption(owner, episode_id) then
+      return
+    end
+    discard_lost(episode_id, purpose == 't' and owner)
+  end
+  if purpose == 'o' then
+    count('lost_attempts')
+    return
+  end
+  replace_attempt(purpose, owner, attempt, kind)
+end
+
+-- A place whose recorded turns became too stale, or belong to an abandoned version, while it
+-- waited to be resumed: it is replaced instead. Taken out of `resumable` by the caller.
+local function replace_resumable(group_id, episode_id, kind)
+  if redis.call('HINCRBY', group_key(group_id), 'pending', -1) == 0 then
+    redis.call('ZREM', FILL, group_id)
+  end
+  discard_lost(episode_id, group_id)
+  replace_attempt('t', group_id, '', kind)
+end
+
+-- A resumed attempt is over: what its earlier episodes recorded is not needed any more. What was
+-- not replayed belongs to no episode that counts.
+local function discard_sources(episode_id)
+  local e = episode_key(episode_id)
+  local first = redis.call('HGET', e, 'resumes')
+  local source, seen, num_left = first, {}, 0
+  while source do
+    for _, field in ipairs(redis.call('HKEYS', episode_key(source))) do
+      if string.sub(field, 1, 2) == 't:' and not seen[field] then
+        seen[field] = true
+        if redis.call('HEXISTS', e, field) == 0 then num_left = num_left + 1 end
+      end
+    end
+    source = redis.call('HGET', episode_key(source), 'resumes')
+  end
+  if first then
+    count('turns_not_replayed', num_left)
+    discard_episode(first)
+  end
+end
+
 -- A closed episode has its reward: enter it into its group or evaluation.
 local function count_attempt(member, episode_id)
   local purpose, owner, attempt = split_member(member)
@@ -250,6 +352,7 @@ local function count_attempt(member, episode_id)
   local f = redis.call('HMGET', e, 'value', 'min_depth', 'max_version')
   release_attempt(member)
   redis.call('HSET', e, 'counted', 1)
+  discard_sources(episode_id)
   if purpose == 'o' then
     -- Nobody collects it; it can be read for as long as a repeated call may come.
     redis.call('PEXPIRE', e .. ':turns', RETENTION_MS)

@@ -24,19 +24,28 @@ for _, version in ipairs(redis.call('HKEYS', VERSIONS)) do
   if tonumber(version) > newest then redis.call('HSET', VERSIONS, version, 'abandoned') end
 end
 
-local function holds_abandoned(hash)
-  local version = number(redis.call('HGET', hash, 'max_version'))
+local function is_abandoned(version)
   return version and version > newest
 end
 
+local function holds_abandoned(episode_id)
+  local _, version = extent_of(episode_id)
+  return is_abandoned(version)
+end
+
 local function give_up_abandoned_attempts(group_id)
+  for _, source in ipairs(redis.call('LRANGE', resumable_key(group_id), 0, -1)) do
+    if holds_abandoned(source) then
+      redis.call('LREM', resumable_key(group_id), 0, source)
+      replace_resumable(group_id, source, 'stale')
+    end
+  end
   local next_attempt = tonumber(redis.call('HGET', group_key(group_id), 'next_attempt'))
   for attempt = 0, next_attempt - 1 do
     local member = 't:' .. group_id .. ':' .. attempt
     local episode_id = redis.call('HGET', ATTEMPTS, member)
-    if episode_id and episode_id ~= '' and holds_abandoned(episode_key(episode_id)) then
-      lose_attempt(member, 'stale')
-    end
+    if episode_id == '' then episode_id = source_of(group_id, attempt) end
+    if episode_id and holds_abandoned(episode_id) then lose_attempt(member, 'stale') end
   end
 end
 
@@ -44,7 +53,7 @@ for _, group_id in ipairs(redis.call('ZRANGE', GROUPS, 0, -1)) do
   local g = group_key(group_id)
   if not mark then
     drop_group(group_id, 'stale', false, false)
-  elseif holds_abandoned(g) then
+  elseif is_abandoned(number(redis.call('HGET', g, 'max_version'))) then
     drop_group(group_id, 'stale', true, false)
   elseif redis.call('HGET', g, 'state') == 'open' then
     give_up_abandoned_attempts(group_id)

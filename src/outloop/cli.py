@@ -26,7 +26,7 @@ from outloop.buffer.errors import (
     SettingsError,
 )
 from outloop.converting import convert
-from outloop.debugging import replay_step, rollout, train_recorded
+from outloop.debugging import replay_recorded, replay_step, rollout, train_recorded
 
 HANG_EXIT_CODE = 3
 """Of a trainer that made no progress for trainer.hang_timeout_s."""
@@ -268,6 +268,7 @@ def trainer(run_dir: Path) -> None:
         train_policy(run, stop=stop, on_hang=_end_hanging)
 
 
+buffer.add_command(replay_recorded)
 cli.add_command(buffer)
 cli.add_command(tasks)
 for command in (train_recorded, rollout, replay_step, convert):

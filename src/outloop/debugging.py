@@ -1,16 +1,21 @@
 """Commands that run one side of a run alone, or one step again.
 
-Owns: `outloop train-recorded`, `outloop rollout` and `outloop replay-step`: names, flags and what
+Owns: `outloop train-recorded`, `buffer replay`, `rollout` and `replay-step`: names, flags and what
 they print. Does not own: any behaviour; each calls one function of one part. Invariant: nothing is
 imported before a command runs.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from outloop.buffer.settings import Settings
 
 _SET = click.option(
     "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting."
@@ -29,16 +34,49 @@ def train_recorded(config: Path, file: Path, overrides: tuple[str, ...]) -> None
 
     FILE is one of `outloop buffer export` or `outloop rollout`. Nothing in it counts as stale.
     """
+    from outloop.buffer.settings import load_settings
+
+    _train_on(load_settings(config, (*_NEVER_STALE, *overrides)), file)
+
+
+@click.command("replay")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.option(
+    "--run",
+    "run_dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="Folder of the run that FILE was exported from, up or not.",
+)
+@_SET
+def replay_recorded(file: Path, run_dir: Path, overrides: tuple[str, ...]) -> None:
+    """Feed FILE, an export of a run, to that run's trainer: no Redis, router, server or runner.
+
+    The groups are taken, stepped on and acknowledged in the order of FILE, from the weights of
+    model.path and with the run's settings, into a run folder of its own: DIR/replays/NAME, with the
+    name of FILE. Nothing in FILE counts as stale.
+    """
+    from outloop.buffer.run import load_run_settings
+    from outloop.buffer.settings import with_overrides
+
+    here = (
+        f"run.dir={json.dumps(str((run_dir / 'replays').absolute()))}",
+        f"run.name={json.dumps(file.stem)}",
+    )
+    settings = load_run_settings(run_dir)
+    _train_on(with_overrides(settings, (*_NEVER_STALE, *overrides, *here)), file)
+
+
+def _train_on(settings: Settings, file: Path) -> None:
+    """Train on the groups of `file` in the run folder that `settings` name."""
     import warnings
 
     warnings.filterwarnings("ignore", module="megatron")
     from outloop.buffer.run import create_run
-    from outloop.buffer.settings import load_settings
     from outloop.buffer.telemetry import configure_logging, read_metrics
     from outloop.engine.launch.launcher import stop_on_signals
     from outloop.engine.train.main import train_from_recording
 
-    settings = load_settings(config, (*_NEVER_STALE, *overrides))
     configure_logging("trainer", settings.telemetry.log_level)
     run = create_run(settings, (settings.run.dir / settings.run.name).absolute(), "")
     with stop_on_signals() as stop:

@@ -31,6 +31,7 @@ class Weights:
     version: int = 0
     slots: tuple[int, ...] = ()
     groups_since_mark: tuple[str, ...] = ()
+    turn_ids: tuple[str, ...] = ()
     lineage: tuple[int, ...] = (0,)
     """Versions that led here."""
 
@@ -68,8 +69,24 @@ class Walk:
         except Gone:
             return
         self.open[episode_id] = 0
+        if claim.resumes:
+            await self._replay(episode_id)
         if self.choices.random() < 0.1:
             self.claims.append(claim)
+
+    async def _replay(self, episode_id: str) -> None:
+        """The agent asks for some of what was recorded again, and then goes another way."""
+        recorded = (await self.loop.writer.load_episode(episode_id)).recorded
+        assert recorded
+        here: set[str] = set()
+        for turn in recorded:
+            if turn.parent_turn_id in (None, *here) and self.choices.random() < 0.8:
+                try:
+                    await self.loop.writer.append_turn(replace(turn, episode_id=episode_id))
+                except Gone:
+                    del self.open[episode_id]
+                    return
+                here.add(turn.turn_id)
 
     async def turn(self) -> None:
         if not self.open:
@@ -161,6 +178,7 @@ class Walk:
             version,
             self.weights.slots + tuple(lease.group.slot for lease in keep),
             self.weights.groups_since_mark + ids,
+            self.weights.turn_ids + tuple(turn_ids(keep)),
             (*self.weights.lineage, version),
         )
         self.leases = []
@@ -221,6 +239,7 @@ class Walk:
         number = {name.decode(): int(state.get(name, 0)) for name in (b"admitted", b"trained")}
         held = int(state.get(b"held", 0))
         assert len(self.weights.slots) == len(set(self.weights.slots))
+        assert len(self.weights.turn_ids) == len(set(self.weights.turn_ids))
         live: dict[int, bytes] = {}
         num_untrained = 0
         for group_id, slot in client.zrange(f"{prefix}groups", 0, -1, withscores=True):
@@ -263,6 +282,12 @@ class Walk:
         assert not lost
         for lease in self.leases:
             assert lease.group.slot not in trained
+
+
+def turn_ids(leases: list[Lease]) -> list[str]:
+    """Every turn of `leases`."""
+    episodes = (t for lease in leases for t in lease.group.trajectories)
+    return [turn.turn_id for trajectory in episodes for turn in trajectory.turns]
 
 
 @pytest.mark.parametrize("seed", range(6))

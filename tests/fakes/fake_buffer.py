@@ -41,6 +41,8 @@ class FakeBuffer:
         self.is_paused = False
         self.sealed: set[str] = set()
         self.budget_notes = FakeNotes(self)
+        self.resumes: dict[str, str] = {}
+        """Episode -> the lost one that it resumes."""
 
     def serve(self, url: str, *, server_id: str = "server-0", version: int | None = 0) -> None:
         """Register a server."""
@@ -110,7 +112,18 @@ class FakeBuffer:
             failure_kind=closed[1] if closed else None,
             error=closed[2] if closed else "",
             output=closed[4] if closed else "",
+            resumes=self.resumes.get(episode_id),
+            recorded=self._recorded(episode_id),
         )
+
+    def _recorded(self, episode_id: str) -> tuple[Turn, ...]:
+        known = {turn.turn_id for turn in self.turns[episode_id]}
+        found: list[Turn] = []
+        while episode_id in self.resumes:
+            episode_id = self.resumes[episode_id]
+            found += [turn for turn in self.turns[episode_id] if turn.turn_id not in known]
+            known |= {turn.turn_id for turn in found}
+        return tuple(found)
 
     async def append_turn(self, turn: Turn) -> EpisodeUsage:
         await self._work()

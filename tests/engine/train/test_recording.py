@@ -16,6 +16,8 @@ from memory_buffer import FAST, Setup
 from outloop.buffer.errors import RecordError
 from outloop.buffer.jsonl import format_line
 from outloop.buffer.records import Trajectory, Turn
+from outloop.buffer.run import create_run
+from outloop.buffer.settings import load_settings
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.train.loop import RlLoop
 from outloop.engine.train.recording import NoServers, Recording, read_groups
@@ -115,10 +117,12 @@ def test_bad_lines_and_files_without_episodes_are_refused(
         read_groups(path)
 
 
+@pytest.mark.parametrize("command", ["train-recorded", "buffer replay"])
 def test_the_command_trains_in_a_process_of_its_own(
-    recorded: tuple[Setup, Path], tmp_path: Path
+    recorded: tuple[Setup, Path], tmp_path: Path, command: str
 ) -> None:
-    """`outloop train-recorded CONFIG FILE`, with nothing else running."""
+    """`train-recorded CONFIG FILE` by a settings file, `buffer replay FILE --run DIR`
+    by a run's, each with nothing else running; the run itself is left as it is."""
     made, path = recorded
     config = tmp_path / "run.toml"
     config.write_text(
@@ -126,8 +130,12 @@ def test_the_command_trains_in_a_process_of_its_own(
         f'[model]\npath = "{made.run.settings.model.path}"\n'
         "[trainer]\nnum_steps = 2\ngroups_per_step = 4\nlearning_rate = 1e-2\n"
     )
+    arguments, folder = [str(config), str(path)], tmp_path / "alone"
+    if command == "buffer replay":
+        run = create_run(load_settings(config), folder, "redis://nobody.invalid:1/0")
+        arguments, folder = [str(path), "--run", str(run.dir)], folder / "replays/recorded"
     answer = subprocess.run(
-        [sys.executable, "-m", "outloop.cli", "train-recorded", str(config), str(path)],
+        [sys.executable, "-m", "outloop.cli", *command.split(), *arguments],
         capture_output=True,
         text=True,
         timeout=110,
@@ -135,4 +143,5 @@ def test_the_command_trains_in_a_process_of_its_own(
     )
     assert answer.returncode == 0, answer.stderr
     assert "trained 2 steps" in answer.stdout
-    assert (tmp_path / "alone/checkpoints/step_2/COMPLETE").is_file()
+    assert (folder / "checkpoints/step_2/COMPLETE").is_file()
+    assert not (tmp_path / "alone/metrics.jsonl").exists() or command == "train-recorded"
