@@ -46,6 +46,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("counters", "hash", _RUN, "scripts", "counters behind stats()"),
     KeySpec("tasks", "hash", _RUN, "register_tasks", "index -> training task"),
     KeySpec("task_weights", "list", _RUN, "set_task_weights", "slot and weights of each change"),
+    KeySpec("task_priorities", "string", _RUN, "register_tasks", "int32 by index; none: equal"),
     KeySpec("eval_tasks", "hash", _RUN, "register_tasks", "index -> evaluation task"),
     KeySpec("claim:KEY", "string", "10 minutes", "claim", "the claims that this key received"),
     KeySpec("group:GROUP", "hash", _HOUR_AFTER, "scripts", "slot, size, state, places, versions"),

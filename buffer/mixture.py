@@ -9,8 +9,9 @@ a slot that is played again plays the same task.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,8 @@ class TaskSource:
     num_tasks: int
     weight: float = 1.0
     """At the beginning of the run."""
+    priority: int = 0
+    """Added to that of each of its tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +55,29 @@ def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
         raise RecordError(f"weights={shown}; finite numbers of 0 or more, not all 0, are allowed")
 
 
+class SlotOrder(Protocol):
+    """A permutation of slots that goes by their tasks."""
+
+    def slot_in_order(self, slot: int, task_index: Callable[[int], int]) -> int:
+        """The slot whose task is played in the place of `slot`."""
+
+
 class Mixture:
     """The task order of a run with one source or several.
 
     Args:
         schedule: by slot, the first from slot 0; not needed for one source.
+        order: which slot's task is played in whose place; None: each its own.
     """
 
     def __init__(
-        self, sources: Sequence[TaskSource], schedule: Sequence[WeightsFrom], seed: int
+        self,
+        sources: Sequence[TaskSource],
+        schedule: Sequence[WeightsFrom],
+        seed: int,
+        order: SlotOrder | None = None,
     ) -> None:
+        self._order = order
         self._sizes = [source.num_tasks for source in sources]
         self._starts = [sum(self._sizes[:index]) for index in range(len(self._sizes))]
         self._schedule = schedule
@@ -72,6 +88,11 @@ class Mixture:
 
     def task_index(self, slot: int) -> int:
         """The task that `slot` plays: each source goes through its tasks epoch by epoch."""
+        if self._order is not None:
+            slot = self._order.slot_in_order(slot, self._task_index)
+        return self._task_index(slot)
+
+    def _task_index(self, slot: int) -> int:
         if len(self._sizes) == 1:
             return task_index(slot, self._sizes[0], self._seed)
         block, offset = divmod(slot, _BLOCK_SLOTS)

@@ -287,6 +287,9 @@ class Task:
 
     task_id: str
     payload: dict[str, object]
+    priority: int = 0
+    """Higher is played earlier, by up to buffer.priority_window slots. Known where tasks are
+    registered; the task of a claim has 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,6 +44,9 @@ class BufferSettings(BaseModel):
     take_window: int = Field(0, ge=0)
     """A group is taken only if it is fewer slots than this ahead of the oldest open one, so that
     fast groups do not crowd out slow ones; 0: whatever is ready."""
+    priority_window: int = Field(64, ge=1, le=4096)
+    """Of so many consecutive slots, those of tasks with a higher priority are played first, so that
+    none waits longer than a window; 1: in the order drawn."""
     drop_zero_signal: bool = True
     """Drop groups whose rewards are all equal (drop_reason no_signal)."""
     filter_path: str | None = None

@@ -22,6 +22,8 @@ class TaskSourceSettings(BaseModel):
     """JSONL file, or package.module:function returning an iterable of tasks."""
     weight: float = Field(1.0, ge=0)
     """How often it is played, relative to the others, when the run begins."""
+    priority: int = Field(0, ge=-1_000_000, le=1_000_000)
+    """Added to the priority of each of its tasks; higher is played earlier, not more often."""
 
 
 class EnvSettings(BaseModel):

@@ -91,9 +91,9 @@ def deadline_of(task: Task, default_s: float) -> float:
     return default_s
 
 
-def tasks_digest(lists: Sequence[Sequence[bytes]]) -> str:
-    """SHA-256 over all encoded tasks and the lengths of their lists."""
-    digest = hashlib.sha256()
+def tasks_digest(lists: Sequence[Sequence[bytes]], priorities: bytes = b"") -> str:
+    """SHA-256 over all encoded tasks, the lengths of their lists, and what orders them."""
+    digest = hashlib.sha256(priorities)
     for records in lists:
         digest.update(f"{len(records)}:".encode())
         for record in records:

@@ -1,8 +1,8 @@
 """The weights of a run's task sources, as they are stored and changed.
 
 Owns: the stored form of sources and weights, reading and changing them. Does not own: which task a
-slot plays (mixture). Invariant: a change holds from the first slot that nobody has claimed, so no
-claimed slot changes its task.
+slot plays (mixture). Invariant: a change holds from the first slot that nobody has claimed (with
+priorities, the first window that nobody has begun), so no claimed slot changes its task.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import redis.asyncio
 from outloop.buffer.connect import translated
 from outloop.buffer.errors import NotFound, SettingsError
 from outloop.buffer.mixture import Mixture, TaskSource, WeightsFrom, check_weights
+from outloop.buffer.priorities import read_priorities
 from outloop.buffer.scripts import SyncScripts
 
 _sources = msgspec.json.Decoder(tuple[TaskSource, ...])
@@ -52,10 +53,12 @@ async def load_mixture(client: redis.asyncio.Redis, prefix: str, seed: int) -> t
     """The task order as it is now, and the revision of its weights."""
     with translated("reading the weights of tasks"):
         async with client.pipeline(transaction=True) as pipeline:
-            pipeline.hmget(f"{prefix}state", ["sources", "weights_revision"])
+            pipeline.hmget(f"{prefix}state", ["sources", "weights_revision", "priority_window"])
             pipeline.lrange(f"{prefix}task_weights", 0, -1)
-            (sources, revision), entries = await pipeline.execute()
-    mixture = Mixture(decode_sources(sources), decode_schedule(entries), seed)
+            pipeline.get(f"{prefix}task_priorities")
+            (sources, revision, window), entries, priorities = await pipeline.execute()
+    order = read_priorities(priorities, int(window or 1))
+    mixture = Mixture(decode_sources(sources), decode_schedule(entries), seed, order)
     return int(revision or 0), mixture
 
 

@@ -26,6 +26,7 @@ from outloop.buffer.keys import key, prefix
 from outloop.buffer.loading import load_async
 from outloop.buffer.mixture import Mixture, TaskSource
 from outloop.buffer.policy import trained_version_bounds
+from outloop.buffer.priorities import priorities_of
 from outloop.buffer.records import (
     Claim,
     ClaimResult,
@@ -113,8 +114,8 @@ class BufferWriter:
 
         Raises:
             Conflict: the run has other tasks.
-            RecordError: an id is used twice, a payload is not JSON-able, or a training task has the
-                content of an evaluation task.
+            RecordError: an id is used twice, a payload is not JSON-able, a priority is no whole
+                number, or a training task has the content of an evaluation task.
         """
         encoded = [encode_tasks(tasks, "tasks"), encode_tasks(eval_tasks, "eval_tasks")]
         refuse_overlap(tasks, eval_tasks)
@@ -122,8 +123,10 @@ class BufferWriter:
         sources = sources or (TaskSource("tasks", len(tasks)),)
         check_sources(sources, len(tasks))
         weights = encode_weights([source.weight for source in sources])
-        words = (tasks_digest(encoded), len(tasks), len(eval_tasks))
-        tail = (encode_sources(sources), weights, num_test_tasks)
+        priorities = priorities_of(tasks, sources)
+        words = (tasks_digest(encoded, priorities), len(tasks), len(eval_tasks))
+        window = self._run.settings.buffer.priority_window
+        tail = (encode_sources(sources), weights, num_test_tasks, priorities, window)
         (complete,) = await self._scripts.call("register_tasks", *words, "begin", *tail, what=what)
         if complete:
             return

@@ -120,7 +120,7 @@ class RouterClient:
         await self._post(
             "/tasks",
             {
-                "tasks": [{"task_id": t.task_id, "payload": t.payload} for t in tasks],
+                "tasks": [asdict(task) for task in tasks],
                 "eval_tasks": [{"task_id": t.task_id, "payload": t.payload} for t in eval_tasks],
                 "sources": [asdict(source) for source in sources],
                 "num_test_tasks": num_test_tasks,

@@ -70,7 +70,7 @@ def load_run_tasks(settings: Settings) -> RunTasks:
         SettingsError: a source is missing, malformed (with its line), empty, or both overlap.
     """
     env = settings.env
-    lists, weights = _load_sources(settings)
+    lists = _load_sources(settings)
     eval_tasks: tuple[Task, ...] = ()
     num_test_tasks = 0
     if env.eval_tasks is not None:
@@ -94,13 +94,19 @@ def load_run_tasks(settings: Settings) -> RunTasks:
     _refuse_repeats(lists)
     tasks = tuple(task for some in lists.values() for task in some)
     _refuse_overlap(tasks, eval_tasks)
-    sources = tuple(TaskSource(name, len(some), weights[name]) for name, some in lists.items())
+    mixed = {} if isinstance(env.tasks, str) or env.tasks is None else env.tasks
+    sources = tuple(
+        TaskSource(name, len(some), mixed[name].weight, mixed[name].priority)
+        if name in mixed
+        else TaskSource(name, len(some))
+        for name, some in lists.items()
+    )
     return RunTasks(
         tasks=tasks, eval_tasks=eval_tasks, sources=sources, num_test_tasks=num_test_tasks
     )
 
 
-def _load_sources(settings: Settings) -> tuple[dict[str, tuple[Task, ...]], dict[str, float]]:
+def _load_sources(settings: Settings) -> dict[str, tuple[Task, ...]]:
     env = settings.env
     if not env.tasks:
         raise SettingsError(
@@ -108,7 +114,7 @@ def _load_sources(settings: Settings) -> tuple[dict[str, tuple[Task, ...]], dict
         )
     if isinstance(env.tasks, str):
         loaded = load_tasks(env.tasks, setting="env.tasks", import_dir=env.import_dir)
-        return {"tasks": loaded}, {"tasks": 1.0}
+        return {"tasks": loaded}
     weights = {name: source.weight for name, source in env.tasks.items()}
     if sum(weights.values()) <= 0:
         raise SettingsError(f"env.tasks: weights={weights}; at least one above 0 is needed")
@@ -117,7 +123,7 @@ def _load_sources(settings: Settings) -> tuple[dict[str, tuple[Task, ...]], dict
             source.source, setting=f"env.tasks.{name}.source", import_dir=env.import_dir
         )
         for name, source in env.tasks.items()
-    }, weights
+    }
 
 
 def _split(
@@ -266,7 +272,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _task(row: object, place: str) -> Task:
     if isinstance(row, Task):
-        row = {"task_id": row.task_id, "payload": row.payload}
+        row = {"task_id": row.task_id, "payload": row.payload, "priority": row.priority}
     if not isinstance(row, Mapping) or not all(isinstance(key, str) for key in row):
         raise SettingsError(
             f"{place}: {str(row)[:80]!r} is a {type(row).__name__}; "
@@ -274,8 +280,11 @@ def _task(row: object, place: str) -> Task:
         )
     fields = dict(row)
     task_id = fields.pop("task_id", None)
-    if set(fields) == {"payload"}:
-        fields = fields["payload"]
+    priority = 0
+    if set(fields) in ({"payload"}, {"payload", "priority"}):
+        priority, fields = fields.get("priority", 0), fields["payload"]
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise SettingsError(f"{place}: priority={priority!r}; a whole number is allowed")
     if not isinstance(fields, dict) or not fields:
         raise SettingsError(f"{place}: payload={fields!r}; a non-empty object is allowed")
     try:
@@ -298,7 +307,7 @@ def _task(row: object, place: str) -> Task:
         raise SettingsError(
             f"{place}: task_id={task_id!r}; a string of 1 to 200 characters is allowed"
         )
-    return Task(task_id=task_id, payload=fields)
+    return Task(task_id=task_id, payload=fields, priority=priority)
 
 
 def _refuse_overlap(tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> None:

@@ -22,6 +22,7 @@ class TaskBody(msgspec.Struct):
 
     task_id: str
     payload: dict[str, Any]
+    priority: int = 0
 
 
 class SourceBody(msgspec.Struct):
@@ -30,6 +31,7 @@ class SourceBody(msgspec.Struct):
     name: str
     num_tasks: int
     weight: float = 1.0
+    priority: int = 0
 
 
 class TasksBody(msgspec.Struct):

@@ -90,10 +90,12 @@ class Control:
         self._keys.require_runner(exchange.key)
         body = await exchange.decode(_tasks)
         tasks, eval_tasks = (
-            [Task(task_id=task.task_id, payload=task.payload) for task in group]
+            [Task(task_id=x.task_id, payload=x.payload, priority=x.priority) for x in group]
             for group in (body.tasks, body.eval_tasks)
         )
-        sources = [TaskSource(one.name, one.num_tasks, one.weight) for one in body.sources]
+        sources = [
+            TaskSource(one.name, one.num_tasks, one.weight, one.priority) for one in body.sources
+        ]
         if not 0 <= body.num_test_tasks <= len(eval_tasks):
             raise RecordError(
                 f"num_test_tasks={body.num_test_tasks}; at most the {len(eval_tasks)} eval_tasks, "

@@ -4,6 +4,7 @@
 -- ARGV[5]  'begin' before the tasks are written, 'commit' after
 -- ARGV[6]  their sources   ARGV[7] the weights of these at the beginning
 -- ARGV[8]  how many of the last evaluation tasks are the test split
+-- ARGV[9]  priorities of the tasks, or '' if all are equal   ARGV[10] in windows of how many slots
 -- Returns  {'ok', 1 if the tasks are complete already else 0}; conflict: other tasks are there.
 -- Keeps    claims see either no tasks or all of them.
 
@@ -17,6 +18,10 @@ if ARGV[5] == 'begin' then
 else
   redis.call('HSET', STATE, 'num_tasks', ARGV[3], 'num_eval_tasks', ARGV[4], 'sources', ARGV[6],
     'num_test_tasks', ARGV[8])
+  if ARGV[9] ~= '' then
+    redis.call('SET', key('task_priorities'), ARGV[9])
+    redis.call('HSET', STATE, 'priority_window', ARGV[10])
+  end
   if redis.call('EXISTS', key('task_weights')) == 0 then
     redis.call('RPUSH', key('task_weights'), '0 ' .. ARGV[7])
   end

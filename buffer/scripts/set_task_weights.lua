@@ -2,11 +2,14 @@
 --
 -- ARGV[2]  the weights, one for each source
 -- Returns  {'ok', the slot from which they hold}
--- Keeps    they hold from the first slot that nobody has claimed; weights that were meant for later
+-- Keeps    they hold from the first slot that nobody has claimed, or, with priorities, from the first
+--          window of slots that nobody has begun; weights that were meant for later
 --          slots, which a restart without a checkpoint may leave, are gone.
 
 local weights = key('task_weights')
 local slot = number(redis.call('HGET', STATE, 'cursor')) or 0
+local window = number(redis.call('HGET', STATE, 'priority_window')) or 1
+slot = math.ceil(slot / window) * window
 local last = redis.call('LINDEX', weights, -1)
 while last and tonumber(string.match(last, '^%d+')) >= slot do
   redis.call('LTRIM', weights, 0, -2)
