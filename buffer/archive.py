@@ -22,6 +22,7 @@ from outloop.buffer import codec
 from outloop.buffer.connect import translated
 from outloop.buffer.errors import RecordError, SettingsError
 from outloop.buffer.jsonl import format_line, read_lines
+from outloop.buffer.keys import group_prefix
 from outloop.buffer.records import Trajectory
 from outloop.buffer.scripts import SyncScripts
 from outloop.buffer.staging import put_sync, sft_records
@@ -156,10 +157,11 @@ class Archive:
             pipeline.lrange(f"{self._prefix}evals", 0, -1)
             pipeline.lrange(f"{self._prefix}dead", 0, -1)
             found = pipeline.execute()
+        groups, evals, dead = ([name.decode() for name in names] for names in found)
         return [
-            f"{self._prefix}{kind}:{name.decode()}:episodes"
-            for kind, names in zip(("group", "eval", "dead"), found, strict=True)
-            for name in names
+            *(f"{group_prefix(self._prefix, group)}group:{group}:episodes" for group in groups),
+            *(f"{self._prefix}eval:{name}:episodes" for name in evals),
+            *(f"{group_prefix(self._prefix, group)}dead:{group}:episodes" for group in dead),
         ]
 
     def _episodes_of(self, name: str) -> Iterator[Trajectory | RecordError]:

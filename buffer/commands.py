@@ -102,10 +102,10 @@ def list_letters(run_dir: Path) -> None:
     _print_table("dead letters", ("group", "slot", "task", "reason", "dropped", "why"), rows)
 
 
-@dead.command("show")
+@dead.command("inspect")
 @click.argument("group")
 @_RUN
-def show_letter(group: str, run_dir: Path) -> None:
+def inspect_letter(group: str, run_dir: Path) -> None:
     """One dead letter with its scored episodes."""
     from outloop.buffer.joined import joined
 

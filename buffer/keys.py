@@ -7,11 +7,16 @@ tag, so that all keys of a shard are in one cluster slot.
 
 from __future__ import annotations
 
+import re
+import zlib
 from dataclasses import dataclass
 from typing import Literal
 
 SHARD = 0
-"""The only shard yet; a run is sharded by group, and no script crosses a shard."""
+"""The shard of everything that is no group's."""
+NUM_SHARDS = 1
+"""A run may be sharded by group, since no script crosses a shard; it has one so far."""
+_MINTED = re.compile(r"g(\d+)-\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,22 @@ def prefix(run_id: str, shard: int = SHARD) -> str:
     return f"{{{run_id}:{shard}}}:"
 
 
+def shard_of(group_id: str, num_shards: int = NUM_SHARDS) -> int:
+    """The shard that holds a group, 0 <= shard < num_shards.
+
+    Groups go by slot, so that neighbours in admission order are spread evenly; an id that no claim
+    minted goes by its checksum.
+    """
+    minted = _MINTED.fullmatch(group_id)
+    number = int(minted[1]) if minted else zlib.crc32(group_id.encode())
+    return number % num_shards
+
+
+def group_prefix(run_prefix: str, group_id: str) -> str:
+    """What every key of a group begins with, from the prefix of any shard of its run."""
+    return prefix(run_prefix[1:-2].rpartition(":")[0], shard_of(group_id))
+
+
 def key(run_id: str, name: str) -> str:
     """The full name of a key."""
     return prefix(run_id) + name
@@ -44,17 +65,23 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("meta", "hash", _RUN, "init_run", "run_id, digest, schema, seed, rules of the scripts"),
     KeySpec("state", "hash", _RUN, "scripts", "cursor, admission, fence, versions, run state"),
     KeySpec("counters", "hash", _RUN, "scripts", "counters behind stats()"),
-    KeySpec("tasks", "hash", _RUN, "register_tasks", "index -> training task"),
-    KeySpec("task_weights", "list", _RUN, "set_task_weights", "slot and weights of each change"),
+    KeySpec("tasks", "hash", _RUN, "register_tasks()", "index -> training task"),
+    KeySpec(
+        "task_weights",
+        "list",
+        _RUN,
+        "register_tasks, set_task_weights",
+        "slot and weights of each change",
+    ),
     KeySpec("task_priorities", "string", _RUN, "register_tasks", "int32 by index; none: equal"),
-    KeySpec("eval_tasks", "hash", _RUN, "register_tasks", "index -> evaluation task"),
+    KeySpec("eval_tasks", "hash", _RUN, "register_tasks()", "index -> evaluation task"),
     KeySpec("claim:KEY", "string", "10 minutes", "claim", "the claims that this key received"),
     KeySpec("group:GROUP", "hash", _HOUR_AFTER, "scripts", "slot, size, state, places, versions"),
     KeySpec("group:GROUP:episodes", "list", "until its end", "close", "scored episode ids"),
     KeySpec("group:GROUP:resumable", "list", "until it seals", "scripts", "lost, to be resumed"),
     KeySpec("groups", "zset", _RUN, "claim", "live groups by slot"),
     KeySpec("open", "zset", _RUN, "claim", "open groups by slot"),
-    KeySpec("fill", "zset", _RUN, "claim", "open groups with places to claim, by slot"),
+    KeySpec("fill", "zset", _RUN, "scripts", "open groups with places to claim, by slot"),
     KeySpec("group_deadlines", "zset", _RUN, "claim", "open groups by deadline, Unix ms"),
     KeySpec("attempts", "hash", _RUN, "claim, open", "attempt in flight -> its episode or empty"),
     KeySpec("attempt_deadlines", "zset", _RUN, "claim, open", "the same by deadline, Unix ms"),
@@ -63,7 +90,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("leases", "zset", _RUN, "take", "groups leased and not acknowledged, by slot"),
     KeySpec("last_take", "string", "until the next", "take", "answer to the last take, by token"),
     KeySpec("wake", "list", _RUN, "close", "at most one token: enough groups are ready"),
-    KeySpec("replay", "zset", _RUN, "recover", "slots to be played again"),
+    KeySpec("replay", "zset", _RUN, "recover, resolve_letter", "slots to be played again"),
     KeySpec("trained_slots", "zset", "last marks", "acknowledge", "slots by their mark's version"),
     KeySpec("marks", "zset", "last marks", "acknowledge", "versions of the last checkpoint marks"),
     KeySpec("episode:EPISODE", "hash", _HOUR_AFTER, "open", "opening, closure, reward, turn index"),
@@ -79,16 +106,18 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("eval:NAME", "hash", _RUN, "request_eval", "total, done, sampling, version, split"),
     KeySpec("eval:NAME:rewards", "hash", _RUN, "close", "attempt -> reward"),
     KeySpec("eval:NAME:episodes", "list", "last evaluations", "close", "closed episode ids"),
-    KeySpec("staged:TOKEN:NUMBER", "string", "10 minutes", "writer", "a record about to be stored"),
+    KeySpec(
+        "staged:TOKEN:NUMBER", "string", "10 minutes", "staging()", "a record about to be stored"
+    ),
     KeySpec("sft:NUMBER", "string", _RUN, "put_trajectories", "a trajectory for SFT, by arrival"),
     KeySpec("sft_keys", "set", _RUN, "put_trajectories", "idempotency keys used"),
     KeySpec(
         "imported", "hash", _RUN, "import_trajectories", "episode id -> trajectory, to look at"
     ),
-    KeySpec("servers", "hash", "launch", "register_server", "server -> address and kind"),
-    KeySpec("server_versions", "hash", "launch", "set_server_version", "server -> version held"),
-    KeySpec("parts", "hash", "launch", "register_part", "part -> facts, such as its URL"),
-    KeySpec("statuses", "hash", "launch", "report_status", "part -> what it does now"),
+    KeySpec("servers", "hash", "launch", "register_server()", "server -> address and kind"),
+    KeySpec("server_versions", "hash", "launch", "set_server_version()", "server -> version held"),
+    KeySpec("parts", "hash", "launch", "register_part()", "part -> facts, such as its URL"),
+    KeySpec("statuses", "hash", "launch", "report_status()", "part -> what it does now"),
 )
 """`run`: as long as the run is kept. `launch`: emptied whenever the launcher starts the run."""
 

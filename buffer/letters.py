@@ -16,6 +16,7 @@ import redis
 from outloop.buffer import codec
 from outloop.buffer.connect import translated
 from outloop.buffer.errors import NotFound, RecordError, SchemaMismatch
+from outloop.buffer.keys import group_prefix
 from outloop.buffer.records import DropReason, Trajectory
 from outloop.buffer.scripts import SyncScripts
 from outloop.buffer.stored import EPISODE_FIELDS, trajectory_from
@@ -118,7 +119,7 @@ class DeadLetters:
         self._scripts.call("resolve_letter", group_id, 0, what=what)
 
     def _letter_key(self, group_id: str) -> str:
-        return f"{self._prefix}dead:{group_id}"
+        return f"{group_prefix(self._prefix, group_id)}dead:{group_id}"
 
 
 def _letter_from(group_id: str, fields: Mapping[bytes, bytes]) -> DeadLetter:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from outloop.buffer.errors import Conflict, RecordError, SchemaMismatch, SettingsError
 from outloop.buffer.jsonl import format_line, parse_line
+from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import Episode, Reward, Sampling, Trajectory, Turn, VersionSpan
 
 TEXT = st.text(max_size=12)
@@ -252,6 +253,33 @@ async def test_a_run_is_exported_imported_and_exported_again(
     assert found is not None
     assert len(found.turns) == 1
     assert (await other.claim()).claims[0].group_id == "g0-1"
+
+
+def test_whatever_was_exported_comes_back_from_another_run(
+    url: str, make_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Export, import, export: the same lines, and so the same ids, logprobs and spans."""
+    names = itertools.count()
+
+    @given(st.lists(trajectories(), max_size=4, unique_by=lambda t: t.episode.episode_id))
+    @settings(max_examples=25, deadline=None)
+    def hold(some: list[Trajectory]) -> None:
+        file, again = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+        file.write_bytes(b"".join(map(format_line, some)))
+        exports = []
+        for path in (file, again):
+            reader = BufferReader.connect(make_run(url, run__name=f"x{next(names)}"))
+            reader.archive.read(path)
+            assert reader.archive.write(again) == (len(some), 0)
+            exports.append(sorted(again.read_bytes().splitlines()))
+            reader.close()
+        assert exports[0] == exports[1]
+        found = {t.episode.episode_id: t for t in map(parse_line, exports[0])}
+        for trajectory in some:
+            assert_equal(trajectory, found.pop(trajectory.episode.episode_id))
+        assert not found
+
+    hold()
 
 
 async def test_bad_lines_are_named_and_nothing_is_imported(

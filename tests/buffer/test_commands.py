@@ -58,7 +58,7 @@ async def test_a_run_that_is_not_up_is_looked_at(
     assert "completed" in shown
     assert "g1-2-0.0" in shown
     assert "[bold]odd[/bold]" in outloop("dead", "list", *run)
-    shown = outloop("dead", "show", "g0-1", *run)
+    shown = outloop("dead", "inspect", "g0-1", *run)
     assert "2 of 2 scored" in shown
     assert "g0-1-1.0" in shown
     assert "4 trajectories written" in outloop("export", tmp_path / "a.jsonl", *run)

@@ -1,0 +1,285 @@
+"""Every key that a run writes is declared: its type, how long it lives and who creates it."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from twin import Twin
+
+from outloop.buffer.connect import connect_sync
+from outloop.buffer.embedded import EmbeddedRedis
+from outloop.buffer.jsonl import format_line
+from outloop.buffer.keys import KEYS, KeySpec, group_prefix, prefix, shard_of
+from outloop.buffer.reader import BufferReader
+from outloop.buffer.records import Episode, Reward, ServerEntry, Task, Trajectory, Turn
+from outloop.buffer.scripts import load_script
+from outloop.buffer.writer import BufferWriter
+
+CREATES = ("SET", "HSET", "HINCRBY", "RPUSH", "LPUSH", "SADD", "ZADD", "ZINCRBY", "RENAME")
+SCRIPTS = sorted(
+    file.name.removesuffix(".lua")
+    for file in files("outloop.buffer.scripts").iterdir()
+    if file.name.endswith(".lua") and file.name != "prelude.lua"
+)
+LIVES_SHORT = ("10 minutes", "until its end, plus one hour")
+
+
+def spec_of(name: str) -> KeySpec:
+    """The one declaration that fits a key's name after its prefix."""
+    fitting = [
+        spec
+        for spec in KEYS
+        if re.fullmatch(re.sub(r"[A-Z]+", "[^:]+(:[^:]+)?", spec.name), name)
+        and spec.name.count(":") <= name.count(":")
+    ]
+    # `eval:0:main:rewards` fits `eval:NAME` too; the longest literal part decides.
+    assert fitting, f"{name} is not declared"
+    return max(fitting, key=lambda spec: len(re.sub(r"[A-Z]+", "", spec.name)))
+
+
+class Witness(Twin):
+    """A twin that notes which script touches which key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.script = ""
+        self.touched: dict[str, set[str]] = defaultdict(set)
+        """By script."""
+        self.creators: dict[str, set[str]] = defaultdict(set)
+        """Scripts, or "commands", by key."""
+
+    def _evalsha(self, sha1: bytes, num_keys: bytes, *words: bytes) -> Any:
+        return self._as_script(super()._evalsha, sha1, num_keys, *words)
+
+    def _eval(self, text: bytes, num_keys: bytes, *words: bytes) -> Any:
+        return self._as_script(super()._eval, text, num_keys, *words)
+
+    def _as_script(self, run: Callable[..., Any], source: bytes, *words: bytes) -> Any:
+        known = {load_script(name).sha1.encode(): name for name in SCRIPTS}
+        known |= {load_script(name).text.encode(): name for name in SCRIPTS}
+        self.script = known[source]
+        try:
+            return run(source, *words)
+        finally:
+            self.script = ""
+
+    def run(self, words: list[bytes]) -> Any:
+        command = words[0].decode().upper()
+        if command in CREATES or self.script:
+            for key in self._keys_of(command, words):
+                self.touched[self.script].add(key)
+            created = words[2 if command == "RENAME" else 1]
+            if command in CREATES and created not in self.data:
+                self.creators[created.decode()].add(self.script or "commands")
+        return super().run(words)
+
+    @staticmethod
+    def _keys_of(command: str, words: list[bytes]) -> list[str]:
+        if command == "TIME":
+            return []
+        if command in ("DEL", "EXISTS"):
+            return [word.decode() for word in words[1:]]
+        return [word.decode() for word in words[1 : 3 if command == "RENAME" else 2]]
+
+
+async def everything(
+    loop: Any, make_turn: Callable[..., Turn], folder: Path, look: Callable[[], object]
+) -> None:
+    """Every transition once: play, fail, resume, replace, drop, train, checkpoint, recover."""
+    reader, writer = loop.reader, loop.writer
+    entry = ServerEntry(
+        server_id="s", url="http://s", kind="torch", policy_version=None, is_quarantined=False
+    )
+    reader.register_server(entry)
+    reader.set_server_version("s", 0, quarantined=False)
+    reader.register_part("router", {"url": "x"})
+    reader.report_status("router", {"doing": "x"})
+    reader.request_eval("0:main", policy_version=0, num_episodes=1, sampling={"temperature": 0.0})
+    look()
+    (claim,) = (await loop.claim(1)).claims
+    await loop.play(claim)
+    claims = (await loop.claim(4)).claims
+    for index, claim in enumerate(claims):
+        episode_id = await loop.open(claim)
+        await writer.append_turn(make_turn(episode_id))
+        kind = ("infrastructure", "environment", None, None)[index]
+        if kind:
+            await loop.close(episode_id, None, failure_kind=kind, outcome="failed")
+    for claim in (await loop.claim(2)).claims:
+        await loop.play(claim)
+    for claim in claims[2:]:
+        episode_id = f"{claim.group_id}-{claim.attempt}"
+        await writer.put_reward(episode_id, Reward(value=1.0), key="early")
+        await loop.close(episode_id, None)
+    look()
+    reader.renew(loop.fence)
+    first, second = loop.take(2)
+    look()
+    reader.drop(first.group.group_id, "malformed", fence=loop.fence, error="odd")
+    reader.acknowledge(loop.train([second], 1))
+    for claim in (await loop.claim(2)).claims:
+        await loop.play(claim, version=1)
+    look()
+    reader.dead_letters.requeue(first.group.group_id)
+    reader.task_weights.change({"tasks": 2.0})
+    sft = trajectory(make_turn, "sft-1", purpose="sft")
+    await writer.put_trajectories([sft], key="k", final=True)
+    path = folder / "file.jsonl"
+    path.write_bytes(format_line(trajectory(make_turn, "other-1", purpose="eval")))
+    reader.archive.read(path)
+    look()
+    loop.fence = reader.acquire_fence()
+    highest = reader.recover(None, fence=loop.fence)
+    loop.publish(highest + 1, None)
+    (claim, *_) = (await loop.claim(3)).claims
+    episode_id = await loop.open(claim)
+    await writer.append_turn(make_turn(episode_id, version=highest + 1))
+    await loop.close(episode_id, None, failure_kind="infrastructure", outcome="failed")
+    look()
+
+
+def trajectory(make_turn: Callable[..., Turn], episode_id: str, *, purpose: Any) -> Trajectory:
+    """One that was recorded elsewhere."""
+    episode = Episode(
+        episode_id=episode_id,
+        task_id="t",
+        group_id=None,
+        attempt=0,
+        purpose=purpose,
+        outcome="completed",
+        failure_kind=None,
+        reward=None,
+        metadata={},
+        opened_at=1.0,
+        closed_at=2.0,
+    )
+    return Trajectory(episode=episode, turns=(make_turn(episode_id),))
+
+
+def tasks_with_priorities(loop_of: Callable[..., Any]) -> Any:
+    """A loop whose tasks are not all equal."""
+
+    class Urgent(loop_of):  # type: ignore[misc, valid-type]
+        async def start(self, num_tasks: int = 10, **_: Any) -> None:
+            await self.writer.register_tasks(
+                [Task(task_id=f"t{i}", payload={"n": i}, priority=i % 2) for i in range(num_tasks)],
+                [Task(task_id="e0", payload={"n": -1})],
+            )
+            self.fence = self.reader.acquire_fence()
+            self.reader.recover(None, fence=self.fence)
+            self.publish(0, None)
+
+    return Urgent
+
+
+@pytest.fixture
+def witness(monkeypatch: pytest.MonkeyPatch) -> Witness:
+    """A twin in the place of Redis."""
+    seen = Witness()
+    for module in ("reader", "join", "writer"):
+        kind = "async" if module == "writer" else "sync"
+        client = seen.async_client if module == "writer" else seen.client
+        monkeypatch.setattr(
+            f"outloop.buffer.{module}.connect_{kind}", lambda url, make=client: make()
+        )
+    return seen
+
+
+async def play_on(
+    url: str,
+    make_run: Callable[..., Any],
+    clock: Any,
+    make_turn: Callable[..., Turn],
+    loop_of: Callable[..., Any],
+    folder: Path,
+    look: Callable[[str], object] = lambda tag: None,
+) -> str:
+    """Everything, on the server at `url`; the run's prefix, which `look` gets now and then."""
+    run = make_run(url)
+    writer = await BufferWriter.connect(run, clock=clock)
+    reader = BufferReader.connect(run, clock=clock)
+    loop = tasks_with_priorities(loop_of)(writer, reader)
+    await loop.start()
+    await everything(loop, make_turn, folder, lambda: look(prefix(run.run_id)))
+    reader.close()
+    await writer.close()
+    return prefix(run.run_id)
+
+
+async def test_no_script_leaves_its_shard(
+    witness: Witness,
+    make_run: Callable[..., Any],
+    clock: Any,
+    make_turn: Callable[..., Turn],
+    loop_of: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    """Each script was run, and every key that it named carries the hash tag of the run's shard."""
+    tag = await play_on("unix:///twin", make_run, clock, make_turn, loop_of, tmp_path)
+    assert set(SCRIPTS) <= set(witness.touched)
+    for script, keys in witness.touched.items():
+        assert keys, script
+        assert all(key.startswith(tag) for key in keys), script
+
+
+async def test_every_key_has_its_declared_creator(
+    witness: Witness,
+    make_run: Callable[..., Any],
+    clock: Any,
+    make_turn: Callable[..., Turn],
+    loop_of: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    """By the scripts that the table names, by several where it says so, or by a plain call()."""
+    tag = await play_on("unix:///twin", make_run, clock, make_turn, loop_of, tmp_path)
+    by_spec: dict[str, set[str]] = defaultdict(set)
+    for key, creators in witness.creators.items():
+        by_spec[spec_of(key.removeprefix(tag)).name] |= creators
+    declared = {
+        spec.name: {name.removesuffix("()") for name in spec.written_by.split(", ")}
+        for spec in KEYS
+        if spec.written_by != "scripts"
+    }
+    calls = {spec.name for spec in KEYS if spec.written_by.endswith("()")}
+    assert {name: by_spec[name] for name in calls} == {name: {"commands"} for name in calls}
+    others = {name: (by_spec[name], declared[name]) for name in declared if name not in calls}
+    assert {name: pair for name, pair in others.items() if not pair[0] <= pair[1]} == {}
+    assert {spec.name for spec in KEYS} == {name for name in by_spec if by_spec[name]}
+
+
+async def test_a_real_run_s_keys_are_the_declared_ones(
+    server: EmbeddedRedis,
+    make_run: Callable[..., Any],
+    clock: Any,
+    make_turn: Callable[..., Turn],
+    loop_of: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    """On Redis: names and types are those of the table, and so is whether a key expires."""
+    client = connect_sync(server.url)
+    seen = set()
+
+    def look(tag: str) -> None:
+        for key in client.scan_iter(match=f"{tag}*"):
+            spec = spec_of(key.decode().removeprefix(tag))
+            seen.add(spec.name)
+            assert client.type(key).decode() == spec.type, key
+            expires = client.pttl(key) >= 0
+            assert not expires or spec.lifetime in LIVES_SHORT, (key, spec.lifetime)
+            assert expires or spec.lifetime != "10 minutes", key
+
+    await play_on(server.url, make_run, clock, make_turn, loop_of, tmp_path, look)
+    client.close()
+    missing = {spec.name for spec in KEYS} - seen
+    assert missing == {"staged:TOKEN:NUMBER"}, "what is staged is taken over in the same call"
+
+
+def test_groups_are_spread_over_shards_by_slot() -> None:
+    """Whoever looks for a group's keys asks the same shard; neighbours are on different ones."""
+    assert [shard_of(f"g{slot}-{9 + slot}", 3) for slot in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert {shard_of(f"other {i}", 4) for i in range(64)} == {0, 1, 2, 3}
+    assert group_prefix("{a:b-1:0}:", "g5-1") == "{a:b-1:0}:"
