@@ -76,6 +76,8 @@ def show(episode: str, run_dir: Path) -> None:
     _print_table(f"episode {episode}", names, [[*map(_cell, facts), _cell(score)]])
     _print_scores(reward)
     _print_turns(turns)
+    if found is not None and found.resumes is not None:
+        click.echo(f"resumes the lost episode {found.resumes}, whose turns it replays where it can")
     if error:
         click.echo(f"error: {error}")
     if output:

@@ -39,6 +39,27 @@ def redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
         yield server
 
 
+async def test_a_resumed_episode_names_the_one_it_resumes(
+    redis: EmbeddedRedis,
+    loop_on: Callable[..., Any],
+    make_turn: Callable[..., Any],
+    tmp_path: Path,
+    outloop: Outloop,
+) -> None:
+    """`show` of the new episode leads to the lost one, which can be shown too."""
+    loop = await loop_on(redis.url)
+    (claim,) = (await loop.claim(1)).claims
+    lost = await loop.open(claim)
+    await loop.writer.append_turn(make_turn(lost))
+    await loop.close(lost, None, failure_kind="infrastructure", outcome="failed")
+    (claim,) = (await loop.claim(1)).claims
+    resumed = await loop.open(claim)
+    run = ("--run", tmp_path / "t")
+    assert f"resumes the lost episode {lost}" in outloop("show", resumed, *run)
+    assert f"{lost}.0" in outloop("show", lost, *run)
+    assert "buffer/resumed_share" in outloop("stats", *run)
+
+
 async def test_a_run_that_is_not_up_is_looked_at(
     redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path, outloop: Outloop
 ) -> None:
