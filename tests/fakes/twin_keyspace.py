@@ -125,6 +125,11 @@ class Keyspace:
 
     # Hashes.
 
+    def _hsetnx(self, key: bytes, field: bytes, value: bytes) -> int:
+        if field in self._typed(key, dict):
+            return 0
+        return int(self._hset(key, field, value))
+
     def _hset(self, key: bytes, *words: bytes) -> int:
         fields = self._typed(key, dict, create=True)
         before = len(fields)
