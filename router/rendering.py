@@ -117,8 +117,9 @@ class PolicyRenderer:
         """
         ids = self.until_stop(output_ids)
         try:
+            # With its stop id: in harmony it is what closes a call.
             parsed = self._renderer.parse_response(
-                ids, tools=list(tools) or None, prompt_ids=prompt_ids
+                output_ids[: len(ids) + 1], tools=list(tools) or None, prompt_ids=prompt_ids
             )
         except _RENDERER_ERRORS:
             reasoning, rest = self._split_reasoning(ids, prompt_ids)

@@ -126,7 +126,32 @@ async def langgraph(mode: str, base_url: str, api_key: str) -> str:
     return state["messages"][-1].text
 
 
+async def mini_swe_agent(mode: str, base_url: str, api_key: str) -> str:
+    """mini-swe-agent with its own configuration, prompts and bash tool; a shell in this folder."""
+    os.environ |= {"MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_SILENT_STARTUP": "1"}
+    from minisweagent.agents.default import DefaultAgent
+    from minisweagent.config import get_config_from_spec
+    from minisweagent.environments.local import LocalEnvironment
+    from minisweagent.models.litellm_model import LitellmModel
+
+    config = get_config_from_spec("mini.yaml")
+    for name in ("mode", "confirm_exit", "whitelist_actions"):
+        config["agent"].pop(name, None)
+    config["agent"] |= {"step_limit": 4, "cost_limit": 0.0}
+    config["model"].pop("model_name", None)
+    where = {"api_base": base_url, "api_key": api_key}
+    config["model"]["model_kwargs"] = {**config["model"].get("model_kwargs", {}), **where}
+    agent = DefaultAgent(
+        LitellmModel(model_name="openai/policy", **config["model"]),
+        LocalEnvironment(**config.get("environment", {})),
+        **config["agent"],
+    )
+    left = await asyncio.to_thread(agent.run, QUESTION)
+    return f"{left['exit_status']} {left['submission']}"
+
+
 AGENTS = {
+    "mini-swe-agent": mini_swe_agent,
     "openai-agents": openai_agents,
     "pydantic-ai": pydantic_ai,
     "smolagents": smolagents,

@@ -110,6 +110,24 @@ async def test_an_agent_that_retells_its_history_branches_exactly(make_stage) ->
     assert check_exact(stage, episode) == ["root", "history_rewritten"]
 
 
+async def test_mini_swe_agent_plays_an_episode(make_stage, tmp_path: Path) -> None:
+    """Its shell runs what the policy says, and the loop up to its submission is one branch."""
+    stage = await make_stage(model={"max_context_tokens": 200_000})
+    script_policy(
+        stage,
+        THOUGHT + CALL % ("bash", '{"command": "echo $((12 * 7)) > answer"}'),
+        CALL % ("bash", '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat answer"}'),
+    )
+    episode = await stage.open()
+    said = await run_program(
+        *(PYTHON, str(PROGRAMS), "mini-swe-agent", episode["base_url"], episode["api_key"]),
+        HOME=str(tmp_path),
+    )
+    assert said.strip().endswith("Submitted 84")
+    assert (tmp_path / "answer").read_text() == "84\n"
+    assert check_exact(stage, episode) == ONE_BRANCH
+
+
 async def test_codex_plays_an_episode(make_stage, tmp_path: Path) -> None:
     """Its tool runs, its output comes back, and the loop is one branch."""
     stage = await make_stage(model={"max_context_tokens": 200_000})

@@ -1,6 +1,10 @@
 """Golden families: how many branches a tool conversation with reasoning has in each chat format."""
 
+import base64
 import json
+import os
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +20,14 @@ from outloop.router.turns import Message, TurnRequest
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 THINK = ("<think>", "</think>")
 CALLS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+HARMONY = (
+    *("<|startoftext|>", "<|endoftext|>", "<|reserved_200000|>", "<|reserved_200001|>"),
+    *("<|return|>", "<|constrain|>", "<|reserved_200004|>", "<|channel|>", "<|start|>", "<|end|>"),
+    *("<|message|>", "<|reserved_200009|>", "<|reserved_200010|>", "<|reserved_200011|>"),
+    "<|call|>",
+)
 MARKERS = {
+    "gpt_oss": HARMONY,
     "qwen3": (*CHATML, *THINK, *CALLS),
     "llama": tuple(
         f"<|{name}|>"
@@ -59,6 +70,14 @@ def drawn_text(model_type: str, reasoning: str, text: str, word: str | None) -> 
             "</tool_call><|observation|>"
         )
         return f"\n<think>{reasoning}</think>\n{call if word else text + '<|user|>'}"
+    if model_type == "gpt_oss":
+        call = (
+            "<|channel|>commentary to=functions.look_up <|constrain|>json"
+            f"<|message|>{arguments}<|call|>"
+        )
+        said = call if word else f"<|channel|>final<|message|>{text}<|return|>"
+        # The prompt ends where reasoning begins.
+        return f"{reasoning}<|end|><|start|>assistant{said}"
     begin, call_begin, sep, call_end, end, eos = (
         f"<\uff5c{name}\uff5c>"
         for name in (
@@ -71,6 +90,15 @@ def drawn_text(model_type: str, reasoning: str, text: str, word: str | None) -> 
     return f"{thought}{call if word else text}{eos}"
 
 
+_BYTES = (
+    *range(0x21, 0x7F),
+    *range(0xA1, 0xAD),
+    *range(0xAE, 0x100),
+    *range(0x21),
+    *range(0x7F, 0xA1),
+    0xAD,
+)
+"""Bytes in the order of the letters that stand for them: printable ones stand for themselves."""
 TOOLS = (
     {
         "type": "function",
@@ -83,8 +111,27 @@ TOOLS = (
 )
 
 
-@pytest.fixture(scope="module")
-def make_renderer(tmp_path_factory: pytest.TempPathFactory):
+def harmony_model(folder: Path) -> models.BPE:
+    """OpenAI's o200k vocabulary out of the npm package js-tiktoken, as openai-harmony reads it."""
+    script = Path(os.environ["OUTLOOP_JS_TIKTOKEN"]) / "dist" / "ranks" / "o200k_base.js"
+    found = re.search(r'bpe_ranks"?:\s*("(?:[^"\\]|\\.)*")', script.read_text())
+    assert found is not None
+    compact = json.loads(found[1])
+    ranks: dict[bytes, int] = {}
+    for line in filter(None, compact.split("\n")):
+        _, first, *tokens = line.split(" ")
+        ranks |= {base64.b64decode(t): int(first) + n for n, t in enumerate(tokens)}
+    ordered = sorted(ranks.items(), key=lambda pair: pair[1])
+    lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ordered]
+    (folder / "o200k_base.tiktoken").write_bytes(b"".join(lines))
+    # Only read here: ids are drawn byte by byte, so no merges are needed.
+    letters = dict(zip(_BYTES, sorted(pre_tokenizers.ByteLevel.alphabet()), strict=True))
+    vocab = {"".join(letters[byte] for byte in token): rank for token, rank in ordered}
+    return models.BPE(vocab, [])
+
+
+@pytest.fixture
+def make_renderer(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
     """The renderer of a family over a byte-level tokenizer with that family's markers."""
 
     def make(model_type: str, **options: object) -> PolicyRenderer:
@@ -96,7 +143,11 @@ def make_renderer(tmp_path_factory: pytest.TempPathFactory):
         trainer = trainers.BpeTrainer(
             vocab_size=300, initial_alphabet=alphabet, show_progress=False
         )
-        tokenizer.train_from_iterator(["the word means another word"], trainer)
+        if model_type == "gpt_oss":
+            monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", str(folder))
+            tokenizer.model = harmony_model(folder)
+        else:
+            tokenizer.train_from_iterator(["the word means another word"], trainer)
         tokenizer.add_tokens(
             [AddedToken(t, special=False, normalized=False) for t in MARKERS[model_type]]
         )
@@ -162,6 +213,11 @@ BROKEN_BY_USER = ["root", "extension", "extension", "template", "extension", "ex
 """The format drops reasoning when the user speaks again, so that the second question is a break."""
 
 
+def harmony(options: dict, causes: list[str]):
+    """gpt-oss: its vocabulary comes out of an npm package, so this is for make test-clients."""
+    return pytest.param("gpt_oss", options, "I should look.", causes, marks=pytest.mark.clients)
+
+
 @pytest.mark.parametrize(
     ("model_type", "options", "reasoning", "causes"),
     [
@@ -172,6 +228,9 @@ BROKEN_BY_USER = ["root", "extension", "extension", "template", "extension", "ex
         ("glm4_moe", {}, "I should look.", BROKEN_BY_USER),
         ("glm4_moe", {"thinking_retention": "all"}, "I should look.", ONE_BRANCH),
         ("deepseek_v3", {}, "I should look.", ONE_BRANCH),
+        harmony({}, BROKEN_BY_USER),
+        harmony({"thinking_retention": "all"}, ONE_BRANCH),
+        harmony({"auto_drop_analysis": False}, ONE_BRANCH),
     ],
 )
 def test_branches_of_a_tool_conversation(
