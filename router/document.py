@@ -34,6 +34,12 @@ _ROUTES: tuple[tuple[str, str, str, type | None], ...] = (
 )
 
 
+_REFUSED = {
+    "4XX": {"description": "refused; do not retry"},
+    "503": {"description": "not now; retry after `Retry-After`"},
+}
+
+
 def describe(app: FastAPI) -> None:
     """Make `/openapi.json` list the raw routes beside FastAPI's own."""
     generate = app.openapi
@@ -45,17 +51,18 @@ def describe(app: FastAPI) -> None:
             types, ref_template="#/components/schemas/{name}"
         )
         document.setdefault("components", {}).setdefault("schemas", {}).update(components)
+        for operations in document["paths"].values():
+            for found in operations.values():
+                # FastAPI's own routes refuse as all others do.
+                found["responses"].pop("422", None)
+                found["responses"] |= _REFUSED
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         remaining = iter(schemas)
         for method, path, summary, body in _ROUTES:
             operation: dict[str, Any] = {
                 "summary": summary,
                 "security": [{"key": []}],
-                "responses": {
-                    "200": {"description": "done"},
-                    "4XX": {"description": "refused; do not retry"},
-                    "503": {"description": "not now; retry after `Retry-After`"},
-                },
+                "responses": {"200": {"description": "done"}, **_REFUSED},
             }
             if "{episode_id}" in path:
                 operation["parameters"] = [

@@ -196,3 +196,13 @@ async def test_reasoning_is_shown_while_it_is_drawn(stage, meet, dialect) -> Non
             thoughts += [piece] if piece else []
     assert "".join(thoughts) == thought
     assert len(thoughts) > 1
+
+
+async def test_the_document_tells_how_every_route_refuses(stage) -> None:
+    """Refusals have one form on all routes, the operator's too, and are documented as such."""
+    document = (await stage.http.get("/openapi.json")).json()
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            assert set(operation["responses"]) == {"200", "4XX", "503"}
+    wrong = await stage.http.post("/pause", headers={"Authorization": "Bearer nobody"})
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (401, "invalid_api_key")
