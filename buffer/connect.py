@@ -38,6 +38,10 @@ _ADVICE = (
         "catch up. Nothing was evicted",
     ),
     ("MISCONF", "; it cannot write to its disk: free space where its data folder is"),
+    (
+        "good replicas",
+        "; its replicas are missing: bring them back, or lower its min-replicas-to-write",
+    ),
     ("read only replica", "; point buffer.redis_url at the primary"),
 )
 """What the error's text holds, and what to do then."""
