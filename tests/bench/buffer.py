@@ -20,6 +20,7 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,29 +59,38 @@ def measure_recovery(run: Run, server: EmbeddedRedis) -> dict[str, float]:
     }
 
 
-async def measure() -> dict[str, float]:
-    """Everything."""
+async def measure(parts: Sequence[str]) -> dict[str, float]:
+    """What the parts give, from one server."""
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with EmbeddedRedis(folder / "redis", max_memory_mb=4096) as server:
-            by_size = {size: await SizeBench(size, folder, server.url).measure() for size in SIZES}
-            for figure in next(iter(by_size.values())):
-                for size, found in by_size.items():
-                    figures[f"{figure}_{size}"] = found[figure]
-            worst = {"write_vs_raw": min, "read_vs_raw": min, "codec_share": max}
-            for figure, pick in (worst | {"bytes_per_token_vs_arrays": max}).items():
-                figures[figure] = pick(figures[f"{figure}_{size}"] for size in SIZES)
-            queue = QueueBench(folder, server.url)
-            figures |= await queue.measure()
-            figures |= measure_recovery(queue.run, server)
+            if "sizes" in parts:
+                figures |= await measure_sizes(folder, server.url)
+            if "queue" in parts:
+                queue = QueueBench(folder, server.url)
+                figures |= await queue.measure()
+                figures |= measure_recovery(queue.run, server)
+    return figures
+
+
+async def measure_sizes(folder: Path, url: str) -> dict[str, float]:
+    """Throughput of every size, and the worst."""
+    figures: dict[str, float] = {}
+    by_size = {size: await SizeBench(size, folder, url).measure() for size in SIZES}
+    for figure in next(iter(by_size.values())):
+        for size, found in by_size.items():
+            figures[f"{figure}_{size}"] = found[figure]
+    worst = {"write_vs_raw": min, "read_vs_raw": min, "codec_share": max}
+    for figure, pick in (worst | {"bytes_per_token_vs_arrays": max}).items():
+        figures[figure] = pick(figures[f"{figure}_{size}"] for size in SIZES)
     return figures
 
 
 def main() -> None:
-    """Measure, print, write."""
-    figures = uvloop.run(measure())
-    tell("buffer", figures)
+    """Measure, print, write; PARTS=sizes or PARTS=queue (with the recovery) measures less."""
+    parts = os.environ.get("PARTS", "sizes,queue").split(",")
+    tell("buffer" if len(parts) > 1 else f"buffer-{parts[0]}", uvloop.run(measure(parts)))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Each seed is a run with a tiny policy: Redis, router, torch server, runner and Megatron-core trainer
 as they are, forked from a process that has imported them, so that a start costs no imports. The
 seed decides who dies before or after which call (taps), and when Redis and the server die besides;
-whoever ended is started again at once. The auditor compares the checkpoints of the surviving
+of every third seed the wires to Redis, router and server are bad for a while (wires). Whoever ended
+is started again at once. The auditor compares the checkpoints of the surviving
 lineage with what a witness saw each version trained on, and with what Redis holds. Exit code 0 if
 all seeds pass.
 """
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -34,8 +36,9 @@ from audit import (
     slot_of,
     surviving_groups,
 )
-from taps import Tap, points_of, put_on, witness_steps
+from taps import Tap, append_line, points_of, put_on, witness_steps
 from tiny import ROLLOUTS, make_model
+from wires import Wire, forward
 
 from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.join import init_run
@@ -45,6 +48,9 @@ from outloop.buffer.settings import Settings, build_settings
 
 VICTIMS = ("trainer", "trainer", "trainer", "redis", "server")
 """Of the trainer's moments."""
+HOST = "127.0.0.1"
+WIRE_HOSTS = {"router": "127.0.0.3", "server": "127.0.0.2"}
+"""Where the wires listen, on the port of what they lead to."""
 RARE = ("recover", "checkpoint", "checkpoint_rename", "checkpoint_cleanup", "acknowledge")
 """Moments that a trainer may meet only once."""
 
@@ -96,7 +102,7 @@ def settings_of(choices: random.Random, folder: Path, model: Path, num_steps: in
 def free_port() -> int:
     """A router that is started again comes back to its address."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind((HOST, 0))
         return int(listener.getsockname()[1])
 
 
@@ -138,11 +144,16 @@ class Forked:
         self.run_dir = folder / "runs" / "forked"
         self.redis = EmbeddedRedis(self.run_dir / "redis", fsync=settings.buffer.fsync)
         self.pids: dict[str, int] = {}
+        self.wires: int | None = None
+        self.advertised: dict[str, str] = {}
         self.num_starts: Counter[str] = Counter()
         self._start_redis()
         assert settings.buffer.redis_url is not None
-        self.run = create_run(settings, self.run_dir, settings.buffer.redis_url)
+        run = create_run(settings, self.run_dir, settings.buffer.redis_url)
+        self.run = replace(run, redis_url=f"unix://{folder / 'real.sock'}")
         init_run(self.run)
+        self.server_port = free_port()
+        self._lay_wires(seed, has_faults=seed % 3 == 0)
         now = time.monotonic()
         self.blows = sorted(
             (now + self.choices.uniform(1.0, 8.0), victim)
@@ -152,10 +163,25 @@ class Forked:
 
     def _start_redis(self) -> None:
         """The parts know it by a link, so that it comes back where it was."""
-        path, link = self.redis.start().removeprefix("unix://"), self.folder / "redis.sock"
+        path, link = self.redis.start().removeprefix("unix://"), self.folder / "real.sock"
         link.unlink(missing_ok=True)
         link.symlink_to(path)
         self._note("redis", self.redis.pid)
+
+    def _lay_wires(self, seed: int, *, has_faults: bool) -> None:
+        """Parts find Redis, router and server at an end of a wire; without faults, themselves."""
+        if not has_faults:
+            (self.folder / "redis.sock").symlink_to(self.folder / "real.sock")
+            return
+        port = self.run.settings.router.port
+        wires = {
+            "redis": Wire(self.folder / "redis.sock", self.folder / "real.sock"),
+            "router": Wire((WIRE_HOSTS["router"], port), (HOST, port)),
+            "server": Wire((WIRE_HOSTS["server"], self.server_port), (HOST, self.server_port)),
+        }
+        tell = partial(append_line, self.folder / "fired")
+        self.advertised = WIRE_HOSTS
+        self.wires = nursery.fork(lambda: forward(wires, seed, tell), self.folder / "wires.log")
 
     def _note(self, part: str, pid: int) -> None:
         (self.folder / "pids" / part).write_text(str(pid))
@@ -163,6 +189,10 @@ class Forked:
 
     def _start(self, part: str) -> None:
         words = [part, "--run", str(self.run_dir)]
+        if part in self.advertised:
+            words += ["--advertise", self.advertised[part]]
+        if part == "server":
+            words += ["--port", str(self.server_port)]
         # One that something else forestalled is put on the part's next process.
         done = self.fired()
         tap = next((tap for tap in self.plan if tap.part == part and str(tap) not in done), None)
@@ -204,8 +234,7 @@ class Forked:
         while self.blows and time.monotonic() > self.blows[0][0]:
             _, victim = self.blows.pop(0)
             os.kill(int((self.folder / "pids" / victim).read_text()), signal.SIGKILL)
-            with (self.folder / "fired").open("a") as file:
-                file.write(f"{victim} at any moment\n")
+            append_line(self.folder / "fired", f"{victim} at any moment")
 
     def audit(self) -> str:
         """What checkpoints, the witness and Redis prove; one line.
@@ -237,7 +266,7 @@ class Forked:
 
     def stop(self) -> None:
         """End what is left."""
-        for pid in self.pids.values():
+        for pid in (*self.pids.values(), *filter(None, [self.wires])):
             nursery.end(pid)
         self.redis.stop()
 

@@ -94,7 +94,7 @@ def witness_steps(folder: Path) -> None:
 
     def settled(loop: Any, batch: Any) -> None:
         line = {"version": loop._version, "group_ids": list(batch.group_ids)}
-        _append(folder / "witness", json.dumps(line))
+        append_line(folder / "witness", json.dumps(line))
 
     owner, name, function = _find("outloop.engine.train.loop:RlLoop._settle")
 
@@ -110,7 +110,7 @@ def _strike(tap: Tap, folder: Path) -> None:
     victim = os.getpid()
     if tap.victim != tap.part:
         victim = int((folder / "pids" / tap.victim).read_text())
-    _append(folder / "fired", str(tap))
+    append_line(folder / "fired", str(tap))
     try:
         os.kill(victim, signal.SIGKILL)
     except ProcessLookupError:
@@ -118,7 +118,8 @@ def _strike(tap: Tap, folder: Path) -> None:
         return
 
 
-def _append(path: Path, line: str) -> None:
+def append_line(path: Path, line: str) -> None:
+    """Write a line that is on disk when this returns."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.write(descriptor, f"{line}\n".encode())
     os.fsync(descriptor)
