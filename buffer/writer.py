@@ -301,8 +301,7 @@ class BufferWriter:
                     f"purpose={trajectory.episode.purpose!r}; only 'sft' is allowed here"
                 )
         records = map(codec.encode_trajectory, trajectories)
-        check_id(key, "key")
-        client, scripts = self._client, self._scripts
+        client, scripts, key = self._client, self._scripts, check_id(key, "key")
         await put_async(client, self._prefix, scripts, records, key=key, final=final)
 
     async def policy_state(self) -> PolicyState:
