@@ -36,7 +36,7 @@ from audit import (
     slot_of,
     surviving_groups,
 )
-from taps import Tap, append_line, points_of, put_on, witness_steps
+from taps import Tap, append_line, check_moments, points_of, put_on, witness_steps
 from tiny import ROLLOUTS, make_model
 from wires import Wire, forward
 
@@ -309,6 +309,7 @@ def main() -> int:
         if words.model is None:
             make_model(model)
         nursery.grow()
+        check_moments()
         waiting = list(range(words.first_seed, words.first_seed + words.seeds))
         playing: set[int] = set()
         num_failed = 0

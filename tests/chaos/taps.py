@@ -32,8 +32,8 @@ MOMENTS: dict[str, dict[str, str]] = {
         "acknowledge_version": f"{_READER}.acknowledge_version",
         "mark_trained": f"{_READER}.mark_trained",
         "checkpoint": "outloop.engine.train.ranks:Lead.save",
-        "checkpoint_rename": "outloop.engine.train.checkpoint:_sync_to_disk",
-        "checkpoint_cleanup": "outloop.engine.train.checkpoint:_remove_old",
+        "checkpoint_rename": "outloop.engine.train.saving:_sync_to_disk",
+        "checkpoint_cleanup": "outloop.engine.train.checkpoint:remove_old",
         "acknowledge": f"{_READER}.acknowledge",
     },
     "router": {
@@ -70,6 +70,17 @@ def points_of(part: str) -> list[tuple[str, Side]]:
     """Every moment of a part with its two sides."""
     sides: tuple[Side, Side] = ("before", "after")
     return [(moment, side) for moment in MOMENTS[part] for side in sides]
+
+
+def check_moments() -> None:
+    """Every moment is a call that exists.
+
+    Raises:
+        AttributeError, ModuleNotFoundError: it was renamed; change MOMENTS.
+    """
+    for moments in MOMENTS.values():
+        for where in moments.values():
+            _find(where)
 
 
 def put_on(tap: Tap, folder: Path) -> None:
