@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from outloop.buffer.budgets import EpisodeUsage
 from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import BufferUnavailable, NotFound
 
@@ -24,7 +25,7 @@ async def test_a_refused_turn_fails_alone(loop_on, make_turn, server) -> None:
     mixed = [turn for pair in zip(known, unknown, strict=True) for turn in pair]
     answers = await asyncio.gather(*map(loop.writer.append_turn, mixed), return_exceptions=True)
     assert len(known) > 3
-    assert [type(answer) for answer in answers] == [type(None), NotFound] * len(known)
+    assert [type(answer) for answer in answers] == [EpisodeUsage, NotFound] * len(known)
     for turn in known:
         loaded = await loop.writer.load_episode(turn.episode_id)
         assert [one.turn_id for one in loaded.turns] == [turn.turn_id]
