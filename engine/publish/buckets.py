@@ -141,10 +141,11 @@ class Filler:
         # All buckets get the room of the largest, so that none is allocated again.
         content = self._staging.reserve(self._index, self.max_bytes)[: places[-1].end]
         targets = self._layout.views(self._index, content)
-        tensors = self._source.read([place.spec for place in places])
+        tensors = self._source.read([place.spec for place in places], targets)
         first = 0
         for last, (target, tensor) in enumerate(zip(targets, tensors, strict=True), 1):
-            target.copy_(tensor)
+            if tensor is not target:
+                target.copy_(tensor)
             if last == len(places) or places[last].start - places[first].start >= _TOLD_BYTES:
                 self._on_copied(content, places[first:last])
                 first = last

@@ -32,11 +32,15 @@ class TensorSource(Protocol):
     def specs(self) -> Sequence[TensorSpec]:
         """Every tensor, in the order in which it will be read; the dtype is the trainer's."""
 
-    def read(self, specs: Sequence[TensorSpec]) -> Iterable[Tensor]:
+    def read(
+        self, specs: Sequence[TensorSpec], into: Sequence[Tensor] | None = None
+    ) -> Iterable[Tensor]:
         """The full tensors of one bucket, one at a time and in this order.
 
-        A tensor is copied before the next is asked for, so it need not be kept. A pass begins with
-        the first of `specs` and goes on with what follows the bucket before.
+        `into` is where each will be copied, of its shape and any dtype: a source that puts a tensor
+        together writes it there and gives that very place. Any other tensor is copied before the
+        next is asked for, so it need not be kept. A pass begins with the first of `specs` and goes
+        on with what follows the bucket before.
         """
 
     def end(self) -> None:
@@ -74,8 +78,10 @@ class LocalTensors:
             )
         return self._specs
 
-    def read(self, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
-        """The tensors of a bucket.
+    def read(
+        self, specs: Sequence[TensorSpec], into: Sequence[Tensor] | None = None
+    ) -> Iterator[Tensor]:
+        """The tensors of a bucket, as they lie in this process.
 
         Raises:
             PublishFailed: the tensors come in another order, or shape, than `specs` said.

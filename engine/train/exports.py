@@ -2,7 +2,8 @@
 
 Owns: who holds which part, and bringing the parts of a tensor to rank 0. Does not own: what
 becomes of them (publisher, folder). Invariant: all ranks call `gather` with the same names in the
-same order; rank 0 holds only the tensors that it was asked for, the other ranks nothing new.
+same order; rank 0 holds only the tensors that it was asked for, or a message of one that is written
+elsewhere, the other ranks nothing new.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from outloop.engine.train.table import expected_tensors
 from outloop.engine.train.weights import Part, local_parts, read_part
 
 _BUCKET_BYTES = 64 * 2**20
+_MESSAGE_BYTES = 4 * 2**20
+"""Of a part that another rank holds, received at once."""
 
 
 class _Held(msgspec.Struct, frozen=True, array_like=True):
@@ -41,8 +44,10 @@ class Exports:
     Made by all ranks together; on one rank nothing is copied.
     """
 
-    def __init__(self, model: PolicyModel) -> None:
+    def __init__(self, model: PolicyModel, *, message_bytes: int = _MESSAGE_BYTES) -> None:
+        """`message_bytes`: what rank 0 needs beside the place that a tensor is written to."""
         self._model = model
+        self._message_bytes = message_bytes
         self._rank = dist.get_rank()
         self._parts = {part.name: part for part in local_parts(model)}
         self._dtype = next(model.parameters()).dtype
@@ -55,19 +60,24 @@ class Exports:
         )
         """Every tensor, in the order of a forward pass."""
 
-    def gather(self, names: Sequence[str]) -> Iterator[Tensor]:
+    def gather(
+        self, names: Sequence[str], into: Sequence[Tensor] | None = None
+    ) -> Iterator[Tensor]:
         """The tensors of `names`: on rank 0 one after the other, on the others nothing.
 
-        A tensor may be a view of the model's memory: use it before the next update.
+        A tensor may be a view of the model's memory: use it before the next update. One that is put
+        together from several ranks is written into its place in `into`, of any dtype, if given.
         """
-        for name in names:
-            tensor = self._gather(name)
+        for index, name in enumerate(names):
+            tensor = self._gather(name, None if into is None else into[index])
             if tensor is not None:
                 yield tensor
 
-    def read(self, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
+    def read(
+        self, specs: Sequence[TensorSpec], into: Sequence[Tensor] | None = None
+    ) -> Iterator[Tensor]:
         """`gather` by specs; makes this a `TensorSource` on one rank."""
-        return self.gather([spec.name for spec in specs])
+        return self.gather([spec.name for spec in specs], into)
 
     def end(self) -> None:
         """Nothing is kept between reads."""
@@ -107,17 +117,20 @@ class Exports:
         specs = [TensorSpec(name=s.name, shape=s.shape, dtype=dtype) for s in self.specs]
         write_folder(folder, specs, self.gather, source=source)
 
-    def _gather(self, name: str) -> Tensor | None:
+    def _gather(self, name: str, place: Tensor | None) -> Tensor | None:
         senders = self._held[name]
         mine = self._parts.get(name)
         if self._rank:
             if any(held.rank == self._rank for held in senders):
                 assert mine is not None
-                dist.send(read_part(self._model, mine).contiguous(), dst=0)
+                for rows in self._messages(read_part(self._model, mine)):
+                    dist.send(rows.contiguous(), dst=0)
             return None
         if mine is not None and mine.dim is None:
             return read_part(self._model, mine)
-        whole = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
+        whole = place
+        if whole is None:
+            whole = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
         for held in senders:
             cut = whole
             if held.dim is not None:
@@ -125,12 +138,24 @@ class Exports:
             if held.rank == 0:
                 assert mine is not None
                 cut.copy_(read_part(self._model, mine))
-                continue
-            staged = cut if cut.is_contiguous() else torch.empty_like(cut).contiguous()
-            dist.recv(staged, src=held.rank)
-            if staged is not cut:
-                cut.copy_(staged)
+            else:
+                self._receive(cut, held.rank)
         return whole
+
+    def _receive(self, cut: Tensor, rank: int) -> None:
+        for rows in self._messages(cut):
+            is_fit = rows.is_contiguous() and rows.dtype == self._dtype
+            if is_fit and rows.device == self._device:
+                dist.recv(rows, src=rank)
+            else:
+                message = torch.empty(rows.shape, dtype=self._dtype, device=self._device)
+                dist.recv(message, src=rank)
+                rows.copy_(message)
+
+    def _messages(self, part: Tensor) -> tuple[Tensor, ...]:
+        """Views of the part's rows, cut alike by who sends and who receives: by its shape alone."""
+        row_bytes = part[0].numel() * self._dtype.itemsize
+        return part.split(max(1, self._message_bytes // max(1, row_bytes)))
 
 
 def _who_holds_what(parts: Iterable[Part]) -> dict[str, list[_Held]]:

@@ -260,7 +260,9 @@ class Lead:
         """Every tensor of the policy, in the order of a forward pass."""
         return self.work.exports.specs
 
-    def read(self, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
+    def read(
+        self, specs: Sequence[TensorSpec], into: Sequence[Tensor] | None = None
+    ) -> Iterator[Tensor]:
         """The full tensors of one bucket, one at a time; every rank takes part in each.
 
         A reader that stops early leaves no rank waiting: the rest of the bucket is gathered and
@@ -269,7 +271,7 @@ class Lead:
         names = [spec.name for spec in specs]
         self._tell(lambda: Read(names))
         with self._phases.enter("gather weights"):
-            tensors = self.work.exports.gather(names)
+            tensors = self.work.exports.gather(names, into)
             try:
                 yield from tensors
             finally:

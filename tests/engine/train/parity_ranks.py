@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 with warnings.catch_warnings():
     # megatron-core announces at import what it falls back to without Transformer Engine.
@@ -73,7 +74,7 @@ def run_case(case: dict[str, Any], folder: Path, *, num_ranks: int) -> None:
         )
         policy = mcore.build_policy(config, settings, num_updates=10)
         weights.load_huggingface(policy.model, model)
-        exports = Exports(policy.model)
+        exports = Exports(policy.model, message_bytes=MESSAGE_BYTES)
         is_bit_equal = _comes_back(exports, model)
         first = 0
         if "load" in case:
@@ -106,18 +107,49 @@ def run_case(case: dict[str, Any], folder: Path, *, num_ranks: int) -> None:
         parallel_state.destroy_model_parallel()
 
 
+MESSAGE_BYTES = 1000
+
+
+class _Largest(TorchDispatchMode):
+    """The most bytes that one operation allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format:
+            self.num_bytes = max(self.num_bytes, made.numel() * made.element_size())
+        return made
+
+
 def _comes_back(exports: Exports, model: Path) -> bool:
-    """Whether what was read is exported bit for bit; also with buckets of one tensor."""
+    """Whether what was read is exported bit for bit; also with buckets of one tensor.
+
+    And whether it is when it is written to places of another dtype, where rank 0 allocates no more
+    than a message at a time: one row where that is more.
+    """
     if int(os.environ.get("RANK", "0")):
         exports.send_all(bucket_bytes=1)
+        exports.send([spec.name for spec in exports.specs])
         return True
+    places = [torch.empty(spec.shape, dtype=torch.bfloat16) for spec in exports.specs]
     with HuggingFaceFolder(model) as folder:
         named = dict(folder.shapes)
         for name, tensor in exports.named(bucket_bytes=1):
             if not torch.equal(tensor, folder.read(name)):
                 return False
             del named[name]
-    return not named
+        with _Largest() as largest:
+            for place, tensor in zip(places, exports.read(exports.specs, places), strict=True):
+                if tensor is not place:
+                    place.copy_(tensor)
+        for spec, place in zip(exports.specs, places, strict=True):
+            if not torch.equal(place, folder.read(spec.name).to(torch.bfloat16)):
+                return False
+    row_bytes = max(spec.shape[-1] for spec in exports.specs) * 4
+    return not named and largest.num_bytes <= max(MESSAGE_BYTES, row_bytes)
 
 
 def _updates(
