@@ -22,9 +22,11 @@ class InterruptedTensors:
         """As planned."""
         return self._tensors.specs
 
-    def read(self, specs: Sequence[TensorSpec]) -> Iterator[torch.Tensor]:
+    def read(
+        self, specs: Sequence[TensorSpec], into: Sequence[torch.Tensor] | None = None
+    ) -> Iterator[torch.Tensor]:
         """One tensor after the other."""
-        for tensor in self._tensors.read(specs):
+        for tensor in self._tensors.read(specs, into):
             self._before(self._index)
             self._index += 1
             yield tensor

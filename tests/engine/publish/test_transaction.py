@@ -219,6 +219,27 @@ def test_weights_that_are_not_all_of_the_model_are_refused(
         make_publisher().publish(LocalTensors.of(some), 1)
 
 
+@pytest.mark.parametrize("cut", [(slice(None), slice(1)), (slice(1),)])
+def test_weights_of_another_shape_are_refused(
+    make_model: Callable[..., Path],
+    start_torch_server: Callable[..., Any],
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+    cut: tuple[slice, ...],
+) -> None:
+    """The tensor whose rows or columns are missing is named; the right weights mend the server."""
+    registry.add("server-0", start_torch_server(make_model()).url)
+    name = next(n for n in other_weights if n.endswith("q_proj.weight"))
+    publisher = make_publisher()
+    wrong = other_weights | {name: other_weights[name][cut].contiguous()}
+    with pytest.raises(PublishFailed, match="q_proj"):
+        publisher.publish(LocalTensors.of(wrong), 1)
+    assert registry.state("server-0") == (None, True)
+    publisher.publish(LocalTensors.of(other_weights), 2)
+    assert registry.state("server-0") == (2, False)
+
+
 def test_a_source_that_raises_leaves_no_server_in_use(
     make_model: Callable[..., Path],
     start_torch_server: Callable[..., Any],
