@@ -92,6 +92,9 @@ class TrainerSettings(BaseModel):
     take_timeout_s: float = Field(300.0, gt=0)
     resume: bool = True
     device: str = "cpu"
+    layers: Literal["auto", "local", "transformer_engine"] = "auto"
+    """auto: Transformer Engine's layers on a GPU where it is importable, else Megatron's local
+    ones. Transformer Engine's attention computes in bfloat16."""
     is_colocated: bool = False
     """Servers share the trainer's device: weights, gradients and optimizer state leave it while
     groups are awaited, and come back for the step."""

@@ -29,6 +29,7 @@ from outloop.buffer.errors import SettingsError  # noqa: E402
 from outloop.engine.rope import rotary_parameters  # noqa: E402
 from outloop.engine.train import parallel  # noqa: E402
 from outloop.engine.train.hf_folder import HuggingFaceFolder  # noqa: E402
+from outloop.engine.train.layer_kind import LayerKind  # noqa: E402
 from outloop.engine.train.parallel import ParallelSizes  # noqa: E402
 from outloop.engine.train.table import check_tensors  # noqa: E402
 
@@ -114,6 +115,7 @@ class PolicyConfig(TransformerConfig):
     vocab_size: int = 0
     is_tied: bool = False
     sizes: ParallelSizes = field(default_factory=ParallelSizes)
+    layers: LayerKind = "local"
     ddp_options: dict[str, Any] = field(default_factory=dict)
     """Raw options that are fields of Megatron's DistributedDataParallelConfig."""
     optimizer_options: dict[str, Any] = field(default_factory=dict)
@@ -121,7 +123,12 @@ class PolicyConfig(TransformerConfig):
 
 
 def read_config(
-    model_path: Path, raw: Mapping[str, Any], *, num_ranks: int = 1, has_tensors: bool = True
+    model_path: Path,
+    raw: Mapping[str, Any],
+    *,
+    num_ranks: int = 1,
+    has_tensors: bool = True,
+    layers: LayerKind = "local",
 ) -> PolicyConfig:
     """The configuration of a Hugging Face folder, with raw upstream options.
 
@@ -145,7 +152,11 @@ def read_config(
         options["expert_tensor_parallel_size"] = sizes.expert_tensor
     try:
         config = PolicyConfig(
-            **(fields | options), sizes=sizes, ddp_options=ddp, optimizer_options=optimizer
+            **(fields | options),
+            sizes=sizes,
+            layers=layers,
+            ddp_options=ddp,
+            optimizer_options=optimizer,
         )
     except (AssertionError, TypeError, ValueError) as error:
         raise SettingsError(

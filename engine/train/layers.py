@@ -1,8 +1,8 @@
-"""The Megatron-core layers that the local (no Transformer Engine) path needs.
+"""The Megatron-core layers of a policy, Megatron's local ones or Transformer Engine's.
 
-Owns: RMSNorm, rotary position embedding, attention over packed samples, the layer spec.
-Does not own: parallel state or the optimizer (mcore). Invariant: attention never crosses samples,
-and a sample's positions start at zero wherever it lies in the row.
+Owns: RMSNorm, rotary position embedding, attention over packed samples, the layer specs.
+Does not own: which of the two (layer_kind), parallel state or the optimizer (mcore). Invariant:
+attention never crosses samples, and a sample's positions start at zero wherever it lies in the row.
 
 Shape letters: T tokens of a row, B samples of a length class, L its padded length, H heads,
 K key/value heads, D head size.
@@ -11,12 +11,16 @@ K key/value heads, D head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -28,9 +32,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from outloop.engine.rope import inverse_frequencies
+from outloop.engine.train.layer_kind import LayerKind
 
 _MAX_PADDING_SHARE = 0.02
 """Samples share one padded attention call while at most this share of it is padding."""
+_KERNEL_DTYPE = torch.bfloat16
 
 
 @dataclass(kw_only=True)
@@ -39,6 +45,8 @@ class PackedRow(PackedSeqParams):
 
     `classes` groups samples of similar length: each is an index [B, L] into the row, where padding
     points at position T, one past the end. `order` [T] puts the classes' real tokens back in place.
+    Kernels of variable length need neither: they read `cu_seqlens_q` and `cu_seqlens_kv`
+    [samples + 1] int32, where each sample begins, and last T.
     """
 
     positions: Tensor
@@ -47,14 +55,40 @@ class PackedRow(PackedSeqParams):
     order: Tensor
     num_tokens: int = field(default=0)
 
+    @property
+    def num_padded_tokens(self) -> int:
+        """Tokens that attention computes, its padding included."""
+        return sum(index.numel() for index in self.classes) if self.classes else self.num_tokens
 
-def pack_row(lengths: Sequence[int], device: torch.device) -> PackedRow:
-    """Lay samples of the given lengths behind each other."""
+
+def pack_row(
+    lengths: Sequence[int], device: torch.device, *, layers: LayerKind = "local"
+) -> PackedRow:
+    """Lay samples of the given lengths behind each other, for the attention of `layers`."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
+    classes: list[Tensor] = []
+    order = torch.empty(0, dtype=torch.int64)
+    if layers == "local":
+        classes, order = _length_classes(lengths, starts)
+    boundaries = torch.tensor(starts, dtype=torch.int32).to(device)
+    return PackedRow(
+        qkv_format="thd",
+        positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        classes=tuple(index.to(device) for index in classes),
+        order=order.to(device),
+        num_tokens=starts[-1],
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+
+
+def _length_classes(lengths: Sequence[int], starts: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+    """`PackedRow.classes` and `PackedRow.order` of samples that begin at `starts`."""
     total = starts[-1]
-    positions = torch.cat([torch.arange(length) for length in lengths])
     by_length = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     classes: list[Tensor] = []
     seen: list[Tensor] = []
@@ -71,22 +105,14 @@ def pack_row(lengths: Sequence[int], device: torch.device) -> PackedRow:
         index = torch.full((len(members), longest), total, dtype=torch.int64)
         for row, sample in enumerate(members):
             index[row, : lengths[sample]] = torch.arange(starts[sample], starts[sample + 1])
-        classes.append(index.to(device))
+        classes.append(index)
         seen.append(index.reshape(-1))
         begin = end
     places = torch.cat(seen)
     real = (places < total).nonzero().squeeze(1)
     order = torch.empty(total, dtype=torch.int64)
     order[places[real]] = real
-    return PackedRow(
-        qkv_format="thd",
-        positions=positions.to(device),
-        classes=tuple(classes),
-        order=order.to(device),
-        num_tokens=total,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-    )
+    return classes, order
 
 
 class RMSNorm(torch.nn.Module):
@@ -132,11 +158,7 @@ class PackedAttention(MegatronModule):
         if not isinstance(packed_seq_params, PackedRow):
             raise TypeError("PackedAttention needs a PackedRow; build one with pack_row")
         row = packed_seq_params
-        angles = row.positions.float()[:, None] * self.inv_freq
-        angles = torch.cat((angles, angles), dim=-1)
-        cos, sin = angles.cos()[:, None].to(query.dtype), angles.sin()[:, None].to(query.dtype)
-        query = query * cos + _rotate_half(query) * sin
-        key = key * cos + _rotate_half(key) * sin
+        query, key = _rotate(query, key, row.positions, self.inv_freq)
         parts = []
         q, k, v = (torch.cat((x, x.new_zeros(1, *x.shape[1:]))) for x in (query, key, value))
         for index in row.classes:
@@ -152,12 +174,85 @@ class PackedAttention(MegatronModule):
         return torch.cat(parts)[row.order]
 
 
+class VarlenAttention(MegatronModule):
+    """Causal attention over a PackedRow by a kernel that reads where samples begin.
+
+    Takes and returns what PackedAttention does, rotary embedding included. The kernel gets
+    bfloat16, since Transformer Engine has no kernels of variable length for float32; all the rest
+    of a layer keeps its dtype. It is called as Megatron-core calls TEDotProductAttention.
+    """
+
+    def __init__(
+        self, config: Any, layer_number: int, *, kernel: Callable[..., Any], **more: Any
+    ) -> None:
+        super().__init__(config=config)
+        frequencies = inverse_frequencies(config.rope, config.kv_channels)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+        self.kernel = kernel(config=config, layer_number=layer_number, **more)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedRow | None = None,
+    ) -> Tensor:
+        """Attention of every sample to itself, causally."""
+        if not isinstance(packed_seq_params, PackedRow):
+            raise TypeError("VarlenAttention needs a PackedRow; build one with pack_row")
+        row = packed_seq_params
+        query, key = _rotate(query, key, row.positions, self.inv_freq)
+        out: Tensor = self.kernel(
+            query.to(_KERNEL_DTYPE),
+            key.to(_KERNEL_DTYPE),
+            value.to(_KERNEL_DTYPE),
+            attention_mask,
+            attn_mask_type,
+            attention_bias=attention_bias,
+            packed_seq_params=row,
+        )
+        return out.to(value.dtype).reshape(len(query), -1)
+
+
+def _rotate(query: Tensor, key: Tensor, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, ...]:
+    """Rotary embedding of [T, heads, D] at `positions` [T]."""
+    angles = positions.float()[:, None] * inv_freq
+    angles = torch.cat((angles, angles), dim=-1)
+    cos, sin = angles.cos()[:, None].to(query.dtype), angles.sin()[:, None].to(query.dtype)
+    return query * cos + _rotate_half(query) * sin, key * cos + _rotate_half(key) * sin
+
+
 def _rotate_half(x: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
 
 def block_spec(config: Any) -> TransformerBlockSubmodules:
+    """This stage's layers, of the kind that the configuration says."""
+    if config.layers == "transformer_engine":
+        return _transformer_engine_spec(config)
+    return _local_spec(config)
+
+
+def _transformer_engine_spec(config: Any) -> TransformerBlockSubmodules:
+    """Transformer Engine's layers; norms are part of the linear layer that follows them."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
+
+    spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+    )
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = partial(VarlenAttention, kernel=TEDotProductAttention)
+    num_layers = get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=TENorm)
+
+
+def _local_spec(config: Any) -> TransformerBlockSubmodules:
     """Megatron-core's local layers with our norm and attention."""
     spec: ModuleSpec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,

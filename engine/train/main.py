@@ -26,6 +26,7 @@ from outloop.engine.publish.transaction import Publisher as TransactionalPublish
 from outloop.engine.train import mcore
 from outloop.engine.train.checkpoint import check_model, latest_checkpoint
 from outloop.engine.train.custom import check_custom
+from outloop.engine.train.layer_kind import layers_of
 from outloop.engine.train.loop import RlLoop
 from outloop.engine.train.parallel import check_world
 from outloop.engine.train.phases import Phases
@@ -94,7 +95,12 @@ def _join(run: Run, stack: ExitStack) -> tuple[Work, Phases]:
     """This rank's place among the others."""
     settings = run.settings
     trainer = settings.trainer
-    config = mcore.read_config(settings.model.path, trainer.megatron, num_ranks=trainer.num_ranks)
+    config = mcore.read_config(
+        settings.model.path,
+        trainer.megatron,
+        num_ranks=trainer.num_ranks,
+        layers=layers_of(trainer),
+    )
     _check_files(run, config)
     mcore.join_process_group(
         seed=settings.run.seed, sizes=config.sizes, timeout_s=trainer.rank_timeout_s

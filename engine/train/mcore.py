@@ -277,15 +277,19 @@ def _largest(norm: float) -> float:
     """Of all ranks: each must come to the same decision, whatever its last bit is."""
     if dist.get_world_size() == 1:
         return norm
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    largest = torch.tensor(norm if math.isfinite(norm) else math.inf, device=device)
+    largest = torch.tensor(norm if math.isfinite(norm) else math.inf, device=_device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest) if math.isfinite(norm) else norm
 
 
+def _device() -> torch.device:
+    """Where this rank's tensors are."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def build_policy(config: PolicyConfig, settings: TrainerSettings, *, num_updates: int) -> Policy:
     """Model, gradient buffers, Adam and learning-rate schedule for `num_updates` updates."""
-    model = PolicyModel(config)
+    model = PolicyModel(config).to(_device())
     is_distributed = config.sizes.data > 1
     ddp_options: dict[str, Any] = {"use_distributed_optimizer": is_distributed}
     ddp_options |= config.ddp_options

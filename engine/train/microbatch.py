@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from outloop.buffer.records import Float32
+from outloop.engine.train.layer_kind import LayerKind
 from outloop.engine.train.layers import PackedRow, pack_row
 from outloop.engine.train.samples import Sample
 
@@ -74,7 +75,11 @@ class Microbatch:
 
 
 def build_microbatch(
-    samples: Sequence[Sample], device: torch.device, *, multiple: int = 1
+    samples: Sequence[Sample],
+    device: torch.device,
+    *,
+    multiple: int = 1,
+    layers: LayerKind = "local",
 ) -> Microbatch:
     """Lay `samples` behind each other in one packed row, padded to a multiple of `multiple`.
 
@@ -106,7 +111,7 @@ def build_microbatch(
         return tensor(np.concatenate(rows)[trained]) if rows else None
 
     return Microbatch(
-        row=pack_row([*lengths, num_padding] if num_padding else lengths, device),
+        row=pack_row([*lengths, num_padding] if num_padding else lengths, device, layers=layers),
         num_tokens=num_real,
         token_ids_T=tensor(token_ids),
         predictors_N=tensor(trained - 1),

@@ -23,7 +23,7 @@ FIELDS = (
 )
 _REFUSED = {
     "context_parallel_size": "one sample's tokens stay on one rank: context parallelism needs "
-    "Transformer Engine's attention; this trainer's attention has no such path on CPU or GPU",
+    "Transformer Engine's attention, which no CPU has, and rows are not split over ranks on a GPU",
     "virtual_pipeline_model_parallel_size": "interleaved pipeline stages train wrongly with "
     "megatron-core's default point-to-point order (a wrong gradient, silently); use whole stages",
 }

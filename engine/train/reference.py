@@ -49,7 +49,12 @@ def read_reference_config(settings: Settings, policy: PolicyConfig) -> PolicyCon
     trainer = settings.trainer
     if trainer.reference_path is None:
         return policy
-    config = read_config(trainer.reference_path, trainer.megatron, num_ranks=trainer.num_ranks)
+    config = read_config(
+        trainer.reference_path,
+        trainer.megatron,
+        num_ranks=trainer.num_ranks,
+        layers=policy.layers,
+    )
     if config.vocab_size != policy.vocab_size:
         raise SettingsError(
             f"trainer.reference_path={str(trainer.reference_path)!r} has vocab_size="

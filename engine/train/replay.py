@@ -15,6 +15,7 @@ import torch
 from outloop.engine.train import mcore, parallel
 from outloop.engine.train.custom import loss_of
 from outloop.engine.train.dump import load_state, read_dump
+from outloop.engine.train.layer_kind import layers_of
 from outloop.engine.train.update import rl_update
 
 _ROUNDING = 1e-4
@@ -66,7 +67,7 @@ def replay(folder: Path) -> list[Outcome]:
     torch.set_num_threads(settings.trainer.num_threads)
     raw = settings.trainer.megatron
     alone = {name: raw[name] for name in raw.keys() - {*parallel.FIELDS, "sequence_parallel"}}
-    config = mcore.read_config(settings.model.path, alone)
+    config = mcore.read_config(settings.model.path, alone, layers=layers_of(settings.trainer))
     mcore.join_process_group(seed=settings.run.seed)
     policy = mcore.build_policy(config, settings.trainer, num_updates=dump.num_updates)
     load_state(policy, dump)

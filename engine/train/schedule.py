@@ -62,7 +62,9 @@ def run_microbatches(
     device = next(model.parameters()).device
     multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
     rows = (
-        build_microbatch([samples[index] for index in part], device, multiple=multiple)
+        build_microbatch(
+            [samples[index] for index in part], device, multiple=multiple, layers=config.layers
+        )
         for part in members
     )
 

@@ -186,7 +186,7 @@ def _update(
                 loss.backward()
             report.loss += float(loss.detach())
         report.num_tokens += batch.num_tokens
-        report.num_padded_tokens += sum(index.numel() for index in batch.row.classes)
+        report.num_padded_tokens += batch.row.num_padded_tokens
         report.num_trained_tokens += len(leaf)
         return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 

@@ -59,7 +59,7 @@ def points(folder: Path) -> list[Point]:
     train = [python, "-m", "outloop.cli", "train", "examples/calculator/run.toml"]
     return [
         Point(
-            name="server, Megatron-core, CUDA-IPC, parity",
+            name="server, Megatron-core, layers, CUDA-IPC, parity",
             # Warnings of a release of CUDA are no failures here.
             command=[python, "-m", "pytest", "-m", "gpu", "-W", "default", "tests/gpu"],
             max_s=240,

@@ -1,0 +1,169 @@
+"""Which layers a trainer uses, and attention by kernels of variable length."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings_trainer import TrainerSettings
+from outloop.engine.train import mcore, weights
+from outloop.engine.train.layer_kind import choose_layers, layers_of
+from outloop.engine.train.layers import PackedRow, VarlenAttention, pack_row
+from outloop.engine.train.table import expected_tensors, find_row
+
+TinyFolder = Callable[..., Path]
+LENGTHS = [7, 33, 1, 24, 24, 90]
+MAX_BFLOAT16_GAP = 2e-3
+"""Of logits up to about 0.5 whose attention was rounded to bfloat16."""
+
+
+class OneByOne(torch.nn.Module):
+    """Causal attention by `cu_seqlens`, one sample after the other, in the dtype it is given."""
+
+    def __init__(self, **unused: Any) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any,
+        attention_bias: Tensor | None,
+        packed_seq_params: PackedRow,
+    ) -> Tensor:
+        """[T, H, D] and [T, K, D] to [T, H * D]."""
+        self.dtypes |= {query.dtype, key.dtype, value.dtype}
+        boundaries = packed_seq_params.cu_seqlens_q.tolist()
+        parts = []
+        for start, stop in pairwise(boundaries):
+            q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
+            parts.append(
+                functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            )
+        return torch.cat([part.transpose(0, 1).flatten(1) for part in parts])
+
+
+def _varlen(model: mcore.PolicyModel) -> list[OneByOne]:
+    """Give the model's layers attention by a kernel; gives the kernels."""
+    kernels = []
+    for layer in model.decoder.layers:
+        attention = VarlenAttention(model.config, layer.layer_number, kernel=OneByOne)
+        layer.self_attention.core_attention = attention
+        kernels.append(attention.kernel)
+    return kernels
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "is_importable", "chosen"),
+    [
+        ("auto", "cuda", True, "transformer_engine"),
+        ("auto", "cuda:1", True, "transformer_engine"),
+        ("auto", "cuda", False, "local"),
+        ("auto", "cpu", True, "local"),
+        ("auto", "cpu", False, "local"),
+        ("local", "cuda", True, "local"),
+        ("transformer_engine", "cuda", True, "transformer_engine"),
+    ],
+)
+def test_layers_are_transformer_engines_where_it_can_run(
+    wanted: Any, device: str, is_importable: bool, chosen: str
+) -> None:
+    """On a GPU when importable, unless local ones are asked for; never on a CPU."""
+    assert choose_layers(wanted, device=device, is_importable=is_importable) == chosen
+
+
+@pytest.mark.parametrize(
+    ("device", "is_importable", "sentence"),
+    [
+        ("cpu", True, r"trainer.device='cpu'.*need CUDA; set trainer.device"),
+        ("cpu", False, r"trainer.device='cpu'.*need CUDA; set trainer.device"),
+        ("cuda", False, r"cannot import transformer_engine.*install transformer-engine"),
+    ],
+)
+def test_layers_that_cannot_be_had_are_refused(
+    device: str, is_importable: bool, sentence: str
+) -> None:
+    """With what to change."""
+    with pytest.raises(SettingsError, match=sentence):
+        choose_layers("transformer_engine", device=device, is_importable=is_importable)
+
+
+def test_settings_choose_the_layers() -> None:
+    """Local ones on a CPU by default, and a word of one's own is heard."""
+    assert layers_of(TrainerSettings()) == "local"
+    with pytest.raises(SettingsError, match="need CUDA"):
+        layers_of(TrainerSettings(layers="transformer_engine"))
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30))
+def test_a_row_for_kernels_says_where_samples_begin(lengths: list[int]) -> None:
+    """Boundaries are int32 and cut the row into its samples; nothing is padding."""
+    row = pack_row(lengths, torch.device("cpu"), layers="transformer_engine")
+    assert row.qkv_format == "thd"
+    for boundaries in (row.cu_seqlens_q, row.cu_seqlens_kv):
+        assert boundaries.dtype == torch.int32
+        assert boundaries[0] == 0
+        assert boundaries.diff().tolist() == lengths
+    assert (row.max_seqlen_q, row.max_seqlen_kv) == (max(lengths), max(lengths))
+    assert row.positions.tolist() == [i for length in lengths for i in range(length)]
+    assert row.num_padded_tokens == row.num_tokens == sum(lengths)
+
+
+# Not with experts: rounding may change which of them a token goes to.
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama3"])
+def test_kernels_of_variable_length_agree_with_packed_attention(
+    kind: str, tiny_folder: TinyFolder
+) -> None:
+    """The same logits and embedding gradient, to the rounding of what the kernel is given."""
+    torch.manual_seed(3)
+    folder = tiny_folder(kind, tied=False)
+    model = mcore.PolicyModel(mcore.read_config(folder, {}))
+    weights.load_huggingface(model, folder)
+    ids = torch.randint(0, 400, (sum(LENGTHS),))
+    everywhere = torch.arange(sum(LENGTHS))
+
+    def run(row: PackedRow) -> tuple[Tensor, Tensor]:
+        logits = model.logits(model(ids, row, everywhere))
+        torch.log_softmax(logits, -1)[:, 5].mean().backward()
+        gradient = model.embedding.word_embeddings.weight.grad
+        model.embedding.word_embeddings.weight.grad = None
+        return logits.detach(), gradient
+
+    packed, packed_gradient = run(pack_row(LENGTHS, torch.device("cpu")))
+    kernels = _varlen(model)
+    row = pack_row(LENGTHS, torch.device("cpu"), layers="transformer_engine")
+    ours, gradient = run(row)
+    assert {dtype for kernel in kernels for dtype in kernel.dtypes} == {torch.bfloat16}
+    assert ours.dtype == torch.float32
+    assert (ours - packed).abs().max() <= MAX_BFLOAT16_GAP
+    assert (gradient - packed_gradient).abs().max() <= 0.02 * packed_gradient.abs().max()
+    whole = pack_row([sum(LENGTHS)], torch.device("cpu"), layers="transformer_engine")
+    assert (run(whole)[0] - packed).abs().max() > 10 * MAX_BFLOAT16_GAP
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+def test_fused_norms_are_known_by_both_names(kind: str, tiny_folder: TinyFolder) -> None:
+    """Each parameter under Transformer Engine's names is the same tensors; none is left over."""
+    config = mcore.read_config(tiny_folder(kind, tied=False), {})
+    local = [name for name, _ in mcore.PolicyModel(config).named_parameters()]
+    fused = [
+        name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_").replace(
+            "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
+        )
+        for name in local
+    ]
+    assert sum(before != after for before, after in zip(local, fused, strict=True)) == 4
+    assert [find_row(name) for name in fused] == [find_row(name) for name in local]
+    found = [tensor for name in fused for tensor in find_row(name).names]
+    assert sorted(found) == sorted(expected_tensors(config))

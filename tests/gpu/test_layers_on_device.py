@@ -1,0 +1,135 @@
+"""The trainer's layers on a GPU, Transformer Engine's where importable; `make gpu-check` runs this.
+
+What trainer.layers = "auto" chooses there is what is tested. Never run so far: no GPU was at hand.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from outloop.buffer.settings_trainer import TrainerSettings
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+LENGTHS = [7, 33, 1, 24, 24, 90]
+MAX_GAP = {"local": 1e-3, "transformer_engine": 6e-2}
+"""Of logits up to 3.5, which attention in bfloat16 moves by 0.026 on a CPU."""
+Build = Callable[[Path], Any]
+
+
+@pytest.fixture
+def settings() -> TrainerSettings:
+    """Of a trainer on the GPU that chooses its layers."""
+    return TrainerSettings(device="cuda")
+
+
+@pytest.fixture
+def build(settings: TrainerSettings) -> Iterator[Build]:
+    """Make the policy of a folder on the GPU, in a process group of one."""
+    torch.set_float32_matmul_precision("highest")
+    with warnings.catch_warnings():
+        # megatron-core announces at import what it falls back to without Transformer Engine.
+        warnings.simplefilter("ignore")
+        from outloop.engine.train import mcore, weights
+        from outloop.engine.train.layer_kind import layers_of
+    mcore.join_process_group(seed=1)
+
+    def make(folder: Path) -> Any:
+        config = mcore.read_config(folder, {}, layers=layers_of(settings))
+        policy = mcore.build_policy(config, settings, num_updates=1)
+        weights.load_huggingface(policy.model, folder)
+        return policy
+
+    yield make
+    mcore.leave_process_group()
+
+
+def _logits(model: Any, samples: list[Tensor]) -> Tensor:
+    from outloop.engine.train.layers import pack_row
+
+    lengths = [len(sample) for sample in samples]
+    row = pack_row(lengths, torch.device("cuda"), layers=model.config.layers)
+    everywhere = torch.arange(sum(lengths), device="cuda")
+    logits: Tensor = model.logits(model(torch.cat(samples), row, everywhere))
+    return logits
+
+
+@pytest.fixture
+def samples() -> list[Tensor]:
+    """Of unequal length."""
+    torch.manual_seed(3)
+    return [torch.randint(0, 300, (length,)).to("cuda") for length in LENGTHS]
+
+
+def test_a_packed_row_is_its_samples_alone_and_transformers(
+    build: Build, make_model: Callable[..., Path], samples: list[Tensor]
+) -> None:
+    """Logits of a row, of each of its samples in a row of its own, and of transformers agree."""
+    import transformers
+
+    folder = make_model()
+    model = build(folder).model
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference.to("cuda").eval()
+    with torch.no_grad():
+        packed = _logits(model, samples)
+        alone = torch.cat([_logits(model, [sample]) for sample in samples])
+        theirs = torch.cat([reference(sample[None]).logits[0] for sample in samples])
+    assert packed.dtype == torch.float32
+    assert (packed - alone).abs().max() <= MAX_GAP[model.config.layers]
+    assert (packed - theirs).abs().max() <= MAX_GAP[model.config.layers]
+
+
+def test_no_sample_sees_another(
+    build: Build, make_model: Callable[..., Path], samples: list[Tensor]
+) -> None:
+    """Changing one sample of a row leaves the logits of those before and behind as they were."""
+    model = build(make_model()).model
+    changed = [*samples]
+    changed[1] = (changed[1] + 1) % 300
+    with torch.no_grad():
+        before, after = _logits(model, samples), _logits(model, changed)
+    gap = (before - after).abs().amax(-1)
+    assert torch.cat([gap[:7], gap[40:]]).max() <= 1e-6
+    assert gap[7:40].max() > 1e-3
+
+
+def test_gradients_are_those_of_transformers(
+    build: Build, make_model: Callable[..., Path], samples: list[Tensor]
+) -> None:
+    """Of every parameter, under its Hugging Face name."""
+    import transformers
+
+    from outloop.engine.train.exports import Exports
+
+    folder = make_model()
+    policy = build(folder)
+    policy.zero_grad()
+    torch.log_softmax(_logits(policy.wrapped.module, samples), -1)[:, 5].mean().backward()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference.to("cuda")
+    logits = torch.cat([reference(sample[None]).logits[0] for sample in samples])
+    torch.log_softmax(logits, -1)[:, 5].mean().backward()
+    theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.copy_(parameter.main_grad)
+    share = 1e-3 if policy.config.layers == "local" else 5e-2
+    for name, ours in Exports(policy.model).named():
+        assert (ours - theirs[name]).abs().max() <= share * theirs[name].abs().max() + 1e-6, name
+
+
+def test_weights_come_back_bit_equal(build: Build, make_model: Callable[..., Path]) -> None:
+    """Hugging Face -> the trainer's layers -> Hugging Face changes no bit and no name."""
+    from outloop.engine.train.exports import Exports
+
+    folder = make_model()
+    before = load_file(folder / "model.safetensors")
+    after = {name: tensor.cpu() for name, tensor in Exports(build(folder).model).named()}
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
