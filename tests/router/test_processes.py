@@ -84,6 +84,14 @@ def victim_of(launcher: Launcher, stream: httpx.Response) -> int:
     return pid
 
 
+async def kill(pid: int) -> None:
+    """Gone with all its connections: a new one that reached it while it dies would be reset."""
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(30):
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.01)
+
+
 @pytest.fixture
 def live_run(make_run, tmp_path: Path):
     """A run in a Redis of its own whose routers share a port."""
@@ -146,7 +154,7 @@ async def test_killing_a_router_loses_no_turn_and_a_retry_gets_its_answer(
                 async with control.stream("POST", chat, json=second, headers=key) as stream:
                     async for line in stream.aiter_lines():
                         if '"content":"' in line and '"content":""' not in line:
-                            os.kill(victim_of(launcher, stream), signal.SIGKILL)
+                            await kill(victim_of(launcher, stream))
 
             with pytest.raises(httpx.HTTPError):
                 await watch_it_die()
