@@ -7,7 +7,6 @@ sent after its turns are recorded.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import msgspec
@@ -15,6 +14,7 @@ from msgspec.structs import replace
 
 from outloop.buffer.settings import Settings
 from outloop.router.dialects import messages_answer, messages_request
+from outloop.router.heard import digest
 from outloop.router.jobs import TurnJob
 from outloop.router.keys import KeyRing
 from outloop.router.models import ModelTable
@@ -54,19 +54,20 @@ class Front:
         body = await exchange.body()
         if await self._upstreams.forward(exchange, session, body):
             return
-        told = session.told
-        if told is not None and dialect.decode_after is not None:
-            request = dialect.decode_after(body, told)
+        heard = session.heard
+        if heard is not None and dialect.decode_after is not None:
+            request = dialect.decode_after(body, heard.told)
         else:
             request = dialect.decode(body)
-        session.told = request.told
+        path = exchange.scope["path"].rpartition("/v1/")[2].encode()
+        same, session.heard = digest(path, body, request.told, session.heard)
+        retry_key, is_retry = _retry(exchange, same)
         version = self._models.version_of(request.model)
         if version is not None:
             request = replace(request, policy_version=version)
         traceparent = exchange.headers.get(b"traceparent")
         if traceparent is not None:
             request = replace(request, traceparent=traceparent.decode("latin-1"))
-        retry_key, is_retry = _retry(exchange, body)
         job = await self._service.submit(session, request, retry_key=retry_key, is_retry=is_retry)
         job.attach(exchange)
         try:
@@ -151,12 +152,8 @@ def _is_ours(key: str) -> bool:
     return key.startswith("ol-")
 
 
-def _retry(exchange: Exchange, body: bytes) -> tuple[str, bool]:
+def _retry(exchange: Exchange, digest: str) -> tuple[str, bool]:
     """The key under which identical requests meet, and whether this one says it is a retry."""
-    path = exchange.scope["path"].rpartition("/v1/")[2].encode()
-    hasher = hashlib.sha256(path + b"\0")
-    hasher.update(body)
-    digest = hasher.hexdigest()[:32]
     idempotency_key = exchange.headers.get(b"idempotency-key")
     if idempotency_key is not None:
         return f"{idempotency_key.decode('latin-1')[:200]}:{digest}", True

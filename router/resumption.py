@@ -46,6 +46,8 @@ class RecordedTurns:
 
     def pop(self, prompt: Prompt, sampling: Sampling, num_choices: int) -> tuple[Turn, ...]:
         """The turns that answer this request, by choice; () when it was not asked before."""
+        if not self._by_prompt:
+            return ()
         waiting = self._by_prompt.get(_digest(prompt), [])
         for drawn in waiting:
             indices = [turn.choice_index for turn in drawn]
@@ -97,4 +99,7 @@ def _is_undelivered(turn: Turn) -> bool:
 
 
 def _digest(prompt: Prompt) -> bytes:
-    return hashlib.blake2b(prompt.text, digest_size=16).digest()
+    hasher = hashlib.blake2b(digest_size=16)
+    for piece in prompt.pieces:
+        hasher.update(piece)
+    return hasher.digest()

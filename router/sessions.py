@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from outloop.buffer.records import OpenEpisode, Opening
 from outloop.router.branches import TurnTree
+from outloop.router.heard import Heard
 from outloop.router.pool import NOBODY, Whose
 from outloop.router.port import EpisodeBuffer
 from outloop.router.refusals import Refusal
 from outloop.router.rendering import PolicyRenderer
 from outloop.router.resumption import RecordedTurns
-from outloop.router.turns import Told
 
 if TYPE_CHECKING:
     from outloop.router.jobs import TurnJob
@@ -37,7 +37,7 @@ class EpisodeSession:
         """What answers requests of an attempt that was lost before."""
         self.jobs: dict[str, list[TurnJob]] = {}
         """By retry key, oldest first."""
-        self.told: Told | None = None
+        self.heard: Heard | None = None
         """What its last request said."""
         self.is_closed = False
         self.whose = Whose(opening.episode_id, opening.task_id) if opening is not None else NOBODY
@@ -155,7 +155,7 @@ class Episodes:
         """Drop what a closed episode keeps in memory; only that it is closed stays."""
         session.is_closed = True
         session.jobs = {}
-        session.told = None
+        session.heard = None
         session.recorded = RecordedTurns(())
         session.tree = TurnTree(self._renderer)
 

@@ -64,7 +64,9 @@ class Told(msgspec.Struct, frozen=True):
     """What a request said, so that the next one is read from where it says more."""
 
     text: bytes
-    """The JSON of `messages`, without the bracket that ends it."""
+    """Its body up to the end of the last message."""
+    num_head: int
+    """Bytes of `text` before the first message."""
     messages: tuple[Message, ...]
 
 
@@ -101,7 +103,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str | None = None
     """The client's OpenTelemetry context."""
     told: Told | None = None
-    """As it was said, where the dialect can go on from it."""
+    """As it was said, where the dialect can go on from it; `messages` are its own."""
 
     @property
     def forces_call(self) -> bool:

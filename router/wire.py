@@ -74,18 +74,34 @@ def read_piece(data: bytes) -> Piece:
 class Prompt(msgspec.Struct, frozen=True):
     """Ids as they stand in a request, so that a conversation is not written anew at each turn.
 
+    The text is kept in pieces of which each is at least twice as long as the one after it: adding
+    to a long one copies little, and there are never many.
+
     Example: `Prompt().followed_by([5, 6])` has `text` b"5,6".
     """
 
     num_ids: int = 0
-    text: bytes = b""
+    pieces: tuple[bytes, ...] = ()
+
+    @property
+    def text(self) -> bytes:
+        """All pieces."""
+        return b"".join(self.pieces)
 
     def followed_by(self, ids: list[int]) -> Prompt:
         """These ids and then `ids`."""
         if not ids:
             return self
         more = msgspec.json.encode(ids)[1:-1]
-        return Prompt(self.num_ids + len(ids), self.text + b"," + more if self.text else more)
+        num_ids, first = self.num_ids + len(ids), len(self.pieces)
+        if not first:
+            return Prompt(num_ids, (more,))
+        size = len(b",") + len(more)
+        while first and len(self.pieces[first - 1]) < 2 * size:
+            first -= 1
+            size += len(self.pieces[first])
+        last = b"".join((*self.pieces[first:], b",", more))
+        return Prompt(num_ids, (*self.pieces[:first], last))
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +142,7 @@ def request_body(
         }
     )
     # The ids are most of it, and are not copied.
-    return b'{"input_ids":[', prompt.text, b"]," + rest[1:]
+    return b'{"input_ids":[', *prompt.pieces, b"]," + rest[1:]
 
 
 @lru_cache(maxsize=256)

@@ -7,6 +7,7 @@ values are refused with 400 and the name of the parameter.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -93,6 +94,9 @@ class _Shallow(ChatRequest, kw_only=True):
     messages: msgspec.Raw  # type: ignore[assignment]
 
 
+_EARLIER = secrets.token_hex(16)
+"""The role of a message that no client sends: it stands for all that an earlier body said."""
+_EARLIER_JSON = msgspec.json.encode({"role": _EARLIER})
 _decoder = msgspec.json.Decoder(ChatRequest)
 _shallow = msgspec.json.Decoder(_Shallow)
 _messages = msgspec.json.Decoder(list[ChatMessage])
@@ -104,18 +108,13 @@ def decode(body: bytes, earlier: Told | None = None) -> TurnRequest:
     Raises:
         Refusal: 400, not JSON, or a value that cannot be.
     """
-    try:
-        chat: ChatRequest = _shallow.decode(body)
-        told = _told(bytes(chat.messages), earlier)  # type: ignore[arg-type]
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        # Read as a whole, it says where it is wrong.
-        chat = fields.read(_decoder, body)
-        told = Told(b"", to_messages(chat.messages))
+    read = _read_after(body, earlier) if earlier is not None else None
+    chat, messages, told = read or _read(body)
     tools = to_tools(bytes(chat.tools))
     return TurnRequest(
         model=chat.model,
-        messages=told.messages,
-        told=told if told.text else None,
+        messages=messages,
+        told=told,
         tools=tools,
         tool_choice=fields.tool_choice_of(_tool_choice(chat.tool_choice), tools),
         parallel_tool_calls=chat.parallel_tool_calls is not False,
@@ -135,18 +134,47 @@ def decode(body: bytes, earlier: Told | None = None) -> TurnRequest:
     )
 
 
-def _told(text: bytes, earlier: Told | None) -> Told:
-    """What the JSON list `text` says; raises as to_messages, and what msgspec raises."""
-    own = text[:-1].rstrip()
-    if earlier is not None and own.startswith(earlier.text):
-        border = len(earlier.text)
-        if border == len(own):
-            return earlier
-        if own[border : border + 1] == b",":
-            known = earlier.messages
-            new = _messages.decode(b"[" + own[border + 1 :] + b"]")
-            return Told(own, known + to_messages(new, start=len(known)))
-    return Told(own, to_messages(_messages.decode(text)))
+_Read = tuple[ChatRequest, tuple[Message, ...], Told | None]
+
+
+def _read(body: bytes) -> _Read:
+    """The body, its messages, and what the next one may repeat; raises as decode."""
+    try:
+        chat: ChatRequest = _shallow.decode(body)
+        text = bytes(chat.messages)  # type: ignore[arg-type]
+        messages = to_messages(_messages.decode(text))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        # Read as a whole, it says where it is wrong.
+        chat = fields.read(_decoder, body)
+        return chat, to_messages(chat.messages), None
+    start = body.find(text)
+    told = Told(body[: start + len(text[:-1].rstrip())], start + 1, messages)
+    return chat, messages, told
+
+
+def _read_after(body: bytes, earlier: Told) -> _Read | None:
+    """As _read, of a body that begins as `earlier` did; None when it has to be read from its start.
+
+    What is repeated is neither read nor passed over: one message stands for it. Where the list that
+    is read begins with that message, it is the list that was read before.
+    """
+    if not body.startswith(earlier.text):
+        return None
+    num_text = len(earlier.text)
+    short = b"".join((earlier.text[: earlier.num_head], _EARLIER_JSON, body[num_text:]))
+    try:
+        chat: ChatRequest = _shallow.decode(short)
+        text = bytes(chat.messages)  # type: ignore[arg-type]
+        stand_in, *new = _messages.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
+        return None
+    if stand_in.role != _EARLIER:
+        return None
+    if not new:
+        return chat, earlier.messages, earlier
+    messages = earlier.messages + to_messages(new, start=len(earlier.messages))
+    num_new = len(text[:-1].rstrip()) - len(b"[" + _EARLIER_JSON)
+    return chat, messages, Told(body[: num_text + num_new], earlier.num_head, messages)
 
 
 def to_messages(messages: Sequence[ChatMessage], *, start: int = 0) -> tuple[Message, ...]:

@@ -1,6 +1,8 @@
 """What an earlier request said is not read again, and makes no difference."""
 
+import hashlib
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from outloop.router.dialects.chat_request import decode
+from outloop.router.heard import digest
 from outloop.router.refusals import Refusal
+from outloop.router.wire import Prompt
 
 _texts = st.text(max_size=12) | st.sampled_from(['"}', "],[", "\\", ",", "]", "\u2028"])
 _messages = st.lists(
@@ -56,3 +60,58 @@ def test_a_wrong_message_is_named_by_its_place(wrong) -> None:
         refusals.append((str(refused.value), refused.value.param))
     assert refusals[0] == refusals[1]
     assert "messages[2]" in (refusals[0][1] or "")
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        b', {"role": "user", "content": "x"}], "messages": [{"role": "user", "content": "other"}]}',
+        b', {"role": "user", "content": "x"}], "tools": [], "mess\\u0061ges": [{"role": "user"}]}',
+        b', {"role": "user", "content": "messages"}], "model": "another"}',
+        b" , ]}",
+        b"]",
+        b', {"role": "user", "content": "\xff"}]}',
+    ],
+)
+@pytest.mark.parametrize(
+    "before",
+    [b"", b'"x": [{"role": "user", "content": "hi"}], ', b'"messages": [{"role": "user"}], '],
+)
+def test_a_list_is_gone_on_with_only_where_it_is_the_messages(before, after) -> None:
+    """Keys given twice, equal lists elsewhere and broken ends read as they do without a past."""
+    start = b'{"model": "m", ' + before + b'"messages": [{"role": "user", "content": "hi"}'
+    earlier = decode(start + b"]}").told
+    read = []
+    for known in (None, earlier):
+        try:
+            read.append(replace(decode(start + after, known), told=None))
+        except Refusal as refused:
+            read.append((str(refused), refused.param))
+    assert read[0] == read[1]
+
+
+@given(_messages, _messages, st.sampled_from([None, 1]))
+def test_a_digest_depends_on_the_body_alone(one, two, indent) -> None:
+    """Requests meet by their bodies and paths, whichever the process had heard before them."""
+    heard = None
+    for messages in (one, one + two, one + two, two, one + two + one, one):
+        for path in (b"chat/completions", b"completions"):
+            sent = body(messages, indent=indent)
+            told = decode(sent, heard.told if heard is not None else None).told
+            found, heard = digest(path, sent, told, heard)
+            assert found == hashlib.sha256(path + b"\0" + sent).hexdigest()[:32]
+
+
+@given(st.lists(st.lists(st.integers(0, 99_999), max_size=40), max_size=40))
+def test_a_prompt_is_the_text_of_its_ids_in_few_pieces(parts) -> None:
+    """A conversation's ids are sent as their JSON, however they came; pieces shrink by half."""
+    prompt = Prompt()
+    for ids in parts:
+        prompt = prompt.followed_by(ids)
+    whole = [token for ids in parts for token in ids]
+    assert (prompt.num_ids, prompt.text) == (
+        len(whole),
+        json.dumps(whole)[1:-1].replace(" ", "").encode(),
+    )
+    sizes = [len(piece) for piece in prompt.pieces]
+    assert all(one >= 2 * other for one, other in pairwise(sizes))
