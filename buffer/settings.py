@@ -24,7 +24,7 @@ from pydantic_settings import (
 )
 
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.settings_buffer import BufferSettings
+from outloop.buffer.settings_buffer import BufferSettings, check_replay
 from outloop.buffer.settings_env import EnvSettings, EvalSettings, check_choice
 from outloop.buffer.settings_trainer import TrainerSettings
 
@@ -234,6 +234,7 @@ class Settings(BaseSettings):
                 "be compared with; set trainer.groups_per_step to 2 or more"
             )
         check_choice(self.env, self.eval)
+        check_replay(self.buffer, self.trainer)
         window, taken = self.buffer.take_window, self.trainer.groups_per_step
         if 0 < window < taken:
             raise ValueError(

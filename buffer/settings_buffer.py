@@ -6,10 +6,16 @@ the rules across sections (settings). Invariant: frozen; rules refuse and never 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from outloop.buffer.settings_trainer import TrainerSettings
+
+_ROUNDING = 1e-9
+"""Of a share in binary: 0.3 of 10 groups is 3."""
 
 
 class BufferSettings(BaseModel):
@@ -55,6 +61,16 @@ class BufferSettings(BaseModel):
     max_refills: int = Field(0, ge=0)
     """How often a step takes other groups for those dropped as no_signal or filtered before it
     trains a smaller batch; 0: never."""
+    replay_share: float = Field(0.0, ge=0, lt=0.5)
+    """At most this share of an update's groups are good ones of earlier steps, trained again; they
+    come on top of the fresh ones. Needs trainer.correction. 0: every group is trained once."""
+    replay_size: int = Field(64, ge=1)
+    """How many groups the trainer keeps for it, in its memory and in every checkpoint."""
+    replay_max_age: int = Field(16, ge=1)
+    """How many steps, of one policy version each, after the one that trained it a group may be
+    trained again."""
+    replay_min_reward: float | None = None
+    """A group is kept only if the reward of its best episode is as high; none: any with signal."""
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> BufferSettings:
@@ -74,3 +90,36 @@ class BufferSettings(BaseModel):
                 "or neither"
             )
         return self
+
+    def num_replayed(self, num_fresh: int) -> int:
+        """The most r with r / (num_fresh + r) <= replay_share."""
+        return int(num_fresh * self.replay_share / (1.0 - self.replay_share) + _ROUNDING)
+
+
+def check_replay(buffer: BufferSettings, trainer: TrainerSettings) -> None:
+    """Replayed tokens are older than max_staleness allows, so the loss must weigh them.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not buffer.replay_share:
+        return
+    if trainer.mode == "sft":
+        raise ValueError(
+            f'buffer.replay_share={buffer.replay_share} with trainer.mode="sft": conversations '
+            "are repeated by trainer.num_epochs; leave it out"
+        )
+    if trainer.correction == "none":
+        raise ValueError(
+            f'buffer.replay_share={buffer.replay_share} with trainer.correction="none" trains what '
+            "older weights drew as if these had drawn it; set trainer.correction, for example "
+            '"token_tis", and trainer.proximal = "recompute", or buffer.replay_share = 0'
+        )
+    num_fresh = -(-trainer.groups_per_step // trainer.num_updates_per_take)
+    if buffer.num_replayed(num_fresh) == 0:
+        least = math.ceil(1000 / (num_fresh + 1)) / 1000
+        raise ValueError(
+            f"buffer.replay_share={buffer.replay_share} of an update with {num_fresh} fresh groups "
+            f"is less than one group; {least} or more, below 0.5, is allowed, "
+            "or raise trainer.groups_per_step, or set 0"
+        )

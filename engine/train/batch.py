@@ -39,6 +39,8 @@ class Batch:
     """One tuple for every kept group, in admission order."""
     group_ids: tuple[str, ...]
     """The kept groups, in the same order."""
+    best_rewards: tuple[float, ...]
+    """The highest reward in each of them."""
     dropped: tuple[tuple[str, DropReason], ...]
     metrics: dict[str, float]
 
@@ -95,6 +97,7 @@ def build_batch(
     return Batch(
         samples=tuple(samples.values()),
         group_ids=tuple(ordered[index].group_id for index in samples),
+        best_rewards=tuple(max(group_rewards(ordered[index])) for index in samples),
         dropped=tuple(dropped),
         metrics=_take_metrics(ordered, signal)
         | _penalty_metrics(penalties, settings)

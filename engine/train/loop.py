@@ -23,6 +23,7 @@ from outloop.engine.train.checkpoint import latest_checkpoint
 from outloop.engine.train.choice import Choice
 from outloop.engine.train.debugging import StepDebugger
 from outloop.engine.train.evaluation import Evaluations
+from outloop.engine.train.kept import KeptGroups
 from outloop.engine.train.marks import Marks
 from outloop.engine.train.ports import Publisher, PublishReport, Reader
 from outloop.engine.train.progress import Progress
@@ -101,6 +102,7 @@ class RlLoop:
         self._debugger = StepDebugger(run.settings, run.dir, lead.save_state)
         self._evaluations = Evaluations(reader, run.settings, metrics, stop=stop, beat=self._wait)
         self._choice = Choice(run.dir) if run.settings.eval.chooses_checkpoint else None
+        self._kept = KeptGroups(run.settings)
         self._step = 0
         self._version = -1
         self._next_slot = 0
@@ -153,12 +155,9 @@ class RlLoop:
         parent = None
         if checkpoint is not None and mark is not None:
             self._lead.load(checkpoint)
-            self._step, self._next_slot, parent = (
-                checkpoint.step,
-                mark.next_slot,
-                mark.policy_version,
-            )
-            self._saved_step = checkpoint.step
+            self._kept.restore(checkpoint.path)
+            self._step = self._saved_step = checkpoint.step
+            self._next_slot, parent = mark.next_slot, mark.policy_version
             if self._choice is not None:
                 self._choice.forget_after(checkpoint.step)
             self._reference_hash = checkpoint.reference_hash
@@ -241,6 +240,8 @@ class RlLoop:
         """The step's optimizer updates; reports the first, in which the ratio starts at 1."""
         trainer = self._settings.trainer
         updates = batch.updates(trainer.num_updates_per_take)
+        updates, replayed = self._kept.mix(updates, step=self._step + 1)
+        batch.metrics.update(replayed)
         if trainer.proximal == "recompute":
             updates, metrics = with_proximals(updates, trainer, self._score("policy"))
             batch.metrics.update(metrics)
@@ -295,6 +296,7 @@ class RlLoop:
             self._reader.drop(group_id, reason, fence=fence)
         self._reader.mark_trained(batch.group_ids, fence=fence, policy_version=self._version)
         self._marks.add(batch.group_ids)
+        self._kept.offer(batch, step=self._step + 1)
 
     def _is_checkpoint_due(self) -> bool:
         every = self._settings.trainer.checkpoint_every
@@ -312,6 +314,7 @@ class RlLoop:
             next_slot=self._next_slot,
             policy_version=self._version,
             reference_hash=self._reference_hash,
+            kept=self._kept.encode(),
         )
         self._saved_step = self._step
         if not self._settings.trainer.trains_while_saving:

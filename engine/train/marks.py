@@ -64,7 +64,14 @@ class Marks:
         self._unmarked += group_ids
 
     def begin(
-        self, *, step: int, fence: int, next_slot: int, policy_version: int, reference_hash: str
+        self,
+        *,
+        step: int,
+        fence: int,
+        next_slot: int,
+        policy_version: int,
+        reference_hash: str,
+        kept: bytes = b"",
     ) -> None:
         """Save what the weights contain; first waits for a save that is still under way."""
         self.wait()
@@ -75,7 +82,7 @@ class Marks:
             policy_version=policy_version,
         )
         self._began_at = time.monotonic()
-        saving = self._lead.save(step=step, mark=mark, reference_hash=reference_hash)
+        saving = self._lead.save(step=step, mark=mark, reference_hash=reference_hash, kept=kept)
         self._saving = saving, mark
         self._unmarked.clear()
 

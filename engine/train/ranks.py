@@ -212,12 +212,14 @@ class Lead:
             lambda: self.work.load(checkpoint),
         )
 
-    def save(self, *, step: int, mark: CheckpointMark, reference_hash: str) -> Saving:
+    def save(
+        self, *, step: int, mark: CheckpointMark, reference_hash: str, kept: bytes = b""
+    ) -> Saving:
         """See `Work.save`."""
         return self._all(
             f"save step {step}",
             lambda: Save(step, mark, reference_hash),
-            lambda: self.work.save(step=step, mark=mark, reference_hash=reference_hash),
+            lambda: self.work.save(step=step, mark=mark, reference_hash=reference_hash, kept=kept),
         )
 
     def save_state(self, folder: Path, *, step: int) -> None:

@@ -16,7 +16,7 @@ import structlog
 from outloop.buffer.errors import DeadlineExceeded
 from outloop.buffer.records import CheckpointMark, Float32
 from outloop.buffer.run import Run
-from outloop.engine.train.checkpoint import Checkpoint, load_checkpoint
+from outloop.engine.train.checkpoint import KEPT, Checkpoint, load_checkpoint
 from outloop.engine.train.custom import loss_of
 from outloop.engine.train.exchange import agree
 from outloop.engine.train.exports import Exports
@@ -154,10 +154,15 @@ class Work:
         """
         load_checkpoint(self.policy, checkpoint)
 
-    def save(self, *, step: int, mark: CheckpointMark, reference_hash: str) -> Saving:
+    def save(
+        self, *, step: int, mark: CheckpointMark, reference_hash: str, kept: bytes = b""
+    ) -> Saving:
         """Begin a checkpoint of all ranks, written in a thread of each while training goes on.
 
         With trainer.trains_while_saving off it is over when this returns.
+
+        Args:
+            kept: `KeptGroups.encode`; on rank 0 only.
         """
         self._end_save()
         trainer = self._settings.trainer
@@ -171,6 +176,8 @@ class Work:
             timeout_s=trainer.rank_timeout_s,
             is_copied=trainer.trains_while_saving,
         )
+        if kept:
+            self._saving.add(KEPT, kept)
         (self._saving.start if trainer.trains_while_saving else self._saving.run)()
         return self._saving
 

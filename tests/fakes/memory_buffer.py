@@ -157,7 +157,10 @@ class MemoryBuffer:
             )
             trajectories.append(
                 self.make_trajectory(
-                    [turn], reward=self.reward_of(token), episode_id=f"{slot}-{index}"
+                    [turn],
+                    reward=self.reward_of(token),
+                    episode_id=f"{slot}-{index}",
+                    group_id=f"g{slot}",
                 )
             )
         return Group(

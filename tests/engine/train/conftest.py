@@ -24,6 +24,7 @@ from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import Settings, TrainerSettings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "chaos"))
 
 with warnings.catch_warnings():
     # megatron-core announces at import what it falls back to without Transformer Engine.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import audit
 import numpy as np
 import pytest
 import torch
@@ -19,7 +20,7 @@ from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import Gone
 from outloop.buffer.reader import BufferReader, init_run
 from outloop.buffer.records import Opening, Reward, Sampling, Task, Turn, VersionSpan
-from outloop.buffer.run import Run, create_run
+from outloop.buffer.run import Run, create_run, load_run
 from outloop.buffer.settings import Settings
 from outloop.buffer.telemetry import MetricsWriter, read_metrics
 from outloop.buffer.writer import BufferWriter
@@ -246,3 +247,28 @@ def test_other_groups_are_taken_for_those_a_filter_drops(
     assert stats["buffer/dropped/filtered"] >= 4
     taken = sum(row["train/episodes"] for row in steps) / 4
     assert stats["buffer/acknowledged_groups"] + stats["buffer/dropped_groups"] >= taken
+
+
+def test_replayed_groups_take_no_slot(train: Any, tmp_path: Path) -> None:
+    """Good groups are trained again, also after a restart, and the auditor finds every slot trained
+    once: no mark names a replayed group, nothing is acknowledged twice, no lease stays."""
+    chosen = {
+        "staleness": 1,
+        "buffer": {"replay_share": 0.4},
+        "proximal": "recompute",
+        "correction": "token_tis",
+        "keep_checkpoints": 9,
+    }
+    train(num_steps=3, **chosen)
+    rows, stats = train(num_steps=5, **chosen)
+    again = [row["train/replayed_groups"] for row in rows if "train/loss" in row]
+    assert again[0] == 0
+    assert sum(again[3:]) > 0
+    run = load_run(tmp_path / "run")
+    reader = BufferReader.connect(run)
+    held = audit.read_held(reader, run.run_id)
+    reader.close()
+    groups = audit.surviving_groups(audit.read_marks(run.dir), held.parents)
+    audit.check_slots([audit.slot_of(name) for name in groups], held)
+    assert held.num_leased == 0
+    assert len(groups) == stats["buffer/acknowledged_groups"]
