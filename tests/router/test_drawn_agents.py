@@ -36,7 +36,7 @@ PLAYS = st.lists(
 )
 # Making a failing play smaller would outlast the test's timeout.
 BOUNDED = settings(
-    max_examples=12,
+    max_examples=15,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
