@@ -34,6 +34,7 @@ class ResponsesStream:
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
         self._has_text = False
+        self._is_saying = False
         self._reasoned = ""
         self._is_reasoning = False
         self._called: list[tuple[CallPlace, list[str]]] = []
@@ -83,7 +84,7 @@ class ResponsesStream:
     def _begin_text(self) -> bytes:
         if self._has_text:
             return b""
-        self._has_text = True
+        self._has_text = self._is_saying = True
         item = _message_item(self._head.turn_id, None, "in_progress")
         return self._event(
             "response.output_item.added", output_index=len(self._items), item=item
@@ -92,6 +93,7 @@ class ResponsesStream:
     def _end_text(self, item: dict[str, Any]) -> bytes:
         text = item["content"][0]["text"]
         events = self._begin_text()
+        self._is_saying = False
         rest = fields.rest_of(text, self._shown)
         if rest:
             events += self._text_event("output_text.delta", delta=rest)
@@ -116,7 +118,7 @@ class ResponsesStream:
         events = b""
         if call.number == len(self._called):
             events += self._end_reasoning(self._reasoned) + self._end_call()
-            if self._has_text and not self._called:
+            if self._is_saying:
                 item = _message_item(self._head.turn_id, None, "completed")
                 events += self._end_text({**item, "content": [_part(self._shown, None)]})
             self._called.append((call, []))

@@ -181,7 +181,7 @@ class DrawnAgent:
         path = "/v1/chat/completions"
         answer = await self.stage.post(path, body, self.episode["api_key"], **headers)
         assert answer.status_code == 200, answer.text
-        read = _read_stream if body["stream"] else _read_plain
+        read = read_stream if body["stream"] else _read_plain
         answer_id, said = read(answer.text)
         return answer_id.removeprefix("chatcmpl-"), said
 
@@ -257,10 +257,12 @@ def _kept(message: dict) -> dict:
     return {key: value for key, value in message.items() if value is not None}
 
 
-def _read_stream(text: str) -> tuple[str, list[dict]]:
+def read_stream(text: str) -> tuple[str, list[dict]]:
+    """A chat stream's id and the messages of its choices."""
     said: dict[int, dict] = {}
     answer_id = ""
-    for line in text.splitlines():
+    # What was said may hold other ends of lines than the events'.
+    for line in text.split("\n"):
         if not line.startswith("data: {"):
             continue
         event = json.loads(line[6:])
