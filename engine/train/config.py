@@ -142,7 +142,7 @@ def read_config(
     """
     fields = _model_fields(model_path)
     options, ddp, optimizer = _sort_options(raw, owned=_OWNED | set(fields))
-    sizes = parallel.read_sizes(raw, num_ranks=num_ranks)
+    sizes = parallel.read_sizes(raw, num_ranks=num_ranks, layers=layers)
     has_own_split = any(name in raw for name in _SPLIT_FIELDS)
     parallel.check_model(sizes, fields, has_own_split=has_own_split)
     _check_overlap(ddp, sizes)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -54,6 +56,7 @@ class PackedRow(PackedSeqParams):
     classes: tuple[Tensor, ...]
     order: Tensor
     num_tokens: int = field(default=0)
+    """T, on this rank."""
 
     @property
     def num_padded_tokens(self) -> int:
@@ -62,9 +65,17 @@ class PackedRow(PackedSeqParams):
 
 
 def pack_row(
-    lengths: Sequence[int], device: torch.device, *, layers: LayerKind = "local"
+    lengths: Sequence[int],
+    device: torch.device,
+    *,
+    layers: LayerKind = "local",
+    places: npt.NDArray[np.int64] | None = None,
 ) -> PackedRow:
-    """Lay samples of the given lengths behind each other, for the attention of `layers`."""
+    """Lay samples of the given lengths behind each other, for the attention of `layers`.
+
+    Args:
+        places: of this rank's tokens in the row, with context parallelism; None: all are here.
+    """
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
@@ -72,15 +83,23 @@ def pack_row(
     order = torch.empty(0, dtype=torch.int64)
     if layers == "local":
         classes, order = _length_classes(lengths, starts)
+    # Of the whole row on every rank: the kernels know which part of it a rank has.
     boundaries = torch.tensor(starts, dtype=torch.int32).to(device)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    is_split = places is not None and len(places) < starts[-1]
+    if places is not None:
+        positions = positions[torch.from_numpy(places)]
     return PackedRow(
         qkv_format="thd",
-        positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        positions=positions.to(device),
         classes=tuple(index.to(device) for index in classes),
         order=order.to(device),
-        num_tokens=starts[-1],
+        num_tokens=len(positions),
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
+        # Not every kernel takes the boundaries for those with padding when it splits them.
+        cu_seqlens_q_padded=boundaries if is_split else None,
+        cu_seqlens_kv_padded=boundaries if is_split else None,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
     )

@@ -76,6 +76,7 @@ def join_process_group(
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tensor,
             pipeline_model_parallel_size=sizes.pipeline,
+            context_parallel_size=sizes.context,
             expert_model_parallel_size=sizes.expert,
             expert_tensor_parallel_size=sizes.expert_tensor,
             # timedelta takes fractions, so the deadline is that of every group.
@@ -290,7 +291,7 @@ def _device() -> torch.device:
 def build_policy(config: PolicyConfig, settings: TrainerSettings, *, num_updates: int) -> Policy:
     """Model, gradient buffers, Adam and learning-rate schedule for `num_updates` updates."""
     model = PolicyModel(config).to(_device())
-    is_distributed = config.sizes.data > 1
+    is_distributed = config.sizes.data * config.sizes.context > 1
     ddp_options: dict[str, Any] = {"use_distributed_optimizer": is_distributed}
     ddp_options |= config.ddp_options
     wrapped = DistributedDataParallel(

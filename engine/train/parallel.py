@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outloop.buffer.errors import SettingsError
+from outloop.engine.train.layer_kind import LayerKind
 
 _TABLE = "trainer.megatron"
 FIELDS = (
@@ -20,10 +21,9 @@ FIELDS = (
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
+    "context_parallel_size",
 )
 _REFUSED = {
-    "context_parallel_size": "one sample's tokens stay on one rank: context parallelism needs "
-    "Transformer Engine's attention, which no CPU has, and rows are not split over ranks on a GPU",
     "virtual_pipeline_model_parallel_size": "interleaved pipeline stages train wrongly with "
     "megatron-core's default point-to-point order (a wrong gradient, silently); use whole stages",
 }
@@ -38,12 +38,13 @@ class ParallelSizes:
     pipeline: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    context: int = 1
     is_sequence: bool = False
 
     @property
     def data(self) -> int:
-        """Ranks that hold the same dense weights."""
-        return self.num_ranks // (self.tensor * self.pipeline)
+        """Ranks that hold the same dense weights and compute different samples."""
+        return self.num_ranks // (self.tensor * self.pipeline * self.context)
 
     @property
     def expert_data(self) -> int:
@@ -51,12 +52,15 @@ class ParallelSizes:
         return self.num_ranks // (self.expert_tensor * self.expert * self.pipeline)
 
 
-def read_sizes(raw: Mapping[str, Any], *, num_ranks: int) -> ParallelSizes:
+def read_sizes(
+    raw: Mapping[str, Any], *, num_ranks: int, layers: LayerKind = "local"
+) -> ParallelSizes:
     """The parallel sizes that the raw table asks for.
 
     Raises:
         SettingsError: a size that is no positive whole number, a direction that this trainer does
-            not have, or sizes that do not divide num_ranks; those that do are named.
+            not have with these layers, or sizes that do not divide num_ranks; those that do are
+            named.
     """
     for name, reason in _REFUSED.items():
         if raw.get(name) not in (None, 1):
@@ -72,8 +76,16 @@ def read_sizes(raw: Mapping[str, Any], *, num_ranks: int) -> ParallelSizes:
         pipeline=int(raw.get("pipeline_model_parallel_size", 1)),
         expert=int(raw.get("expert_model_parallel_size", 1)),
         expert_tensor=int(raw.get("expert_tensor_parallel_size", tensor)),
+        context=int(raw.get("context_parallel_size", 1)),
         is_sequence=bool(raw.get("sequence_parallel", False)),
     )
+    if sizes.context > 1 and layers != "transformer_engine":
+        raise SettingsError(
+            f"{_TABLE}.context_parallel_size={sizes.context}: only Transformer Engine's attention "
+            "exchanges keys and values between ranks, and this run has Megatron's local layers, as "
+            'every run on a CPU has. Remove it, or set trainer.device = "cuda" where '
+            "transformer_engine is importable"
+        )
     _check_ranks(sizes)
     return sizes
 
@@ -85,6 +97,9 @@ def _check_ranks(sizes: ParallelSizes) -> None:
     rest = num_ranks // pipeline
     where = f"trainer.num_ranks={num_ranks} / pipeline_model_parallel_size={pipeline}"
     _must_divide("tensor_model_parallel_size", sizes.tensor, {where: rest})
+    if sizes.context > 1:
+        shared = f"{where} / tensor_model_parallel_size={sizes.tensor}"
+        _must_divide("context_parallel_size", sizes.context, {shared: rest // sizes.tensor})
     if sizes.expert > 1 or sizes.expert_tensor != sizes.tensor:
         _must_divide("expert_tensor_parallel_size", sizes.expert_tensor, {where: rest})
         where += f" / expert_tensor_parallel_size={sizes.expert_tensor}"

@@ -11,6 +11,8 @@ from typing import Any
 
 from megatron.core import parallel_state
 
+from outloop.engine.train.context import ContextPlace
+
 
 @dataclass(frozen=True, slots=True)
 class VocabPart:
@@ -23,7 +25,7 @@ class VocabPart:
 
 
 def is_reporting_rank() -> bool:
-    """Whether this rank speaks for its data-parallel share: last stage, first of its columns."""
+    """Whether this rank speaks for its share of the tokens: last stage, first of its columns."""
     return bool(
         parallel_state.is_pipeline_last_stage()
         and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -33,3 +35,18 @@ def is_reporting_rank() -> bool:
 def data_rank() -> int:
     """Which data-parallel share of the samples this rank computes."""
     return int(parallel_state.get_data_parallel_rank())
+
+
+def context_place() -> ContextPlace:
+    """Which of each sample's tokens this rank computes."""
+    return ContextPlace(
+        rank=int(parallel_state.get_context_parallel_rank()),
+        num_ranks=int(parallel_state.get_context_parallel_world_size()),
+    )
+
+
+def context_group() -> Any:
+    """The process group of the ranks that share each sample's tokens; None: it is this one."""
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return None
+    return parallel_state.get_context_parallel_group()

@@ -21,6 +21,7 @@ from torch import Tensor
 from outloop.engine.train.mcore import PolicyConfig
 from outloop.engine.train.microbatch import Microbatch, build_microbatch
 from outloop.engine.train.pack import deal
+from outloop.engine.train.places import context_place
 from outloop.engine.train.samples import Sample
 
 OnHidden = Callable[[Microbatch, Tensor], Tensor | None]
@@ -61,9 +62,14 @@ def run_microbatches(
         return
     device = next(model.parameters()).device
     multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    context = context_place()
     rows = (
         build_microbatch(
-            [samples[index] for index in part], device, multiple=multiple, layers=config.layers
+            [samples[index] for index in part],
+            device,
+            multiple=multiple,
+            layers=config.layers,
+            context=context,
         )
         for part in members
     )

@@ -52,7 +52,9 @@ def score(
     mine: list[bytes] = []
 
     def on_hidden(batch: Microbatch, hidden: Tensor) -> None:
-        mine.append(trained_logprobs(model, batch, hidden).cpu().numpy().tobytes())
+        found = hidden.new_zeros(batch.num_trained_tokens, dtype=torch.float32)
+        found[batch.trained_N] = trained_logprobs(model, batch, hidden)
+        mine.append(found.cpu().numpy().tobytes())
 
     dealt = deal_samples(samples, model.config, max_tokens=max_tokens)
     run_microbatches(
@@ -78,11 +80,14 @@ def _fill(
     members: Sequence[Sequence[int]],
     logprobs: Float32,
 ) -> None:
-    """Put a data-parallel rank's logprobs, in the order of its microbatches, into their rows."""
+    """Add a rank's logprobs, in the order of its microbatches, to their rows.
+
+    They are 0 at tokens that another context-parallel rank computed.
+    """
     start = 0
     for index in chain.from_iterable(members):
         end = start + samples[index].num_trained_tokens
-        results[index][samples[index].loss_mask] = logprobs[start:end]
+        results[index][samples[index].loss_mask] += logprobs[start:end]
         start = end
 
 

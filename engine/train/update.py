@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from outloop.buffer.settings_trainer import TrainerSettings
@@ -30,7 +31,7 @@ from outloop.engine.train.losses import (
 from outloop.engine.train.mcore import Policy, PolicyModel
 from outloop.engine.train.microbatch import Microbatch, Targets
 from outloop.engine.train.pack import imbalance
-from outloop.engine.train.places import VocabPart, data_rank
+from outloop.engine.train.places import VocabPart, context_group, data_rank
 from outloop.engine.train.report import UpdateReport, merge_reports
 from outloop.engine.train.samples import Sample
 from outloop.engine.train.schedule import deal_samples, run_microbatches
@@ -228,9 +229,14 @@ def trained_logprobs(model: PolicyModel, batch: Microbatch, hidden_NH: Tensor) -
 def _with_sequence_ratios(batch: Microbatch, policy_logprobs: Tensor) -> Targets:
     log_ratios = (policy_logprobs - _old_logprobs(batch.targets)).double()
     sequences = batch.sequences_N
-    counts = torch.bincount(sequences).clamp(min=1)
-    sums = torch.zeros(len(counts), dtype=torch.float64, device=log_ratios.device)
-    means = sums.index_add(0, sequences, log_ratios) / counts
+    counts = torch.bincount(sequences, minlength=batch.num_samples).double()
+    sums = torch.zeros_like(counts).index_add(0, sequences, log_ratios)
+    group = context_group()
+    if group is not None:
+        # A sequence's tokens are on several ranks, its mean is one.
+        dist.all_reduce(counts, group=group)
+        dist.all_reduce(sums, group=group)
+    means = sums / counts.clamp(min=1)
     return dataclasses.replace(batch.targets, sequence_log_ratios_N=means[sequences].float())
 
 

@@ -82,6 +82,25 @@ def test_options_reach_the_part_of_megatron_that_has_them(tiny_folder: TinyFolde
     assert found.optimizer_options == {"use_distributed_optimizer": True, "adam_eps": 1e-6}
 
 
+def test_context_parallelism_goes_with_transformer_engines_layers() -> None:
+    """With them it is one more divisor of the ranks; a wrong one is named."""
+    raw = {"context_parallel_size": 2, "tensor_model_parallel_size": 2}
+    assert read_sizes(raw, num_ranks=8, layers="transformer_engine").data == 2
+    with pytest.raises(SettingsError, match=r"=2 does not divide .*=2=1; these do: 1"):
+        read_sizes(raw, num_ranks=2, layers="transformer_engine")
+    for value in (0, "two"):
+        with pytest.raises(SettingsError, match=r"context_parallel_size=.*whole number"):
+            read_sizes({"context_parallel_size": value}, num_ranks=2, layers="transformer_engine")
+
+
+def test_the_context_parallel_size_reaches_megatron(tiny_folder: TinyFolder) -> None:
+    """Its own configuration has it, and so has the layout of the ranks."""
+    raw = {"context_parallel_size": 2, "cp_comm_type": "a2a"}
+    found = config.read_config(tiny_folder(), raw, num_ranks=2, layers="transformer_engine")
+    assert (found.context_parallel_size, found.cp_comm_type) == (2, "a2a")
+    assert (found.sizes.context, found.sizes.data, found.layers) == (2, 1, "transformer_engine")
+
+
 def test_the_data_parallel_size_follows_from_the_others() -> None:
     """Eight ranks in pairs of tensor and pipeline leave two."""
     raw = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
