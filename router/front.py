@@ -51,23 +51,10 @@ class Front:
     async def turn(self, dialect: Dialect, exchange: Exchange) -> None:
         """One turn, asked for and answered in `dialect`."""
         session = await self._identify(exchange)
-        body = await exchange.body()
-        if await self._upstreams.forward(exchange, session, body):
+        heard = await self._hear(dialect, exchange, session)
+        if heard is None:
             return
-        heard = session.heard
-        if heard is not None and dialect.decode_after is not None:
-            request = dialect.decode_after(body, heard.told)
-        else:
-            request = dialect.decode(body)
-        path = exchange.scope["path"].rpartition("/v1/")[2].encode()
-        same, session.heard = digest(path, body, request.told, session.heard)
-        retry_key, is_retry = _retry(exchange, same)
-        version = self._models.version_of(request.model)
-        if version is not None:
-            request = replace(request, policy_version=version)
-        traceparent = exchange.headers.get(b"traceparent")
-        if traceparent is not None:
-            request = replace(request, traceparent=traceparent.decode("latin-1"))
+        request, retry_key, is_retry = heard
         job = await self._service.submit(session, request, retry_key=retry_key, is_retry=is_retry)
         job.attach(exchange)
         try:
@@ -80,6 +67,32 @@ class Front:
         finally:
             job.detach(exchange)
         self._service.forget(session, job, retry_key)
+
+    async def _hear(
+        self, dialect: Dialect, exchange: Exchange, session: EpisodeSession
+    ) -> tuple[TurnRequest, str, bool] | None:
+        """What is asked for, its retry key and whether it says it is a retry; None: an upstream
+        was asked, and has answered.
+
+        The body ends here: thousands that wait for servers would keep thousands of bodies.
+        """
+        body = await exchange.body()
+        if await self._upstreams.forward(exchange, session, body):
+            return None
+        heard = session.heard
+        if heard is not None and dialect.decode_after is not None:
+            request = dialect.decode_after(body, heard.told)
+        else:
+            request = dialect.decode(body)
+        path = exchange.scope["path"].rpartition("/v1/")[2].encode()
+        same, session.heard = digest(path, body, request.told, session.heard)
+        version = self._models.version_of(request.model)
+        if version is not None:
+            request = replace(request, policy_version=version)
+        traceparent = exchange.headers.get(b"traceparent")
+        if traceparent is not None:
+            request = replace(request, traceparent=traceparent.decode("latin-1"))
+        return request, *_retry(exchange, same)
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """`POST /v1/messages/count_tokens`: the ids of a conversation rendered in full."""

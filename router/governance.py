@@ -73,7 +73,13 @@ def decide(
     in_force["max_new_tokens"] = max(1, min(limit, room))
     kept: dict[str, Any] = {name: _as_kept(name, value) for name, value in in_force.items()}
     constraint = _constraint(request, opening, settings)
-    return Sampling(stop=request.stop, constraint=constraint, **kept)
+    return _sampling(stop=request.stop, constraint=constraint, **kept)
+
+
+@lru_cache(maxsize=256)
+def _sampling(**kept: Any) -> Sampling:
+    """One record for all turns that are drawn alike; every turn in memory holds one."""
+    return Sampling(**kept)
 
 
 def _asked(request: TurnRequest, settings: SamplingSettings) -> dict[str, float]:
