@@ -1,24 +1,37 @@
 """The auditor of chaos: what checkpoints and Redis prove about every task slot.
 
-Owns: reading what Redis holds of a run, the lineage of the surviving weights, and the verdict. Does
-not own: who is killed and when (chaos, whole, forked). Invariant: it only reads; a verdict is an
-AssertionError that names the slots, or the number of slots without a place.
+Owns: reading what Redis holds of a run, the lineage of the surviving weights, the verdict and its
+line. Does not own: who is killed and when (chaos, whole, forked). Invariant: it only reads; a
+verdict is an AssertionError that names the slots, or the number of slots without a place.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from outloop.buffer.keys import prefix
 from outloop.buffer.reader import BufferReader
 
 Mark = Mapping[str, Any]
 """The mark of a checkpoint, as its JSON holds it."""
+
+
+class Audited(Protocol):
+    """A run that was made to suffer."""
+
+    kills: Counter[str]
+
+    def audit(self) -> str:
+        """What can be said for it; AssertionError where it broke a promise."""
+
+    def stop(self) -> None:
+        """Nothing of it is left."""
 
 
 @dataclass(frozen=True)
@@ -113,3 +126,17 @@ def check_slots(slots: Collection[int], held: Held) -> int:
     assert len(missing) <= dropped, f"dropped without a reason: {missing}, {dropped} counted"
     assert held.stats["buffer/dropped/malformed"] == 0
     return len(missing)
+
+
+def is_sound(seed: int, run: Audited, play: Callable[[], None]) -> bool:
+    """Play a run, audit and stop it, and print the verdict with its seed."""
+    before = time.monotonic()
+    try:
+        play()
+        verdict, is_good = run.audit(), True
+    except AssertionError as error:
+        verdict, is_good = f"FAILED after kills {dict(run.kills)}: {error}", False
+    finally:
+        run.stop()
+    print(f"seed {seed}: {time.monotonic() - before:.1f} s, {verdict}", flush=True)
+    return is_good

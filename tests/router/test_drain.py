@@ -9,11 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_server import FakeServer, Script, serving
+from served_policy import publish
 
 from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.join import init_run
-from outloop.buffer.reader import BufferReader
-from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import create_run
 from outloop.router.main import serve
 
@@ -132,19 +131,6 @@ def live_run(make_run, tmp_path: Path):
         run = create_run(settings, tmp_path / "run", redis.url)
         init_run(run)
         yield replace(run, keys=replace(run.keys, runner_key="ol-runner-x"))
-
-
-def publish(run, url: str) -> None:
-    """Version 0 is served by `url`."""
-    reader = BufferReader.connect(run)
-    reader.announce_version(0, None)
-    entry = ServerEntry(
-        server_id="s", url=url, kind="torch", policy_version=0, is_quarantined=False
-    )
-    reader.register_server(entry)
-    reader.set_server_version("s", 0, quarantined=False)
-    reader.acknowledge_version(0)
-    reader.close()
 
 
 async def test_a_stopped_process_leaves_the_port_to_the_others(live_run, renderer) -> None:

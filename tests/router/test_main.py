@@ -10,12 +10,12 @@ import httpx
 import openai
 import pytest
 from fake_server import FakeServer, Script, serving
+from served_policy import publish
 
 from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
-from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import create_run
 from outloop.router.main import serve
 
@@ -70,13 +70,7 @@ async def test_from_claim_to_lease(live_run, renderer) -> None:
             tasks = [{"task_id": f"t{i}", "payload": {"q": i}} for i in range(3)]
             body = {"tasks": tasks, "eval_tasks": []}
             assert (await http.post("/tasks", json=body)).json()["num_tasks"] == 3
-            reader.announce_version(0, None)
-            entry = ServerEntry(
-                server_id="s", url=server_url, kind="torch", policy_version=0, is_quarantined=False
-            )
-            reader.register_server(entry)
-            reader.set_server_version("s", 0, quarantined=False)
-            reader.acknowledge_version(0)
+            publish(live_run, server_url)
             claim = {"key": "k", "count": 2, "open": True}
             claims = (await http.post("/tasks/claim", json=claim)).json()["claims"]
             assert len({c["group_id"] for c in claims}) == 1

@@ -15,11 +15,11 @@ import httpx
 import psutil
 import pytest
 from fake_server import FakeServer, Script, serving
+from served_policy import publish
 
 from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
-from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import create_run
 from outloop.engine.launch.launcher import Launcher, start_routers
 
@@ -100,19 +100,6 @@ def live_run(make_run, tmp_path: Path):
         run = create_run(settings, tmp_path / "run", redis.url)
         init_run(run)
         yield run
-
-
-def publish(run, url: str) -> None:
-    """Version 0 is served by `url`."""
-    reader = BufferReader.connect(run)
-    reader.announce_version(0, None)
-    entry = ServerEntry(
-        server_id="s", url=url, kind="torch", policy_version=0, is_quarantined=False
-    )
-    reader.register_server(entry)
-    reader.set_server_version("s", 0, quarantined=False)
-    reader.acknowledge_version(0)
-    reader.close()
 
 
 @pytest.mark.timeout(420)
