@@ -150,7 +150,21 @@ class RMSNorm(torch.nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-class PackedAttention(MegatronModule):
+class _RowAttention(MegatronModule):
+    """What every attention over a PackedRow has: the frequencies it rotates by, and its row."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        frequencies = inverse_frequencies(config.rope, config.kv_channels)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+
+    def _require_row(self, row: PackedRow | None) -> PackedRow:
+        if not isinstance(row, PackedRow):
+            raise TypeError(f"{type(self).__name__} needs a PackedRow; build one with pack_row")
+        return row
+
+
+class PackedAttention(_RowAttention):
     """Causal attention over a PackedRow, rotary embedding included.
 
     Takes query [T, H, D], key and value [T, K, D]; returns [T, H * D]. Rotation happens here, from
@@ -158,10 +172,8 @@ class PackedAttention(MegatronModule):
     """
 
     def __init__(self, config: Any, layer_number: int, *unused: Any, **more: Any) -> None:
-        super().__init__(config=config)
+        super().__init__(config)
         self.scale = more.get("softmax_scale") or 1.0 / math.sqrt(config.kv_channels)
-        frequencies = inverse_frequencies(config.rope, config.kv_channels)
-        self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def forward(
         self,
@@ -174,9 +186,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedRow | None = None,
     ) -> Tensor:
         """Attention of every sample to itself, causally."""
-        if not isinstance(packed_seq_params, PackedRow):
-            raise TypeError("PackedAttention needs a PackedRow; build one with pack_row")
-        row = packed_seq_params
+        row = self._require_row(packed_seq_params)
         query, key = _rotate(query, key, row.positions, self.inv_freq)
         parts = []
         q, k, v = (torch.cat((x, x.new_zeros(1, *x.shape[1:]))) for x in (query, key, value))
@@ -193,7 +203,7 @@ class PackedAttention(MegatronModule):
         return torch.cat(parts)[row.order]
 
 
-class VarlenAttention(MegatronModule):
+class VarlenAttention(_RowAttention):
     """Causal attention over a PackedRow by a kernel that reads where samples begin.
 
     Takes and returns what PackedAttention does, rotary embedding included. The kernel gets
@@ -204,9 +214,7 @@ class VarlenAttention(MegatronModule):
     def __init__(
         self, config: Any, layer_number: int, *, kernel: Callable[..., Any], **more: Any
     ) -> None:
-        super().__init__(config=config)
-        frequencies = inverse_frequencies(config.rope, config.kv_channels)
-        self.register_buffer("inv_freq", frequencies, persistent=False)
+        super().__init__(config)
         self.kernel = kernel(config=config, layer_number=layer_number, **more)
 
     def forward(
@@ -220,9 +228,7 @@ class VarlenAttention(MegatronModule):
         packed_seq_params: PackedRow | None = None,
     ) -> Tensor:
         """Attention of every sample to itself, causally."""
-        if not isinstance(packed_seq_params, PackedRow):
-            raise TypeError("VarlenAttention needs a PackedRow; build one with pack_row")
-        row = packed_seq_params
+        row = self._require_row(packed_seq_params)
         query, key = _rotate(query, key, row.positions, self.inv_freq)
         out: Tensor = self.kernel(
             query.to(_KERNEL_DTYPE),
