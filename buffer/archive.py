@@ -20,7 +20,7 @@ import structlog
 
 from outloop.buffer import codec
 from outloop.buffer.connect import translated
-from outloop.buffer.errors import RecordError, SettingsError
+from outloop.buffer.errors import UNREADABLE, OutloopError, RecordError, SettingsError
 from outloop.buffer.jsonl import format_line, read_lines
 from outloop.buffer.keys import group_prefix
 from outloop.buffer.records import Trajectory
@@ -55,14 +55,12 @@ class Archive:
         self._prefix = prefix
         self._scripts = scripts
 
-    def trajectories(self) -> Iterator[Trajectory | RecordError]:
+    def trajectories(self) -> Iterator[Trajectory | OutloopError]:
         """Every scored episode that Redis holds: of live groups by slot, evaluations, dead letters,
-        then those for SFT, then imported ones; an error in the place of a damaged one.
+        then those for SFT, then imported ones; an error in the place of a damaged one, or one of
+        another release.
 
         What a checkpoint contains was freed and is not among them.
-
-        Raises:
-            SchemaMismatch: a record was written by another release.
         """
         for name in self._lists():
             yield from self._episodes_of(name)
@@ -164,7 +162,7 @@ class Archive:
             *(f"{group_prefix(self._prefix, group)}dead:{group}:episodes" for group in dead),
         ]
 
-    def _episodes_of(self, name: str) -> Iterator[Trajectory | RecordError]:
+    def _episodes_of(self, name: str) -> Iterator[Trajectory | OutloopError]:
         with translated("reading trajectories"):
             ids: Any = self._client.lrange(name, 0, -1)
             with self._client.pipeline(transaction=True) as pipeline:
@@ -181,18 +179,18 @@ class Archive:
         for episode_id in ids:
             try:
                 yield trajectory_from(episode_id.decode(), next(stored), next(stored))
-            except RecordError as error:
+            except UNREADABLE as error:
                 yield error
 
-    def _of_stream(self) -> Iterator[Trajectory | RecordError]:
+    def _of_stream(self) -> Iterator[Trajectory | OutloopError]:
         for record in sft_records(self._client, self._prefix):
             yield _decoded(record)
 
 
-def _decoded(record: bytes) -> Trajectory | RecordError:
+def _decoded(record: bytes) -> Trajectory | OutloopError:
     try:
         return codec.decode_trajectory(record)
-    except RecordError as error:
+    except UNREADABLE as error:
         return error
 
 

@@ -15,6 +15,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from outloop.buffer.letters import LetterEpisode
     from outloop.buffer.records import Episode, Opening, Reward, Turn
 
 _RUN = click.option(
@@ -107,7 +108,13 @@ def list_letters(run_dir: Path) -> None:
 @dead.command("inspect")
 @click.argument("group")
 @_RUN
-def inspect_letter(group: str, run_dir: Path) -> None:
+@click.option(
+    "--save",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write the bytes of every record, as they are stored, into this folder.",
+)
+def inspect_letter(group: str, run_dir: Path, folder: Path | None) -> None:
     """One dead letter with its scored episodes."""
     from outloop.buffer.joined import joined
 
@@ -128,6 +135,8 @@ def inspect_letter(group: str, run_dir: Path) -> None:
         click.echo(f"episode {item.episode_id}, {item.num_bytes} bytes: {item.error or 'whole'}")
         if item.trajectory is not None:
             _print_turns(item.trajectory.turns)
+        if folder is not None:
+            _save_records(item, folder)
 
 
 @dead.command("requeue")
@@ -202,6 +211,17 @@ def purge(run_dir: Path) -> None:
     from outloop.buffer.joined import purge as purge_run
 
     click.echo(f"{purge_run(run_dir)} keys removed")
+
+
+def _save_records(item: LetterEpisode, folder: Path) -> None:
+    from urllib.parse import quote
+
+    # Whatever is in an id, it names one folder below this one.
+    own = folder / quote(item.episode_id, safe="").replace(".", "%2E")
+    own.mkdir(parents=True, exist_ok=True)
+    for name, data in item.records.items():
+        (own / name).write_bytes(data)
+    click.echo(f"{len(item.records)} records written to {own}")
 
 
 def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

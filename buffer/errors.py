@@ -112,5 +112,7 @@ class RankKilled(PartFailed):
     """A trainer rank was ended by a signal; the run goes on from its checkpoint."""
 
 
+UNREADABLE = (RecordError, SchemaMismatch)
+"""What decoding stored bytes may raise: damaged, or of another release."""
 RANK_KILLED_EXIT_CODE = 75
 """Of a trainer that lost a rank: the launcher starts it again."""

@@ -96,7 +96,7 @@ def unpack(data: bytes, decoder: msgspec.msgpack.Decoder[_Wire], what: str) -> t
     if schema != SCHEMA:
         raise SchemaMismatch(
             f"{what} was written with schema={schema}, this release reads schema={SCHEMA}; read it "
-            "with the release that wrote it, or start a new run"
+            "with the release that wrote it"
         )
     start = _HEAD.size + _WORD * num_words
     if start > len(data):

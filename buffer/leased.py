@@ -1,8 +1,8 @@
 """Leased groups on their way to the trainer.
 
 Owns: reading the turns of leased groups and making records of them while later ones are under
-way. Does not own: leases (reader, scripts), bytes (codec). Invariant: a damaged group is told by
-name and does not disturb those after it.
+way. Does not own: leases (reader, scripts), bytes (codec). Invariant: a group that is damaged or of
+another release is told by name and does not disturb those after it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import redis
 
 from outloop.buffer import codec
 from outloop.buffer.connect import replies
-from outloop.buffer.errors import RecordError
+from outloop.buffer.errors import UNREADABLE, OutloopError, RecordError
 from outloop.buffer.records import Group, Turn
-from outloop.buffer.stored import trajectory_of
+from outloop.buffer.stored import trajectory_of, turns_from
 
 LeaseRow = tuple[str, int, int, str, Sequence[str]]
 """group_id, slot, size, task_id, episode ids: as the script take packs it."""
@@ -28,7 +28,7 @@ _AT_ONCE_BYTES = 2**18
 
 def leased_groups(
     client: redis.Redis, prefix: str, rows: Sequence[LeaseRow], facts: Sequence[Any]
-) -> Iterator[tuple[str, Group | RecordError]]:
+) -> Iterator[tuple[str, Group | OutloopError]]:
     """(group_id, the group or what is wrong with it), in the order of `rows`.
 
     Args:
@@ -36,7 +36,6 @@ def leased_groups(
 
     Raises:
         redis.RedisError: the turns could not be read.
-        SchemaMismatch: a record was written by another release.
     """
     commands = [
         ("LRANGE", f"{prefix}episode:{episode_id}:turns", "0", "-1")
@@ -51,7 +50,7 @@ def leased_groups(
             answers = itertools.islice(stored, len(row[4]))
             try:
                 yield row[0], _group_from(row, fields, answers)
-            except RecordError as error:
+            except UNREADABLE as error:
                 for _ in answers:
                     pass
                 yield row[0], error
@@ -61,7 +60,9 @@ def _group_from(row: LeaseRow, fields: Sequence[Any], answers: Iterator[list[byt
     group_id, slot, size, task_id, episode_ids = row
     trajectories = [
         trajectory_of(episode_id, facts, turns)
-        for episode_id, facts, turns in zip(episode_ids, fields, _turns(answers), strict=True)
+        for episode_id, facts, turns in zip(
+            episode_ids, fields, _turns(episode_ids, answers), strict=True
+        )
     ]
     trajectories.sort(key=lambda trajectory: trajectory.episode.attempt)
     if any(trajectory.episode.reward is None for trajectory in trajectories):
@@ -75,12 +76,12 @@ def _group_from(row: LeaseRow, fields: Sequence[Any], answers: Iterator[list[byt
     )
 
 
-def _turns(answers: Iterator[list[bytes]]) -> Iterator[list[Turn]]:
+def _turns(episode_ids: Sequence[str], answers: Iterator[list[bytes]]) -> Iterator[list[Turn]]:
     """The turns of each episode."""
-    waiting: list[list[bytes]] = []
+    waiting: list[tuple[str, list[bytes]]] = []
     num_bytes = 0
-    for answer in answers:
-        waiting.append(answer)
+    for episode_id, answer in zip(episode_ids, answers, strict=True):
+        waiting.append((episode_id, answer))
         num_bytes += sum(map(len, answer))
         if num_bytes >= _AT_ONCE_BYTES:
             yield from _decoded(waiting)
@@ -88,7 +89,12 @@ def _turns(answers: Iterator[list[bytes]]) -> Iterator[list[Turn]]:
     yield from _decoded(waiting)
 
 
-def _decoded(records: Sequence[Sequence[bytes]]) -> Iterator[list[Turn]]:
-    turns = iter(codec.decode_turns([record for some in records for record in some]))
-    for some in records:
+def _decoded(episodes: Sequence[tuple[str, Sequence[bytes]]]) -> Iterator[list[Turn]]:
+    try:
+        turns = iter(codec.decode_turns([record for _, some in episodes for record in some]))
+    except UNREADABLE:
+        for episode_id, some in episodes:
+            turns_from(episode_id, some)
+        raise
+    for _, some in episodes:
         yield list(itertools.islice(turns, len(some)))

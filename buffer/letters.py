@@ -15,7 +15,7 @@ import redis
 
 from outloop.buffer import codec
 from outloop.buffer.connect import translated
-from outloop.buffer.errors import NotFound, RecordError, SchemaMismatch
+from outloop.buffer.errors import UNREADABLE, NotFound
 from outloop.buffer.keys import group_prefix
 from outloop.buffer.records import DropReason, Trajectory
 from outloop.buffer.scripts import SyncScripts
@@ -54,6 +54,8 @@ class LetterEpisode:
     """What is wrong with them."""
     num_bytes: int
     """Of its turns as they are stored."""
+    records: Mapping[str, bytes]
+    """Everything as it is stored: opening, closure, reward and turn-NUMBER, where there."""
 
 
 class DeadLetters:
@@ -144,19 +146,25 @@ def _failure(closure: bytes) -> str:
         return ""
     try:
         said = codec.decode_closure(closure)
-    except (RecordError, SchemaMismatch) as error:
+    except UNREADABLE as error:
         return str(error)
     return f"{said.failure_kind or said.outcome}: {said.error}"
 
 
 def _episode_from(episode_id: str, fields: Any, turns: list[bytes]) -> LetterEpisode:
-    num_bytes = sum(map(len, turns))
+    records = {
+        **dict(zip(EPISODE_FIELDS[:3], fields, strict=False)),
+        **{f"turn-{number}": record for number, record in enumerate(turns)},
+    }
+    trajectory, sentence = None, ""
     try:
         trajectory = trajectory_from(episode_id, fields, turns)
-    except (RecordError, SchemaMismatch) as error:
-        return LetterEpisode(
-            episode_id=episode_id, trajectory=None, error=str(error), num_bytes=num_bytes
-        )
+    except UNREADABLE as error:
+        sentence = str(error)
     return LetterEpisode(
-        episode_id=episode_id, trajectory=trajectory, error="", num_bytes=num_bytes
+        episode_id=episode_id,
+        trajectory=trajectory,
+        error=sentence,
+        num_bytes=sum(map(len, turns)),
+        records={name: data for name, data in records.items() if data is not None},
     )

@@ -20,7 +20,13 @@ import structlog
 from outloop.buffer import codec
 from outloop.buffer.archive import Archive
 from outloop.buffer.connect import connect_sync, translated
-from outloop.buffer.errors import DeadlineExceeded, NotFound, RecordError
+from outloop.buffer.errors import (
+    UNREADABLE,
+    DeadlineExceeded,
+    NotFound,
+    OutloopError,
+    RecordError,
+)
 from outloop.buffer.join import check_joinable, init_run
 from outloop.buffer.keys import key, prefix
 from outloop.buffer.leased import LeaseRow, leased_groups
@@ -105,7 +111,8 @@ class BufferReader(SyncRegistry):
         """Lease the `num_groups` oldest ready groups, all at once, waiting until they are ready.
 
         Groups staler than buffer.max_staleness publishes before `policy_version` are dropped on the
-        way; a group whose records are damaged is dropped as malformed and another one waited for.
+        way. A group whose records are damaged, or of another release, is dropped as malformed: it
+        becomes a dead letter with its bytes as they are, and another one is waited for.
         `on_wait` gets a sentence about twice a second. Returns what it has, mostly nothing, once
         `should_stop` is true.
 
@@ -114,7 +121,6 @@ class BufferReader(SyncRegistry):
             FenceExpired: another trainer took over, or the leases expired.
             TooManyReplaced: of at least 200 attempts since `recover`, more than a share of
                 env.max_replaced_share ended without a result; those in flight then are excused.
-            SchemaMismatch: a record was written by another release.
         """
         deadline = time.monotonic() + timeout_s
         leases: list[Lease] = []
@@ -178,8 +184,7 @@ class BufferReader(SyncRegistry):
         """
         if reason in ("failed", "malformed"):
             error = error or "the trainer dropped it; its log says why"
-        words = (fence, group_id, reason, error[:_MAX_ERROR_CHARS])
-        self._scripts.call("drop", *words, what=f"dropping group_id={group_id}")
+        self._drop(group_id, reason, fence, error, holds_credit=True)
 
     def acknowledge(self, mark: CheckpointMark) -> None:
         """The checkpoint of `mark` is complete on disk: forget its groups, all or none.
@@ -300,8 +305,17 @@ class BufferReader(SyncRegistry):
         return int(number or 0), final == b"1"
 
     def sft_trajectories(self) -> Iterator[Trajectory]:
-        """Those trajectories, in the order of their arrival, read a few at a time."""
-        yield from map(codec.decode_trajectory, sft_records(self._client, self._prefix))
+        """Those trajectories, in the order of their arrival, read a few at a time.
+
+        One that is damaged, or of another release, is logged and left out; its bytes stay.
+        """
+        for number, record in enumerate(sft_records(self._client, self._prefix)):
+            try:
+                trajectory = codec.decode_trajectory(record)
+            except UNREADABLE as error:
+                _log.error("trajectory_left_out", key=f"sft:{number}", error=str(error))
+            else:
+                yield trajectory
 
     def set_run_state(self, state: Literal["running", "finished", "failed"]) -> None:
         """Only a running run gives out claims."""
@@ -324,20 +338,27 @@ class BufferReader(SyncRegistry):
         with translated("waiting for ready groups"):
             self._client.blpop([self._key("wake")], timeout=timeout_s)
 
+    def _drop(
+        self, group_id: str, reason: DropReason, fence: int, error: str, *, holds_credit: bool
+    ) -> None:
+        words = (fence, group_id, reason, error[:_MAX_ERROR_CHARS], int(holds_credit))
+        self._scripts.call("drop", *words, what=f"dropping group_id={group_id}")
+
     def _load_leases(
         self, rows: Sequence[LeaseRow], facts: Sequence[Any], fence: int, deadline: float
     ) -> list[Lease]:
         leases: list[Lease] = []
-        damaged: dict[str, RecordError] = {}
+        damaged: dict[str, OutloopError] = {}
         with translated("reading leased groups"):
             for group_id, group in leased_groups(self._client, self._prefix, rows, facts):
-                if isinstance(group, RecordError):
+                if isinstance(group, OutloopError):
                     damaged[group_id] = group
                 else:
                     leases.append(Lease(group=group, fence=fence, deadline=deadline))
         for group_id, problem in damaged.items():
             _log.error("group_dropped", group_id=group_id, reason="malformed", error=str(problem))
-            self.drop(group_id, "malformed", fence=fence, error=str(problem))
+            # What takes its place belongs to this very batch, so nothing starts too early.
+            self._drop(group_id, "malformed", fence, str(problem), holds_credit=False)
         return leases
 
 

@@ -2,15 +2,16 @@
 
 Owns: which fields of an episode's hash make which record. Does not own: bytes of a field (codec) or
 reading them (reader, writer). Invariant: damaged data raises RecordError or SchemaMismatch, nothing
-else.
+else; the sentence names the episode and the record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from outloop.buffer import codec
-from outloop.buffer.errors import RecordError
+from outloop.buffer.errors import UNREADABLE, RecordError, SchemaMismatch
 from outloop.buffer.records import OpenEpisode, Reward, Trajectory, Turn
 
 EPISODE_FIELDS = ("opening", "closure", "reward", "closed")
@@ -32,9 +33,10 @@ def open_episode_from(
     if fields[0] is None:
         return None
     closure = None if fields[1] is None else codec.decode_closure(fields[1])
-    own = tuple(codec.decode_turns(turns))
+    opening = codec.decode_opening(fields[0])
+    own = tuple(turns_from(opening.episode_id, turns))
     return OpenEpisode(
-        opening=codec.decode_opening(fields[0]),
+        opening=opening,
         turns=own,
         is_closed=closure is not None,
         outcome=None if closure is None else closure.outcome,
@@ -54,7 +56,7 @@ def trajectory_from(episode_id: str, fields: Fields, turns: Sequence[bytes]) -> 
         RecordError: it is not closed, or a record is damaged or belongs to another episode.
         SchemaMismatch: a record was written by another release.
     """
-    return trajectory_of(episode_id, fields, codec.decode_turns(turns))
+    return trajectory_of(episode_id, fields, turns_from(episode_id, turns))
 
 
 def trajectory_of(episode_id: str, fields: Fields, turns: Sequence[Turn]) -> Trajectory:
@@ -63,8 +65,25 @@ def trajectory_of(episode_id: str, fields: Fields, turns: Sequence[Turn]) -> Tra
     if opening is None or closure is None or closed_at_ms is None:
         raise RecordError(f"episode_id={episode_id} lacks its opening or its closure")
     check_turns(episode_id, turns)
-    episode = codec.decode_episode(episode_id, opening, closure, reward, int(closed_at_ms) / 1000)
+    closed_at = _seconds(closed_at_ms, episode_id)
+    with named(f"episode_id={episode_id}"):
+        episode = codec.decode_episode(episode_id, opening, closure, reward, closed_at)
     return Trajectory(episode=episode, turns=tuple(turns))
+
+
+def turns_from(episode_id: str, records: Sequence[bytes]) -> list[Turn]:
+    """The turns of an episode, decoded all at once.
+
+    Raises:
+        RecordError, SchemaMismatch: one cannot be read; says which.
+    """
+    try:
+        return codec.decode_turns(records)
+    except UNREADABLE:
+        for number, record in enumerate(records):
+            with named(f"episode_id={episode_id}, turns[{number}]"):
+                codec.decode_turn(record)
+        raise
 
 
 def check_turns(episode_id: str, turns: Sequence[Turn]) -> None:
@@ -85,14 +104,49 @@ def check_turns(episode_id: str, turns: Sequence[Turn]) -> None:
 
 
 def _recorded(own: Sequence[Turn], earlier: Sequence[Sequence[bytes]]) -> tuple[Turn, ...]:
-    """The turns of `earlier` that `own` lacks, each once."""
+    """The turns of `earlier` that `own` lacks, each once.
+
+    What cannot be read any more, and what came after it on its branch, was not recorded: it is
+    drawn anew.
+    """
     known = {turn.turn_id for turn in own}
     found: list[Turn] = []
-    for turns in earlier:
-        fresh = [turn for turn in codec.decode_turns(turns) if turn.turn_id not in known]
-        known.update(turn.turn_id for turn in fresh)
-        found += fresh
+    for records in earlier:
+        for turn in _readable(records):
+            parent = turn.parent_turn_id
+            if turn.turn_id not in known and (parent is None or parent in known):
+                known.add(turn.turn_id)
+                found.append(turn)
     return tuple(found)
+
+
+def _readable(records: Sequence[bytes]) -> Iterator[Turn]:
+    try:
+        yield from codec.decode_turns(records)
+    except UNREADABLE:
+        for record in records:
+            with suppress(*UNREADABLE):
+                yield codec.decode_turn(record)
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Inside, an error about bytes that cannot be read begins with `what`."""
+    try:
+        yield
+    except RecordError as error:
+        raise RecordError(f"{what}: {error}") from error
+    except SchemaMismatch as error:
+        raise SchemaMismatch(f"{what}: {error}") from error
+
+
+def _seconds(unix_ms: bytes, episode_id: str) -> float:
+    try:
+        return int(unix_ms) / 1000
+    except (ValueError, OverflowError) as error:
+        raise RecordError(
+            f"episode_id={episode_id}: closed={unix_ms[:40]!r}; Unix milliseconds are allowed"
+        ) from error
 
 
 def _reward(fields: Fields) -> Reward | None:

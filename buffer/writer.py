@@ -45,6 +45,7 @@ from outloop.buffer.registry import decode_servers, encode_facts
 from outloop.buffer.run import Run
 from outloop.buffer.scripts import AsyncScripts, Clock, refusal
 from outloop.buffer.staging import put_async
+from outloop.buffer.stored import named
 from outloop.buffer.tasks import (
     check_id,
     check_sources,
@@ -360,7 +361,8 @@ class BufferWriter:
             for name, record in zip(missing, found, strict=True):
                 if record is None:
                     raise NotFound(f"{name.decode()} is missing in Redis; it was written in part")
-                self._tasks[name] = codec.decode_task(record)
+                with named(name.decode()):
+                    self._tasks[name] = codec.decode_task(record)
         tasks = [self._tasks[name] for name in names]
         while len(self._tasks) > _CACHED_TASKS:
             self._tasks.popitem(last=False)

@@ -20,6 +20,7 @@ from outloop.buffer.errors import (
     NotFound,
     OutloopError,
     RecordError,
+    SchemaMismatch,
     ServerUnavailable,
 )
 
@@ -111,7 +112,7 @@ def as_refusal(error: OutloopError) -> Refusal:
     """The answer for an error of another layer; infrastructure errors stay retryable."""
     if isinstance(error, Refusal):
         return error
-    if isinstance(error, RecordError):
+    if isinstance(error, RecordError | SchemaMismatch):
         return Refusal(400, "invalid_value", str(error))
     if isinstance(error, NotFound):
         return Refusal(404, "not_found", str(error))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,14 @@ from outloop.buffer.records import (
     Claim,
     ClaimResult,
     CloseResult,
+    Episode,
     Lease,
     Opening,
+    Purpose,
     Reward,
     Sampling,
     Task,
+    Trajectory,
     Turn,
     VersionSpan,
 )
@@ -96,7 +100,11 @@ def url(where: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """Of the real server, or of a twin."""
     if where == "redis":
         return str(request.getfixturevalue("server").url)
-    twin = Twin()
+    return put_in_place(Twin(), monkeypatch)
+
+
+def put_in_place(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have both faces of the buffer connect to `twin`; the URL to give them."""
     for module in ("reader", "join", "writer"):
         kind = "async" if module == "writer" else "sync"
         client = twin.async_client if module == "writer" else twin.client
@@ -104,6 +112,12 @@ def url(where: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
             f"outloop.buffer.{module}.connect_{kind}", lambda url, make=client: make()
         )
     return "unix:///twin"
+
+
+@pytest.fixture
+def replace_redis(monkeypatch: pytest.MonkeyPatch) -> Callable[[Twin], str]:
+    """Puts a twin of a test's own in the place of Redis; returns its URL."""
+    return partial(put_in_place, monkeypatch=monkeypatch)
 
 
 @pytest.fixture
@@ -155,6 +169,26 @@ def build_turn(
         started_at=1.0,
         finished_at=2.0,
     )
+
+
+def build_trajectory(
+    episode_id: str, *, purpose: Purpose = "sft", num_output: int = 4
+) -> Trajectory:
+    """One of one turn that was recorded elsewhere."""
+    episode = Episode(
+        episode_id=episode_id,
+        task_id="conversation",
+        group_id=None,
+        attempt=0,
+        purpose=purpose,
+        outcome="completed",
+        failure_kind=None,
+        reward=None,
+        metadata={},
+        opened_at=1.0,
+        closed_at=2.0,
+    )
+    return Trajectory(episode=episode, turns=(build_turn(episode_id, num_output=num_output),))
 
 
 class Loop:
@@ -274,6 +308,12 @@ def loop_of() -> type[Loop]:
 def make_turn() -> Callable[..., Turn]:
     """Builds small turns."""
     return build_turn
+
+
+@pytest.fixture
+def make_trajectory() -> Callable[..., Trajectory]:
+    """Builds small trajectories."""
+    return build_trajectory
 
 
 @pytest.fixture

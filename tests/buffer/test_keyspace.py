@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.jsonl import format_line
 from outloop.buffer.keys import KEYS, KeySpec, group_prefix, prefix, shard_of
 from outloop.buffer.reader import BufferReader
-from outloop.buffer.records import Episode, Reward, ServerEntry, Task, Trajectory, Turn
+from outloop.buffer.records import Reward, ServerEntry, Task, Trajectory, Turn
 from outloop.buffer.scripts import load_script
 from outloop.buffer.writer import BufferWriter
 
@@ -87,7 +87,11 @@ class Witness(Twin):
 
 
 async def everything(
-    loop: Any, make_turn: Callable[..., Turn], folder: Path, look: Callable[[], object]
+    loop: Any,
+    make_turn: Callable[..., Turn],
+    make_trajectory: Callable[..., Trajectory],
+    folder: Path,
+    look: Callable[[], object],
 ) -> None:
     """Every transition once: play, fail, resume, replace, drop, train, checkpoint, recover."""
     reader, writer = loop.reader, loop.writer
@@ -127,10 +131,10 @@ async def everything(
     look()
     reader.dead_letters.requeue(first.group.group_id)
     reader.task_weights.change({"tasks": 2.0})
-    sft = trajectory(make_turn, "sft-1", purpose="sft")
+    sft = make_trajectory("sft-1")
     await writer.put_trajectories([sft], key="k", final=True)
     path = folder / "file.jsonl"
-    path.write_bytes(format_line(trajectory(make_turn, "other-1", purpose="eval")))
+    path.write_bytes(format_line(make_trajectory("other-1", purpose="eval")))
     reader.archive.read(path)
     look()
     loop.fence = reader.acquire_fence()
@@ -141,24 +145,6 @@ async def everything(
     await writer.append_turn(make_turn(episode_id, version=highest + 1))
     await loop.close(episode_id, None, failure_kind="infrastructure", outcome="failed")
     look()
-
-
-def trajectory(make_turn: Callable[..., Turn], episode_id: str, *, purpose: Any) -> Trajectory:
-    """One that was recorded elsewhere."""
-    episode = Episode(
-        episode_id=episode_id,
-        task_id="t",
-        group_id=None,
-        attempt=0,
-        purpose=purpose,
-        outcome="completed",
-        failure_kind=None,
-        reward=None,
-        metadata={},
-        opened_at=1.0,
-        closed_at=2.0,
-    )
-    return Trajectory(episode=episode, turns=(make_turn(episode_id),))
 
 
 def tasks_with_priorities(loop_of: Callable[..., Any]) -> Any:
@@ -177,50 +163,40 @@ def tasks_with_priorities(loop_of: Callable[..., Any]) -> Any:
     return Urgent
 
 
+Play = Callable[..., Awaitable[str]]
+"""Everything, on the server at a URL; the run's prefix, which `look` gets now and then."""
+
+
 @pytest.fixture
-def witness(monkeypatch: pytest.MonkeyPatch) -> Witness:
-    """A twin in the place of Redis."""
-    seen = Witness()
-    for module in ("reader", "join", "writer"):
-        kind = "async" if module == "writer" else "sync"
-        client = seen.async_client if module == "writer" else seen.client
-        monkeypatch.setattr(
-            f"outloop.buffer.{module}.connect_{kind}", lambda url, make=client: make()
-        )
-    return seen
-
-
-async def play_on(
-    url: str,
+def play_on(
     make_run: Callable[..., Any],
     clock: Any,
     make_turn: Callable[..., Turn],
-    loop_of: Callable[..., Any],
-    folder: Path,
-    look: Callable[[str], object] = lambda tag: None,
-) -> str:
-    """Everything, on the server at `url`; the run's prefix, which `look` gets now and then."""
-    run = make_run(url)
-    writer = await BufferWriter.connect(run, clock=clock)
-    reader = BufferReader.connect(run, clock=clock)
-    loop = tasks_with_priorities(loop_of)(writer, reader)
-    await loop.start()
-    await everything(loop, make_turn, folder, lambda: look(prefix(run.run_id)))
-    reader.close()
-    await writer.close()
-    return prefix(run.run_id)
-
-
-async def test_no_script_leaves_its_shard(
-    witness: Witness,
-    make_run: Callable[..., Any],
-    clock: Any,
-    make_turn: Callable[..., Turn],
+    make_trajectory: Callable[..., Trajectory],
     loop_of: Callable[..., Any],
     tmp_path: Path,
-) -> None:
+) -> Play:
+    """Plays."""
+
+    async def play(url: str, look: Callable[[str], object] = lambda tag: None) -> str:
+        run = make_run(url)
+        writer = await BufferWriter.connect(run, clock=clock)
+        reader = BufferReader.connect(run, clock=clock)
+        loop = tasks_with_priorities(loop_of)(writer, reader)
+        await loop.start()
+        tag = prefix(run.run_id)
+        await everything(loop, make_turn, make_trajectory, tmp_path, lambda: look(tag))
+        reader.close()
+        await writer.close()
+        return tag
+
+    return play
+
+
+async def test_no_script_leaves_its_shard(replace_redis: Callable[..., str], play_on: Play) -> None:
     """Each script was run, and every key that it named carries the hash tag of the run's shard."""
-    tag = await play_on("unix:///twin", make_run, clock, make_turn, loop_of, tmp_path)
+    witness = Witness()
+    tag = await play_on(replace_redis(witness))
     assert set(SCRIPTS) <= set(witness.touched)
     for script, keys in witness.touched.items():
         assert keys, script
@@ -228,15 +204,11 @@ async def test_no_script_leaves_its_shard(
 
 
 async def test_every_key_has_its_declared_creator(
-    witness: Witness,
-    make_run: Callable[..., Any],
-    clock: Any,
-    make_turn: Callable[..., Turn],
-    loop_of: Callable[..., Any],
-    tmp_path: Path,
+    replace_redis: Callable[..., str], play_on: Play
 ) -> None:
     """By the scripts that the table names, by several where it says so, or by a plain call()."""
-    tag = await play_on("unix:///twin", make_run, clock, make_turn, loop_of, tmp_path)
+    witness = Witness()
+    tag = await play_on(replace_redis(witness))
     by_spec: dict[str, set[str]] = defaultdict(set)
     for key, creators in witness.creators.items():
         by_spec[spec_of(key.removeprefix(tag)).name] |= creators
@@ -253,12 +225,7 @@ async def test_every_key_has_its_declared_creator(
 
 
 async def test_a_real_run_s_keys_are_the_declared_ones(
-    server: EmbeddedRedis,
-    make_run: Callable[..., Any],
-    clock: Any,
-    make_turn: Callable[..., Turn],
-    loop_of: Callable[..., Any],
-    tmp_path: Path,
+    server: EmbeddedRedis, play_on: Play
 ) -> None:
     """On Redis: names and types are those of the table, and so is whether a key expires."""
     client = connect_sync(server.url)
@@ -273,7 +240,7 @@ async def test_a_real_run_s_keys_are_the_declared_ones(
             assert not expires or spec.lifetime in LIVES_SHORT, (key, spec.lifetime)
             assert expires or spec.lifetime != "10 minutes", key
 
-    await play_on(server.url, make_run, clock, make_turn, loop_of, tmp_path, look)
+    await play_on(server.url, look)
     client.close()
     missing = {spec.name for spec in KEYS} - seen
     assert missing == {"staged:TOKEN:NUMBER"}, "what is staged is taken over in the same call"

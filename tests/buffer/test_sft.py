@@ -1,40 +1,25 @@
 """Trajectories for supervised training."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outloop.buffer.errors import RecordError
-from outloop.buffer.records import Episode, Trajectory, Turn
+from outloop.buffer.records import Trajectory
 
-
-def _trajectory(make_turn: Callable[..., Turn], index: int, purpose: Any = "sft") -> Trajectory:
-    episode = Episode(
-        episode_id=f"s{index}",
-        task_id="conversation",
-        group_id=None,
-        attempt=0,
-        purpose=purpose,
-        outcome="completed",
-        failure_kind=None,
-        reward=None,
-        metadata={},
-        opened_at=0.0,
-        closed_at=0.0,
-    )
-    return Trajectory(episode=episode, turns=(make_turn(f"s{index}"),))
+MakeTrajectory = Callable[..., Trajectory]
 
 
 async def test_trajectories_are_streamed_in_order_once_per_key(
-    start: Callable[..., Any], make_turn: Callable[..., Turn]
+    start: Callable[..., Any], make_trajectory: MakeTrajectory
 ) -> None:
     """More than one page, repeated calls, and the final flag."""
     loop = await start(trainer__mode="sft")
     assert loop.reader.sft_progress() == (0, False)
     assert list(loop.reader.sft_trajectories()) == []
-    everything = [_trajectory(make_turn, index) for index in range(150)]
+    everything = [make_trajectory(f"s{index}") for index in range(150)]
     for begin, final in ((0, False), (75, True)):
         for _ in range(2):
             await loop.writer.put_trajectories(
@@ -47,23 +32,23 @@ async def test_trajectories_are_streamed_in_order_once_per_key(
 
 
 async def test_other_purposes_are_refused(
-    start: Callable[..., Any], make_turn: Callable[..., Turn]
+    start: Callable[..., Any], make_trajectory: MakeTrajectory
 ) -> None:
     """What is to be trained by RL must be claimed and played."""
     loop = await start()
     with pytest.raises(RecordError, match="purpose='train'"):
         await loop.writer.put_trajectories(
-            [_trajectory(make_turn, 0, "train")], key="k", final=False
+            [make_trajectory("s0", purpose="train")], key="k", final=False
         )
 
 
 async def test_a_record_that_is_refused_midway_stores_none(
-    start: Callable[..., Any], make_turn: Callable[..., Turn], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Any], make_trajectory: MakeTrajectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others of the call were on their way already; the next call gets its own answers."""
     loop = await start(trainer__mode="sft")
-    small = [_trajectory(make_turn, index) for index in range(3)]
-    large = replace(small[0], turns=(make_turn("s0", num_output=9000),))
+    small = [make_trajectory(f"s{index}") for index in range(3)]
+    large = make_trajectory("s3", num_output=9000)
     monkeypatch.setattr("outloop.buffer.frames.MAX_RECORD_BYTES", 20_000)
     with pytest.raises(RecordError, match="at most 20000 are allowed"):
         await loop.writer.put_trajectories([*small, large], key="k", final=True)
@@ -74,18 +59,32 @@ async def test_a_record_that_is_refused_midway_stores_none(
 
 
 async def test_large_and_small_words_arrive_as_they_are(
-    start: Callable[..., Any], make_turn: Callable[..., Turn]
+    start: Callable[..., Any], make_trajectory: MakeTrajectory
 ) -> None:
     """Records below and above what is sent without a copy, over several windows."""
     loop = await start(trainer__mode="sft")
     sizes = [1, 340, 341, 342, 5000, 40_000, 2, 100_000, 3]
-    everything = [
-        replace(_trajectory(make_turn, index), turns=(make_turn(f"s{index}", num_output=size),))
-        for index, size in enumerate(sizes)
-    ]
+    everything = [make_trajectory(f"s{index}", num_output=size) for index, size in enumerate(sizes)]
     await loop.writer.put_trajectories(everything, key="k", final=True)
     stored = list(loop.reader.sft_trajectories())
     assert [len(t.turns[0].output_ids) for t in stored] == sizes
     assert all(
         t.turns[0].output_ids.tolist() == list(range(n)) for t, n in zip(stored, sizes, strict=True)
     )
+
+
+async def test_what_cannot_be_read_is_left_out_and_kept(
+    start: Callable[..., Any], make_trajectory: MakeTrajectory, tmp_path: Path
+) -> None:
+    """Damage, or a record of another release, costs one trajectory, not the training; its bytes
+    stay where they are, and an export says how many it left out."""
+    loop = await start(trainer__mode="sft")
+    everything = [make_trajectory(f"s{index}") for index in range(5)]
+    await loop.writer.put_trajectories(everything, key="k", final=True)
+    client, key = loop.reader._client, loop.reader._key
+    client.set(key("sft:1"), b"rubbish")
+    client.set(key("sft:3"), b"\x09\x00" + client.get(key("sft:3"))[2:])
+    stored = list(loop.reader.sft_trajectories())
+    assert [t.episode.episode_id for t in stored] == ["s0", "s2", "s4"]
+    assert client.get(key("sft:1")) == b"rubbish"
+    assert loop.reader.archive.write(tmp_path / "all.jsonl") == (3, 2)

@@ -184,7 +184,12 @@ async def test_records_of_another_schema_or_damaged_are_set_aside(whole: Whole) 
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     assert (await whole.send("/v1/chat/completions", body, whole.episode(0)["api_key"]))[0] == 200
     client, prefix = whole.reader._client, whole.reader._prefix
-    client.lset(f"{prefix}episode:{episode_id}:turns", 0, b"rubbish")
+    turns = f"{prefix}episode:{episode_id}:turns"
+    client.lset(turns, 0, b"\x09\x00" + client.lindex(turns, 0)[2:])
+    answer = await whole.stage.get(f"/episodes/{episode_id}")
+    assert answer.status_code == 400
+    assert "schema=9, this release reads schema=2" in answer.json()["error"]["message"]
+    client.lset(turns, 0, b"rubbish")
     for index in range(2):
         path = f"/episodes/{whole.episode(index)['episode_id']}/close"
         end = {"outcome": "completed", "reward": {"value": 1.0}, "key": "end"}
