@@ -43,6 +43,7 @@ _ADVICE = (
         "; its replicas are missing: bring them back, or lower its min-replicas-to-write",
     ),
     ("read only replica", "; point buffer.redis_url at the primary"),
+    ("no permissions", "; give its user the rights that docs/buffer-keys.md lists"),
 )
 """What the error's text holds, and what to do then."""
 

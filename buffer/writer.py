@@ -18,6 +18,7 @@ import redis.asyncio
 
 from outloop.buffer import codec
 from outloop.buffer.budgets import BudgetNotes, EpisodeUsage
+from outloop.buffer.channel import Channel
 from outloop.buffer.connect import connect_async, translated
 from outloop.buffer.errors import BufferUnavailable, NotFound, OutloopError, RecordError
 from outloop.buffer.grouped import GroupedScripts
@@ -73,6 +74,7 @@ class BufferWriter:
         scripts = (client, key(run.run_id, "meta"), clock)
         self._scripts, self._turn_scripts = AsyncScripts(*scripts), GroupedScripts(*scripts)
         self.budget_notes = BudgetNotes(client, self._scripts, self._prefix)
+        self.channel = Channel(client, self._prefix)
         self._tasks: OrderedDict[bytes, Task] = OrderedDict()
         self._mixture: tuple[int, Mixture] | None = None
 

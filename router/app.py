@@ -34,6 +34,7 @@ from outloop.router.generation import Generator
 from outloop.router.keys import KeyRing
 from outloop.router.metrics import RouterMetrics
 from outloop.router.models import ModelTable
+from outloop.router.peers import Peers
 from outloop.router.pool import ServerPool
 from outloop.router.port import EpisodeBuffer
 from outloop.router.refusals import Refusal, as_refusal
@@ -68,6 +69,7 @@ class Parts:
         self.keys = KeyRing(run.keys)
         self.pool = ServerPool(buffer, max_in_flight=settings.server.max_running_requests)
         self.episodes = Episodes(buffer, renderer)
+        self.peers = Peers(buffer.channel, self.episodes, timeout_s=settings.router.turn_timeout_s)
         self.service = TurnService(
             settings,
             buffer,
@@ -80,6 +82,7 @@ class Parts:
                 may_mix_versions=settings.buffer.max_staleness > 0,
             ),
             self.metrics,
+            self.peers,
         )
         self.front = Front(
             settings,
@@ -145,6 +148,7 @@ def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
             background = [
                 asyncio.create_task(parts.pool.run()),
                 asyncio.create_task(parts.keep_house()),
+                asyncio.create_task(parts.peers.run()),
             ]
             app.state.is_serving.set()
             try:

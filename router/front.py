@@ -66,7 +66,7 @@ class Front:
                 await exchange.answer(200, dialect.encode(results, request))
         finally:
             job.detach(exchange)
-        self._service.forget(session, job, retry_key)
+        session.let_go(job, retry_key)
 
     async def _hear(
         self, dialect: Dialect, exchange: Exchange, session: EpisodeSession

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from outloop.buffer.budgets import BudgetNotes, EpisodeUsage
+from outloop.buffer.channel import Channel
 from outloop.buffer.errors import OutloopError
 from outloop.buffer.mixture import TaskSource
 from outloop.buffer.records import (
@@ -32,6 +33,9 @@ class EpisodeBuffer(Protocol):
 
     @property
     def budget_notes(self) -> BudgetNotes: ...
+
+    @property
+    def channel(self) -> Channel: ...
 
     async def close(self) -> None: ...
 

@@ -24,12 +24,14 @@ from outloop.router.generation import Drawn, Generator
 from outloop.router.governance import decide
 from outloop.router.jobs import TurnJob
 from outloop.router.metrics import RouterMetrics
+from outloop.router.peers import Peers
 from outloop.router.planning import Planner
 from outloop.router.port import EpisodeBuffer
 from outloop.router.recording import Recorder, Recording
 from outloop.router.refusals import Refusal, as_refusal, stopping
 from outloop.router.rendering import PolicyRenderer
 from outloop.router.resumption import drawn_before
+from outloop.router.retries import Retries, repeated
 from outloop.router.said import Begun
 from outloop.router.sessions import Episodes, EpisodeSession
 from outloop.router.turns import TurnRequest, TurnResult
@@ -52,14 +54,15 @@ class TurnService:
         episodes: Episodes,
         generator: Generator,
         metrics: RouterMetrics,
+        peers: Peers,
     ) -> None:
         self._settings = settings
         self._renderer = renderer
         self._reader = AnswerReader(renderer)
         self._recorder = Recorder(buffer, renderer, self._reader, metrics)
         self._planner = Planner(renderer, episodes, settings.sampling)
+        self._retries = Retries(episodes, self._planner, self._reader, peers)
         self.budgets = Budgets(settings.router, buffer)
-        self._episodes = episodes
         self._generator = generator
         self._metrics = metrics
         self._jobs: dict[asyncio.Task[None], TurnJob] = {}
@@ -89,32 +92,21 @@ class TurnService:
         self, session: EpisodeSession, request: TurnRequest, retry_key: str, *, is_retry: bool
     ) -> TurnJob:
         session.check_open()
-        earlier = _repeated(session.jobs.get(retry_key, ()), is_retry)
-        if earlier is None and is_retry:
-            earlier = await self._recorded(session, request, retry_key)
+        earlier = repeated(session.jobs.get(retry_key, ()), is_retry)
         if earlier is not None:
             self._metrics.replays.inc()
             return earlier
-        self._admit(session, request)
-        job = TurnJob(
-            tuple(secrets.token_hex(12) for _ in range(request.num_choices)),
-            time.time(),
-        )
+        # A retry is no turn yet: it may turn out to be one that is there already.
+        job = TurnJob((), time.time())
+        if not is_retry:
+            self._admit(job, session, request)
         session.jobs.setdefault(retry_key, []).append(job)
-        session.num_turns += request.num_choices
-        job.task = asyncio.create_task(self._run(job, session, request, retry_key))
+        job.task = asyncio.create_task(
+            self._run(job, session, request, retry_key, is_retry=is_retry)
+        )
         self._jobs[job.task] = job
         job.task.add_done_callback(self._jobs.pop)
         return job
-
-    def forget(self, session: EpisodeSession, job: TurnJob, retry_key: str) -> None:
-        """Let go of a job whose answer was handed over; its turns tell a retry the same again."""
-        if job.is_delivered and session.opening is not None:
-            jobs = session.jobs.get(retry_key, [])
-            if job in jobs:
-                jobs.remove(job)
-            if not jobs:
-                session.jobs.pop(retry_key, None)
 
     async def end(self, session: EpisodeSession) -> None:
         """Finish what an episode that is being closed has running: record or abandon it."""
@@ -156,27 +148,38 @@ class TurnService:
             await asyncio.wait(self._jobs)
         await self._generator.close()
 
-    def _admit(self, session: EpisodeSession, request: TurnRequest) -> None:
+    def _admit(self, job: TurnJob, session: EpisodeSession, request: TurnRequest) -> None:
+        """Make a turn of a job, where the episode and this process have room for one more."""
         if self.is_draining:
             raise stopping()
         self.budgets.check(session, request)
         settings = self._settings.router
         limit = -(-settings.max_queued_turns // settings.num_processes)
-        if self.num_running >= limit:
+        num_others = self.num_running - (job.task is not None)
+        if num_others >= limit:
             raise Refusal(
                 503,
                 "router_full",
-                f"{self.num_running} turns are under way in this router process "
+                f"{num_others} turns are under way in this router process "
                 f"(router.max_queued_turns={settings.max_queued_turns} over "
                 f"router.num_processes={settings.num_processes}); wait",
                 retry_after_s=1.0,
             )
+        job.turn_ids = tuple(secrets.token_hex(12) for _ in range(request.num_choices))
+        session.num_turns += request.num_choices
 
     async def _run(
-        self, job: TurnJob, session: EpisodeSession, request: TurnRequest, retry_key: str
+        self,
+        job: TurnJob,
+        session: EpisodeSession,
+        request: TurnRequest,
+        retry_key: str,
+        *,
+        is_retry: bool,
     ) -> None:
         try:
-            results = await self._serve(job, session, request, retry_key)
+            results = await self._again(job, session, request, retry_key) if is_retry else ()
+            results = results or await self._serve(job, session, request, retry_key)
         except asyncio.CancelledError:
             self._drop(job, session, retry_key)
             has_ended = session.is_closed or not self.is_draining
@@ -204,6 +207,21 @@ class TurnService:
         else:
             job.finish(results)
             self._metrics.latency.observe(time.time() - job.started_at)
+
+    async def _again(
+        self, job: TurnJob, session: EpisodeSession, request: TurnRequest, retry_key: str
+    ) -> tuple[TurnResult, ...]:
+        """The recorded answer of a retry; (): it is a turn now."""
+        found = await self._retries.find(job, session, request, retry_key)
+        if found:
+            self._metrics.replays.inc()
+            job.turn_ids = tuple(result.turn.turn_id for result in found)
+            job.started_at = found[-1].turn.started_at
+            job.num_prompt_tokens = found[0].num_prompt_tokens
+        else:
+            session.check_open()
+            self._admit(job, session, request)
+        return found
 
     def _drop(self, job: TurnJob, session: EpisodeSession, retry_key: str) -> None:
         """A turn that came to nothing is no turn; its retry starts afresh."""
@@ -295,30 +313,6 @@ class TurnService:
         )
         return drawn, live.begun if live is not None else None
 
-    async def _recorded(
-        self, session: EpisodeSession, request: TurnRequest, retry_key: str
-    ) -> TurnJob | None:
-        """The finished job of a turn that was recorded under `retry_key`, by whichever process."""
-        nodes = session.tree.recorded_under(retry_key)
-        if not nodes and await self._episodes.refresh(session):
-            nodes = session.tree.recorded_under(retry_key)
-        if not nodes:
-            return None
-        started_at = nodes[-1].turn.started_at
-        nodes = [node for node in nodes if node.turn.started_at == started_at]
-        if len(nodes) != request.num_choices:
-            return None
-        job = TurnJob(tuple(node.turn.turn_id for node in nodes), started_at)
-        results = []
-        for node in nodes:
-            prompt_ids = node.turn.prompt_ids.tolist()
-            plan = Plan(parent=node.parent, said_after=None, prompt_ids=prompt_ids, cause="root")
-            plan = self._planner.find_forced(plan, request)
-            results.append(self._reader.again(request, node.turn, plan))
-        job.num_prompt_tokens = results[0].num_prompt_tokens
-        job.finish(tuple(results))
-        return job
-
 
 def _closed() -> Refusal:
     return Refusal(410, "episode_closed", "the episode ended while its turn was drawn")
@@ -332,12 +326,3 @@ def _wish(request: TurnRequest, sampling: Sampling) -> Wish:
         num_top_logprobs=request.num_top_logprobs,
         traceparent=request.traceparent,
     )
-
-
-def _repeated(jobs: list[TurnJob] | tuple[()], is_retry: bool) -> TurnJob | None:
-    """The job that an identical request repeats, None when it is a fresh sample."""
-    abandoned = next((job for job in jobs if job.is_abandoned and not job.has_failed), None)
-    if abandoned is not None or not is_retry:
-        return abandoned
-    running = next((job for job in jobs if not job.is_over), None)
-    return running if running is not None else (jobs[-1] if jobs else None)

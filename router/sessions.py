@@ -82,6 +82,15 @@ class EpisodeSession:
                 "Finish earlier, or raise env.episode_deadline_s.",
             )
 
+    def let_go(self, job: TurnJob, retry_key: str) -> None:
+        """Forget a job whose answer was handed over; its turns tell a retry the same again."""
+        if job.is_delivered and self.opening is not None:
+            jobs = self.jobs.get(retry_key, [])
+            if job in jobs:
+                jobs.remove(job)
+            if not jobs:
+                self.jobs.pop(retry_key, None)
+
     def add_recorded(self, loaded: OpenEpisode) -> None:
         """Take over turns that another process recorded."""
         for turn in loaded.turns:

@@ -1,5 +1,6 @@
 """TLS, and a user of Redis that may do only what the buffer does."""
 
+import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
 from tls_front import TlsFront, make_authority
 
 RIGHTS = (
-    *("resetkeys", "~{*", "-@all", "+@read", "+@write", "+@connection", "+@scripting"),
-    *("+@blocking", "+time", "+multi", "+exec", "-@dangerous"),
+    *("resetkeys", "~{*", "resetchannels", "&{*", "-@all", "+@read", "+@write", "+@connection"),
+    *("+@scripting", "+@blocking", "+@pubsub", "+time", "+multi", "+exec", "-@dangerous"),
 )
 """As docs/buffer-keys.md gives them."""
 
@@ -108,6 +109,10 @@ async def test_a_user_with_the_documented_rights_is_enough(
     assert loop.reader.stats()["buffer/acknowledged_groups"] == 2
     assert loop.reader.dead_letters.list_letters() == ()
     assert list(loop.reader.archive.trajectories()) == []
+    listening = asyncio.create_task(loop.writer.channel.listen(("routers",), lambda _: None))
+    assert await loop.writer.channel.is_listening(30.0)
+    assert await loop.writer.channel.publish("routers", b"") == 1
+    listening.cancel()
     with pytest.raises(Exception, match="no permissions"):
         loop.reader._client.flushall()
 

@@ -41,6 +41,7 @@ class FakeBuffer:
         self.is_paused = False
         self.sealed: set[str] = set()
         self.budget_notes = FakeNotes(self)
+        self.channel = FakeChannel(self)
         self.resumes: dict[str, str] = {}
         """Episode -> the lost one that it resumes."""
 
@@ -202,3 +203,31 @@ class FakeNotes:
     async def read(self, episode_id: str) -> str:
         await self._buffer._work()
         return self._notes.get(episode_id, "")
+
+
+class FakeChannel:
+    """Messages to whoever listens, in one order for all."""
+
+    def __init__(self, buffer: FakeBuffer) -> None:
+        self._buffer = buffer
+        self._listeners: dict[object, tuple[tuple[str, ...], object]] = {}
+        self.said: list[tuple[str, bytes]] = []
+
+    async def publish(self, name: str, message: bytes) -> int:
+        await self._buffer._work()
+        self.said.append((name, message))
+        hearing = [hear for names, hear in self._listeners.values() if name in names]
+        for hear in hearing:
+            asyncio.get_running_loop().call_soon(hear, message)
+        return len(hearing)
+
+    async def is_listening(self, timeout_s: float) -> bool:
+        return True
+
+    async def listen(self, names, hear) -> None:
+        me = object()
+        self._listeners[me] = (tuple(names), hear)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            del self._listeners[me]

@@ -21,7 +21,9 @@ from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.run import create_run
+from outloop.buffer.writer import BufferWriter
 from outloop.engine.launch.launcher import Launcher, start_routers
+from outloop.router import peers
 
 TEXT = "a long answer that is told in many pieces"
 START_TIMEOUT_S = 150.0
@@ -46,7 +48,8 @@ class Routers:
 
     async def start(self) -> subprocess.Popen:
         """One more; returns when it says that it is ready."""
-        log = self._folder / f"router-{len(self._processes)}.log"
+        port = self.url.rpartition(":")[2]
+        log = self._folder / f"router-{port}-{len(self._processes)}.log"
         with log.open("wb") as sink:
             process = subprocess.Popen(self._command, stdout=sink, stderr=sink)
         self._processes.append(process)
@@ -215,3 +218,78 @@ async def test_one_episode_through_two_processes_is_one_branch(live_run, rendere
         assert turn.parent_turn_id == before.turn_id
     for request in server.requests:
         assert request["input_ids"][: len(turns[0].prompt_ids)] == turns[0].prompt_ids.tolist()
+
+
+@pytest.mark.timeout(420)
+async def test_a_retry_at_another_process_waits_for_the_turn_and_draws_it_when_its_process_dies(
+    live_run, renderer
+) -> None:
+    """While the first process lives both are told its turn, drawn once; killed in the middle of a
+    turn, it is noticed, and the process that waits draws the turn."""
+    stop = renderer.stop_ids[0]
+    ids = [*renderer.tokenizer.encode("fine"), stop]
+    server = FakeServer(lambda request: Script(ids=ids, finish={"type": "stop", "matched": stop}))
+    first, other = Routers(live_run, free_port()), Routers(live_run, free_port())
+    runner = {"Authorization": f"Bearer {live_run.keys.runner_key}"}
+    heard: list[bytes] = []
+    writer = await BufferWriter.connect(live_run)
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+
+    async def until(is_so) -> None:
+        async with asyncio.timeout(60):
+            while not is_so():
+                await asyncio.sleep(0.01)
+
+    async def waits_elsewhere(ask) -> asyncio.Task:
+        """A retry at the other process, which knows that its turn is drawn elsewhere."""
+        listening = asyncio.create_task(writer.channel.listen(("routers",), heard.append))
+        assert await writer.channel.is_listening(30)
+        heard.clear()
+        retry = asyncio.create_task(ask(other, **{"x-stainless-retry-count": "1"}))
+        # It asks again only when it was told that somebody does.
+        await until(lambda: any(peers._decode(message).round > 1 for message in heard))
+        # Who only listens is never answered for.
+        listening.cancel()
+        return retry
+
+    try:
+        async with serving(server) as server_url, httpx.AsyncClient(timeout=90) as client:
+            publish(live_run, server_url)
+            process, _ = await asyncio.gather(first.start(), other.start())
+            tasks = {"tasks": [{"task_id": "t", "payload": {}}], "eval_tasks": []}
+            await client.post(f"{first.url}/tasks", json=tasks, headers=runner)
+            claim = {"key": "k", "count": 1, "open": True}
+            answer = await client.post(f"{first.url}/tasks/claim", json=claim, headers=runner)
+            episode = answer.json()["claims"][0]["episode"]
+            key = {"Authorization": f"Bearer {episode['api_key']}"}
+
+            async def ask(routers: Routers, **headers: str) -> httpx.Response:
+                url = f"{routers.url}/v1/chat/completions"
+                return await client.post(url, json=body, headers={**key, **headers})
+
+            server.gate.clear()
+            stayed = asyncio.create_task(ask(first))
+            await until(lambda: len(server.requests) == 1)
+            retry = await waits_elsewhere(ask)
+            server.gate.set()
+            assert (await stayed).content == (await retry).content
+            assert len(server.requests) == 1
+
+            server.gate.clear()
+            cut_off = asyncio.create_task(ask(first))
+            await until(lambda: len(server.requests) == 2)
+            retry = await waits_elsewhere(ask)
+            await kill(process.pid)
+            with pytest.raises(httpx.HTTPError):
+                await cut_off
+            await until(lambda: len(server.requests) == 3)
+            server.gate.set()
+            assert (await retry).status_code == 200
+            turns = (await writer.load_episode(episode["episode_id"])).turns
+    finally:
+        first.stop()
+        other.stop()
+        await writer.close()
+    assert len(turns) == 2
+    assert turns[1].turn_id in retry.result().text
+    assert all(turn.loss_spans for turn in turns)

@@ -1,0 +1,242 @@
+"""A retry that reaches another router process than its turn: two routers on one buffer."""
+
+import asyncio
+import json
+
+import pytest
+
+from outloop.router import peers
+from outloop.router.peers import Answer, Ask, Over
+
+BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+RETRY = {"x-stainless-retry-count": "1"}
+TIMEOUT_S = 20.0
+
+
+async def ask(stage, episode, body=BODY, **headers):
+    """One raw request."""
+    return await stage.post("/v1/chat/completions", body, episode["api_key"], **headers)
+
+
+async def until(is_so) -> None:
+    """Return when it is so."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+def said(stage, kind):
+    """What routers have told each other, of one kind."""
+    everything = [peers._decode(message) for _, message in stage.buffer.channel.said]
+    return [message for message in everything if isinstance(message, kind)]
+
+
+async def begin(stage, episode, body=BODY, **headers):
+    """A request whose turn is held at the server."""
+    stage.server.gate.clear()
+    num_before = len(stage.server.requests)
+    task = asyncio.create_task(ask(stage, episode, body, **headers))
+    await until(lambda: len(stage.server.requests) > num_before)
+    return task
+
+
+async def retry_elsewhere(stage, other, episode, body=BODY):
+    """A retry at another router, which has learned that the turn is being drawn."""
+    task = asyncio.create_task(ask(other, episode, body, **RETRY))
+    await until(lambda: any(answer.draws for answer in said(stage, Answer)))
+    return task
+
+
+@pytest.fixture
+async def pair(make_stage, stage):
+    """Two routers of one run."""
+    return stage, await make_stage(buffer=stage.buffer)
+
+
+def text_of(answer) -> str:
+    """The text of a plain or a streamed answer."""
+    if answer.headers["content-type"].startswith("application/json"):
+        return answer.json()["choices"][0]["message"]["content"]
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    assert choices[-1]["finish_reason"] == "stop"
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_retry_waits_for_the_turn_that_another_router_draws(pair, stream: bool) -> None:
+    """The client left; its retry, elsewhere, gets the turn, which is drawn once and trained. The
+    same request without a mark is then a fresh sample wherever it arrives."""
+    first, other = pair
+    first.says("one", "two", "three")
+    episode = await first.open()
+    body = {**BODY, "stream": stream}
+    left = await begin(first, episode, body)
+    left.cancel()
+    again = await retry_elsewhere(first, other, episode, body)
+    first.server.gate.set()
+    answer = await again
+    assert text_of(answer) == "one"
+    assert len(first.server.requests) == 1
+    (turn,) = first.turns(episode)
+    assert turn.loss_spans
+    assert turn.turn_id in answer.text
+    assert [text_of(await ask(one, episode, body)) for one in (first, other)] == ["two", "three"]
+
+
+async def test_a_retry_is_of_the_last_such_turn(pair) -> None:
+    """Two fresh samples of one request at two routers: a retry anywhere gets the later one, also
+    while it is drawn."""
+    first, other = pair
+    first.says("one", "two", "three")
+    episode = await first.open()
+    assert [text_of(await ask(stage, episode)) for stage in (other, first)] == ["one", "two"]
+    assert text_of(await ask(other, episode, **RETRY)) == "two"
+    stayed = await begin(first, episode)
+    again = await retry_elsewhere(first, other, episode)
+    first.server.gate.set()
+    assert [text_of(await task) for task in (stayed, again)] == ["three", "three"]
+
+
+async def test_whoever_waits_gets_the_same_bytes(pair) -> None:
+    """The client that stayed and retries at both routers are told one turn."""
+    first, other = pair
+    first.says("one")
+    episode = await first.open()
+    stayed = await begin(first, episode)
+    tasks = [await retry_elsewhere(first, other, episode)]
+    tasks += [asyncio.create_task(ask(one, episode, **RETRY)) for one in pair]
+    first.server.gate.set()
+    answers = [await task for task in (stayed, *tasks)]
+    assert len({answer.content for answer in answers}) == 1
+    assert len(first.turns(episode)) == 1
+
+
+async def test_retries_that_reach_all_routers_at_once_are_drawn_once(make_stage, pair) -> None:
+    """Nobody draws the turn, three are asked for it: the first to ask draws it."""
+    first, other = pair
+    third = await make_stage(buffer=first.buffer)
+    first.says("one", "two", "three")
+    episode = await first.open()
+    stages = (first, other, third, first, other)
+    answers = await asyncio.gather(*(ask(stage, episode, **RETRY) for stage in stages))
+    assert len({answer.content for answer in answers}) == 1
+    assert len(first.server.requests) == len(first.turns(episode)) == 1
+
+
+async def test_a_turn_that_its_router_gives_up_is_drawn_by_who_waits(pair) -> None:
+    """A router that stops in the middle of a turn lets the waiting one go on at once."""
+    first, other = pair
+    first.says("one", "two")
+    episode = await first.open()
+    stayed = await begin(first, episode)
+    again = await retry_elsewhere(first, other, episode)
+    await first.app.state.parts.service.close()
+    assert (await stayed).status_code == 503
+    await until(lambda: len(first.server.requests) == 2)
+    first.server.gate.set()
+    assert text_of(await again) == "two"
+    assert len(first.turns(episode)) == 1
+
+
+async def test_a_router_that_never_answers_holds_a_retry_up_once(
+    stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is stopped dead still listens, as far as Redis knows; the deadline decides."""
+    monkeypatch.setattr(peers, "_ANSWER_S", 0.1)
+    stage.says("one")
+    episode = await stage.open()
+    dead = asyncio.create_task(stage.buffer.channel.listen((peers.EVERYBODY,), lambda _: None))
+    await asyncio.sleep(0)
+    assert text_of(await ask(stage, episode, **RETRY)) == "one"
+    dead.cancel()
+
+
+async def test_a_router_that_draws_and_falls_silent_is_not_waited_for(
+    stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that it draws the turn, and then nothing more: the waiting router draws it."""
+    monkeypatch.setattr(peers, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(peers, "ROUND_S", 0.05)
+    stage.says("one")
+    episode = await stage.open()
+    channel, num_told = stage.buffer.channel, 0
+
+    def hear(message: bytes) -> None:
+        nonlocal num_told
+        asked = peers._decode(message)
+        if isinstance(asked, Ask) and asked.round <= 3:
+            answer = Answer("other", asked.number, asked.round, True)
+            telling.append(channel.publish(f"router:{asked.process}", peers._encode(answer)))
+
+    telling: list = []
+    listening = asyncio.create_task(channel.listen((peers.EVERYBODY,), hear))
+    again = asyncio.create_task(ask(stage, episode, **RETRY))
+    while not again.done():
+        if telling:
+            await telling.pop()
+            num_told += 1
+        await asyncio.sleep(0.005)
+    listening.cancel()
+    assert (num_told, text_of(await again)) == (3, "one")
+
+
+async def test_a_turn_drawn_elsewhere_for_longer_than_a_turn_may_take_is_given_up(
+    make_stage, stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait has a deadline: a 503 that may be retried names who waits for whom."""
+    monkeypatch.setattr(peers, "ROUND_S", 0.05)
+    other = await make_stage(buffer=stage.buffer, router={"turn_timeout_s": 0.01})
+    stage.says("one")
+    episode = await stage.open()
+    stayed = await begin(stage, episode)
+    answer = await (await retry_elsewhere(stage, other, episode))
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
+    assert "another router process that draws it" in answer.json()["error"]["message"]
+    stage.server.gate.set()
+    assert (await stayed).status_code == 200
+
+
+async def test_a_turn_whose_waiting_client_leaves_elsewhere_is_recorded_without_loss(
+    pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waited at the other router hung up too: nobody has the answer."""
+    monkeypatch.setattr(peers, "ROUND_S", 0.05)
+    first, other = pair
+    first.says("one")
+    episode = await first.open()
+    (await begin(first, episode)).cancel()
+    (await retry_elsewhere(first, other, episode)).cancel()
+    await until(lambda: not said(first, Ask)[-1].has_client)
+    first.server.gate.set()
+    path = f"/episodes/{episode['episode_id']}/close"
+    job = next(iter(first.app.state.parts.service._jobs.values()))
+    await until(lambda: job.is_drawn)
+    answer = await first.post(path, {"outcome": "failed", "failure_kind": "agent", "key": "c"})
+    assert answer.status_code == 200
+    (turn,) = first.turns(episode)
+    assert (turn.loss_spans, turn.mask_reason) == ((), "undelivered")
+
+
+async def test_a_fresh_turn_tells_the_other_routers_nothing(pair) -> None:
+    """Asking is for retries: the plain path sends no message."""
+    first = pair[0]
+    first.says("one", "two")
+    episode = await first.open()
+    for stage in pair:
+        assert (await ask(stage, episode)).status_code == 200
+    assert first.buffer.channel.said == []
+
+
+async def test_rubbish_on_the_channel_is_passed_over(pair) -> None:
+    """What is no message of ours, or answers no question, changes nothing."""
+    first, other = pair
+    first.says("one", "two")
+    episode = await first.open()
+    channel = first.buffer.channel
+    for message in (b"", b"\xff", b"\x93\x01\x02\x03", b"{}", peers._encode(Over(7))):
+        await channel.publish(peers.EVERYBODY, message)
+        names = {name for names, _ in channel._listeners.values() for name in names}
+        for name in names:
+            await channel.publish(name, message)
+    assert text_of(await ask(other, episode, **RETRY)) == "one"
