@@ -1,10 +1,16 @@
-"""How a benchmark tells what it measured: a table, and runs/bench/NAME.json with date, machine."""
+"""How a benchmark tells what it does, and then what it measured.
+
+A line for each thing while it goes on; at the end a table and runs/bench/NAME.json, with date and
+machine.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import sys
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +26,11 @@ def machine() -> str:
     """The machine in words."""
     words = [platform.machine(), f"{os.cpu_count()} cores", platform.system()]
     return ", ".join([*words, f"Python {platform.python_version()}"])
+
+
+def say(words: str) -> None:
+    """What is measured now, on stderr at once and with the time of day."""
+    print(f"{time.strftime('%H:%M:%S')}  {words}", file=sys.stderr, flush=True)
 
 
 def known(name: str) -> dict[str, float]:

@@ -20,7 +20,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-from figures import known, tell
+from figures import known, say, tell
 from trainer_contenders import (
     SIZES,
     HuggingFace,
@@ -104,6 +104,7 @@ class Worker:
 def compare(name: str) -> dict[str, float]:
     """Speed and memory of one size, after a step that warms up and must agree."""
     size = SIZES[name]
+    say(f"{name}: a first step of {', '.join(CONTENDERS[name])}, which must agree")
     model_folder(name, size)
     workers = {kind: Worker(kind, name) for kind in CONTENDERS[name]}
     try:
@@ -112,19 +113,17 @@ def compare(name: str) -> dict[str, float]:
             for field in ("loss", "grad_norm"):
                 if not np.isclose(answer[field], first["outloop"][field], rtol=1e-3, atol=1e-6):
                     raise RuntimeError(f"{name}: {field} of {kind} differs: {first}")
-        rounds = [
-            {kind: worker.step(seed) for kind, worker in workers.items()}
-            for seed in range(1, NUM_ROUNDS + 1)
-        ]
+        rounds = []
+        for seed in range(1, NUM_ROUNDS + 1):
+            rounds.append({kind: worker.step(seed) for kind, worker in workers.items()})
+            speeds = ", ".join(f"{kind} {speed:.0f}" for kind, speed in _speeds(rounds[-1]).items())
+            say(f"{name}, round {seed} of {NUM_ROUNDS}, tokens per CPU-second: {speeds}")
     finally:
         for worker in workers.values():
             worker.close()
-    speeds = [
-        {kind: answer["num_tokens"] / answer["cpu_s"] for kind, answer in answers.items()}
-        for answers in rounds
-    ]
-    reference = max(CONTENDERS[name][1:], key=lambda kind: _median(speeds, kind))
-    ratios = [row["outloop"] / row[reference] for row in speeds]
+    by_round = [_speeds(answers) for answers in rounds]
+    reference = max(CONTENDERS[name][1:], key=lambda kind: _median(by_round, kind))
+    ratios = [row["outloop"] / row[reference] for row in by_round]
     return {
         f"tokens_vs_hf_{name}": statistics.median(ratios),
         f"tokens_vs_hf_{name}_least": min(ratios),
@@ -134,12 +133,16 @@ def compare(name: str) -> dict[str, float]:
         f"batch_build_share_{name}": statistics.median(
             row["outloop"]["build_s"] / row["outloop"]["cpu_s"] for row in rounds
         ),
-        **{f"tokens_per_cpu_s_{kind}_{name}": _median(speeds, kind) for kind in CONTENDERS[name]},
+        **{f"tokens_per_cpu_s_{kind}_{name}": _median(by_round, kind) for kind in CONTENDERS[name]},
         **{
             f"peak_mib_{kind}_{name}": rounds[-1][kind]["peak_bytes"] / 2**20
             for kind in CONTENDERS[name]
         },
     }
+
+
+def _speeds(answers: dict[str, dict[str, float]]) -> dict[str, float]:
+    return {kind: answer["num_tokens"] / answer["cpu_s"] for kind, answer in answers.items()}
 
 
 def _median(rows: list[dict[str, float]], kind: str) -> float:
@@ -172,17 +175,17 @@ def measure_loss_memory(vocab_size: int) -> None:
     torch.set_num_threads(1)
     size = Size(
         vocab_size=vocab_size,
-        hidden_size=8,
-        intermediate_size=8,
+        hidden_size=2,
+        intermediate_size=2,
         num_hidden_layers=1,
         num_attention_heads=1,
         num_key_value_heads=1,
-        head_dim=8,
+        head_dim=2,
         num_groups=1,
         mean_tokens=300,
         max_microbatch_tokens=2048,
     )
-    contender = Outloop(model_folder("loss", size), size)
+    contender = Outloop(model_folder(f"loss_h{size.hidden_size}", size), size)
     groups = groups_of(size, seed=1)
     contender.step(groups)
     gc.collect()
@@ -202,11 +205,14 @@ def loss_memory() -> dict[str, float]:
     """What the loss needs at several vocabulary sizes, each in a process of its own."""
     needs = {}
     for vocab_size in LOSS_VOCABS:
+        say(f"memory of the loss at a vocabulary of {vocab_size}")
         answer = subprocess.run(
             [sys.executable, __file__, "--loss-memory", str(vocab_size)],
             check=True,
             capture_output=True,
             text=True,
+            # Else freed blocks of 2 MB leave holes in glibc's heap, others in every run.
+            env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"},
         )
         needs[vocab_size] = json.loads(answer.stdout.splitlines()[-1])["peak_bytes"]
     figures = {f"loss_peak_mib_v{vocab}": need / 2**20 for vocab, need in needs.items()}

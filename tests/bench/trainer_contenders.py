@@ -232,7 +232,9 @@ class HuggingFace:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation="sdpa"
         )
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, weight_decay=0.0)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=1e-4, weight_decay=0.0, fused=True
+        )
         self._is_packed = is_packed
         self._limit = size.max_microbatch_tokens
 
