@@ -6,7 +6,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -121,6 +122,17 @@ def test_a_resumed_run_goes_on_where_it_stopped(
 def test_ctrl_c_stops_cleanly(workspace: Path, write_config: WriteConfig) -> None:
     """SIGINT ends every process within its deadline and says how to go on."""
     write_config(steps=500)
+    with training(workspace) as process:
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, output
+    assert "resume" in output
+    assert_nothing_is_left(workspace)
+
+
+@contextmanager
+def training(workspace: Path) -> Iterator[subprocess.Popen[str]]:
+    """`outloop train` from its first recorded step on; killed on the way out if it still runs."""
     with subprocess.Popen(
         [sys.executable, "-m", "outloop.cli", "train", "run.toml"],
         cwd=workspace,
@@ -130,13 +142,9 @@ def test_ctrl_c_stops_cleanly(workspace: Path, write_config: WriteConfig) -> Non
     ) as process:
         try:
             wait_for_steps(workspace / "runs/tiny/metrics.jsonl", process)
-            process.send_signal(signal.SIGINT)
-            output, _ = process.communicate(timeout=90)
+            yield process
         finally:
             process.kill()
-    assert process.returncode == 130, output
-    assert "resume" in output
-    assert_nothing_is_left(workspace)
 
 
 def wait_for_steps(path: Path, process: subprocess.Popen[str]) -> None:
@@ -154,21 +162,11 @@ def test_a_killed_part_is_replaced_and_the_run_ends(
 ) -> None:
     """kill -9 of any part: the run goes on to its last step, one step after the other."""
     write_config(steps=6)
-    with subprocess.Popen(
-        [sys.executable, "-m", "outloop.cli", "train", "run.toml"],
-        cwd=workspace,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            wait_for_steps(workspace / "runs/tiny/metrics.jsonl", process)
-            for victim in processes_of(workspace):
-                if part in victim.cmdline():
-                    victim.kill()
-            output, _ = process.communicate(timeout=150)
-        finally:
-            process.kill()
+    with training(workspace) as process:
+        for victim in processes_of(workspace):
+            if part in victim.cmdline():
+                victim.kill()
+        output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
     assert "part_restarted" in output
     rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
@@ -183,21 +181,11 @@ def test_a_killed_redis_is_a_sentence_and_the_next_start_resumes(
 ) -> None:
     """Without its buffer the run stops by itself; nothing acknowledged is lost."""
     write_config(steps=6)
-    with subprocess.Popen(
-        [sys.executable, "-m", "outloop.cli", "train", "run.toml"],
-        cwd=workspace,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            wait_for_steps(workspace / "runs/tiny/metrics.jsonl", process)
-            for victim in processes_of(workspace):
-                if "/redis" in victim.cwd():
-                    victim.kill()
-            output, _ = process.communicate(timeout=120)
-        finally:
-            process.kill()
+    with training(workspace) as process:
+        for victim in processes_of(workspace):
+            if "/redis" in victim.cwd():
+                victim.kill()
+        output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
     assert "Redis" in output
     assert_nothing_is_left(workspace)
