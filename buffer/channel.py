@@ -8,7 +8,7 @@ that nobody listened to is lost, so whoever sends one must do without its being 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import redis.asyncio
@@ -40,6 +40,16 @@ class Channel:
         with translated(f"telling {name!r}"):
             return int(await self._client.publish(f"{self._prefix}{name}", message))
 
+    async def num_listening(self, name: str) -> int:
+        """How many listen to `name`.
+
+        Raises:
+            BufferUnavailable: Redis does not say.
+        """
+        with translated(f"counting who listens to {name!r}"):
+            ((_, number),) = await self._client.pubsub_numsub(f"{self._prefix}{name}")
+        return int(number)
+
     async def is_listening(self, timeout_s: float) -> bool:
         """True as soon as listen() hears what is published, False when it does not in time."""
         try:
@@ -48,13 +58,16 @@ class Channel:
         except TimeoutError:
             return False
 
-    async def listen(self, names: Sequence[str], hear: Callable[[bytes], None]) -> None:
-        """Hand every message to `hear`, until cancelled; a lost connection is made again."""
+    async def listen(self, hear: Mapping[str, Callable[[bytes], None]]) -> None:
+        """Hand on every message by its name, until cancelled; a lost connection is made again.
+
+        To be called once.
+        """
         told = ""
         while True:
             try:
-                with translated(f"listening to {', '.join(names)}"):
-                    await self._listen(names, hear)
+                with translated(f"listening to {', '.join(hear)}"):
+                    await self._listen(hear)
             except BufferUnavailable as error:
                 if str(error) != told:
                     told = str(error)
@@ -63,13 +76,14 @@ class Channel:
                 self._is_listening.clear()
             await asyncio.sleep(_AGAIN_S)
 
-    async def _listen(self, names: Sequence[str], hear: Callable[[bytes], None]) -> None:
+    async def _listen(self, hear: Mapping[str, Callable[[bytes], None]]) -> None:
+        by_name = {f"{self._prefix}{name}".encode(): one for name, one in hear.items()}
         pool: Any = self._client.connection_pool
         connection = pool.make_connection()
         try:
             await pool.ensure_connection(connection)
-            await connection.send_command("SUBSCRIBE", *(self._prefix + name for name in names))
-            for _ in names:
+            await connection.send_command("SUBSCRIBE", *by_name)
+            for _ in by_name:
                 await connection.read_response()
             self._is_listening.set()
             while True:
@@ -78,6 +92,6 @@ class Channel:
                     await connection.send_command("PING")
                     said = await connection.read_response()
                 if said[0] == b"message":
-                    hear(said[2])
+                    by_name[said[1]](said[2])
         finally:
             await connection.disconnect(nowait=True)

@@ -125,7 +125,7 @@ class RouterSettings(_Section):
     max_tokens_per_episode: int | None = Field(None, gt=0)
     """Ids of all its turns: prompts after their parents', and outputs; none: as many as fit."""
     max_concurrent_turns_per_episode: int = Field(64, gt=0)
-    """Turns that an episode's key may have drawn at once, by one router process."""
+    """Turns that an episode's key may have drawn at once, by all router processes together."""
     max_queued_turns: int = Field(4096, gt=0)
     upstreams: dict[str, UpstreamSettings] = {}
     """By the name under which agents ask for them."""

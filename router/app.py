@@ -35,6 +35,7 @@ from outloop.router.keys import KeyRing
 from outloop.router.metrics import RouterMetrics
 from outloop.router.models import ModelTable
 from outloop.router.peers import Peers
+from outloop.router.places import Places
 from outloop.router.pool import ServerPool
 from outloop.router.port import EpisodeBuffer
 from outloop.router.refusals import Refusal, as_refusal
@@ -69,7 +70,15 @@ class Parts:
         self.keys = KeyRing(run.keys)
         self.pool = ServerPool(buffer, max_in_flight=settings.server.max_running_requests)
         self.episodes = Episodes(buffer, renderer)
-        self.peers = Peers(buffer.channel, self.episodes, timeout_s=settings.router.turn_timeout_s)
+        turn_s = settings.router.turn_timeout_s
+        self.peers = Peers(buffer.channel, self.episodes, timeout_s=turn_s)
+        self.places = Places(
+            buffer.channel,
+            self.episodes,
+            limit=settings.router.max_concurrent_turns_per_episode,
+            num_processes=settings.router.num_processes,
+            turn_s=turn_s,
+        )
         self.service = TurnService(
             settings,
             buffer,
@@ -83,6 +92,7 @@ class Parts:
             ),
             self.metrics,
             self.peers,
+            self.places,
         )
         self.front = Front(
             settings,
@@ -114,6 +124,7 @@ class Parts:
             self.metrics.in_flight.set(self.service.num_running)
             waiting = "" if self.pool.is_ready else self.pool.describe()
             try:
+                await self.places.keep()
                 await self.buffer.report_status(
                     "router",
                     {
@@ -148,7 +159,9 @@ def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
             background = [
                 asyncio.create_task(parts.pool.run()),
                 asyncio.create_task(parts.keep_house()),
-                asyncio.create_task(parts.peers.run()),
+                asyncio.create_task(
+                    writer.channel.listen({**parts.peers.hearing, **parts.places.hearing})
+                ),
             ]
             app.state.is_serving.set()
             try:
@@ -156,6 +169,8 @@ def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
             finally:
                 await parts.service.close()
                 await _stop(background)
+                parts.peers.close()
+                parts.places.close()
 
     app = RouterApp(title="outloop router", lifespan=lifespan)
     app.state.is_serving = asyncio.Event()

@@ -14,6 +14,7 @@ from outloop.buffer.errors import BufferUnavailable
 from outloop.buffer.records import Outcome
 from outloop.buffer.settings import RouterSettings
 from outloop.router.bodies import CloseBody
+from outloop.router.places import Places
 from outloop.router.port import EpisodeBuffer
 from outloop.router.refusals import Refusal
 from outloop.router.sessions import EpisodeSession
@@ -28,31 +29,39 @@ _log = structlog.get_logger()
 class Budgets:
     """The budgets of every episode; traffic without an episode has none."""
 
-    def __init__(self, settings: RouterSettings, buffer: EpisodeBuffer) -> None:
+    def __init__(self, settings: RouterSettings, buffer: EpisodeBuffer, places: Places) -> None:
         self._settings = settings
         self._buffer = buffer
+        self._places = places
 
-    def check(self, session: EpisodeSession, request: TurnRequest) -> None:
-        """Refuse a turn for which there is no budget.
+    def check(self, session: EpisodeSession, request: TurnRequest) -> bool:
+        """Refuse a turn for which there is no budget; True: other processes are to be asked().
 
         Raises:
             Refusal: 403, turns, tokens or turns at once are spent; 410, the time is.
         """
         if session.opening is None:
-            return
+            return False
         turns, tokens = self._settings.max_turns_per_episode, self._settings.max_tokens_per_episode
         at_once = self._settings.max_concurrent_turns_per_episode
         if session.num_turns + request.num_choices > turns:
             raise _spent(session, "turn_budget_spent", f"max_turns_per_episode={turns}", "turns")
         if tokens is not None and session.num_tokens >= tokens:
             raise _tokens_spent(session, tokens)
-        if session.num_running + request.num_choices > at_once:
-            raise _spent(
-                session,
-                "concurrency_exceeded",
-                f"max_concurrent_turns_per_episode={at_once}",
-                "turns at once",
-            )
+        num_at_once = session.num_running + request.num_choices
+        if num_at_once > at_once:
+            raise _at_once_spent(session, at_once)
+        return not self._places.are_mine(session.episode_id, num_at_once)
+
+    async def ask(self, session: EpisodeSession, request: TurnRequest) -> None:
+        """Have other processes agree to the turns at once; then the turn is to begin now.
+
+        Raises:
+            Refusal: 403, all processes together would exceed them.
+            BufferUnavailable: the others cannot be asked.
+        """
+        if not await self._places.take(session, request.num_choices):
+            raise _at_once_spent(session, self._settings.max_concurrent_turns_per_episode)
 
     def room(self, session: EpisodeSession, num_prompt_ids: int, num_choices: int) -> int | None:
         """How many ids each choice of a turn may draw; None: as many as fit.
@@ -87,6 +96,11 @@ class Budgets:
         outcome: Outcome = "truncated" if body.outcome == "completed" else body.outcome
         error = f"{spent}: {body.error}" if body.error else spent
         return msgspec.structs.replace(body, outcome=outcome, error=error)
+
+
+def _at_once_spent(session: EpisodeSession, at_once: int) -> Refusal:
+    limit = f"max_concurrent_turns_per_episode={at_once}"
+    return _spent(session, "concurrency_exceeded", limit, "turns at once")
 
 
 def _tokens_spent(session: EpisodeSession, tokens: int) -> Refusal:

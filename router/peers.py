@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -25,7 +25,7 @@ from outloop.router.sessions import Episodes, EpisodeSession
 EVERYBODY = "routers"
 ROUND_S = 2.0
 """Who waits for another process's turn asks so often whether it is still there."""
-_ANSWER_S = 5.0
+ANSWER_S = 5.0
 """A process that says nothing for so long counts as gone; so does one that no longer asks."""
 _log = structlog.get_logger()
 
@@ -99,7 +99,7 @@ class _Remote:
     def renew(self, ask: Ask) -> None:
         """It has asked again."""
         self._is_waiting = ask.has_client
-        self._lapses_at = time.monotonic() + _ANSWER_S
+        self._lapses_at = time.monotonic() + ANSWER_S
 
     def is_gone(self) -> bool:
         """True if it has left, or its process has."""
@@ -119,13 +119,15 @@ class Peers:
         self._remotes: dict[tuple[str, int], _Remote] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self) -> None:
-        """Hear and answer the others, until cancelled."""
-        try:
-            await self._channel.listen((EVERYBODY, _of(self._process)), self._hear)
-        finally:
-            for task in self._tasks:
-                task.cancel()
+    @property
+    def hearing(self) -> Mapping[str, Callable[[bytes], None]]:
+        """What hears the others, by the name of the channel."""
+        return {EVERYBODY: self._hear, _of(self._process): self._hear}
+
+    def close(self) -> None:
+        """Tell nobody anything any more."""
+        for task in self._tasks:
+            task.cancel()
 
     async def wait_for_turn(
         self, session: EpisodeSession, retry_key: str, has_client: Callable[[], bool]
@@ -141,7 +143,7 @@ class Peers:
             DeadlineExceeded: another process draws it for longer than a turn may take.
             BufferUnavailable: they cannot be asked.
         """
-        if not await self._channel.is_listening(_ANSWER_S):
+        if not await self._channel.is_listening(ANSWER_S):
             _log.warning("peers_not_asked", episode_id=session.episode_id)
             return 0.0
         self._num_asked += 1
@@ -158,7 +160,7 @@ class Peers:
                         peer="another router process that draws it",
                         after_s=self._timeout_s,
                     )
-                await _until(lambda: asking.is_over, asking.changed, ROUND_S)
+                await until(lambda: asking.is_over, asking.changed, ROUND_S)
             return asking.started_at if asking.has_peers else None
         finally:
             del self._asking[turn]
@@ -173,7 +175,7 @@ class Peers:
         num_asked = await self._channel.publish(EVERYBODY, _encode(ask))
         if num_asked > 1:
             asking.has_peers = True
-            await _until(lambda: asking.is_answered(num_asked), asking.changed, _ANSWER_S)
+            await until(lambda: asking.is_answered(num_asked), asking.changed, ANSWER_S)
         return asking.is_held
 
     def _hear(self, message: bytes) -> None:
@@ -262,7 +264,7 @@ def _of(process: str) -> str:
     return f"router:{process}"
 
 
-async def _until(is_so: Callable[[], bool], changed: asyncio.Event, timeout_s: float) -> None:
+async def until(is_so: Callable[[], bool], changed: asyncio.Event, timeout_s: float) -> None:
     """Return when it is so, or after `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):

@@ -25,6 +25,7 @@ from outloop.router.governance import decide
 from outloop.router.jobs import TurnJob
 from outloop.router.metrics import RouterMetrics
 from outloop.router.peers import Peers
+from outloop.router.places import Places
 from outloop.router.planning import Planner
 from outloop.router.port import EpisodeBuffer
 from outloop.router.recording import Recorder, Recording
@@ -55,6 +56,7 @@ class TurnService:
         generator: Generator,
         metrics: RouterMetrics,
         peers: Peers,
+        places: Places,
     ) -> None:
         self._settings = settings
         self._renderer = renderer
@@ -62,7 +64,7 @@ class TurnService:
         self._recorder = Recorder(buffer, renderer, self._reader, metrics)
         self._planner = Planner(renderer, episodes, settings.sampling)
         self._retries = Retries(episodes, self._planner, self._reader, peers)
-        self.budgets = Budgets(settings.router, buffer)
+        self.budgets = Budgets(settings.router, buffer, places)
         self._generator = generator
         self._metrics = metrics
         self._jobs: dict[asyncio.Task[None], TurnJob] = {}
@@ -98,8 +100,8 @@ class TurnService:
             return earlier
         # A retry is no turn yet: it may turn out to be one that is there already.
         job = TurnJob((), time.time())
-        if not is_retry:
-            self._admit(job, session, request)
+        if not is_retry and not self._admit(job, session, request):
+            await self._ask_and_admit(job, session, request)
         session.jobs.setdefault(retry_key, []).append(job)
         job.task = asyncio.create_task(
             self._run(job, session, request, retry_key, is_retry=is_retry)
@@ -148,11 +150,23 @@ class TurnService:
             await asyncio.wait(self._jobs)
         await self._generator.close()
 
-    def _admit(self, job: TurnJob, session: EpisodeSession, request: TurnRequest) -> None:
-        """Make a turn of a job, where the episode and this process have room for one more."""
+    async def _ask_and_admit(
+        self, job: TurnJob, session: EpisodeSession, request: TurnRequest
+    ) -> None:
+        await self.budgets.ask(session, request)
+        self._admit(job, session, request, is_asked=True)
+
+    def _admit(
+        self, job: TurnJob, session: EpisodeSession, request: TurnRequest, *, is_asked: bool = False
+    ) -> bool:
+        """Make a turn of a job, where the episode and this process have room for one more.
+
+        False: it is not known here whether the episode has, and other processes are to be asked.
+        """
         if self.is_draining:
             raise stopping()
-        self.budgets.check(session, request)
+        if self.budgets.check(session, request) and not is_asked:
+            return False
         settings = self._settings.router
         limit = -(-settings.max_queued_turns // settings.num_processes)
         num_others = self.num_running - (job.task is not None)
@@ -167,6 +181,7 @@ class TurnService:
             )
         job.turn_ids = tuple(secrets.token_hex(12) for _ in range(request.num_choices))
         session.num_turns += request.num_choices
+        return True
 
     async def _run(
         self,
@@ -220,7 +235,8 @@ class TurnService:
             job.num_prompt_tokens = found[0].num_prompt_tokens
         else:
             session.check_open()
-            self._admit(job, session, request)
+            if not self._admit(job, session, request):
+                await self._ask_and_admit(job, session, request)
         return found
 
     def _drop(self, job: TurnJob, session: EpisodeSession, retry_key: str) -> None:

@@ -109,7 +109,7 @@ async def test_a_user_with_the_documented_rights_is_enough(
     assert loop.reader.stats()["buffer/acknowledged_groups"] == 2
     assert loop.reader.dead_letters.list_letters() == ()
     assert list(loop.reader.archive.trajectories()) == []
-    listening = asyncio.create_task(loop.writer.channel.listen(("routers",), lambda _: None))
+    listening = asyncio.create_task(loop.writer.channel.listen({"routers": lambda _: None}))
     assert await loop.writer.channel.is_listening(30.0)
     assert await loop.writer.channel.publish("routers", b"") == 1
     listening.cancel()

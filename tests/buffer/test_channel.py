@@ -31,7 +31,9 @@ async def connect(server: EmbeddedRedis) -> AsyncIterator[Callable[..., Any]]:
         clients.append(connect_async(server.url))
         channel, heard = Channel(clients[-1], PREFIX), list[bytes]()
         if names:
-            listening.append(asyncio.create_task(channel.listen(names, heard.append)))
+            listening.append(
+                asyncio.create_task(channel.listen(dict.fromkeys(names, heard.append)))
+            )
             assert await channel.is_listening(TIMEOUT_S)
         return channel, heard
 
@@ -53,6 +55,7 @@ async def test_all_who_listen_hear_the_same_in_one_order(connect: Callable[..., 
     told += [two.publish("all", word) for word in words[1::2]]
     assert await asyncio.gather(*told) == [2] * len(words)
     assert [await one.publish("two", b"to two"), await one.publish("nobody", b"")] == [1, 0]
+    assert [await one.num_listening(name) for name in ("all", "two", "nobody")] == [2, 1, 0]
     await until(lambda: len(second) == len(words) + 1)
     await until(lambda: len(first) == len(words))
     assert sorted(first) == sorted(words)

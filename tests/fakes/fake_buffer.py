@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 from outloop.buffer.budgets import EpisodeUsage
@@ -210,24 +211,27 @@ class FakeChannel:
 
     def __init__(self, buffer: FakeBuffer) -> None:
         self._buffer = buffer
-        self._listeners: dict[object, tuple[tuple[str, ...], object]] = {}
+        self.listeners: list[dict[str, Callable[[bytes], None]]] = []
         self.said: list[tuple[str, bytes]] = []
 
     async def publish(self, name: str, message: bytes) -> int:
         await self._buffer._work()
         self.said.append((name, message))
-        hearing = [hear for names, hear in self._listeners.values() if name in names]
+        hearing = [hear[name] for hear in self.listeners if name in hear]
         for hear in hearing:
             asyncio.get_running_loop().call_soon(hear, message)
         return len(hearing)
 
+    async def num_listening(self, name: str) -> int:
+        await self._buffer._work()
+        return sum(name in hear for hear in self.listeners)
+
     async def is_listening(self, timeout_s: float) -> bool:
         return True
 
-    async def listen(self, names, hear) -> None:
-        me = object()
-        self._listeners[me] = (tuple(names), hear)
+    async def listen(self, hear) -> None:
+        self.listeners.append(hear)
         try:
             await asyncio.Event().wait()
         finally:
-            del self._listeners[me]
+            self.listeners.remove(hear)

@@ -27,7 +27,8 @@ async def until(is_so) -> None:
 
 def said(stage, kind):
     """What routers have told each other, of one kind."""
-    everything = [peers._decode(message) for _, message in stage.buffer.channel.said]
+    said = [message for name, message in stage.buffer.channel.said if name.startswith("router")]
+    everything = [peers._decode(message) for message in said]
     return [message for message in everything if isinstance(message, kind)]
 
 
@@ -143,10 +144,10 @@ async def test_a_router_that_never_answers_holds_a_retry_up_once(
     stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is stopped dead still listens, as far as Redis knows; the deadline decides."""
-    monkeypatch.setattr(peers, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(peers, "ANSWER_S", 0.1)
     stage.says("one")
     episode = await stage.open()
-    dead = asyncio.create_task(stage.buffer.channel.listen((peers.EVERYBODY,), lambda _: None))
+    dead = asyncio.create_task(stage.buffer.channel.listen({peers.EVERYBODY: lambda _: None}))
     await asyncio.sleep(0)
     assert text_of(await ask(stage, episode, **RETRY)) == "one"
     dead.cancel()
@@ -156,7 +157,7 @@ async def test_a_router_that_draws_and_falls_silent_is_not_waited_for(
     stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It said that it draws the turn, and then nothing more: the waiting router draws it."""
-    monkeypatch.setattr(peers, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(peers, "ANSWER_S", 0.1)
     monkeypatch.setattr(peers, "ROUND_S", 0.05)
     stage.says("one")
     episode = await stage.open()
@@ -170,7 +171,7 @@ async def test_a_router_that_draws_and_falls_silent_is_not_waited_for(
             telling.append(channel.publish(f"router:{asked.process}", peers._encode(answer)))
 
     telling: list = []
-    listening = asyncio.create_task(channel.listen((peers.EVERYBODY,), hear))
+    listening = asyncio.create_task(channel.listen({peers.EVERYBODY: hear}))
     again = asyncio.create_task(ask(stage, episode, **RETRY))
     while not again.done():
         if telling:
@@ -236,7 +237,6 @@ async def test_rubbish_on_the_channel_is_passed_over(pair) -> None:
     channel = first.buffer.channel
     for message in (b"", b"\xff", b"\x93\x01\x02\x03", b"{}", peers._encode(Over(7))):
         await channel.publish(peers.EVERYBODY, message)
-        names = {name for names, _ in channel._listeners.values() for name in names}
-        for name in names:
+        for name in {name for hear in channel.listeners for name in hear}:
             await channel.publish(name, message)
     assert text_of(await ask(other, episode, **RETRY)) == "one"

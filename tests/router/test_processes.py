@@ -242,7 +242,7 @@ async def test_a_retry_at_another_process_waits_for_the_turn_and_draws_it_when_i
 
     async def waits_elsewhere(ask) -> asyncio.Task:
         """A retry at the other process, which knows that its turn is drawn elsewhere."""
-        listening = asyncio.create_task(writer.channel.listen(("routers",), heard.append))
+        listening = asyncio.create_task(writer.channel.listen({"routers": heard.append}))
         assert await writer.channel.is_listening(30)
         heard.clear()
         retry = asyncio.create_task(ask(other, **{"x-stainless-retry-count": "1"}))
