@@ -30,6 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from figures import say
 from rich.console import Console
 from rich.table import Table
 
@@ -239,6 +240,7 @@ def main() -> None:
     figures: Figures = {}
     load = os.getloadavg()[0]
     for name in names:
+        say(f"{name}, part {names.index(name) + 1} of {len(names)}")
         figures |= asyncio.run(PARTS[name]())
     report: dict[str, object] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from figures import say
 from rich.console import Console
 from rich.table import Table
 
@@ -155,6 +156,7 @@ def measure() -> dict[str, float]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     used, seen, client_s = {}, {}, 0.0
     for name, source in (("waits", WAITS), ("calls", CALLS)):
+        say(f"{NUM_EPISODES} episodes, whose agent {name}")
         with mock_model() as facts:
             used[name] = play_all(facts, source)
             with urllib.request.urlopen(f"{facts['url']}/seen") as answer:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from figures import OUT, known, tell
+from figures import OUT, known, say, tell
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = int(os.environ.get("STEPS", "10"))
@@ -150,11 +150,13 @@ def main() -> None:
     """Train each twice, print, write."""
     (OUT / "learning").mkdir(parents=True, exist_ok=True)
     chosen = os.environ.get("ONLY", "").split() or list(ALGORITHMS)
+    say(f"a warm start, then {len(chosen)} algorithms, each with true and with shuffled rewards")
     model = warm_start()
     wrong = []
     for name in chosen:
         overrides = (ALGORITHMS | MORE)[name]
         for run, more in ((name, ()), (f"{name}_shuffled", SHUFFLED)):
+            say(f"training {run}, {NUM_STEPS} steps")
             figures = train(run, model, (*overrides, *more))
             tell("learning", known("learning") | figures)
             has_learned = figures[f"{run}_gain_over_error"] >= MIN_GAIN_OVER_ERROR

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from figures import OUT, tell
+from figures import OUT, say, tell
 
 from outloop.envs.clients import Clients
 
@@ -146,7 +146,9 @@ def run_demo_phase() -> Path:
 def main() -> None:
     """Measure, print, write."""
     OUT.mkdir(parents=True, exist_ok=True)
+    say("the agent and its client alone")
     per_turn_s = agent_cpu_per_turn()
+    say("a warm start and the demo's RL phase")
     run_dir = run_demo_phase()
     usage = json.loads((run_dir / "usage.json").read_text())
     first, end = usage["first_step"], usage["end"]
