@@ -117,7 +117,7 @@ class BufferReader(SyncRegistry):
         `should_stop` is true.
 
         Raises:
-            DeadlineExceeded: `timeout_s` passed.
+            DeadlineExceeded: `timeout_s` passed; what was leased by then stays so until recover.
             FenceExpired: another trainer took over, or the leases expired.
             TooManyReplaced: of at least 200 attempts since `recover`, more than a share of
                 env.max_replaced_share ended without a result; those in flight then are excused.

@@ -11,7 +11,10 @@ play_vs_raw: turn after turn, as routers record, beside the SETs. Each is the me
 without a size it is the worst of the sizes. codec_share: what passes inside encoding and decoding
 while trajectories are written and taken, of the time of both. memory_vs_arrays: what the server
 holds for a played trajectory, over the bytes of its arrays. metadata_of_1m_gb and load_of_10gb_s
-are extrapolated from what was measured here, in proportion.
+are extrapolated from what was measured here, in proportion; bytes_per_queued_trajectory at both
+lengths of the queue says how straight that line is. recovery_s: kill -9 of Redis until the next
+groups are leased; recovery_trainer_s and so on: kill -9 of a part of a real run until its next
+step, to be compared with recovery_step_s, the step of the same run without kills.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import Any
 import uvloop
 from buffer_load import take
 from buffer_queue import TAKE_GROUPS, QueueBench
+from buffer_recovery import measure_recovery_of_parts
 from buffer_sizes import SIZES, SizeBench
 from figures import tell
 
@@ -88,9 +92,12 @@ async def measure_sizes(folder: Path, url: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, write; PARTS=sizes or PARTS=queue (with the recovery) measures less."""
-    parts = os.environ.get("PARTS", "sizes,queue").split(",")
-    tell("buffer" if len(parts) > 1 else f"buffer-{parts[0]}", uvloop.run(measure(parts)))
+    """Measure, print, write; PARTS=sizes, queue (then Redis is killed) or run measures less."""
+    parts = os.environ.get("PARTS", "sizes,queue,run").split(",")
+    figures = uvloop.run(measure(parts))
+    if "run" in parts:
+        figures |= measure_recovery_of_parts()
+    tell("buffer" if len(parts) > 1 else f"buffer-{parts[0]}", figures)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from outloop.buffer.records import CheckpointMark, Reward
 from outloop.buffer.scripts import load_script
 from outloop.buffer.writer import BufferWriter
 
-QUEUES = (1_000, 100_000)
+QUEUES = (1_000, 10_000, 100_000)
+GROUP_SIZE = 2
 TAKE_GROUPS = 32
 NUM_TAKES = 20
 CHUNK = 2048
@@ -33,7 +34,9 @@ class QueueBench:
     """Take and acknowledge a batch from a short and a long queue of ready groups."""
 
     def __init__(self, folder: Path, url: str) -> None:
-        self.run = make_run("queue", folder, url, QUEUES[-1] + NUM_TAKES * TAKE_GROUPS * 2, 2)
+        self.run = make_run(
+            "queue", folder, url, QUEUES[-1] + NUM_TAKES * TAKE_GROUPS * 2, GROUP_SIZE
+        )
         self.client = connect_sync(url)
         self.meta = key(self.run.run_id, "meta")
         self.num_ready = 0
@@ -48,14 +51,17 @@ class QueueBench:
             before, memory, number = time.perf_counter(), self._memory(), length - self.num_ready
             await self._fill(writer, number)
             figures[f"fill_{length}_s"] = time.perf_counter() - before
-            figures["bytes_per_queued_trajectory"] = (self._memory() - memory) / (2 * number)
+            num_bytes = (self._memory() - memory) / (GROUP_SIZE * number)
+            figures[f"bytes_per_queued_trajectory_{length}"] = num_bytes
             self._wait_for_rewrite()
             self._batch()
             seconds = [timed(self._batch) for _ in range(NUM_TAKES)]
             figures[f"take_{length}_ms"] = 1000 * statistics.median(seconds)
-        short, long = (figures[f"take_{length}_ms"] for length in QUEUES)
+        short, *_, long = (figures[f"take_{length}_ms"] for length in QUEUES)
         figures["take_100k_vs_1k"] = long / short
-        figures["metadata_of_1m_gb"] = figures["bytes_per_queued_trajectory"] * 1e6 / 1e9
+        figures["metadata_of_1m_gb"] = num_bytes * 1e6 / 1e9
+        figures["metadata_measured_gb"] = self._memory() / 1e9
+        figures["metadata_measured_trajectories"] = GROUP_SIZE * self.num_ready
         await writer.close()
         self.reader.close()
         self.client.close()
@@ -85,7 +91,7 @@ class QueueBench:
 
     async def _fill(self, writer: BufferWriter, num_groups: int) -> None:
         """Real scripts in pipelines: one turn of a few tokens and a reward for every episode."""
-        left = 2 * num_groups
+        left = GROUP_SIZE * num_groups
         closure = codec.encode_closure("completed", None, Reward(value=1.0), "")
         reward = codec.encode_reward(Reward(value=1.0))
         self.client.script_load(load_script("append_turn").text)

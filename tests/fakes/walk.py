@@ -144,12 +144,22 @@ class Walk:
             return
         try:
             self.leases = self.loop.take(2, version=self.weights.version)
-        except (DeadlineExceeded, FenceExpired):
+        except FenceExpired:
+            return
+        except DeadlineExceeded:
+            # A trainer ends of it. When a damaged group was to be replaced it held others.
+            if self._holds_leases():
+                await self.crash()
             return
         for lease in self.leases:
             for trajectory in lease.group.trajectories:
                 for turn in trajectory.turns:
                     assert turn.version_spans[0].policy_version in self.weights.lineage
+
+    def _holds_leases(self) -> bool:
+        client, prefix = self.loop.reader._client, self.loop.reader._prefix
+        groups = [name.decode() for name in client.zrange(f"{prefix}leases", 0, -1)]
+        return any(client.hget(f"{prefix}group:{name}", "state") == b"leased" for name in groups)
 
     async def train(self) -> None:
         if not self.leases:
