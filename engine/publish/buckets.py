@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 
 from outloop.buffer.errors import PublishFailed
+from outloop.engine.publish.copying import copy_tensor
 from outloop.engine.publish.plan import Bucket, TensorSpec, largest, plan_buckets
 from outloop.engine.publish.source import TensorSource
 from outloop.engine.publish.staging import Staging
 from outloop.engine.publish.verify import Account
 
+Copy = Callable[[str, Tensor, Tensor], None]
+"""Called with a tensor's name, where it is to be written, and the tensor: its place itself if it is
+there already."""
 OnCopied = Callable[[Tensor, Bucket], None]
 """Called with a bucket's content and some of its places."""
 _TOLD_BYTES = 1 << 22
@@ -52,10 +56,25 @@ class Fed:
         self.num_buckets += 1
         self.num_bytes += sum(place.end - place.start for place in bucket.places)
 
+    def copy(self, name: str, target: Tensor, tensor: Tensor) -> None:
+        """Write a tensor to its place; accounts that can do it on the way account for it."""
+        ways = [each.on_the_way for each in self.accounts.values() if each.on_the_way is not None]
+        for way in ways:
+            way(name, target, tensor)
+            tensor = target
+        if tensor is not target:
+            copy_tensor(target, tensor)
+
+    @property
+    def is_all_on_the_way(self) -> bool:
+        """True if nothing is left for `account`."""
+        return all(each.on_the_way is not None for each in self.accounts.values())
+
     def account(self, content: Tensor, places: Bucket) -> None:
-        """Account for some of the tensors of a bucket."""
+        """Account for some of the tensors of a bucket, where it was not done on the way."""
         for account in self.accounts.values():
-            account.add(content, places)
+            if account.on_the_way is None:
+                account.add(content, places)
 
 
 class Layout:
@@ -100,9 +119,16 @@ class Filler:
     """The buckets of one pass over a source, as laid out."""
 
     def __init__(
-        self, source: TensorSource, staging: Staging, layout: Layout, on_copied: OnCopied
+        self,
+        source: TensorSource,
+        staging: Staging,
+        layout: Layout,
+        *,
+        copy: Copy,
+        on_copied: OnCopied,
     ) -> None:
         """`on_copied` is told of tensors soon after they were copied, all of them, in order."""
+        self._copy = copy
         self._on_copied = on_copied
         self._source = source
         self._staging = staging
@@ -144,8 +170,7 @@ class Filler:
         tensors = self._source.read([place.spec for place in places], targets)
         first = 0
         for last, (target, tensor) in enumerate(zip(targets, tensors, strict=True), 1):
-            if tensor is not target:
-                target.copy_(tensor)
+            self._copy(places[last - 1].spec.name, target, tensor)
             if last == len(places) or places[last].start - places[first].start >= _TOLD_BYTES:
                 self._on_copied(content, places[first:last])
                 first = last

@@ -43,8 +43,9 @@ def tensor_checksum(tensor: Tensor, algorithm: Algorithm = "xxh3_128") -> str:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The tensor's elements as contiguous little-endian bytes: its own memory where it is such."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return flat.cpu().numpy().data
+    # One element may have any stride and be contiguous; as bytes it needs the plain one.
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).cpu().numpy().data
 
 
 def bytes_checksum(content: memoryview, algorithm: Algorithm) -> str:

@@ -57,7 +57,9 @@ class Disk:
             dtype=self._dtype,
             alignment=ALIGNMENT,
         )
-        filler = Filler(source, self._staging, layout, self._fed.account)
+        filler = Filler(
+            source, self._staging, layout, copy=self._fed.copy, on_copied=self._fed.account
+        )
         try:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True)

@@ -105,14 +105,16 @@ class Bucketed:
                 dtype=self._dtype,
                 alignment=self._sender.alignment,
             )
-        self._filler = Filler(source, self._staging, self._layout, self._hash)
+        self._filler = Filler(
+            source, self._staging, self._layout, copy=self._fed.copy, on_copied=self._hash
+        )
         self._filler.fill_first()
 
     def feed(self, fanout: Fanout) -> Fed:
         """Open the update, send every bucket, close the update."""
         assert self._filler is not None
         filler, fed = self._filler, self._fed
-        fanout.run("begin", ServerClient.begin_update)
+        fanout.run("begin", self._begin_of(fanout))
         before: list[Future[None]] = []
         with closing(filler.filled()) as buckets:
             for bucket in buckets:
@@ -136,8 +138,17 @@ class Bucketed:
         # What is still being hashed is of no use, and reads memory that is about to be written.
         self._hashing.submit(int).result()
 
+    def _begin_of(self, fanout: Fanout) -> Callable[[ServerClient, float], None]:
+        transactions = {kind: account.transaction for kind, account in self._fed.accounts.items()}
+
+        def begin(client: ServerClient, deadline: float) -> None:
+            kind = fanout.kind_of(client.server_id)
+            client.begin_update(deadline, transaction=transactions.get(kind))
+
+        return begin
+
     def _hash(self, content: Tensor, places: Bucket) -> None:
-        if self._fed.accounts:
+        if not self._fed.is_all_on_the_way:
             self._hashed.append(self._hashing.submit(self._fed.account, content, places))
 
     def release(self) -> None:

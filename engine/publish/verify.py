@@ -7,22 +7,33 @@ names exactly the parameters that were sent, each with the checksum of the bytes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.checksum import Algorithm, bytes_checksum, tensor_bytes
+from outloop.engine.publish.checksum import Algorithm, tensor_checksum
 from outloop.engine.publish.client import ServerClient
+from outloop.engine.publish.copying import copy_hashed
 from outloop.engine.publish.fused import FusedChecksums
 from outloop.engine.publish.plan import Bucket, TensorSpec
 
 _ALGORITHM: Algorithm = "xxh3_128"
 
 
+OnTheWay = Callable[[str, Tensor, Tensor], None]
+"""Copies a tensor (name, target, tensor) and accounts for what was written."""
+
+
 class Account(Protocol):
     """What was sent, as one kind of server will speak of it."""
+
+    transaction: str | None
+    """Told to the server when its update begins."""
+    on_the_way: OnTheWay | None
+    """In place of `add`; None where it would be waited for too long."""
 
     def add(self, content: Tensor, places: Bucket) -> None:
         """A bucket's bytes as sent (uint8), and which tensors lie where."""
@@ -38,25 +49,34 @@ class Account(Protocol):
 class TorchAccount:
     """Checksums under Hugging Face names: what the torch server holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_gpu: bool = False) -> None:
+        self.transaction: str | None = secrets.token_hex(8)
         self._sums: dict[str, str] = {}
+        # Bytes on a GPU would be waited for while they are copied out of it.
+        self.on_the_way: OnTheWay | None = None if is_gpu else self._copy
 
     def add(self, content: Tensor, places: Bucket) -> None:
         """Keep the checksum of every tensor."""
-        held = tensor_bytes(content)
         for place in places:
-            self._sums[place.spec.name] = bytes_checksum(held[place.start : place.end], _ALGORITHM)
+            sent = content[place.start : place.end]
+            self._sums[place.spec.name] = tensor_checksum(sent, _ALGORITHM)
 
     def verify(self, client: ServerClient, deadline: float) -> None:
         """Compare tensor by tensor."""
-        (held,) = client.checksums(_ALGORITHM, deadline)
+        (held,) = client.checksums(_ALGORITHM, deadline, transaction=self.transaction)
         compare_checksums(client.server_id, self._sums, held)
+
+    def _copy(self, name: str, target: Tensor, tensor: Tensor) -> None:
+        self._sums[name] = copy_hashed(target, tensor)
 
 
 class SGLangAccount:
     """Checksums of SGLang's fused parameters, rank by rank."""
 
     def __init__(self, num_ranks: int, specs: Sequence[TensorSpec], *, is_gpu: bool) -> None:
+        self.transaction: str | None = None
+        # SGLang's hash is too slow to wait for.
+        self.on_the_way: OnTheWay | None = None
         self._sums = FusedChecksums(num_ranks, specs, is_gpu=is_gpu)
         self._num_ranks = num_ranks
 
@@ -84,10 +104,13 @@ def accounts_for(
 
     `specs` are all that will be sent; `is_gpu`: the servers hold their weights on GPUs.
     """
-    return {
-        kind: SGLangAccount(num_ranks, specs, is_gpu=is_gpu) if kind == "sglang" else TorchAccount()
-        for kind in sorted(set(kinds))
-    }
+    accounts: dict[str, Account] = {}
+    for kind in sorted(set(kinds)):
+        if kind == "sglang":
+            accounts[kind] = SGLangAccount(num_ranks, specs, is_gpu=is_gpu)
+        else:
+            accounts[kind] = TorchAccount(is_gpu=is_gpu)
+    return accounts
 
 
 def compare_checksums(server_id: str, sent: dict[str, str], held: dict[str, str]) -> None:

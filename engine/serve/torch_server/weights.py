@@ -1,7 +1,7 @@
 """The weights of one model, under Hugging Face names and in the layout that the forward wants.
 
-Owns: storage, names, loading from a folder, checksums by name. Does not own: when weights change
-(update, engine). Invariant: `named` holds views of the fused tensors, so a write under a Hugging
+Owns: storage, names, loading from a folder. Does not own: when weights change (update, engine),
+checksums (sums). Invariant: `named` holds views of the fused tensors, so a write under a Hugging
 Face name is a write to what is computed with; derived tensors are refreshed before a set of
 weights is used.
 
@@ -12,10 +12,7 @@ V vocabulary.
 from __future__ import annotations
 
 import difflib
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -23,13 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outloop.buffer.errors import SettingsError
-from outloop.engine.publish.checksum import Algorithm, bytes_checksum, tensor_bytes
+from outloop.engine.publish.checksum import Algorithm
 from outloop.engine.serve.torch_server.config import ModelConfig
-
-_MAX_HASHING = 4
-"""Threads."""
-_MIN_HASHED_BYTES = 1 << 24
-"""Of a thread; for less, another one costs more than it saves."""
+from outloop.engine.serve.torch_server.sums import Sums
 
 
 class WeightsRefused(Exception):
@@ -105,8 +98,6 @@ class Weights:
         self.embedding = torch.zeros(shape, dtype=dtype, device=device)
         self.final_norm = torch.zeros(config.hidden_size, dtype=dtype, device=device)
         self.head = self.embedding if config.is_tied else torch.zeros_like(self.embedding)
-        self._bytes: dict[str, memoryview] | None = None
-        """Of `named`, whose tensors stay where they are; made when first asked for."""
         self.layers = [LayerWeights(config, dtype, device) for _ in range(config.num_layers)]
         self.named: dict[str, Tensor] = {
             "model.embed_tokens.weight": self.embedding,
@@ -117,6 +108,11 @@ class Weights:
                 self.named[f"model.layers.{index}.{name}"] = tensor
         if not config.is_tied:
             self.named["lm_head.weight"] = self.head
+        self._sums = Sums(self.named)
+
+    def begin(self, transaction: str | None) -> None:
+        """What is written from now on belongs to `transaction`, if there is one."""
+        self._sums.begin(transaction)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Copy `tensor` in under its Hugging Face name; `refresh` must follow before use.
@@ -138,7 +134,7 @@ class Weights:
                 f"tensor name={name!r} has shape={list(tensor.shape)}; "
                 f"this model has {list(target.shape)}"
             )
-        target.copy_(tensor)
+        self._sums.write(name, tensor)
 
     def copy_from(self, other: Weights, names: Iterable[str]) -> None:
         """Take over the values of these names from another set of the same model."""
@@ -150,31 +146,11 @@ class Weights:
         for layer in self.layers:
             layer.refresh(self.config.num_heads)
 
-    def checksums(self, algorithm: Algorithm) -> dict[str, str]:
-        """Checksum of every named tensor's bytes as they lie there now."""
-        if self._bytes is None or self.device.type != "cpu":
-            self._bytes = {name: tensor_bytes(tensor) for name, tensor in self.named.items()}
-        parts = _equal_parts(self._bytes, min(_MAX_HASHING, os.cpu_count() or 1))
-
-        def hash_part(part: Sequence[str]) -> list[tuple[str, str]]:
-            assert self._bytes is not None
-            return [(name, bytes_checksum(self._bytes[name], algorithm)) for name in part]
-
-        # Hashing leaves the interpreter to others; who waits for it needs no core meanwhile.
-        with ThreadPoolExecutor(len(parts)) as pool:
-            return dict(chain.from_iterable(pool.map(hash_part, parts)))
-
-
-def _equal_parts(contents: Mapping[str, memoryview], max_parts: int) -> list[list[str]]:
-    """The names in at most `max_parts` runs of about as many bytes each."""
-    total = sum(content.nbytes for content in contents.values())
-    num = max(1, min(max_parts, total // _MIN_HASHED_BYTES))
-    parts: list[list[str]] = [[] for _ in range(num)]
-    before = 0
-    for name, content in contents.items():
-        parts[min(num - 1, before * num // max(1, total))].append(name)
-        before += content.nbytes
-    return parts
+    def checksums(self, algorithm: Algorithm, transaction: str | None = None) -> dict[str, str]:
+        """Checksum of every named tensor: of its bytes as they lie there now, or (see sums) as they
+        were stored by `transaction`.
+        """
+        return self._sums.of(algorithm, transaction)
 
 
 def read_folder(weights: Weights, folder: Path) -> None:

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.buckets import Fed, Filler, Layout, OnCopied
+from outloop.engine.publish.buckets import Copy, Fed, Filler, Layout, OnCopied
 from outloop.engine.publish.checksum import tensor_checksum
 from outloop.engine.publish.client import ServerClient
+from outloop.engine.publish.copying import copy_hashed
 from outloop.engine.publish.plan import ALIGNMENT, PACKED, Bucket, TensorSpec
 from outloop.engine.publish.source import LocalTensors
 from outloop.engine.publish.staging import DeviceBuffer, SharedBuffer, Staging
@@ -53,16 +54,20 @@ def _filler(
     source: GatheredTensors,
     staging: Staging,
     alignment: int = ALIGNMENT,
+    copy: Copy | None = None,
     on_copied: OnCopied = _ignore,
 ) -> Filler:
     layout = Layout(source.specs, bucket_bytes=4096, dtype=torch.float32, alignment=alignment)
-    return Filler(source, staging, layout, on_copied)
+    return Filler(source, staging, layout, copy=copy or Fed({}).copy, on_copied=on_copied)
 
 
 class Recorded:
-    """An account of every tensor's checksum."""
+    """An account of every tensor's checksum, on the way or afterwards."""
 
-    def __init__(self) -> None:
+    transaction = None
+
+    def __init__(self, *, is_on_the_way: bool) -> None:
+        self.on_the_way = self._copy if is_on_the_way else None
         self.sums: dict[str, str] = {}
 
     def add(self, content: torch.Tensor, places: Bucket) -> None:
@@ -70,21 +75,27 @@ class Recorded:
         for place in places:
             self.sums[place.spec.name] = tensor_checksum(content[place.start : place.end])
 
+    def _copy(self, name: str, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        self.sums[name] = copy_hashed(target, tensor)
+
     def verify(self, client: ServerClient, deadline: float) -> None:
         """Nobody asks."""
         raise AssertionError
 
 
+@pytest.mark.parametrize("is_on_the_way", [True, False])
 @pytest.mark.parametrize("alignment", [ALIGNMENT, PACKED])
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_two_buckets_at_most_are_held_whatever_the_model(is_shared: bool, alignment: int) -> None:
+def test_two_buckets_at_most_are_held_whatever_the_model(
+    is_shared: bool, alignment: int, is_on_the_way: bool
+) -> None:
     """40 tensors in many buckets: staging holds two of them at most, and every byte is right."""
     source = GatheredTensors(_specs(*([300, 1000, 7, 1] * 10)))
     buffers = [SharedBuffer() if is_shared else DeviceBuffer(CPU) for _ in range(2)]
     staging = Staging(*buffers)
-    account = Recorded()
+    account = Recorded(is_on_the_way=is_on_the_way)
     fed = Fed({"any": account})
-    filler = _filler(source, staging, alignment, fed.account)
+    filler = _filler(source, staging, alignment, fed.copy, fed.account)
     filler.fill_first()
     for bucket in filler.filled():
         fed.count(bucket)
