@@ -12,6 +12,7 @@ import msgspec
 from fastapi import FastAPI
 
 from outloop.router import bodies
+from outloop.router.answered import responses_of
 from outloop.router.dialects.messages_request import CountRequest
 from outloop.router.dialects.table import DIALECTS
 
@@ -26,18 +27,18 @@ _ROUTES: tuple[tuple[str, str, str, type | None], ...] = (
     ("post", "/episodes/{episode_id}/close", "End an episode.", bodies.CloseBody),
     ("post", "/trajectories", "Conversations for SFT.", bodies.TrajectoriesBody),
     ("get", "/episodes/{episode_id}/v1/models", "The same as /v1/models, by path.", None),
+    (
+        "post",
+        "/episodes/{episode_id}/v1/messages/count_tokens",
+        "How many ids a conversation has, by path.",
+        CountRequest,
+    ),
     *(
         ("post", prefix + path, served.summary, served.body)
         for prefix in ("", "/episodes/{episode_id}")
         for path, served in DIALECTS.items()
     ),
 )
-
-
-_REFUSED = {
-    "4XX": {"description": "refused; do not retry"},
-    "503": {"description": "not now; retry after `Retry-After`"},
-}
 
 
 def describe(app: FastAPI) -> None:
@@ -51,18 +52,17 @@ def describe(app: FastAPI) -> None:
             types, ref_template="#/components/schemas/{name}"
         )
         document.setdefault("components", {}).setdefault("schemas", {}).update(components)
-        for operations in document["paths"].values():
+        for path, operations in document["paths"].items():
             for found in operations.values():
                 # FastAPI's own routes refuse as all others do.
-                found["responses"].pop("422", None)
-                found["responses"] |= _REFUSED
+                found["responses"] = responses_of(path)
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         remaining = iter(schemas)
         for method, path, summary, body in _ROUTES:
             operation: dict[str, Any] = {
                 "summary": summary,
                 "security": [{"key": []}],
-                "responses": {"200": {"description": "done"}, **_REFUSED},
+                "responses": responses_of(path),
             }
             if "{episode_id}" in path:
                 operation["parameters"] = [

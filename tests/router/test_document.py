@@ -1,129 +1,177 @@
-"""The OpenAPI document against the router: bodies drawn from its schemas, answers as it says."""
+"""The OpenAPI document against the router, under schemathesis: bodies that it allows, bodies that
+it does not, and answers as it says."""
 
-from functools import cache
+import asyncio
+import copy
 from typing import Any
 
+import pytest
+import schemathesis
 from fake_server import Script
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from schemathesis import checks
+from schemathesis.core.failures import FailureGroup
+from schemathesis.generation import GenerationMode
+from schemathesis.specs.openapi import checks as openapi_checks
 
 ADMIN = {"/servers", "/pause", "/resume", "/policy_version"}
 OPEN = {"/health", "/ready", "/metrics"}
-NUM_DRAWS = 8
-# What no schema says; without these words every body would be refused at once.
+CONFORMS = [
+    openapi_checks.status_code_conformance,
+    openapi_checks.content_type_conformance,
+    openapi_checks.response_headers_conformance,
+    openapi_checks.response_schema_conformance,
+]
+ALLOWED, NOT_ALLOWED = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
+NUM_DRAWS = 3
+SAID = [{"role": "user", "content": "said"}]
 LIKELY = {
-    "model": ("policy",),
-    "role": ("user", "user", "assistant", "system"),
-    "type": ("text", "message", "function"),
-    "text": ("said", ""),
-    "content": ("said", "\u00e9", [{"type": "text", "text": "said"}]),
-    "prompt": ("said", [1, 2]),
+    "/tasks/claim": {"key": "k", "count": 1},
+    "/v1/chat/completions": {"model": "policy", "messages": SAID},
+    "/v1/completions": {"model": "policy", "prompt": "said"},
+    "/v1/responses": {"model": "policy", "input": "said"},
+    "/v1/messages": {"model": "policy", "messages": SAID, "max_tokens": 8},
+    "/v1/messages/count_tokens": {"model": "policy", "messages": SAID},
 }
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2)
-    ),
-    max_leaves=4,
-)
+"""What no schema says: without these words nearly every body would be refused at once."""
 
 
-def bodies_of(document: dict) -> Any:
-    """From a schema of the document to values that it allows."""
+class Documented:
+    """A router's document, and cases of it sent to that router."""
 
-    @cache
-    def named(name: str) -> st.SearchStrategy:
-        return st.deferred(lambda: drawn(document["components"]["schemas"][name]))
+    def __init__(self, stage, document: dict, episode: dict) -> None:
+        stop = stage.renderer.stop_ids[0]
+        script = Script(ids=[stop], finish={"type": "stop", "matched": stop})
+        stage.server.answer = lambda request: script
+        self.url = stage.url
+        self.document = document
+        self.schema = schemathesis.openapi.from_dict(copy.deepcopy(document))
+        self.operations = [result.ok() for result in self.schema.get_all_operations()]
+        self._episode = episode
+        self._keys = stage.run.keys
 
-    def field(name: str, schema: dict) -> st.SearchStrategy:
-        any_value = drawn(schema)
-        if name not in LIKELY:
-            return any_value
-        likely = st.sampled_from(LIKELY[name])
-        return st.integers(0, 9).flatmap(lambda number: likely if number else any_value)
+    def key(self, path: str) -> str:
+        """The key that opens a route."""
+        if path in ADMIN:
+            return self._keys.admin_key
+        return self._episode["api_key"] if "/v1/" in path else self._keys.runner_key
 
-    def drawn_object(schema: dict) -> st.SearchStrategy:
-        fields = {name: field(name, one) for name, one in schema.get("properties", {}).items()}
-        if not fields:
-            inner = schema.get("additionalProperties")
-            values = drawn(inner) if isinstance(inner, dict) else ANYTHING
-            return st.dictionaries(st.text(max_size=4), values, max_size=2)
-        required = set(schema.get("required", ()))
-        must = {name: one for name, one in fields.items() if name in required}
-        may = {name: one for name, one in fields.items() if name not in required}
-        few = (
-            st.lists(st.sampled_from(sorted(may)), max_size=2, unique=True) if may else st.just([])
+    def send(self, case: Any, key: str | None = None) -> Any:
+        """The answer to a case, which is about the test's episode."""
+        if "{episode_id}" in case.operation.path:
+            case.path_parameters = {"episode_id": self._episode["episode_id"]}
+        headers = {"Authorization": f"Bearer {key or self.key(case.operation.path)}"}
+        return case.call(base_url=self.url, headers=headers)
+
+    def hold(self, operation: Any, mode: GenerationMode, num_draws: int) -> set[int]:
+        """Send what is drawn and hold the answers to the document; returns their statuses."""
+        bare = operation.path.removeprefix("/episodes/{episode_id}")
+        likely = LIKELY.get(bare if "/v1/" in bare else operation.path)
+        statuses = set()
+
+        @given(case=operation.as_strategy(generation_mode=mode), data=st.data())
+        @settings(
+            max_examples=num_draws,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate, Phase.shrink],
+            suppress_health_check=list(HealthCheck),
         )
-        return few.flatmap(
-            lambda chosen: st.fixed_dictionaries({**must, **{name: may[name] for name in chosen}})
-        )
+        def answers(case: Any, data: st.DataObject) -> None:
+            if likely is not None and mode is ALLOWED:
+                names = st.sampled_from(sorted(case.body))
+                kept = data.draw(st.sets(names, max_size=3)) if case.body else ()
+                case.body = {**{name: case.body[name] for name in kept}, **likely}
+            answer = self.send(case)
+            case.validate_response(answer, checks=[checks.not_a_server_error, *CONFORMS])
+            statuses.add(answer.status_code)
 
-    def drawn(schema: dict) -> st.SearchStrategy:
-        if "$ref" in schema:
-            return named(schema["$ref"].rpartition("/")[2])
-        if "anyOf" in schema:
-            return st.one_of([drawn(one) for one in schema["anyOf"]])
-        if "enum" in schema:
-            return st.sampled_from(schema["enum"])
-        kinds = {
-            "string": lambda: st.text(max_size=6),
-            "integer": lambda: st.integers(1, 4) | st.integers(-1, 1 << 40),
-            "number": lambda: st.floats(0, 2) | st.floats(allow_nan=False, allow_infinity=False),
-            "boolean": st.booleans,
-            "null": st.none,
-            "array": lambda: (
-                st.lists(drawn(schema.get("items", {})), min_size=1, max_size=3) | st.just([])
-            ),
-            "object": lambda: drawn_object(schema),
-        }
-        return kinds[schema["type"]]() if "type" in schema else ANYTHING
-
-    return drawn
+        answers()
+        if likely is not None and mode is ALLOWED:
+            case = operation.Case(body=likely)
+            case.validate_response(answer := self.send(case), checks=CONFORMS)
+            statuses.add(answer.status_code)
+        return statuses
 
 
-def operations_of(document: dict) -> list[tuple[str, str, dict | None]]:
-    """Method, path and body's schema of each; pausing and resuming come last, in this order."""
-    found = []
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            content = operation.get("requestBody", {}).get("content", {})
-            found.append((method, path, content.get("application/json", {}).get("schema")))
-    return sorted(found, key=lambda one: (one[1] in ADMIN, one[1]))
-
-
-@given(data=st.data())
-@settings(
-    max_examples=NUM_DRAWS,
-    deadline=None,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-async def test_every_route_answers_as_the_document_says(stage, data) -> None:
-    """Whatever a body holds that the document allows: a documented status, no failure of ours, and
-    a refusal in the form of refusals; an unknown key opens nothing."""
-    stop = stage.renderer.stop_ids[0]
-    script = Script(ids=[stop], finish={"type": "stop", "matched": stop})
-    stage.server.answer = lambda request: script
+@pytest.fixture
+async def documented(stage) -> Documented:
+    """The document of a router with default settings."""
     document = (await stage.get("/openapi.json")).json()
-    draw, answered = bodies_of(document), set()
-    for method, path, schema in operations_of(document):
-        episode = await stage.open()
-        key = episode["api_key"] if "/v1/" in path else stage.run.keys.runner_key
-        key = stage.run.keys.admin_key if path in ADMIN else key
-        body = data.draw(draw(schema), label=path) if schema is not None else None
-        where = path.replace("{episode_id}", episode["episode_id"])
-        headers = {"Authorization": f"Bearer {key}"}
-        answer = await stage.http.request(method, where, json=body, headers=headers)
-        said = (path, body, answer.status_code, answer.text)
-        documented = document["paths"][path][method]["responses"]
-        assert {str(answer.status_code), f"{answer.status_code // 100}XX"} & documented.keys(), said
-        if answer.status_code >= 400:
-            assert answer.json()["error"]["message"], said
-            is_final = answer.status_code < 500
-            assert answer.headers["x-should-retry"] == ("false" if is_final else "true"), said
-        answered |= {path} if answer.status_code == 200 else set()
-        if path not in OPEN:
-            headers = {"Authorization": "Bearer nobody"}
-            refused = await stage.http.request(method, where, json=body, headers=headers)
-            assert refused.status_code == 401, said
-    assert answered >= {*ADMIN, *OPEN, "/v1/models"}
+    return Documented(stage, document, await stage.open())
+
+
+async def test_every_route_answers_as_the_document_says(documented) -> None:
+    """Whatever is sent, allowed or not: a documented status, type, headers and body, and no failure
+    of ours; each route that takes no body, and each dialect, is also seen to serve."""
+
+    def hold_all() -> dict[str, set[int]]:
+        found: dict[str, set[int]] = {}
+        # What is closed answers all else with one sentence.
+        for operation in sorted(documented.operations, key=lambda one: "/close" in one.path):
+            # The same routes by path differ in nothing but the path.
+            is_same = operation.path.startswith("/episodes/{episode_id}/v1/")
+            num_draws = 1 if is_same or operation.path in OPEN else NUM_DRAWS
+            found[operation.path] = documented.hold(operation, ALLOWED, num_draws)
+            if operation.body:
+                found[operation.path] |= documented.hold(operation, NOT_ALLOWED, num_draws)
+        return found
+
+    found = await asyncio.to_thread(hold_all)
+    assert found.keys() == documented.document["paths"].keys()
+    served = {path for path, statuses in found.items() if 200 in statuses}
+    assert served >= {*ADMIN, *OPEN, *LIKELY, "/v1/models", "/episodes/{episode_id}"}
+
+
+async def test_an_unknown_key_opens_no_route(documented) -> None:
+    """401 as documented, whatever the body."""
+
+    def ask_all() -> None:
+        for operation in documented.operations:
+            if operation.path not in OPEN:
+                case = operation.Case(body={}) if operation.body else operation.Case()
+                answer = documented.send(case, key="nobody")
+                case.validate_response(answer, checks=CONFORMS)
+                assert answer.status_code == 401, operation.path
+
+    await asyncio.to_thread(ask_all)
+
+
+async def test_what_fails_is_answered_as_the_document_says(stage, documented) -> None:
+    """Without Redis every route that needs it is a 503 as documented."""
+    stage.buffer.is_away = True
+
+    def ask_all() -> set[str]:
+        failed = set()
+        for operation in documented.operations:
+            body = LIKELY.get(operation.path)
+            if body is not None and operation.path != "/v1/messages/count_tokens":
+                case = operation.Case(body=body)
+                answer = documented.send(case)
+                case.validate_response(answer, checks=CONFORMS)
+                assert answer.status_code == 503, operation.path
+                failed.add(operation.path)
+        return failed
+
+    assert len(await asyncio.to_thread(ask_all)) == len(LIKELY) - 1
+    stage.buffer.is_away = False
+
+
+@pytest.mark.parametrize("wrong", ["status", "type", "header", "body"])
+async def test_a_document_that_is_wrong_is_found_out(stage, documented, wrong: str) -> None:
+    """The checks do check: a document that promises something else fails."""
+    document = copy.deepcopy(documented.document)
+    responses = document["paths"]["/v1/models"]["get"]["responses"]
+    if wrong == "status":
+        responses["201"] = responses.pop("200")
+    elif wrong == "type":
+        responses["200"]["content"] = {"text/csv": {}}
+    elif wrong == "header":
+        responses["200"]["headers"] = {"x-promised": {"required": True, "schema": {}}}
+    else:
+        responses["200"]["content"]["application/json"]["schema"]["required"] += ["promised"]
+    other = Documented(stage, document, await stage.open())
+    (operation,) = (one for one in other.operations if one.path == "/v1/models")
+    with pytest.raises(FailureGroup):
+        await asyncio.to_thread(other.hold, operation, ALLOWED, 1)
