@@ -127,6 +127,8 @@ class RouterSettings(_Section):
     max_concurrent_turns_per_episode: int = Field(64, gt=0)
     """Turns that an episode's key may have drawn at once, by all router processes together."""
     max_queued_turns: int = Field(4096, gt=0)
+    log_turns: bool = False
+    """Each recorded turn is a line at level info; otherwise at debug."""
     upstreams: dict[str, UpstreamSettings] = {}
     """By the name under which agents ask for them."""
 

@@ -52,11 +52,14 @@ class Recorder:
         renderer: PolicyRenderer,
         reader: AnswerReader,
         metrics: RouterMetrics,
+        *,
+        log_turns: bool,
     ) -> None:
         self._buffer = buffer
         self._renderer = renderer
         self._reader = reader
         self._metrics = metrics
+        self._log_turns = log_turns
 
     async def record(
         self, common: Recording, index: int, drawn: Drawn, begun: Begun | None
@@ -80,7 +83,8 @@ class Recorder:
                 tools=request.tools,
             )
             self._metrics.count(turn, is_break=plan.is_break, is_replayed=bool(common.again))
-        _log.debug(
+        tell = _log.info if self._log_turns else _log.debug
+        tell(
             "turn_recorded",
             episode_id=session.episode_id,
             turn_id=turn.turn_id,

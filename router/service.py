@@ -61,7 +61,9 @@ class TurnService:
         self._settings = settings
         self._renderer = renderer
         self._reader = AnswerReader(renderer)
-        self._recorder = Recorder(buffer, renderer, self._reader, metrics)
+        self._recorder = Recorder(
+            buffer, renderer, self._reader, metrics, log_turns=settings.router.log_turns
+        )
         self._planner = Planner(renderer, episodes, settings.sampling)
         self._retries = Retries(episodes, self._planner, self._reader, peers)
         self.budgets = Budgets(settings.router, buffer, places)

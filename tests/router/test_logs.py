@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from structlog.testing import capture_logs
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "a private question"}]}
@@ -43,6 +44,20 @@ async def test_every_turn_is_logged_with_its_ids_and_no_secret(stage) -> None:
     keys = stage.run.keys
     for secret in (key.rpartition("-")[2], keys.runner_key, keys.admin_key, "private"):
         assert secret not in repr(logs)
+
+
+@pytest.mark.parametrize(("log_turns", "level"), [(False, "debug"), (True, "info")])
+async def test_turns_are_told_at_the_level_that_the_run_wants(
+    make_stage, log_turns: bool, level: str
+) -> None:
+    """`router.log_turns` lifts the line of each turn, and nothing else, to info."""
+    stage = await make_stage(router={"log_turns": log_turns})
+    stage.says("said")
+    episode = await stage.open()
+    with capture_logs() as logs:
+        await stage.post("/v1/chat/completions", BODY, episode["api_key"])
+    told = [(x["log_level"], x["turn_id"]) for x in logs if x["event"] == "turn_recorded"]
+    assert told == [(level, stage.turns(episode)[0].turn_id)]
 
 
 def test_a_process_writes_one_json_object_per_line_above_its_level() -> None:
