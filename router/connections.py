@@ -1,45 +1,213 @@
 """Connections of clients.
 
-Owns: what of uvicorn's protocol is done more cheaply here. Does not own: HTTP (uvicorn), requests
+Owns: what of uvicorn's protocol is done more cheaply here: a request begins when its body is there,
+a plain answer is one write, a connection has one timer. Does not own: HTTP (uvicorn), requests
 (web). Invariant: bytes leave in the order in which they were written, all of them before the
-connection is closed.
+connection is closed; to any ASGI app it is uvicorn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import urllib.parse
+from collections.abc import Sequence
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 CONNECTION = "outloop.connection"
-"""Where an ASGI scope holds its ClientConnection."""
+"""Where an ASGI scope holds its ClientRequest."""
+_CLOSE = (b"connection", b"close")
 
 
-class ClientConnection(HttpToolsProtocol):
-    """Uvicorn's protocol, with one write to the socket for all that is said at once."""
+class ClientRequest(RequestResponseCycle):
+    """One request on a connection, and its answer; beside ASGI it has shorter ways of its own."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """As uvicorn's."""
-        super().connection_made(_Gathering(transport, self.loop))  # type: ignore[arg-type]
+    transport: _Gathering  # type: ignore[assignment]
 
-    def on_message_begin(self) -> None:
-        """As uvicorn's."""
-        super().on_message_begin()
-        scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-        scope[CONNECTION] = self
+    def take_body(self) -> bytes | None:
+        """What is left to receive of the body, if all of it is here."""
+        if self.more_body or self.disconnected:
+            return None
+        body, self.body = bytes(self.body), bytearray()
+        self.message_event.clear()
+        return body
 
     def is_gone(self) -> bool:
         """True if the client has closed the connection, as far as is known now."""
         # Only who reads notices it, and a large body stops the reading.
         self.flow.resume_reading()
-        return self.transport.is_closing()
+        return bool(self.disconnected or self.transport.is_closing())
+
+    async def respond(
+        self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes
+    ) -> None:
+        """A complete answer, as one write; `headers` without content-length, fit for the wire."""
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if self.disconnected:
+            return
+        if _CLOSE in headers:
+            self.keep_alive = False
+        elif not self.keep_alive:
+            headers = (*headers, _CLOSE)
+        pieces = [STATUS_LINE[status]]
+        for name, value in (*self.default_headers, *headers):
+            pieces += (name, b": ", value, b"\r\n")
+        pieces.append(b"content-length: %d\r\n\r\n" % len(body))
+        if self.scope["method"] != "HEAD":
+            pieces.append(body)
+        self.response_started = self.response_complete = True
+        self.transport.write(b"".join(pieces))
+        self.message_event.set()
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()
+
+
+class ClientConnection(HttpToolsProtocol):
+    """Uvicorn's protocol without what a router does not need: upgrades and limits of its own."""
+
+    transport: Any
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._begun: ClientRequest | None = None
+        """A request whose body is awaited."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle_since = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """As uvicorn's."""
+        super().connection_made(_Gathering(transport, self.loop))  # type: ignore[arg-type]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As uvicorn's."""
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def on_message_begin(self) -> None:
+        """As uvicorn's, whose scope is made later."""
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
+
+    def on_headers_complete(self) -> None:
+        """A small body is awaited before the app is called, which then need not wait for it."""
+        parser = self.parser
+        url = httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
+        if "%" in path:
+            path = urllib.parse.unquote(path)
+        version = parser.get_http_version()
+        scope: Any = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "method": parser.get_method().decode("ascii"),
+            "root_path": self.root_path,
+            "path": self.root_path + path,
+            "raw_path": self.root_path.encode("ascii") + url.path,
+            "query_string": url.query or b"",
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+        }
+        earlier = self.cycle
+        request = ClientRequest(
+            scope=scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=version != "1.0" and parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        scope[CONNECTION] = self.cycle = request
+        if earlier is not None and not earlier.response_complete:
+            # It is answered after the one before it.
+            self.flow.pause_reading()
+            self.pipeline.appendleft((request, self.app))
+        elif self.expect_100_continue or _size_of(self.headers) > HIGH_WATER_LIMIT:
+            self._start_asgi_task(request, self.app)
+        else:
+            self._begun = request
+
+    def on_body(self, body: bytes) -> None:
+        """As uvicorn's."""
+        cycle = self.cycle
+        if cycle.response_complete:
+            return
+        cycle.body += body
+        if len(cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        cycle.message_event.set()
+
+    def on_message_complete(self) -> None:
+        """The request's body is complete."""
+        cycle = self.cycle
+        if cycle.response_complete:
+            return
+        cycle.more_body = False
+        cycle.message_event.set()
+        if self._begun is not None:
+            self._begun = None
+            self._start_asgi_task(cycle, self.app)
+
+    def on_response_complete(self) -> None:
+        """As uvicorn's, but that a timer is not set anew for every request."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+            return
+        self._idle_since = self.loop.time()
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.timeout_keep_alive, self._end_idle)
+
+    def _end_idle(self) -> None:
+        """Close a connection that has been idle for too long."""
+        self._timer = None
+        if self.transport.is_closing() or not self.cycle.response_complete:
+            return
+        left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left_s <= 0:
+            self.transport.close()
+        else:
+            self._timer = self.loop.call_later(left_s, self._end_idle)
+
+
+def _size_of(headers: Sequence[tuple[bytes, bytes]]) -> float:
+    """The bytes of a body as its request announces them."""
+    for name, value in headers:
+        if name == b"content-length":
+            return int(value)
+        if name == b"transfer-encoding":
+            return float("inf")
+    return 0
 
 
 class _Gathering:
     """A transport that hands on, once in a round of the event loop, all that was written in it.
 
-    The head of an answer and its body are written apart, and each write is a system call.
+    The events of a stream are written apart, and each write is a system call. Answers to many
+    clients leave together too: each alone would wake its client's process anew.
     """
 
     __slots__ = ("_loop", "_pieces", "_transport")

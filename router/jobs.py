@@ -8,8 +8,8 @@ joined it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Protocol
 
 from outloop.router.refusals import Refusal
 from outloop.router.streaming import Shown
@@ -23,6 +23,9 @@ class Client(Protocol):
         """True if it has left."""
 
 
+Work = Callable[["TurnJob"], Coroutine[Any, Any, None]]
+
+
 class TurnJob:
     """A turn being served; requests attach to it while their client is there."""
 
@@ -32,6 +35,7 @@ class TurnJob:
         "_refusal",
         "_results",
         "_waiting",
+        "_work",
         "deltas",
         "is_delivered",
         "is_drawn",
@@ -42,7 +46,11 @@ class TurnJob:
         "turn_ids",
     )
 
-    def __init__(self, turn_ids: tuple[str, ...], started_at: float) -> None:
+    def __init__(
+        self, turn_ids: tuple[str, ...], started_at: float, work: Work | None = None
+    ) -> None:
+        """`work` finishes or fails the job, also when it is cancelled; whoever waits begins it."""
+        self._work = work
         self.turn_ids = turn_ids
         self.started_at = started_at
         self.num_prompt_tokens = 0
@@ -134,14 +142,18 @@ class TurnJob:
         Raises:
             Refusal: it was refused.
         """
-        while not self.is_over:
-            await self._change()
+        if self._work is not None:
+            await self._do(self._work)
+        await self.over()
         if self._refusal is not None:
             raise self._refusal
         return self._results
 
     async def stream(self) -> AsyncIterator[Delta]:
         """Every delta from the first on, until the turn is over."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            self.task = asyncio.create_task(work(self))
         index = 0
         while True:
             while index < len(self.deltas):
@@ -150,6 +162,21 @@ class TurnJob:
             if self.is_over:
                 return
             await self._change()
+
+    async def over(self) -> None:
+        """Return when the job has its outcome."""
+        while not self.is_over:
+            await self._change()
+
+    def cancel(self) -> None:
+        """Give the turn up; its work ends soon after."""
+        if self.task is not None and not self.is_over:
+            self.task.cancel()
+
+    async def _do(self, work: Work) -> None:
+        """Do the work here: a task of its own would cost as much as reading the request."""
+        self._work, self.task = None, asyncio.current_task()
+        await work(self)
 
     async def _change(self) -> None:
         change = asyncio.get_running_loop().create_future()

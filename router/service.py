@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import structlog
@@ -69,7 +70,7 @@ class TurnService:
         self.budgets = Budgets(settings.router, buffer, places)
         self._generator = generator
         self._metrics = metrics
-        self._jobs: dict[asyncio.Task[None], TurnJob] = {}
+        self._jobs: set[TurnJob] = set()
         self.is_draining = False
 
     @property
@@ -80,7 +81,8 @@ class TurnService:
     async def submit(
         self, session: EpisodeSession, request: TurnRequest, *, retry_key: str, is_retry: bool
     ) -> TurnJob:
-        """Start a turn, or join the one that this request repeats; the caller attaches to it.
+        """A turn's job, or that of the one which this request repeats; who attaches and waits for
+        it, at once, begins it.
 
         Raises:
             Refusal: the episode has ended, a budget is spent, or the router is full.
@@ -101,29 +103,26 @@ class TurnService:
             self._metrics.replays.inc()
             return earlier
         # A retry is no turn yet: it may turn out to be one that is there already.
-        job = TurnJob((), time.time())
+        job = TurnJob(
+            (),
+            time.time(),
+            lambda job: self._run(job, session, request, retry_key, is_retry=is_retry),
+        )
         if not is_retry and not self._admit(job, session, request):
             await self._ask_and_admit(job, session, request)
         session.jobs.setdefault(retry_key, []).append(job)
-        job.task = asyncio.create_task(
-            self._run(job, session, request, retry_key, is_retry=is_retry)
-        )
-        self._jobs[job.task] = job
-        job.task.add_done_callback(self._jobs.pop)
+        self._jobs.add(job)
         return job
 
     async def end(self, session: EpisodeSession) -> None:
         """Finish what an episode that is being closed has running: record or abandon it."""
-        tasks = []
-        for jobs in session.jobs.values():
-            for job in jobs:
-                if job.task is not None and not job.is_over:
-                    job.settle()
-                    if not job.is_drawn:
-                        job.task.cancel()
-                    tasks.append(job.task)
-        if tasks:
-            await asyncio.wait(tasks)
+        running = [job for jobs in session.jobs.values() for job in jobs if not job.is_over]
+        for job in running:
+            job.settle()
+            if not job.is_drawn:
+                job.cancel()
+        for job in running:
+            await job.over()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new turns and finish the running ones; after `timeout_s` they are given up.
@@ -134,23 +133,28 @@ class TurnService:
         self.is_draining = True
         deadline = time.monotonic() + timeout_s
         while self._jobs and (remaining := deadline - time.monotonic()) > 0:
-            for task, job in list(self._jobs.items()):
+            for job in self._jobs:
                 if not job.has_client:
                     job.settle()
                     if not job.is_drawn:
-                        task.cancel()
-            # A client that leaves wakes nobody.
-            await asyncio.wait(self._jobs, timeout=min(remaining, _CLIENT_CHECK_S))
+                        job.cancel()
+            with suppress(TimeoutError):
+                # A client that leaves wakes nobody.
+                async with asyncio.timeout(min(remaining, _CLIENT_CHECK_S)):
+                    await self._all_over()
         await self.close()
 
     async def close(self) -> None:
         """Abandon every running turn; who waits for one is told to come back."""
         self.is_draining = True
-        for task in self._jobs:
-            task.cancel()
-        if self._jobs:
-            await asyncio.wait(self._jobs)
+        for job in self._jobs:
+            job.cancel()
+        await self._all_over()
         await self._generator.close()
+
+    async def _all_over(self) -> None:
+        while self._jobs:
+            await next(iter(self._jobs)).over()
 
     async def _ask_and_admit(
         self, job: TurnJob, session: EpisodeSession, request: TurnRequest
@@ -171,7 +175,7 @@ class TurnService:
             return False
         settings = self._settings.router
         limit = -(-settings.max_queued_turns // settings.num_processes)
-        num_others = self.num_running - (job.task is not None)
+        num_others = self.num_running - (job in self._jobs)
         if num_others >= limit:
             raise Refusal(
                 503,
@@ -198,6 +202,9 @@ class TurnService:
             results = await self._again(job, session, request, retry_key) if is_retry else ()
             results = results or await self._serve(job, session, request, retry_key)
         except asyncio.CancelledError:
+            # The task may be the client's, which is told about it.
+            if job.task is not None:
+                job.task.uncancel()
             self._drop(job, session, retry_key)
             has_ended = session.is_closed or not self.is_draining
             job.fail(_closed() if has_ended else stopping())
@@ -224,6 +231,11 @@ class TurnService:
         else:
             job.finish(results)
             self._metrics.latency.observe(time.time() - job.started_at)
+        finally:
+            self._jobs.discard(job)
+            if not job.is_over:
+                # Cancelled once more, while that was noted.
+                job.fail(stopping())
 
     async def _again(
         self, job: TurnJob, session: EpisodeSession, request: TurnRequest, retry_key: str

@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from outloop.buffer.errors import OutloopError
-from outloop.router.connections import CONNECTION, ClientConnection
+from outloop.router.connections import CONNECTION, ClientRequest
 from outloop.router.metrics import RouterMetrics
 from outloop.router.refusals import OPENAI_ERRORS, ErrorForm, Refusal, as_refusal
 
@@ -39,6 +39,8 @@ class Exchange:
         self.scope = scope
         self.receive = receive
         self._send = send
+        self._request: ClientRequest | None = scope.get(CONNECTION)
+        """None where the server is not ours."""
         self.is_started = False
         self._is_gone = False
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -71,6 +73,9 @@ class Exchange:
             Refusal: 413, it is too large.
             ClientLeft: the client closed the connection.
         """
+        whole = self._request.take_body() if self._request is not None else None
+        if whole is not None:
+            return whole
         pieces: list[bytes] = []
         size = 0
         while True:
@@ -103,6 +108,9 @@ class Exchange:
     async def answer(self, status: int, body: bytes, headers: Headers | None = None) -> None:
         """Send a complete answer."""
         self.is_started = True
+        if self._request is not None:
+            await self._request.respond(status, (JSON, *(headers or ())), body)
+            return
         length = (b"content-length", str(len(body)).encode())
         await self._send(
             {
@@ -135,9 +143,8 @@ class Exchange:
         say, `receive` is begun and given up at once: a task for every request that waits for it
         would cost as much as the rest.
         """
-        connection: ClientConnection | None = self.scope.get(CONNECTION)
-        if connection is not None:
-            return connection.is_gone()
+        if self._request is not None:
+            return self._request.is_gone()
         if self._is_gone:
             return True
         step = self.receive().__await__()

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import uvicorn
 
+from outloop.router.connections import ClientConnection
+
 
 @dataclass
 class Script:
@@ -136,7 +138,7 @@ async def serving(app):
     config = uvicorn.Config(
         app,
         loop="none",
-        http="httptools",
+        http="httptools" if isinstance(app, FakeServer) else ClientConnection,
         ws="none",
         lifespan=lifespan,
         log_config=None,

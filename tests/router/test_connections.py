@@ -9,11 +9,21 @@ import uvicorn
 from outloop.router.connections import ClientConnection
 from outloop.router.web import Exchange
 
+OK = b"HTTP/1.1 200 OK\r\n"
+
 
 @asynccontextmanager
-async def serving(app) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def serving(
+    app, keep_alive_s: float = 5.0
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to `app`."""
-    config = uvicorn.Config(app, http=ClientConnection, lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        app,
+        http=ClientConnection,
+        lifespan="off",
+        log_config=None,
+        timeout_keep_alive=keep_alive_s,
+    )
     config.load()
     loop = asyncio.get_running_loop()
     state = uvicorn.server.ServerState()
@@ -112,3 +122,82 @@ async def test_a_client_that_left_is_noticed() -> None:
             await came.wait()
             writer.close()
             await asyncio.wait_for(seen.wait(), 60)
+
+
+async def test_a_small_body_is_there_when_the_app_is_called() -> None:
+    """A request whose body is on its way calls nobody; a large one is read by the app."""
+    called: list[int] = []
+
+    async def app(scope, receive, send) -> None:
+        called.append(int(dict(scope["headers"])[b"content-length"]))
+        exchange = Exchange(scope, receive, send)
+        await exchange.answer(200, str(len(await exchange.body())).encode())
+
+    async with serving(app) as (reader, writer):
+        for size, seen_before_the_end in ((300, []), (200_000, [200_000])):
+            called.clear()
+            whole = request(b"x" * size)
+            writer.write(whole[:-100])
+            await writer.drain()
+            while called != seen_before_the_end:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            assert called == seen_before_the_end
+            writer.write(whole[-100:])
+            assert (await reader.readuntil(b"\r\n\r\n" + str(size).encode())).startswith(OK)
+
+
+async def test_answers_come_in_the_order_of_the_requests() -> None:
+    """Also where several are sent at once, of every kind, and the last asks to close."""
+
+    async def app(scope, receive, send) -> None:
+        exchange = Exchange(scope, receive, send)
+        body = await exchange.body()
+        await asyncio.sleep(0.02 if body == b"slow" else 0)
+        if scope["method"] == "POST":
+            await exchange.answer(200, b"<" + body[:4] + b">")
+        else:
+            await exchange.answer(200, b"<get>")
+
+    get = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+    chunked = request(b"", "transfer-encoding: chunked").replace(b"content-length: 0\r\n", b"")
+    chunked += b"4\r\nchun\r\n0\r\n\r\n"
+    large, last = request(b"larg" * 50_000), request(b"last", "connection: close")
+    async with serving(app) as (reader, writer):
+        writer.write(request(b"slow") + get + chunked + large + last)
+        answers = await asyncio.wait_for(reader.read(), 60)
+    found = [answers.find(word) for word in (b"<slow>", b"<get>", b"<chun>", b"<larg>", b"<last>")]
+    assert found == sorted(found)
+    assert found[0] > 0
+    assert answers.count(b"connection: close") == 1
+    assert answers.endswith(b"<last>")
+
+
+async def test_what_asks_for_the_head_only_gets_no_body() -> None:
+    """Its length is told, and the next answer begins where it should."""
+
+    async def app(scope, receive, send) -> None:
+        exchange = Exchange(scope, receive, send)
+        await exchange.answer(200, scope["method"].encode() * 100)
+
+    async with serving(app) as (reader, writer):
+        writer.write(b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"content-length: 400\r\n" in await reader.readuntil(b"\r\n\r\n")
+        writer.write(request())
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(OK)
+
+
+async def test_an_idle_connection_is_closed_and_a_busy_one_is_not() -> None:
+    """However long an answer takes, the time begins with its end, once."""
+
+    async def app(scope, receive, send) -> None:
+        exchange = Exchange(scope, receive, send)
+        await exchange.body()
+        await asyncio.sleep(0.5)
+        await exchange.answer(200, b"here")
+
+    async with serving(app, keep_alive_s=0.2) as (reader, writer):
+        for _ in range(2):
+            writer.write(request())
+            assert (await reader.readuntil(b"here")).startswith(OK)
+        assert await asyncio.wait_for(reader.read(), 60) == b""

@@ -211,7 +211,7 @@ async def test_a_turn_whose_waiting_client_leaves_elsewhere_is_recorded_without_
     await until(lambda: not said(first, Ask)[-1].has_client)
     first.server.gate.set()
     path = f"/episodes/{episode['episode_id']}/close"
-    job = next(iter(first.app.state.parts.service._jobs.values()))
+    job = next(iter(first.app.state.parts.service._jobs))
     await until(lambda: job.is_drawn)
     answer = await first.post(path, {"outcome": "failed", "failure_kind": "agent", "key": "c"})
     assert answer.status_code == 200
