@@ -26,22 +26,8 @@ from pydantic_settings import (
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings_buffer import BufferSettings, check_replay
 from outloop.buffer.settings_env import EnvSettings, EvalSettings, check_choice
+from outloop.buffer.settings_server import ServerSettings
 from outloop.buffer.settings_trainer import TrainerSettings
-
-_SGLANG_OWNED = {
-    "model_path": "model.path",
-    "model": "model.path",
-    "host": "server.host",
-    "port": "server.port",
-    "device": "server.device",
-    "dtype": "server.dtype",
-    "tp_size": "server.tensor_parallel_size",
-    "tp": "server.tensor_parallel_size",
-    "tensor_parallel_size": "server.tensor_parallel_size",
-    "max_running_requests": "server.max_running_requests",
-    "weight_version": "the publisher",
-}
-"""SGLang's arguments that have a setting of ours, and which."""
 
 
 class _Section(BaseModel):
@@ -133,31 +119,6 @@ class RouterSettings(_Section):
     """By the name under which agents ask for them."""
 
 
-class ServerSettings(_Section):
-    """The processes that draw tokens."""
-
-    kind: Literal["torch", "sglang"] = "torch"
-    num_servers: int = Field(1, ge=0)
-    """0: attach to `urls`."""
-    urls: tuple[str, ...] = ()
-    """Servers that somebody else started; they are trusted with weights."""
-    host: str = "127.0.0.1"
-    port: int = Field(0, ge=0, le=65535)
-    """Of the first server, the next ones count up; 0: any free port."""
-    tensor_parallel_size: int = Field(1, gt=0)
-    """Processes, and devices, of one SGLang server."""
-    max_running_requests: int = Field(128, gt=0)
-    num_threads: int = Field(1, gt=0)
-    start_timeout_s: float = Field(300.0, gt=0)
-    """SGLang imports for half a minute on an idle machine, and longer on a busy one."""
-    device: str = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    sglang_python: Path | None = None
-    """Interpreter of the environment that holds SGLang; none: that of `make venv-sglang`."""
-    sglang: dict[str, Any] = {}
-    """Raw SGLang server arguments under their upstream names."""
-
-
 class PublishSettings(_Section):
     """How weights reach the servers."""
 
@@ -174,7 +135,8 @@ class PublishSettings(_Section):
     phase_timeout_s: float = Field(60.0, gt=0)
     verify: Literal["checksum", "probe", "none"] | None = None
     """checksum: compare every tensor's bytes on every server. probe: compare the logprobs of a
-    fixed prompt. None: probe for SGLang on a GPU, else checksum."""
+    fixed prompt. None: probe for SGLang on a GPU or with experts spread over ranks, else
+    checksum."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Mean difference of logprobs, nats; none: 0.01 in float32, 0.25 in bfloat16."""
 
@@ -265,8 +227,7 @@ class Settings(BaseSettings):
     @property
     def verification(self) -> Literal["checksum", "probe", "none"]:
         """`publish.verify`, or what fits the servers."""
-        is_gpu_sglang = self.server.kind == "sglang" and self.server.device != "cpu"
-        return self.publish.verify or ("probe" if is_gpu_sglang else "checksum")
+        return self.publish.verify or ("checksum" if self.server.has_checksums else "probe")
 
     @property
     def pause_mode(self) -> Literal["in_place", "retract", "abort"]:
@@ -280,22 +241,17 @@ class Settings(BaseSettings):
                 f"server.urls={list(server.urls)} with server.num_servers={server.num_servers}; "
                 "set server.num_servers to 0 to attach, or leave urls out to start servers"
             )
-        if server.kind == "torch" and (server.sglang or server.tensor_parallel_size != 1):
-            raise ValueError(
-                "server.sglang and server.tensor_parallel_size are SGLang's; "
-                'set server.kind to "sglang", or leave them out'
-            )
         if self.verification == "probe" and self.publish.mode not in (None, "abort"):
             raise ValueError(
                 f"publish.mode={self.publish.mode!r} with verification by a probe, which a server "
                 'answers only while turns would go on too: "abort" is allowed, or publish.verify='
                 '"checksum"'
             )
-        taken = sorted({key.replace("-", "_") for key in server.sglang} & _SGLANG_OWNED.keys())
-        if taken:
-            key = taken[0]
+        if server.num_expert_ranks > 1 and self.publish.verify == "checksum":
             raise ValueError(
-                f"server.sglang.{key} is set by {_SGLANG_OWNED[key]}; leave it out of the table"
+                f'publish.verify="checksum" with server.sglang.ep_size={server.num_expert_ranks}: '
+                "checksums of experts that are spread over ranks are not known; "
+                '"probe" and "none" are allowed'
             )
 
     def digest(self) -> str:

@@ -51,6 +51,10 @@ class ServerClient:
         """What is loaded; also tells whether the server answers while paused."""
         return self._call("GET", "/model_info", None, deadline)
 
+    def server_info(self, deadline: float) -> dict[str, Any]:
+        """What the server was started with."""
+        return self._call("GET", "/server_info", None, deadline)
+
     def generate(self, body: dict[str, Any], deadline: float) -> dict[str, Any]:
         """One answer, not streamed."""
         return self._call("POST", "/generate", body, deadline)

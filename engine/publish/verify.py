@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from outloop.buffer.errors import PublishFailed
+from outloop.buffer.errors import OutloopError, PublishFailed
 from outloop.engine.publish.checksum import Algorithm, tensor_checksum
 from outloop.engine.publish.client import ServerClient
 from outloop.engine.publish.copying import copy_hashed
@@ -86,7 +86,24 @@ class SGLangAccount:
             self._sums.add(place.spec, content[place.start : place.end])
 
     def verify(self, client: ServerClient, deadline: float) -> None:
-        """Compare every rank's parameters."""
+        """Compare every rank's parameters.
+
+        A server whose experts are spread over its ranks is told apart from one that holds wrong
+        weights.
+        """
+        try:
+            self._compare(client, deadline)
+        except PublishFailed as error:
+            num_expert_ranks = _expert_ranks_of(client, deadline)
+            if num_expert_ranks == 1:
+                raise
+            raise PublishFailed(
+                f"{client.server_id} has ep_size={num_expert_ranks}: checksums of experts that are "
+                'spread over ranks are not known; set publish.verify to "probe" or "none", or '
+                "start it with ep_size=1"
+            ) from error
+
+    def _compare(self, client: ServerClient, deadline: float) -> None:
         held = client.checksums(None, deadline)
         if len(held) != self._num_ranks:
             raise PublishFailed(
@@ -111,6 +128,15 @@ def accounts_for(
         else:
             accounts[kind] = TorchAccount(is_gpu=is_gpu)
     return accounts
+
+
+def _expert_ranks_of(client: ServerClient, deadline: float) -> int:
+    """Over how many ranks the server spreads experts; 1 if it does not say."""
+    try:
+        size = client.server_info(deadline).get("ep_size")
+    except OutloopError:
+        return 1
+    return size if isinstance(size, int) else 1
 
 
 def compare_checksums(server_id: str, sent: dict[str, str], held: dict[str, str]) -> None:

@@ -49,6 +49,7 @@ class LyingServer(ThreadingHTTPServer):
         self.path_of_phase = PATHS.get(phase, "")
         self.sums: dict[str, str] = {}
         self.calls: list[str] = []
+        self.info: dict[str, Any] = {}
         self.groups = UpdateGroups()
         self.closing = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -65,8 +66,8 @@ class _Handler(BaseHTTPRequestHandler):
     server: LyingServer
 
     def do_GET(self) -> None:
-        """Alive."""
-        self._answer(200, {})
+        """Alive, and what it says of itself."""
+        self._answer(200, self.server.info)
 
     def do_POST(self) -> None:
         """One call of a publish."""

@@ -29,10 +29,10 @@ class MemoryRegistry:
         self.entries: dict[str, ServerEntry] = {}
         self.history: list[tuple[str, int | None, bool]] = []
 
-    def add(self, server_id: str, url: str) -> None:
+    def add(self, server_id: str, url: str, kind: str = "torch") -> None:
         """Register a server."""
         self.entries[server_id] = ServerEntry(
-            server_id=server_id, url=url, kind="torch", policy_version=None, is_quarantined=False
+            server_id=server_id, url=url, kind=kind, policy_version=None, is_quarantined=False
         )
 
     def servers(self) -> tuple[ServerEntry, ...]:

@@ -1,11 +1,14 @@
 """How a run's servers are verified, and what follows for turns in flight."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from outloop.buffer.errors import SettingsError
+from outloop.buffer.errors import PublishFailed, SettingsError
 from outloop.buffer.settings import Settings, build_settings
+from outloop.engine.publish.source import LocalTensors
 
 GPU = {"kind": "sglang", "device": "cuda"}
 
@@ -25,13 +28,16 @@ def settings_of(server: dict[str, Any], **publish: Any) -> Settings:
         (GPU, {"verify": "checksum", "mode": "retract"}, "checksum", "retract"),
         ({}, {"verify": "probe", "mode": "abort"}, "probe", "abort"),
         ({"device": "cuda"}, {}, "checksum", "in_place"),
+        ({"kind": "sglang", "sglang": {"ep-size": 2}}, {}, "probe", "abort"),
+        ({"kind": "sglang", "sglang": {"ep_size": 1}}, {}, "checksum", "in_place"),
+        ({"kind": "sglang", "sglang": {"ep_size": 2}}, {"verify": "none"}, "none", "in_place"),
         ({}, {"verify": "none"}, "none", "in_place"),
     ],
 )
 def test_what_is_left_out_fits_the_servers(
     server: dict[str, Any], publish: dict[str, Any], verification: str, mode: str
 ) -> None:
-    """A probe for SGLang on a GPU, whose hash was never compared on one; checksums elsewhere."""
+    """A probe where SGLang's checksums are not known: on a GPU, of experts spread over ranks."""
     settings = settings_of(server, **publish)
     assert (settings.verification, settings.pause_mode) == (verification, mode)
     # The same in the processes that read it from the run's folder.
@@ -45,3 +51,36 @@ def test_a_probe_among_turns_that_go_on_is_refused(server: dict[str, Any]) -> No
     publish = {"mode": "in_place"} if server else {"mode": "in_place", "verify": "probe"}
     with pytest.raises(SettingsError, match=r"publish\.mode='in_place' with .* a probe"):
         settings_of(server, **publish)
+
+
+@pytest.mark.parametrize("key", ["ep_size", "ep-size", "expert_parallel_size", "ep"])
+def test_checksums_of_experts_that_are_spread_are_refused(key: str) -> None:
+    """They would fail every publish."""
+    server = {"kind": "sglang", "sglang": {key: 2}}
+    with pytest.raises(SettingsError, match=r"verify=\"checksum\" with server\.sglang\.ep_size=2"):
+        settings_of(server, verify="checksum")
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ({"ep_size": 2}, r"has ep_size=2: .* set publish\.verify to \"probe\""),
+        ({"ep_size": 1}, "differ from what was sent|were never sent"),
+        ({}, "differ from what was sent|were never sent"),
+    ],
+)
+def test_an_attached_server_that_spreads_experts_is_told_apart(
+    lying_server: Callable[..., Any],
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+    info: dict[str, Any],
+    said: str,
+) -> None:
+    """Its checksums are no sign of wrong weights; it is quarantined, and what to set is said."""
+    server = lying_server("wrong")
+    server.info = info
+    registry.add("spread", server.url, kind="sglang")
+    with pytest.raises(PublishFailed, match=f"spread in phase=verify.*({said})"):
+        make_publisher().publish(LocalTensors.of(other_weights), 1)
+    assert registry.state("spread") == (None, True)

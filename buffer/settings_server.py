@@ -1,0 +1,86 @@
+"""The settings of the servers.
+
+Owns: names, types, defaults and own rules of `[server]`. Does not own: where values come from and
+the rules across sections (settings), SGLang's other arguments (engine.serve.sglang). Invariant:
+frozen; rules refuse and never rewrite.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+_SGLANG_OWNED = {
+    "model_path": "model.path",
+    "model": "model.path",
+    "host": "server.host",
+    "port": "server.port",
+    "device": "server.device",
+    "dtype": "server.dtype",
+    "tp_size": "server.tensor_parallel_size",
+    "tp": "server.tensor_parallel_size",
+    "tensor_parallel_size": "server.tensor_parallel_size",
+    "max_running_requests": "server.max_running_requests",
+    "weight_version": "the publisher",
+}
+"""SGLang's arguments that have a setting of ours, and which."""
+_SGLANG_EXPERT_RANKS = ("ep_size", "expert_parallel_size", "ep")
+
+
+class ServerSettings(BaseModel):
+    """The processes that draw tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["torch", "sglang"] = "torch"
+    num_servers: int = Field(1, ge=0)
+    """0: attach to `urls`."""
+    urls: tuple[str, ...] = ()
+    """Servers that somebody else started; they are trusted with weights."""
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """Of the first server, the next ones count up; 0: any free port."""
+    tensor_parallel_size: int = Field(1, gt=0)
+    """Processes, and devices, of one SGLang server."""
+    max_running_requests: int = Field(128, gt=0)
+    num_threads: int = Field(1, gt=0)
+    start_timeout_s: float = Field(300.0, gt=0)
+    """SGLang imports for half a minute on an idle machine, and longer on a busy one."""
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    sglang_python: Path | None = None
+    """Interpreter of the environment that holds SGLang; none: that of `make venv-sglang`."""
+    sglang: dict[str, Any] = {}
+    """Raw SGLang server arguments under their upstream names."""
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Over how many ranks of one server its experts are spread, as far as the table says."""
+        table = {key.replace("-", "_"): value for key, value in self.sglang.items()}
+        sizes = (table[key] for key in _SGLANG_EXPERT_RANKS if key in table)
+        return max((size for size in sizes if isinstance(size, int)), default=1)
+
+    @property
+    def has_checksums(self) -> bool:
+        """True if what these servers hold can be told from what was sent by checksums that were
+        compared with theirs.
+        """
+        is_known = self.device == "cpu" and self.num_expert_ranks == 1
+        return self.kind == "torch" or is_known
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> ServerSettings:
+        if self.kind == "torch" and (self.sglang or self.tensor_parallel_size != 1):
+            raise ValueError(
+                "server.sglang and server.tensor_parallel_size are SGLang's; "
+                'set server.kind to "sglang", or leave them out'
+            )
+        taken = sorted({key.replace("-", "_") for key in self.sglang} & _SGLANG_OWNED.keys())
+        if taken:
+            key = taken[0]
+            raise ValueError(
+                f"server.sglang.{key} is set by {_SGLANG_OWNED[key]}; leave it out of the table"
+            )
+        return self
