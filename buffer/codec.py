@@ -33,7 +33,7 @@ from outloop.buffer.records import (
     Turn,
     unchecked_twin,
 )
-from outloop.buffer.turns import Frame, TurnWire, pack_turns, turn_to_wire, turns_of
+from outloop.buffer.turns import Frame, TurnWire, turn_parts, turn_to_wire, turns_of
 
 __all__ = ["MAX_RECORD_BYTES", "SCHEMA", "many_at_once"]
 
@@ -105,7 +105,7 @@ _TASK = msgspec.msgpack.Decoder(_TaskWire)
 
 def encode_turn(turn: Turn) -> bytes:
     """Bytes of a turn."""
-    return pack_turns(turn_to_wire(turn), (turn,), f"turn {turn.turn_id}")
+    return b"".join(turn_parts(turn_to_wire(turn), (turn,), f"turn {turn.turn_id}")[0])
 
 
 def decode_turn(data: bytes) -> Turn:
@@ -129,6 +129,11 @@ def decode_turns(records: Sequence[bytes]) -> list[Turn]:
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
     """Bytes of a whole trajectory."""
+    return b"".join(trajectory_parts(trajectory)[0])
+
+
+def trajectory_parts(trajectory: Trajectory) -> tuple[list[Any], int]:
+    """(what those bytes are made of, in order: bytes, and arrays that are not copied; how many)."""
     e = trajectory.episode
     wire = _TrajectoryWire(
         _EpisodeWire(
@@ -146,7 +151,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         ),
         tuple(map(turn_to_wire, trajectory.turns)),
     )
-    return pack_turns(wire, trajectory.turns, f"trajectory {e.episode_id}")
+    return turn_parts(wire, trajectory.turns, f"trajectory {e.episode_id}")
 
 
 def decode_trajectory(data: bytes) -> Trajectory:

@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import hiredis
 import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
@@ -29,7 +30,9 @@ MAX_CONNECTIONS = 64
 _MAX_WINDOW = 64
 _WINDOW_BYTES = 2**17
 """About so much is under way while what came before is decoded, or while more is encoded."""
-_LARGE_BYTES = 4096
+
+Word = bytes | tuple[Sequence[Any], int]
+"""One word of a command; a large one in pieces, bytes and arrays, and their number of bytes."""
 
 _ADVICE = (
     (
@@ -76,12 +79,16 @@ def connect_async(url: str) -> redis.asyncio.Redis:
     return redis.asyncio.Redis.from_pool(pool)
 
 
-def replies(client: redis.Redis, commands: Sequence[Sequence[str]]) -> Generator[list[bytes]]:
-    """The answer to each command, a list, in order, while later ones are on their way.
+def replies(
+    client: redis.Redis, requests: Sequence[Sequence[tuple[Any, ...]]]
+) -> Generator[list[list[Any]]]:
+    """The answers to the commands of each request, lists, in order, while later ones are on
+    their way.
 
     Whoever reads them slowly, because he decodes what he got, does so while the server works. A
     server answers all it was asked before it writes anything, so it is asked for a little at a
-    time: it would keep its reader waiting otherwise, and then be kept waiting by him.
+    time: it would keep its reader waiting otherwise, and then be kept waiting by him. What the
+    last command of a request gives is taken to be the most of it.
 
     Raises:
         redis.RedisError: as a pipeline would; an answer that is an error, at its place.
@@ -91,19 +98,20 @@ def replies(client: redis.Redis, commands: Sequence[Sequence[str]]) -> Generator
     asked = num_unread = 0
     num_bytes = 1
     try:
-        for number in range(len(commands)):
+        for number, request in enumerate(requests):
             # Bytes of an answer so far: about so many more may be under way.
             window = _WINDOW_BYTES * max(number, 1) // num_bytes if number else 1
             window = min(max(window, 1), _MAX_WINDOW)
-            if asked < len(commands) and num_unread <= window:
-                some = commands[asked : number + 2 * window]
-                connection.send_packed_command([b"".join(map(_packed, some))])
+            if asked < len(requests) and num_unread <= window:
+                some = requests[asked : number + 2 * window]
+                packed = [hiredis.pack_command(words) for one in some for words in one]
+                connection.send_packed_command([b"".join(packed)])
                 asked += len(some)
                 num_unread += len(some)
-            answer: list[bytes] = connection.read_response()
+            answers: list[list[Any]] = [connection.read_response() for _ in request]
             num_unread -= 1
-            num_bytes += sum(map(len, answer))
-            yield answer
+            num_bytes += sum(map(len, answers[-1]))
+            yield answers
     finally:
         if num_unread:
             # Its next user must not get these answers.
@@ -111,26 +119,29 @@ def replies(client: redis.Redis, commands: Sequence[Sequence[str]]) -> Generator
         pool.release(connection)
 
 
-async def send(client: redis.asyncio.Redis, commands: Iterable[Sequence[bytes]]) -> None:
+async def send(client: redis.asyncio.Redis, commands: Iterable[Sequence[Word]]) -> None:
     """Have commands executed whose answers say no more than that they were.
 
-    As a pipeline, but that commands are sent while later ones are made, and that large words are
-    neither copied nor joined on their way to the socket.
+    As a pipeline, but that commands are sent while later ones are made, and that a word in pieces
+    is copied once on its way to the socket.
 
     Raises:
         redis.RedisError: one was refused; those before and after it were executed.
     """
     pool = client.connection_pool
     connection = await pool.get_connection()
+    allowed_s, connection.socket_timeout = connection.socket_timeout, None
     refused: redis.RedisError | None = None
     num_unread = 0
     is_complete = False
     try:
-        for pieces, number in _windows(commands):
-            num_unread += number
-            await connection.send_packed_command(pieces)
-        # One deadline for all: one for each costs more than the answer.
-        async with asyncio.timeout(SOCKET_TIMEOUT_S):
+        # One deadline, set anew with each step: the connection's own is a task for each.
+        async with asyncio.timeout(SOCKET_TIMEOUT_S) as silence:
+            clock = asyncio.get_running_loop().time
+            for data, number in _windows(commands):
+                num_unread += number
+                await connection.send_packed_command(data, check_health=False)
+                silence.reschedule(clock() + SOCKET_TIMEOUT_S)
             for _ in range(num_unread):
                 try:
                     await connection.read_response(timeout=math.inf)
@@ -140,6 +151,7 @@ async def send(client: redis.asyncio.Redis, commands: Iterable[Sequence[bytes]])
     except TimeoutError as error:
         raise redis.TimeoutError(f"no answer within {SOCKET_TIMEOUT_S} s") from error
     finally:
+        connection.socket_timeout = allowed_s
         if not is_complete:
             # Its next user must not get the answers that are still to come.
             await connection.disconnect(nowait=True)
@@ -148,34 +160,27 @@ async def send(client: redis.asyncio.Redis, commands: Iterable[Sequence[bytes]])
         raise refused
 
 
-def _windows(commands: Iterable[Sequence[bytes]]) -> Iterator[tuple[list[bytes], int]]:
-    """(what goes over the wire, each large word as it is; number of commands), part by part."""
-    pieces: list[bytes] = []
-    small: list[bytes] = []
+def _windows(commands: Iterable[Sequence[Word]]) -> Iterator[tuple[bytes, int]]:
+    """(what goes over the wire, number of commands), part by part."""
+    parts: list[Any] = []
     number = num_bytes = 0
     for command in commands:
         number += 1
-        small.append(b"*%d\r\n" % len(command))
+        parts.append(b"*%d\r\n" % len(command))
         for word in command:
-            if len(word) < _LARGE_BYTES:
-                small.append(b"$%d\r\n%b\r\n" % (len(word), word))
-                continue
-            small.append(b"$%d\r\n" % len(word))
-            pieces += (b"".join(small), word)
-            small = [b"\r\n"]
-            num_bytes += len(word)
+            if isinstance(word, bytes):
+                parts.append(b"$%d\r\n%b\r\n" % (len(word), word))
+            else:
+                pieces, size = word
+                parts.append(b"$%d\r\n" % size)
+                parts += pieces
+                parts.append(b"\r\n")
+                num_bytes += size
         if num_bytes >= _WINDOW_BYTES:
-            pieces.append(b"".join(small))
-            yield pieces, number
-            pieces, small, number, num_bytes = [], [], 0, 0
+            yield b"".join(parts), number
+            parts, number, num_bytes = [], 0, 0
     if number:
-        pieces.append(b"".join(small))
-        yield pieces, number
-
-
-def _packed(command: Sequence[str]) -> bytes:
-    words = [word.encode() for word in command]
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)
+        yield b"".join(parts), number
 
 
 @contextmanager

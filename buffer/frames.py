@@ -44,7 +44,16 @@ def encode_fields(wire: Any) -> bytes:
 def pack(
     wire: Any, what: str, ids: Sequence[Int32] = (), logprobs: Sequence[Float32] = ()
 ) -> bytes:
-    """The frame of `what`.
+    """The frame of `what`; raises as pack_parts."""
+    return b"".join(pack_parts(wire, what, ids, logprobs)[0])
+
+
+def pack_parts(
+    wire: Any, what: str, ids: Sequence[Int32] = (), logprobs: Sequence[Float32] = ()
+) -> tuple[list[Any], int]:
+    """(what the frame of `what` is made of, in order and not copied; its number of bytes).
+
+    Each part is bytes or an array without gaps.
 
     Raises:
         RecordError: a field cannot be stored, or the frame is too large.
@@ -61,21 +70,16 @@ def pack(
             "or lower model.max_context_tokens"
         )
     parts: list[Any] = [_HEAD.pack(SCHEMA, 0, num_words), *ids, *logprobs, body]
-    if _are_all(ids, _INT32) and _are_all(logprobs, _FLOAT32):
-        try:
-            return b"".join(parts)
-        except TypeError:
-            # One is a view with gaps.
-            pass
-    parts[1:-1] = [np.ascontiguousarray(array, dtype=_INT32) for array in ids]
-    parts[-1:-1] = [np.ascontiguousarray(array, dtype=_FLOAT32) for array in logprobs]
-    return b"".join(parts)
+    if not (_are_plain(ids, _INT32) and _are_plain(logprobs, _FLOAT32)):
+        parts[1:-1] = [np.ascontiguousarray(array, dtype=_INT32) for array in ids]
+        parts[-1:-1] = [np.ascontiguousarray(array, dtype=_FLOAT32) for array in logprobs]
+    return parts, num_bytes
 
 
-def _are_all(arrays: Sequence[Int32 | Float32], dtype: np.dtype[Any]) -> bool:
-    """True if all surely have this dtype, whose object numpy shares."""
+def _are_plain(arrays: Sequence[Int32 | Float32], dtype: np.dtype[Any]) -> bool:
+    """True if all surely have this dtype, whose object numpy shares, and no gaps."""
     for array in arrays:  # noqa: SIM110 (a generator costs more than the rest)
-        if array.dtype is not dtype:
+        if array.dtype is not dtype or not array.flags.c_contiguous:
             return False
     return True
 

@@ -135,7 +135,7 @@ class BufferReader(SyncRegistry):
             )
             if taken:
                 rows: list[LeaseRow] = msgspec.msgpack.decode(answer[0])
-                leases += self._load_leases(rows, answer[2:], fence, int(answer[1]) / 1000)
+                leases += self._load_leases(rows, fence, int(answer[1]) / 1000)
                 continue
             ready, in_flight, num_open = answer
             sentence = (
@@ -344,13 +344,11 @@ class BufferReader(SyncRegistry):
         words = (fence, group_id, reason, error[:_MAX_ERROR_CHARS], int(holds_credit))
         self._scripts.call("drop", *words, what=f"dropping group_id={group_id}")
 
-    def _load_leases(
-        self, rows: Sequence[LeaseRow], facts: Sequence[Any], fence: int, deadline: float
-    ) -> list[Lease]:
+    def _load_leases(self, rows: Sequence[LeaseRow], fence: int, deadline: float) -> list[Lease]:
         leases: list[Lease] = []
         damaged: dict[str, OutloopError] = {}
         with translated("reading leased groups"):
-            for group_id, group in leased_groups(self._client, self._prefix, rows, facts):
+            for group_id, group in leased_groups(self._client, self._prefix, rows):
                 if isinstance(group, OutloopError):
                     damaged[group_id] = group
                 else:

@@ -14,7 +14,7 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from outloop.buffer.connect import send, translated
+from outloop.buffer.connect import Word, send, translated
 from outloop.buffer.scripts import Argument, AsyncScripts, SyncScripts
 
 _STAGED_MS = 600_000
@@ -25,13 +25,13 @@ _Words = tuple[Argument, ...]
 class _Staged:
     """Records under a token of their own."""
 
-    def __init__(self, prefix: str, records: Iterable[bytes]) -> None:
+    def __init__(self, prefix: str, records: Iterable[Word]) -> None:
         self._token = uuid.uuid4().hex
         self._prefix = prefix
         self._records = records
         self._number = 0
 
-    def commands(self) -> Iterator[tuple[bytes, ...]]:
+    def commands(self) -> Iterator[tuple[Word, ...]]:
         """What stages them, one by one."""
         start = f"{self._prefix}staged:{self._token}:".encode()
         lasts_ms = b"%d" % _STAGED_MS
@@ -72,12 +72,12 @@ async def put_async(
     client: redis.asyncio.Redis,
     prefix: str,
     scripts: AsyncScripts,
-    records: Iterable[bytes],
+    records: Iterable[Word],
     *,
     key: str,
     final: bool,
 ) -> None:
-    """As put_sync."""
+    """As put_sync, of records in parts."""
     staged = _Staged(prefix, records)
     what = "storing trajectories"
     with translated(what):

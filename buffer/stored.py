@@ -66,8 +66,11 @@ def trajectory_of(episode_id: str, fields: Fields, turns: Sequence[Turn]) -> Tra
         raise RecordError(f"episode_id={episode_id} lacks its opening or its closure")
     check_turns(episode_id, turns)
     closed_at = _seconds(closed_at_ms, episode_id)
-    with named(f"episode_id={episode_id}"):
+    try:
         episode = codec.decode_episode(episode_id, opening, closure, reward, closed_at)
+    except UNREADABLE:
+        with named(f"episode_id={episode_id}"):
+            raise
     return Trajectory(episode=episode, turns=tuple(turns))
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from outloop.buffer.errors import RecordError
-from outloop.buffer.frames import arrays, encode_fields, pack
+from outloop.buffer.frames import arrays, encode_fields, pack_parts
 from outloop.buffer.records import (
     FinishReason,
     Float32,
@@ -107,8 +107,8 @@ def turn_to_wire(turn: Turn) -> TurnWire:
     )
 
 
-def pack_turns(wire: msgspec.Struct, turns: Sequence[Turn], what: str) -> bytes:
-    """The frame of a record with these turns; raises as frames.pack."""
+def turn_parts(wire: msgspec.Struct, turns: Sequence[Turn], what: str) -> tuple[list[Any], int]:
+    """The frame of a record with these turns, as frames.pack_parts gives it."""
     ids: list[Int32] = []
     logprobs: list[Float32] = []
     for turn in turns:
@@ -116,7 +116,7 @@ def pack_turns(wire: msgspec.Struct, turns: Sequence[Turn], what: str) -> bytes:
         ids.append(turn.output_ids)
         if turn.behavior_logprobs is not None:
             logprobs.append(turn.behavior_logprobs)
-    return pack(wire, what, ids, logprobs)
+    return pack_parts(wire, what, ids, logprobs)
 
 
 def turns_of(frames: Sequence[Frame]) -> Iterator[Turn]:

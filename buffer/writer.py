@@ -303,7 +303,7 @@ class BufferWriter:
                     f"trajectory {trajectory.episode.episode_id}: "
                     f"purpose={trajectory.episode.purpose!r}; only 'sft' is allowed here"
                 )
-        records = map(codec.encode_trajectory, trajectories)
+        records = map(codec.trajectory_parts, trajectories)
         client, scripts, key = self._client, self._scripts, check_id(key, "key")
         await put_async(client, self._prefix, scripts, records, key=key, final=final)
 

@@ -5,18 +5,23 @@
 -- Returns  {'ok', number stored in all}; gone: a staged record is not there (any more).
 -- Keeps    the order of arrival; the same key stores once; all of a call or nothing.
 
+-- So many fit on Lua's stack.
+local MAX_WORDS = 1000
+
 local stored = number(redis.call('HGET', STATE, 'sft_stored')) or 0
 if redis.call('SISMEMBER', key('sft_keys'), ARGV[2]) == 0 then
-  local staged = key('staged:' .. ARGV[4] .. ':')
-  for i = 0, tonumber(ARGV[5]) - 1 do
-    if redis.call('EXISTS', staged .. i) == 0 then
-      return {'gone', 'record ' .. i .. ' was staged too long ago; store the trajectories again'}
+  local staged = {}
+  for i = 1, tonumber(ARGV[5]) do staged[i] = key('staged:' .. ARGV[4] .. ':' .. (i - 1)) end
+  for first = 1, #staged, MAX_WORDS do
+    local last = math.min(first + MAX_WORDS - 1, #staged)
+    if redis.call('EXISTS', unpack(staged, first, last)) ~= last - first + 1 then
+      return {'gone', 'a record was staged too long ago; store the trajectories again'}
     end
   end
   redis.call('SADD', key('sft_keys'), ARGV[2])
-  for i = 0, tonumber(ARGV[5]) - 1 do
-    redis.call('PERSIST', staged .. i)
-    redis.call('RENAME', staged .. i, key('sft:' .. stored))
+  for i = 1, #staged do
+    redis.call('PERSIST', staged[i])
+    redis.call('RENAME', staged[i], key('sft:' .. stored))
     stored = stored + 1
   end
   redis.call('HSET', STATE, 'sft_stored', stored)

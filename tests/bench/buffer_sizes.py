@@ -21,7 +21,7 @@ from unittest import mock
 import redis
 from buffer_load import build_trajectory, build_turns, make_run, opening_of, start, take, timed
 
-from outloop.buffer import codec, leased
+from outloop.buffer import codec, connect, leased
 from outloop.buffer.connect import connect_async, connect_sync
 from outloop.buffer.keys import key
 from outloop.buffer.reader import BufferReader
@@ -45,16 +45,16 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, encoding and decoding are timed wherever the buffer does them."""
-        calls = (
-            (codec, "encode_trajectory", "encode"),
-            (codec, "decode_turns", "decode"),
-            (leased, "trajectory_of", "decode"),
-        )
+        """Inside, encoding and decoding are timed wherever the buffer does them.
+
+        Records are encoded on their way into the packed commands, so packing them counts as well.
+        """
         with ExitStack() as stack:
-            for module, function, name in calls:
-                watched = self._timed(getattr(module, function), name)
+            for module, function in ((codec, "decode_turns"), (leased, "trajectory_of")):
+                watched = self._timed(getattr(module, function), "decode")
                 stack.enter_context(mock.patch.object(module, function, watched))
+            steps = self._timed_steps(connect._windows, "encode")
+            stack.enter_context(mock.patch.object(connect, "_windows", steps))
             yield
 
     def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -63,6 +63,15 @@ class Stopwatch:
             answer = function(*args)
             self.seconds[name] += time.perf_counter() - before
             return answer
+
+        return watched
+
+    def _timed_steps(self, function: Callable[..., Iterator[Any]], name: str) -> Callable[..., Any]:
+        def watched(*args: Any) -> Iterator[Any]:
+            steps = function(*args)
+            next_step = self._timed(lambda: next(steps, None), name)
+            while (step := next_step()) is not None:
+                yield step
 
         return watched
 

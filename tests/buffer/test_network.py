@@ -12,7 +12,7 @@ import pytest
 
 from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import BufferUnavailable
-from outloop.buffer.records import Turn
+from outloop.buffer.records import Trajectory, Turn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
 from bad_wire import BadWire
@@ -107,6 +107,26 @@ async def test_cuts_at_any_moment_break_nothing(wire: BadWire, loop_on: Callable
     assert stats["buffer/scored_episodes"] == len(claims) == 16
     assert stats["buffer/sealed_groups"] == 8
     assert stats["buffer/superseded_episodes"] == 0
+
+
+async def test_a_server_that_falls_silent_is_given_up_in_time(
+    wire: BadWire,
+    loop_on: Callable[..., Any],
+    make_trajectory: Callable[..., Trajectory],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Amid a large write, which has one deadline for each silence; the next call gets through."""
+    loop = await loop_on(wire.url, trainer__mode="sft")
+    many = [make_trajectory(f"s{index}", num_output=20_000) for index in range(16)]
+    wire.delay_s = 60.0
+    with monkeypatch.context() as patch:
+        patch.setattr("outloop.buffer.connect.SOCKET_TIMEOUT_S", 0.2)
+        with pytest.raises(BufferUnavailable, match=r"no answer within 0\.2 s"):
+            await loop.writer.put_trajectories(many, key="k", final=True)
+    wire.delay_s = 0.0
+    wire.cut()
+    await loop.writer.put_trajectories(many, key="k", final=True)
+    assert loop.reader.sft_progress() == (16, True)
 
 
 async def test_a_slow_network_is_only_slow(wire: BadWire, loop_on: Callable[..., Any]) -> None:

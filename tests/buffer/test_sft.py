@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outloop.buffer.errors import RecordError
+from outloop.buffer.errors import Gone, RecordError
 from outloop.buffer.records import Trajectory
 
 MakeTrajectory = Callable[..., Trajectory]
@@ -61,7 +61,7 @@ async def test_a_record_that_is_refused_midway_stores_none(
 async def test_large_and_small_words_arrive_as_they_are(
     start: Callable[..., Any], make_trajectory: MakeTrajectory
 ) -> None:
-    """Records below and above what is sent without a copy, over several windows."""
+    """Records below and above what is sent at once, over several windows."""
     loop = await start(trainer__mode="sft")
     sizes = [1, 340, 341, 342, 5000, 40_000, 2, 100_000, 3]
     everything = [make_trajectory(f"s{index}", num_output=size) for index, size in enumerate(sizes)]
@@ -71,6 +71,27 @@ async def test_large_and_small_words_arrive_as_they_are(
     assert all(
         t.turns[0].output_ids.tolist() == list(range(n)) for t, n in zip(stored, sizes, strict=True)
     )
+
+
+async def test_records_of_which_one_expired_on_the_way_are_not_stored(
+    start: Callable[..., Any], make_trajectory: MakeTrajectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than the script can ask about at once, the last one gone: none is kept, nor the key."""
+    loop = await start(trainer__mode="sft")
+    everything = [make_trajectory(f"s{index}", num_output=1) for index in range(1002)]
+    call = loop.writer._scripts.call
+
+    async def late(name: str, key: str, final: int, token: str, number: int, **named: Any) -> Any:
+        loop.reader._client.delete(loop.reader._key(f"staged:{token}:{number - 1}"))
+        return await call(name, key, final, token, number, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.writer._scripts, "call", late)
+        with pytest.raises(Gone, match="staged too long ago"):
+            await loop.writer.put_trajectories(everything, key="k", final=True)
+    assert loop.reader.sft_progress() == (0, False)
+    await loop.writer.put_trajectories(everything, key="k", final=True)
+    assert loop.reader.sft_progress() == (1002, True)
 
 
 async def test_what_cannot_be_read_is_left_out_and_kept(
