@@ -55,10 +55,13 @@ class QueueBench:
             figures[f"bytes_per_queued_trajectory_{length}"] = num_bytes
             self._wait_for_rewrite()
             self._batch()
+            cpu_s = self._cpu_s()
             seconds = [timed(self._batch) for _ in range(NUM_TAKES)]
             figures[f"take_{length}_ms"] = 1000 * statistics.median(seconds)
-        short, *_, long = (figures[f"take_{length}_ms"] for length in QUEUES)
-        figures["take_100k_vs_1k"] = long / short
+            figures[f"take_{length}_cpu_ms"] = 1000 * (self._cpu_s() - cpu_s) / NUM_TAKES
+        for figure in ("take{}", "take{}_cpu"):
+            short, *_, long = (figures[figure.format(f"_{length}") + "_ms"] for length in QUEUES)
+            figures[figure.format("") + "_100k_vs_1k"] = long / short
         figures["metadata_of_1m_gb"] = num_bytes * 1e6 / 1e9
         figures["metadata_measured_gb"] = self._memory() / 1e9
         figures["metadata_measured_trajectories"] = GROUP_SIZE * self.num_ready
@@ -70,6 +73,12 @@ class QueueBench:
     def _memory(self) -> int:
         info: Any = self.client.info("memory")
         return int(info["used_memory"])
+
+    def _cpu_s(self) -> float:
+        """Of this process and of the server's thread that executes commands."""
+        info: Any = self.client.info("cpu")
+        server = info["used_cpu_user_main_thread"] + info["used_cpu_sys_main_thread"]
+        return float(server) + time.process_time()
 
     def _wait_for_rewrite(self) -> None:
         """Until Redis has written its log anew, which it does by itself when that has grown."""
