@@ -9,7 +9,8 @@ with answers that nobody read is not used again.
 from __future__ import annotations
 
 import asyncio
-import math
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,88 +27,171 @@ _MAX_GROUP = 256
 class _Call:
     """One call that waits for its answer."""
 
-    sha1: str
-    words: tuple[Argument, ...]
+    command: bytes
     answer: asyncio.Future[Any]
+
+    def settle(self, answer: Any) -> None:
+        """Hand the answer, or the error that it is, to whoever still waits."""
+        if not self.answer.done():
+            self.answer.set_result(answer)
 
 
 class GroupedScripts(AsyncScripts):
     """AsyncScripts whose concurrent calls go out together, in the order in which they were made.
 
     Most of what a small command costs is its round trip: a connection taken, deadlines, a write, a
-    read. Under load a group pays for them once; on an idle client a call goes out at once. One
-    connection is kept for them, and one deadline holds for a group: a pool's bookkeeping and a
-    deadline for each read cost more than the commands.
+    read. Under load a group pays for them once; on an idle client a call goes out at the end of the
+    round of the event loop in which it was made. One connection is kept for them, on which answers
+    are read as they come: streams, a pool's bookkeeping and a deadline for each read cost more than
+    the commands.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._waiting: list[_Call] = []
-        self._sender: asyncio.Task[None] | None = None
-        self._connection: Any = None
+        self._waiting: deque[_Call] = deque()
+        self._line: _Line | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._is_due = False
 
     async def close(self) -> None:
         """Close the connection."""
-        if self._connection is not None:
-            await self._connection.disconnect(nowait=True)
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait([self._connecting])
+        if self._line is not None:
+            self._line.close()
 
     async def execute(self, name: str, words: tuple[Argument, ...]) -> Any:
         """As AsyncScripts.execute."""
-        call = _Call(load_script(name).sha1, words, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        packed: Any = ("EVALSHA", load_script(name).sha1, 1, *words)
+        call = _Call(hiredis.pack_command(packed), loop.create_future())
         self._waiting.append(call)
-        if self._sender is None or self._sender.done():
-            self._sender = asyncio.create_task(self._send())
+        if not self._is_due and (self._line is None or not self._line.is_busy):
+            self._is_due = True
+            loop.call_soon(self._send)
         answer = await call.answer
-        if isinstance(answer, redis.exceptions.NoScriptError):
+        if isinstance(answer, redis.ResponseError) and str(answer).startswith("NOSCRIPT"):
             return await super().execute(name, words)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    async def _send(self) -> None:
-        while self._waiting:
-            group, self._waiting = self._waiting[:_MAX_GROUP], self._waiting[_MAX_GROUP:]
-            try:
-                answers = await self._answers(group)
-            except redis.RedisError as error:
-                # Each call says what it was for.
-                answers = [error] * len(group)
-            except BaseException:
-                for call in group:
-                    call.answer.cancel()
-                raise
-            for call, answer in zip(group, answers, strict=True):
-                if not call.answer.done():
-                    call.answer.set_result(answer)
+    def _send(self) -> None:
+        """Send what waits, once all that was sent is answered and there is a connection."""
+        self._is_due = False
+        line = self._line
+        if not self._waiting or (line is not None and line.is_busy):
+            return
+        if line is not None and line.is_usable:
+            number = min(len(self._waiting), _MAX_GROUP)
+            line.send([self._waiting.popleft() for _ in range(number)])
+        elif self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.create_task(self._connect())
 
-    async def _answers(self, group: list[_Call]) -> list[Any]:
-        pool = self._client.connection_pool
-        if self._connection is None:
-            self._connection = pool.make_connection()
-            self._connection.socket_timeout = None
-        connection = self._connection
-        commands = [_packed(call) for call in group]
+    async def _connect(self) -> None:
         try:
-            async with asyncio.timeout(SOCKET_TIMEOUT_S):
-                await pool.ensure_connection(connection)
-                await connection.send_packed_command(commands, check_health=False)
-                return [await _read(connection) for _ in group]
-        except TimeoutError:
-            await connection.disconnect(nowait=True)
-            raise redis.TimeoutError(f"no answer within {SOCKET_TIMEOUT_S:.0f} s") from None
+            self._line = await _Line.open(self._client.connection_pool, self._send)
+        except redis.RedisError as error:
+            # Each call says what it was for.
+            self._fail(error)
         except BaseException:
-            await connection.disconnect(nowait=True)
+            self._fail(redis.ConnectionError("the connection was given up"))
             raise
+        self._send()
+
+    def _fail(self, error: Exception) -> None:
+        while self._waiting:
+            self._waiting.popleft().settle(error)
 
 
-def _packed(call: _Call) -> bytes:
-    words: Any = ("EVALSHA", call.sha1, 1, *call.words)
-    return hiredis.pack_command(words)
+class _Line(asyncio.Protocol):
+    """A connection on which commands are answered in the order in which they were sent."""
 
+    def __init__(self, writer: asyncio.StreamWriter, on_idle: Callable[[], None]) -> None:
+        self._writer = writer
+        """Kept: without it the socket is closed."""
+        self._on_idle = on_idle
+        self._transport: Any = writer.transport
+        self._reader = hiredis.Reader(
+            protocolError=redis.InvalidResponse, replyError=redis.ResponseError
+        )
+        self._unanswered: deque[_Call] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_usable = True
 
-async def _read(connection: Any) -> Any:
-    """The next answer, or the error that it is."""
-    try:
-        return await connection.read_response(timeout=math.inf)
-    except redis.ResponseError as error:
-        return error
+    @classmethod
+    async def open(cls, pool: Any, on_idle: Callable[[], None]) -> _Line:
+        """A new connection; `on_idle` is called whenever every call on it has its answer.
+
+        Raises:
+            redis.RedisError: none could be made.
+        """
+        # redis-py knows addresses, TLS and credentials. When they are settled its socket is ours,
+        # which it has no public way of saying.
+        connection = pool.make_connection()
+        await connection.connect()
+        writer, connection._writer, connection._reader = connection._writer, None, None
+        line = cls(writer, on_idle)
+        line._transport.set_protocol(line)
+        return line
+
+    @property
+    def is_busy(self) -> bool:
+        """True while answers are awaited."""
+        return bool(self._unanswered)
+
+    def send(self, group: list[_Call]) -> None:
+        """Send a group of calls; each will be settled, also if the connection breaks."""
+        self._unanswered.extend(group)
+        self._sent_at = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(SOCKET_TIMEOUT_S, self._check)
+        self._transport.write(b"".join([call.command for call in group]))
+
+    def close(self) -> None:
+        """End the connection."""
+        self._break(redis.ConnectionError("the connection was closed"))
+
+    def data_received(self, data: bytes) -> None:
+        """Answers, in pieces."""
+        try:
+            self._reader.feed(data)
+            while self._unanswered and (answer := self._reader.gets()) is not False:
+                self._unanswered.popleft().settle(answer)
+            is_lost = not self._unanswered and self._reader.has_data()
+        except redis.InvalidResponse as error:
+            self._break(error)
+            return
+        if is_lost:
+            self._break(redis.ConnectionError("an answer came that nobody asked for"))
+        elif not self._unanswered:
+            self._on_idle()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The server, or its machine, is gone."""
+        self._break(redis.ConnectionError(f"the connection was lost ({exc})"))
+
+    def _check(self) -> None:
+        """Give up what has not been answered in time; look again later."""
+        self._timer = None
+        if not self._unanswered:
+            return
+        left_s = self._sent_at + SOCKET_TIMEOUT_S - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._check)
+        else:
+            self._break(redis.TimeoutError(f"no answer within {SOCKET_TIMEOUT_S:.0f} s"))
+
+    def _break(self, error: Exception) -> None:
+        if not self.is_usable:
+            return
+        self.is_usable = False
+        if self._timer is not None:
+            self._timer.cancel()
+        self._writer.close()
+        while self._unanswered:
+            self._unanswered.popleft().settle(error)
+        self._on_idle()

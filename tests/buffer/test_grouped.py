@@ -53,3 +53,43 @@ async def test_nobody_waits_for_a_server_that_is_gone(loop_on, make_turn, tmp_pa
             assert f"recording turn_id={turn.turn_id}: Redis did not answer" in str(answer)
         with pytest.raises(BufferUnavailable, match="did not answer"):
             await loop.writer.append_turn(turns[0])
+
+
+async def test_a_caller_that_gives_up_takes_no_answer_of_another(
+    loop_on, make_turn, server
+) -> None:
+    """Answers stay with their calls when some are waited for no more."""
+    loop = await loop_on(server.url)
+    turns = [make_turn(episode_id) for episode_id in await open_all(loop)]
+    calls = [asyncio.create_task(loop.writer.append_turn(turn)) for turn in turns * 2]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    for call in calls[::2]:
+        call.cancel()
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(answer) for answer in answers[1::2]] == [EpisodeUsage] * len(turns)
+    for turn in turns:
+        used = await loop.writer.append_turn(turn)
+        assert used == EpisodeUsage(1, len(turn.prompt_ids) + len(turn.output_ids))
+
+
+async def test_a_silent_server_is_given_up_and_asked_again_on_another_connection(
+    loop_on, make_turn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call fails in time; what comes late is read by nobody, and each turn counts once."""
+    monkeypatch.setattr("outloop.buffer.grouped.SOCKET_TIMEOUT_S", 0.3)
+    with EmbeddedRedis(tmp_path / "redis", max_memory_mb=64) as own:
+        loop = await loop_on(own.url)
+        turns = [make_turn(episode_id) for episode_id in await open_all(loop)]
+        await loop.writer.append_turn(turns[0])
+        os.kill(own.pid, signal.SIGSTOP)
+        try:
+            asked = [asyncio.create_task(loop.writer.append_turn(turn)) for turn in turns]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        finally:
+            os.kill(own.pid, signal.SIGCONT)
+        assert {type(answer) for answer in answers} == {BufferUnavailable}
+        assert "no answer within" in str(answers[0])
+        monkeypatch.undo()
+        for turn in turns:
+            assert (await loop.writer.append_turn(turn)).num_turns == 1
