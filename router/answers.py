@@ -14,10 +14,11 @@ from msgspec.structs import replace
 from outloop.buffer.records import Turn
 from outloop.router.branches import Plan
 from outloop.router.calls import CallReader
+from outloop.router.keyed_calls import KeyedReader
 from outloop.router.rendering import PolicyRenderer
 from outloop.router.said import Answer, Begun
-from outloop.router.streaming import ContentStream, RawStream, ReasonedStream, Shown
-from outloop.router.turns import Message, TokenLogprob, TurnRequest, TurnResult
+from outloop.router.streaming import Calls, ContentStream, RawStream, ReasonedStream, Shown
+from outloop.router.turns import Message, TokenLogprob, ToolCall, TurnRequest, TurnResult
 
 
 class LiveAnswer:
@@ -27,7 +28,7 @@ class LiveAnswer:
         self,
         add: Callable[[list[int]], Shown],
         content: ContentStream | None = None,
-        calls: CallReader | None = None,
+        calls: Calls | None = None,
     ) -> None:
         self.add = add
         """From new ids to what to show now."""
@@ -72,16 +73,26 @@ class AnswerReader:
         content = ContentStream(tokenizer, stop, calls)
         return LiveAnswer(content.add, content, calls)
 
-    def _call_reader(self, request: TurnRequest) -> CallReader | None:
+    def _call_reader(self, request: TurnRequest) -> Calls | None:
         """What reads calls as they come; None where a piece might have to be taken back."""
-        form = self._renderer.call_form
-        if form is None or not request.tools or request.tool_choice == "none":
+        form, keyed = self._renderer.call_form, self._renderer.keyed_form
+        if not request.tools or request.tool_choice == "none":
             return None
         if request.stop or request.wants_logprobs:
             # A stop string may cut a call; logprobs belong to text that is not over.
             return None
         max_calls = None if request.parallel_tool_calls else 1
-        return CallReader(self._renderer.tokenizer, form, max_calls=max_calls)
+        tokenizer = self._renderer.tokenizer
+        if form is not None:
+            return CallReader(tokenizer, form, max_calls=max_calls)
+        if keyed is None:
+            return None
+
+        def parse(ids: list[int]) -> Sequence[ToolCall]:
+            found = self._renderer.parse(ids, prompt_ids=[], tools=request.tools, call_prefix="")
+            return found.message.tool_calls
+
+        return KeyedReader(tokenizer, keyed, parse, max_calls=max_calls)
 
     def read(
         self,

@@ -38,6 +38,11 @@ class CallForm:
     example: str
     """A call of `f` with `{"a": 1}`."""
 
+    @property
+    def tokens(self) -> Sequence[str]:
+        """What must be tokens."""
+        return [token for token in (self.begin, self.end) if token]
+
     def arguments_in(self, text: str) -> str | None:
         """The arguments of a finished call as they are written; None when they stand elsewhere."""
         head = self.head.match(text)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from renderers.base import ParsedResponse, ParsedToolCall
 from renderers.reasoning import prompt_ends_in_reasoning
@@ -18,11 +18,13 @@ from renderers.reasoning import prompt_ends_in_reasoning
 from outloop.buffer.settings import ModelSettings
 from outloop.router.calls import FORMS, CallForm
 from outloop.router.families import make_renderer
+from outloop.router.keyed_calls import KEYED_FORMS, KeyedForm
 from outloop.router.refusals import Refusal
 from outloop.router.said import Answer, Begun, Said, arguments_of, cut, start_of
 from outloop.router.tokenizer import PolicyTokenizer
 from outloop.router.turns import Message, ToolCall
 
+_Form = TypeVar("_Form", CallForm, KeyedForm)
 # What a renderer may raise on a conversation or on a policy's wildest output: json.loads alone
 # raises ValueError on huge integers and RecursionError on deep nesting.
 _RENDERER_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
@@ -42,7 +44,8 @@ class PolicyRenderer:
         self._stop_set = frozenset(self.stop_ids)
         self.reasoning_ids = self._find_reasoning_ids()
         self.call_form: CallForm | None = None
-        self.call_form = self._find_call_form()
+        self.call_form = self._find_form(FORMS)
+        self.keyed_form = self._find_form(KEYED_FORMS)
         self._forced_cached = lru_cache(maxsize=1024)(self._forced)
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
@@ -247,12 +250,11 @@ class PolicyRenderer:
         said = self.parse(ids, prompt_ids=[], tools=(), call_prefix="").message
         return (begin, end) if (said.reasoning, said.text) == ("a", "b") else None
 
-    def _find_call_form(self) -> CallForm | None:
-        """The form of calls that can be read while they are drawn; None: they are shown whole."""
-        for form in FORMS:
+    def _find_form(self, forms: Sequence[_Form]) -> _Form | None:
+        """The form in which this format writes calls; None: in another one."""
+        for form in forms:
             ids = self.tokenizer.encode(form.example)
-            tokens = [token for token in (form.begin, form.end) if token]
-            if None in self.tokenizer.convert_tokens_to_ids(tokens):
+            if None in self.tokenizer.convert_tokens_to_ids(list(form.tokens)):
                 continue
             said = self.parse(ids, prompt_ids=[], tools=(), call_prefix="").message
             if [(c.name, c.arguments) for c in said.tool_calls] == [("f", '{"a": 1}')]:

@@ -13,8 +13,11 @@ from typing import NamedTuple
 
 from outloop.router.calls import CallPiece, CallReader
 from outloop.router.detokenizer import Detokenizer
+from outloop.router.keyed_calls import KeyedReader
 from outloop.router.tokenizer import PolicyTokenizer
 
+Calls = CallReader | KeyedReader
+"""What reads the calls of a turn."""
 _MARKERS = ("<tool_call", "<think>", "</think>", "<function", "[TOOL_CALLS]", "<|")
 
 
@@ -33,7 +36,7 @@ class ContentStream:
     """Which part of a turn's text, and of its calls, may be shown already."""
 
     def __init__(
-        self, tokenizer: PolicyTokenizer, stop: tuple[str, ...], calls: CallReader | None = None
+        self, tokenizer: PolicyTokenizer, stop: tuple[str, ...], calls: Calls | None = None
     ) -> None:
         self._added_ids = tokenizer.added_ids
         self._detokenizer = Detokenizer(tokenizer)
@@ -97,7 +100,7 @@ class ReasonedStream:
         reasoning_ids: tuple[int, int],
         *,
         begins_in_reasoning: bool,
-        calls: CallReader | None = None,
+        calls: Calls | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._begin_id, self._end_id = reasoning_ids
