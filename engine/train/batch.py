@@ -9,7 +9,7 @@ whole.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -43,6 +43,8 @@ class Batch:
     """The highest reward in each of them."""
     dropped: tuple[tuple[str, DropReason], ...]
     metrics: dict[str, float]
+    sentences: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What is wrong with each group that was dropped as malformed."""
 
     def updates(self, num_updates: int) -> list[list[Sample]]:
         """The samples of each of at most `num_updates` updates: whole groups, each in one."""
@@ -82,7 +84,7 @@ def build_batch(
         for group, taken_off in zip(ordered, penalties, strict=True)
     ]
     signal = groups_with_signal(rewards, advantage)
-    episodes, dropped = _sift(
+    episodes, dropped, sentences = _sift(
         ordered, signal, settings, policy_version=policy_version, vocab_size=vocab_size
     )
     kl_metrics: dict[str, float] = {}
@@ -103,6 +105,7 @@ def build_batch(
         | _penalty_metrics(penalties, settings)
         | kl_metrics
         | _sample_metrics(list(chain(*samples.values())), policy_version),
+        sentences=sentences,
     )
 
 
@@ -123,12 +126,14 @@ def _sift(
     *,
     policy_version: int,
     vocab_size: int,
-) -> tuple[dict[int, Episodes], list[tuple[str, DropReason]]]:
-    """Samples of the groups that can be trained, by index, and why the others cannot."""
+) -> tuple[dict[int, Episodes], list[tuple[str, DropReason]], dict[str, str]]:
+    """Samples of the groups that can be trained, by index; why the others cannot, and what is wrong
+    with those that are malformed."""
     oldest_allowed = policy_version - settings.buffer.max_staleness
     keep = filter_of(settings)
     dropped: list[tuple[str, DropReason]] = []
     episodes: dict[int, Episodes] = {}
+    sentences: dict[str, str] = {}
     for index, group in enumerate(ordered):
         rows: Episodes = []
         reason = _reason_to_drop(group, settings, oldest_allowed, has_signal=signal[index])
@@ -141,12 +146,12 @@ def _sift(
                 reason = _reason_in_samples(list(chain(*rows)), settings, vocab_size)
             except RecordError as error:
                 _log.warning("group_malformed", group_id=group.group_id, sentence=str(error))
-                reason = "malformed"
+                sentences[group.group_id], reason = str(error), "malformed"
         if reason is None:
             episodes[index] = rows
         else:
             dropped.append((group.group_id, reason))
-    return episodes, dropped
+    return episodes, dropped, sentences
 
 
 def overlong_penalties(group: Group, settings: Settings) -> list[float]:
@@ -237,8 +242,12 @@ def _reason_in_samples(
 ) -> DropReason | None:
     if any(sample.num_tokens > settings.trainer.max_microbatch_tokens for sample in samples):
         return "overlong"
-    if any(int(sample.token_ids.max()) >= vocab_size for sample in samples):
-        return "malformed"
+    for sample in samples:
+        if (highest := int(sample.token_ids.max())) >= vocab_size:
+            raise RecordError(
+                f"episode_id={sample.episode_id}: token_ids hold id {highest}; ids below the "
+                f"model's vocab_size={vocab_size} are allowed"
+            )
     return None
 
 

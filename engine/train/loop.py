@@ -179,8 +179,7 @@ class RlLoop:
             if missing <= 0 or self._stop.is_set():
                 break
             # Their credit comes back with the next take, or nobody could play the others.
-            for group_id, reason in batch.dropped:
-                self._reader.drop(group_id, reason, fence=self._beat.fence)
+            self._drop(batch)
             leases += self._take(missing)
             batch = self._build(leases)
         return batch
@@ -289,11 +288,15 @@ class RlLoop:
                 _log.warning("publish_repeated", policy_version=policy_version, reason=str(error))
             return self._publisher.publish(self._lead, policy_version)
 
+    def _drop(self, batch: Batch) -> None:
+        for group_id, reason in batch.dropped:
+            why = batch.sentences.get(group_id, "")
+            self._reader.drop(group_id, reason, fence=self._beat.fence, error=why)
+
     def _settle(self, batch: Batch) -> None:
         """Return admission credit; earlier, episodes would start under the old version."""
         fence = self._beat.fence
-        for group_id, reason in batch.dropped:
-            self._reader.drop(group_id, reason, fence=fence)
+        self._drop(batch)
         self._reader.mark_trained(batch.group_ids, fence=fence, policy_version=self._version)
         self._marks.add(batch.group_ids)
         self._kept.offer(batch, step=self._step + 1)

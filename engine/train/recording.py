@@ -126,7 +126,7 @@ class Recording:
     def mark_trained(self, group_ids: Sequence[str], *, fence: int, policy_version: int) -> None:
         """Nothing is admitted."""
 
-    def drop(self, group_id: str, reason: DropReason, *, fence: int) -> None:
+    def drop(self, group_id: str, reason: DropReason, *, fence: int, error: str = "") -> None:
         """The file keeps what is dropped; the metrics say why."""
 
     def acknowledge(self, mark: CheckpointMark) -> None:

@@ -177,7 +177,7 @@ class MemoryBuffer:
     def mark_trained(self, group_ids: Sequence[str], *, fence: int, policy_version: int) -> None:
         self.events.append(("mark_trained", policy_version))
 
-    def drop(self, group_id: str, reason: DropReason, *, fence: int) -> None:
+    def drop(self, group_id: str, reason: DropReason, *, fence: int, error: str = "") -> None:
         self.events.append(("drop", reason))
 
     def acknowledge(self, mark: CheckpointMark) -> None:

@@ -129,6 +129,7 @@ def test_unusable_ids_are_malformed_and_long_rows_overlong(make_group: MakeGroup
     small = settings(trainer={"max_microbatch_tokens": 20})
     batch = build_batch(groups, small, policy_version=0, vocab_size=10)
     assert batch.dropped == (("ids", "malformed"), ("long", "overlong"))
+    assert "token_ids hold id 10; ids below the model's vocab_size=10" in batch.sentences["ids"]
 
 
 def test_truncated_episodes_are_masked_only_if_asked(

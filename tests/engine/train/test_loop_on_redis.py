@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 
+from outloop.buffer import codec
 from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import Gone
 from outloop.buffer.reader import BufferReader, init_run
@@ -247,6 +248,37 @@ def test_other_groups_are_taken_for_those_a_filter_drops(
     assert stats["buffer/dropped/filtered"] >= 4
     taken = sum(row["train/episodes"] for row in steps) / 4
     assert stats["buffer/acknowledged_groups"] + stats["buffer/dropped_groups"] >= taken
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_groups_that_cannot_be_trained_are_dead_letters(
+    staleness: int, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of another release, damage and ids outside the vocabulary stop neither reader nor
+    trainer: each group leaves a letter that says which episode and what is wrong with it."""
+    drawn, stored = itertools.count(1), itertools.count(1)
+    draw, encode = Server.draw, codec.encode_turn
+
+    def draw_wrongly(server: Server) -> tuple[int, int, float]:
+        version, token, logprob = draw(server)
+        return version, 10**6 if next(drawn) % 23 == 0 else token, logprob
+
+    def store_wrongly(turn: Turn) -> bytes:
+        number, data = next(stored), encode(turn)
+        return (
+            b"\x09\x00" + data[2:] if number % 29 == 0 else data[: -1 if number % 31 == 0 else None]
+        )
+
+    monkeypatch.setattr(Server, "draw", draw_wrongly)
+    monkeypatch.setattr(codec, "encode_turn", store_wrongly)
+    rows, stats = train(num_steps=6, staleness=staleness)
+    assert [r["train/policy_version"] for r in rows if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
+    reader = BufferReader.connect(load_run(tmp_path / "run"))
+    letters = reader.dead_letters.list_letters()
+    reader.close()
+    assert len(letters) == stats["buffer/dropped/malformed"] == stats["buffer/dead_letters"]
+    for said in ("schema=9, this release reads schema=2", "turn is damaged", "vocab_size=400"):
+        assert any(said in x.error and x.error.startswith("episode_id=e") for x in letters), said
 
 
 def test_replayed_groups_take_no_slot(train: Any, tmp_path: Path) -> None:
