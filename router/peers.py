@@ -19,7 +19,6 @@ import structlog
 from outloop.buffer.channel import Channel
 from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded
 from outloop.router.jobs import TurnJob
-from outloop.router.refusals import Refusal
 from outloop.router.sessions import Episodes, EpisodeSession
 
 EVERYBODY = "routers"
@@ -60,7 +59,15 @@ class Over(msgspec.Struct, tag="over", frozen=True):
     number: int
 
 
-_decode = msgspec.msgpack.Decoder(Ask | Answer | Over).decode
+class Left(msgspec.Struct, tag="left", frozen=True):
+    """A turn is drawn and its client has gone: who asks the same again is this client."""
+
+    process: str
+    episode_id: str
+    retry_key: str
+
+
+_decode = msgspec.msgpack.Decoder(Ask | Answer | Over | Left).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -187,6 +194,11 @@ class Peers:
         if isinstance(said, Ask):
             self._answer(said)
             return
+        if isinstance(said, Left):
+            session = self._episodes.known(said.episode_id)
+            if session is not None and said.process != self._process:
+                session.undelivered.add(said.retry_key)
+            return
         asking = next((one for one in self._asking.values() if one.number == said.number), None)
         if asking is None:
             return
@@ -237,22 +249,28 @@ class Peers:
         self, job: TurnJob, session: EpisodeSession, ask: Ask, remote: _Remote
     ) -> None:
         try:
-            await job.results()
-            job.is_delivered = job.is_delivered or not remote.is_gone()
-        except Refusal:
-            # It finds nothing recorded, and draws the turn itself.
-            pass
+            await job.over()
+            # Where it failed, who waits finds nothing recorded and draws the turn itself.
+            job.is_delivered = job.is_delivered or not (job.has_failed or remote.is_gone())
         finally:
             del self._remotes[ask.process, ask.number]
             job.detach(remote)
             session.let_go(job, ask.retry_key)
         await self._tell(ask.process, _encode(Over(ask.number)))
 
+    def tell_left(self, session: EpisodeSession, retry_key: str) -> None:
+        """Say that a turn's client has gone: its next request may reach any process."""
+        left = Left(self._process, session.episode_id, retry_key)
+        self._start(self._publish(EVERYBODY, _encode(left)))
+
     async def _tell(self, process: str, message: bytes) -> None:
+        await self._publish(_of(process), message)
+
+    async def _publish(self, name: str, message: bytes) -> None:
         try:
-            await self._channel.publish(_of(process), message)
+            await self._channel.publish(name, message)
         except BufferUnavailable as error:
-            _log.warning("peer_not_told", process=process, error=str(error))
+            _log.warning("peer_not_told", name=name, error=str(error))
 
     def _start(self, telling: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(telling)

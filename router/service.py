@@ -66,6 +66,7 @@ class TurnService:
             buffer, renderer, self._reader, metrics, log_turns=settings.router.log_turns
         )
         self._planner = Planner(renderer, episodes, settings.sampling)
+        self._peers = peers
         self._retries = Retries(episodes, self._planner, self._reader, peers)
         self.budgets = Budgets(settings.router, buffer, places)
         self._generator = generator
@@ -102,6 +103,7 @@ class TurnService:
         if earlier is not None:
             self._metrics.replays.inc()
             return earlier
+        is_retry = is_retry or session.meets_undelivered(retry_key)
         # A retry is no turn yet: it may turn out to be one that is there already.
         job = TurnJob(
             (),
@@ -291,7 +293,11 @@ class TurnService:
         # One choice is the rule, and gathering one would make a task for it.
         drawn = [await draws[0]] if len(draws) == 1 else await asyncio.gather(*draws)
         job.is_drawn = True
-        is_delivered = await job.wait_for_client(_RETURN_GRACE_S)
+        is_delivered = job.has_client
+        if not is_delivered:
+            if session.opening is not None:
+                self._peers.tell_left(session, retry_key)
+            is_delivered = await job.wait_for_client(_RETURN_GRACE_S)
         if not is_delivered:
             self._metrics.undelivered.inc()
         common = Recording(job, session, request, retry_key, plan, sampling, is_delivered, again)

@@ -37,6 +37,8 @@ class EpisodeSession:
         """What answers requests of an attempt that was lost before."""
         self.jobs: dict[str, list[TurnJob]] = {}
         """By retry key, oldest first."""
+        self.undelivered: set[str] = set()
+        """Retry keys of turns of other processes that nobody has the answer of."""
         self.heard: Heard | None = None
         """What its last request said."""
         self.is_closed = False
@@ -82,6 +84,13 @@ class EpisodeSession:
                 "Finish earlier, or raise env.episode_deadline_s.",
             )
 
+    def meets_undelivered(self, retry_key: str) -> bool:
+        """True, once, for a request whose answer another process could not hand over."""
+        if retry_key not in self.undelivered:
+            return False
+        self.undelivered.discard(retry_key)
+        return True
+
     def let_go(self, job: TurnJob, retry_key: str) -> None:
         """Forget a job whose answer was handed over; its turns tell a retry the same again."""
         if job.is_delivered and self.opening is not None:
@@ -99,6 +108,8 @@ class EpisodeSession:
                 self.num_turns += 1
                 self.num_tokens += len(turn.prompt_ids) + len(turn.output_ids)
                 self.recorded.discard(turn.turn_id)
+                if turn.mask_reason == "undelivered" and not turn.loss_spans and turn.retry_key:
+                    self.undelivered.add(turn.retry_key)
         self.is_closed = self.is_closed or loaded.is_closed
 
 
@@ -164,6 +175,7 @@ class Episodes:
         """Drop what a closed episode keeps in memory; only that it is closed stays."""
         session.is_closed = True
         session.jobs = {}
+        session.undelivered = set()
         session.heard = None
         session.recorded = RecordedTurns(())
         session.tree = TurnTree(self._renderer)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from outloop.router import peers
-from outloop.router.peers import Answer, Ask, Over
+from outloop.router.peers import Answer, Ask, Left, Over
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 RETRY = {"x-stainless-retry-count": "1"}
@@ -217,6 +217,39 @@ async def test_a_turn_whose_waiting_client_leaves_elsewhere_is_recorded_without_
     assert answer.status_code == 200
     (turn,) = first.turns(episode)
     assert (turn.loss_spans, turn.mask_reason) == ((), "undelivered")
+
+
+async def test_who_left_and_asks_again_elsewhere_without_a_mark_gets_the_turn(pair) -> None:
+    """The answer was drawn and never handed over; its router waits for the client to come back,
+    which it does at another one. Then the same request is a fresh sample."""
+    first, other = pair
+    first.says("one", "two")
+    episode = await first.open()
+    assert (await other.get("/v1/models", episode["api_key"])).status_code == 200
+    (await begin(first, episode)).cancel()
+    await asyncio.sleep(0.05)
+    first.server.gate.set()
+    await until(lambda: said(first, Left))
+    assert [text_of(await ask(other, episode)) for _ in range(2)] == ["one", "two"]
+    assert len(first.server.requests) == 2
+    assert all(turn.loss_spans for turn in first.turns(episode))
+
+
+async def test_an_undelivered_turn_answers_after_a_restart(
+    make_stage, stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody came back in time: the turn is recorded without loss, and is still the answer to the
+    same request, once, by a router that never saw it drawn."""
+    monkeypatch.setattr("outloop.router.service._RETURN_GRACE_S", 0.01)
+    stage.says("one", "two")
+    episode = await stage.open()
+    (await begin(stage, episode)).cancel()
+    await asyncio.sleep(0.05)
+    stage.server.gate.set()
+    await until(lambda: stage.turns(episode))
+    other = await make_stage(buffer=stage.buffer)
+    assert [text_of(await ask(other, episode)) for _ in range(2)] == ["one", "two"]
+    assert [bool(turn.loss_spans) for turn in stage.turns(episode)] == [False, True]
 
 
 async def test_a_fresh_turn_tells_the_other_routers_nothing(pair) -> None:
