@@ -6,12 +6,15 @@ Owns: the table of transports. Does not own: how they work. Invariant: every nam
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from outloop.buffer.run import Run
 from outloop.engine.publish.collective import GroupSender
 from outloop.engine.publish.disk import Disk
 from outloop.engine.publish.group import Backend
+from outloop.engine.publish.groups_apart import GroupPerServer
 from outloop.engine.publish.staging import DeviceBuffer, SharedBuffer, Staging
 from outloop.engine.publish.transports import Bucketed, PayloadSender, Sender, Transport
 
@@ -31,7 +34,9 @@ def build_transport(run: Run, name: str) -> Transport:
     elif name == "collective":
         backend: Backend = "nccl" if server.device.startswith("cuda") else "gloo"
         device = torch.device("cuda" if backend == "nccl" else "cpu")
-        sender = GroupSender(host=publish.host, backend=backend, num_ranks=num_ranks)
+        join = partial(GroupSender, host=publish.host, backend=backend, num_ranks=num_ranks)
+        # Sending to each server by itself would cost a GPU's link once per server.
+        sender = join() if backend == "nccl" else GroupPerServer(join)
         staging = Staging(DeviceBuffer(device), DeviceBuffer(device))
     else:
         sender, staging = PayloadSender(num_ranks), Staging(SharedBuffer(), SharedBuffer())

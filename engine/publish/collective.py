@@ -10,21 +10,37 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
 from outloop.buffer.errors import DeadlineExceeded, OutloopError, ServerUnavailable
 from outloop.engine.publish.buckets import Filled
 from outloop.engine.publish.client import ServerClient
-from outloop.engine.publish.fanout import Fanout, error_of
+from outloop.engine.publish.fanout import Action, error_of
 from outloop.engine.publish.group import Backend, Group, Rendezvous, join_group
 from outloop.engine.publish.plan import PACKED
 
 _GONE = (DeadlineExceeded, ServerUnavailable)
 _LEAVE_TIMEOUT_S = 2.0
 _log = structlog.get_logger()
+
+
+class Servers(Protocol):
+    """What a sender needs of a fanout."""
+
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def left(self) -> tuple[str, ...]: ...
+    def url_of(self, server_id: str) -> str: ...
+    def start(
+        self, action: Action, only: Sequence[str] | None = None
+    ) -> dict[str, Future[None]]: ...
+    def fail(self, server_id: str, phase: str, error: str) -> None: ...
+    def require_some(self) -> None: ...
 
 
 class GroupSender:
@@ -50,7 +66,7 @@ class GroupSender:
         self._posts: dict[str, Future[None]] = {}
         self._cast: Future[None] | None = None
 
-    def connect(self, fanout: Fanout) -> None:
+    def connect(self, fanout: Servers) -> None:
         """Have a group of exactly the servers that are left.
 
         Raises:
@@ -60,7 +76,7 @@ class GroupSender:
         if self._group is None or wanted != self._members:
             self._rebuild(fanout)
 
-    def start(self, fanout: Fanout, bucket: Filled) -> None:
+    def start(self, fanout: Servers, bucket: Filled) -> None:
         """Tell every server of the bucket and begin to broadcast."""
         self._bucket = bucket
         names = [place.spec.name for place in bucket.places]
@@ -78,7 +94,7 @@ class GroupSender:
             group.broadcast, bucket.content, timeout_s=fanout.timeout_s / 2
         )
 
-    def finish(self, fanout: Fanout) -> None:
+    def finish(self, fanout: Servers) -> None:
         """Wait until every server has answered; broadcast again without those that cannot.
 
         Raises:
@@ -109,7 +125,13 @@ class GroupSender:
         self._leave()
         self._pool.shutdown(wait=False)
 
-    def _settle(self, fanout: Fanout) -> tuple[bool, dict[str, OutloopError]]:
+    def forget(self) -> None:
+        """Leave the group without a word to its members."""
+        self._members = ()
+        self._leave()
+        self._pool.shutdown(wait=False)
+
+    def _settle(self, fanout: Servers) -> tuple[bool, dict[str, OutloopError]]:
         """Whether the broadcast broke, and how it failed on servers."""
         assert self._cast is not None
         cast, posts = self._cast, self._posts
@@ -126,7 +148,7 @@ class GroupSender:
         found = {server_id: error_of(future) for server_id, future in posts.items()}
         return is_broken, {server_id: error for server_id, error in found.items() if error}
 
-    def _send_one_by_one(self, fanout: Fanout, bucket: Filled) -> None:
+    def _send_one_by_one(self, fanout: Servers, bucket: Filled) -> None:
         """Find out who breaks a group in which all answer: each alone gets the bucket, or fails."""
         for server_id in fanout.left:
             self._disband(fanout)
@@ -139,7 +161,7 @@ class GroupSender:
                 reason = errors.get(server_id, "it answered for a bucket that it did not receive")
                 fanout.fail(server_id, "bucket", str(reason))
 
-    def _rebuild(self, fanout: Fanout) -> None:
+    def _rebuild(self, fanout: Servers) -> None:
         """A group of the servers that are left.
 
         Raises:
@@ -150,7 +172,7 @@ class GroupSender:
             fanout.require_some()
             self._try_to_join(fanout, fanout.left)
 
-    def _try_to_join(self, fanout: Fanout, chosen: tuple[str, ...]) -> None:
+    def _try_to_join(self, fanout: Servers, chosen: tuple[str, ...]) -> None:
         """Join with the servers chosen, or fail at least one of them."""
         num_ranks = self._num_ranks
         rank_of = {server_id: 1 + num_ranks * index for index, server_id in enumerate(chosen)}
@@ -201,7 +223,7 @@ class GroupSender:
 
     def _blame(
         self,
-        fanout: Fanout,
+        fanout: Servers,
         early: dict[str, OutloopError | None],
         late: dict[str, OutloopError | None],
         reason: str,
@@ -229,7 +251,7 @@ class GroupSender:
         finally:
             client.close()
 
-    def _disband(self, fanout: Fanout) -> None:
+    def _disband(self, fanout: Servers) -> None:
         """Have every member that can be reached leave."""
         members, self._members = self._members, ()
         for server_id, url in members:
