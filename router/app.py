@@ -124,7 +124,6 @@ class Parts:
             self.metrics.in_flight.set(self.service.num_running)
             waiting = "" if self.pool.is_ready else self.pool.describe()
             try:
-                await self.places.keep()
                 await self.buffer.report_status(
                     "router",
                     {
@@ -133,8 +132,9 @@ class Parts:
                         "waits_for": waiting,
                     },
                 )
+                await self.places.keep()
             except BufferUnavailable as error:
-                _log.warning("status_not_reported", error=str(error))
+                _log.warning("house_not_kept", error=str(error))
 
 
 def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:

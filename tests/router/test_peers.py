@@ -252,6 +252,32 @@ async def test_an_undelivered_turn_answers_after_a_restart(
     assert [bool(turn.loss_spans) for turn in stage.turns(episode)] == [False, True]
 
 
+async def test_a_router_that_hears_nobody_serves_alone(
+    make_stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its user may not listen, or Redis is back a moment ago: turns are drawn, retries get what is
+    recorded, and turns at once are bounded by what it runs itself."""
+    settings = {"num_processes": 4, "max_concurrent_turns_per_episode": 4}
+    stage = await make_stage(router=settings)
+
+    async def is_listening(timeout_s: float) -> bool:
+        return False
+
+    monkeypatch.setattr(stage.buffer.channel, "is_listening", is_listening)
+    stage.says("one", "two", "three", "four", "five")
+    episode = await stage.open()
+    assert text_of(await ask(stage, episode)) == "one"
+    assert text_of(await ask(stage, episode, **RETRY)) == "one"
+    bodies = [{**BODY, "seed": number} for number in range(4)]
+    stage.server.gate.clear()
+    tasks = [asyncio.create_task(ask(stage, episode, body)) for body in bodies]
+    await until(lambda: len(stage.server.requests) == 5)
+    assert (await ask(stage, episode)).status_code == 403
+    stage.server.gate.set()
+    texts = [text_of(await task) for task in tasks]
+    assert sorted(texts) == ["five", "four", "three", "two"]
+
+
 async def test_a_fresh_turn_tells_the_other_routers_nothing(pair) -> None:
     """Asking is for retries: the plain path sends no message."""
     first = pair[0]
