@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,9 @@ from outloop.buffer.settings import Settings, build_settings
 VICTIMS = ("trainer", "trainer", "trainer", "redis", "server")
 """Of the trainer's moments."""
 HOST = "127.0.0.1"
+PORTS = range(10_000, 30_000)
+"""Not of those that the system gives to connections, which would take a port while its owner is
+dead. A seed begins at its own process id, two ports from its neighbour's."""
 WIRE_HOSTS = {"router": "127.0.0.3", "server": "127.0.0.2"}
 """Where the wires listen, on the port of what they lead to."""
 RARE = ("recover", "checkpoint", "checkpoint_rename", "checkpoint_cleanup", "acknowledge")
@@ -77,7 +81,7 @@ def settings_of(choices: random.Random, folder: Path, model: Path, num_steps: in
                 "max_replacements": 50,
                 "max_replaced_share": 1.0,
             },
-            "router": {"port": free_port()},
+            "router": {"port": free_port(PORTS.start + 2 * os.getpid() % (len(PORTS) - 100))},
             "sampling": {"max_new_tokens": 8},
             "buffer": {
                 "redis_url": f"unix://{folder / 'redis.sock'}",
@@ -99,11 +103,17 @@ def settings_of(choices: random.Random, folder: Path, model: Path, num_steps: in
     )
 
 
-def free_port() -> int:
-    """A router that is started again comes back to its address."""
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return int(listener.getsockname()[1])
+def free_port(first: int) -> int:
+    """The first free one from `first` on: a router that is started again comes back to its address.
+
+    Raises:
+        AssertionError: none is left.
+    """
+    for port in range(first, PORTS.stop):
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind((HOST, port))
+            return port
+    raise AssertionError(f"no port of {PORTS} is free from {first} on")
 
 
 def is_running(pid: int) -> bool:
@@ -152,7 +162,7 @@ class Forked:
         run = create_run(settings, self.run_dir, settings.buffer.redis_url)
         self.run = replace(run, redis_url=f"unix://{folder / 'real.sock'}")
         init_run(self.run)
-        self.server_port = free_port()
+        self.server_port = free_port(self.run.settings.router.port + 1)
         self._lay_wires(seed, has_faults=seed % 3 == 0)
         now = time.monotonic()
         self.blows = sorted(
