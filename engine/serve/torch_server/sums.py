@@ -42,8 +42,8 @@ class Sums:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """`tensors` stay where they are."""
         self._tensors = tensors
-        self._bytes: dict[str, memoryview] | None = None
-        """Made when first asked for."""
+        self._bytes: dict[str, memoryview] = {}
+        """Of tensors on the CPU, made when first asked for."""
         self._transaction: str | None = None
         self._stored: dict[str, tuple[str, int]] = {}
         """Checksum, and torch's count of writes to the memory that the tensor lies in."""
@@ -98,26 +98,32 @@ class Sums:
 
     def _read(self, names: Iterable[str], algorithm: Algorithm) -> dict[str, str]:
         """Checksums of the bytes as they lie there now."""
-        if self._bytes is None or any(t.device.type != "cpu" for t in self._tensors.values()):
-            self._bytes = {name: tensor_bytes(tensor) for name, tensor in self._tensors.items()}
-        contents = {name: self._bytes[name] for name in names}
-        parts = _equal_parts(contents, min(_MAX_HASHING, os.cpu_count() or 1))
+        sizes = {name: self._tensors[name].nbytes for name in names}
+        parts = _equal_parts(sizes, min(_MAX_HASHING, os.cpu_count() or 1))
 
         def hash_part(part: Sequence[str]) -> list[tuple[str, str]]:
-            return [(name, bytes_checksum(contents[name], algorithm)) for name in part]
+            return [(name, bytes_checksum(self._content(name), algorithm)) for name in part]
 
         # Hashing leaves the interpreter to others; who waits for it needs no core meanwhile.
         with ThreadPoolExecutor(len(parts)) as pool:
             return dict(chain.from_iterable(pool.map(hash_part, parts)))
 
+    def _content(self, name: str) -> memoryview:
+        tensor = self._tensors[name]
+        if tensor.device.type != "cpu":
+            return tensor_bytes(tensor)
+        if name not in self._bytes:
+            self._bytes[name] = tensor_bytes(tensor)
+        return self._bytes[name]
 
-def _equal_parts(contents: Mapping[str, memoryview], max_parts: int) -> list[list[str]]:
+
+def _equal_parts(sizes: Mapping[str, int], max_parts: int) -> list[list[str]]:
     """The names in at most `max_parts` runs of about as many bytes each."""
-    total = sum(content.nbytes for content in contents.values())
+    total = sum(sizes.values())
     num = max(1, min(max_parts, total // _MIN_HASHED_BYTES))
     parts: list[list[str]] = [[] for _ in range(num)]
     before = 0
-    for name, content in contents.items():
+    for name, num_bytes in sizes.items():
         parts[min(num - 1, before * num // max(1, total))].append(name)
-        before += content.nbytes
+        before += num_bytes
     return parts
