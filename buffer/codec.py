@@ -9,7 +9,7 @@ decoding raise anything but SchemaMismatch and RecordError.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -95,6 +95,7 @@ class _TaskWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 _UncheckedEpisode, _UncheckedReward = unchecked_twin(Episode), unchecked_twin(Reward)
+_UncheckedTrajectory = unchecked_twin(Trajectory)
 _TURN = msgspec.msgpack.Decoder(TurnWire)
 _TRAJECTORY = msgspec.msgpack.Decoder(_TrajectoryWire)
 _OPENING = msgspec.msgpack.Decoder(_OpeningWire)
@@ -169,12 +170,18 @@ def decode_trajectories(records: Sequence[bytes]) -> list[Trajectory]:
         frames.append((data, wire.turns, num_words))
     turns = turns_of(frames)
     return [
-        Trajectory(
-            episode=_episode_from_wire(wire.episode),
-            turns=tuple(itertools.islice(turns, len(wire.turns))),
-        )
+        trajectory_from(_episode_from_wire(wire.episode), itertools.islice(turns, len(wire.turns)))
         for wire in wires
     ]
+
+
+def trajectory_from(episode: Episode, turns: Iterable[Turn]) -> Trajectory:
+    """The two as one, for a third of what the class takes to build itself."""
+    trajectory = _UncheckedTrajectory()
+    trajectory.episode = episode
+    trajectory.turns = tuple(turns)
+    trajectory.__class__ = Trajectory
+    return cast(Trajectory, trajectory)
 
 
 def _episode_from_wire(e: _EpisodeWire) -> Episode:

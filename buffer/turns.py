@@ -127,6 +127,7 @@ def turns_of(frames: Sequence[Frame]) -> Iterator[Turn]:
     """
     counted = [(data, *_count(wires, num_words)) for data, wires, num_words in frames]
     located = arrays(counted)
+    sampling_wire: msgspec.Raw | None = None
     for (ids, at, logprobs, logprobs_at), (_, wires, _) in zip(located, frames, strict=True):
         for wire in wires:
             num_output = wire.num_output
@@ -146,7 +147,11 @@ def turns_of(frames: Sequence[Frame]) -> Iterator[Turn]:
             turn.version_spans = spans = wire.version_spans
             turn.loss_spans = loss_spans = wire.loss_spans
             turn.mask_reason = wire.mask_reason
-            turn.sampling = _sampling_of(wire.sampling, wire.turn_id)
+            if wire.sampling != sampling_wire:
+                # Mostly all turns of a batch have one.
+                sampling = _sampling_of(wire.sampling, wire.turn_id)
+                sampling_wire = wire.sampling
+            turn.sampling = sampling
             turn.finish_reason = wire.finish_reason
             turn.branch_cause = wire.branch_cause
             turn.retry_key = wire.retry_key
