@@ -26,6 +26,11 @@ def task_index(slot: int, num_tasks: int, seed: int) -> int:
 
 def trained_version_bounds(turn: Turn) -> tuple[int | None, int | None]:
     """(oldest version among the turn's trained tokens, newest among its output tokens)."""
+    spans, loss = turn.version_spans, turn.loss_spans
+    if len(spans) == len(loss) == 1 and loss[0] == (spans[0].start, spans[0].end):
+        # Nearly every turn: one version drew all of it, and all of it is trained.
+        version = spans[0].policy_version if spans[0].end > spans[0].start else None
+        return version, version
     oldest = [
         span.policy_version
         for span in turn.attended_spans

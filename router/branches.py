@@ -89,6 +89,7 @@ class TurnTree:
         self._by_num_messages: dict[int, list[Node]] = defaultdict(list)
         self._texts: dict[str, str] = {}
         self._last_path: tuple[Node | None, Prompt] = (None, Prompt())
+        self._last_asked: tuple[Plan | None, Prompt] = (None, Prompt())
         self.nodes: dict[str, Node] = {}
 
     def plan(self, messages: tuple[Message, ...], tools: Tools) -> Plan:
@@ -182,13 +183,20 @@ class TurnTree:
         )
         self.nodes[turn.turn_id] = node
         (parent.children if parent else self._roots).append(node)
+        asked, prompt = self._last_asked
+        if asked is not None and asked is plan:
+            # The next turn most likely goes on after this one.
+            self._last_path = (node, prompt.followed_by(turn.output_ids.tolist()))
+            self._last_asked = (None, Prompt())
         if messages is not None:
             self._by_num_messages[len(messages)].append(node)
         return node
 
     def prompt(self, plan: Plan) -> Prompt:
         """Every id that the server is given: the path of the plan's parent, then its own."""
-        return self._path(plan.parent).followed_by(plan.prompt_ids)
+        prompt = self._path(plan.parent).followed_by(plan.prompt_ids)
+        self._last_asked = (plan, prompt)
+        return prompt
 
     def recorded_under(self, retry_key: str) -> list[Node]:
         """The turns of requests with this key, in the order they were recorded."""

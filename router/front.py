@@ -77,7 +77,7 @@ class Front:
         The body ends here: thousands that wait for servers would keep thousands of bodies.
         """
         body = await exchange.body()
-        if await self._upstreams.forward(exchange, session, body):
+        if self._upstreams and await self._upstreams.forward(exchange, session, body):
             return None
         heard = session.heard
         if heard is not None and dialect.decode_after is not None:

@@ -7,6 +7,8 @@ get is recorded without loss.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 
 import msgspec
@@ -60,6 +62,9 @@ class Recorder:
         self._reader = reader
         self._metrics = metrics
         self._log_turns = log_turns
+        level = logging.INFO if log_turns else logging.DEBUG
+        # Gathering what a line says costs more than most of what is done for a turn.
+        self._tells = bool(_log.is_enabled_for(level))
 
     async def record(
         self, common: Recording, index: int, drawn: Drawn, begun: Begun | None
@@ -83,6 +88,12 @@ class Recorder:
                 tools=request.tools,
             )
             self._metrics.count(turn, is_break=plan.is_break, is_replayed=bool(common.again))
+        if self._tells:
+            self._tell_of(common, turn)
+        return self._reader.result(request, turn, plan, answer.message, matched, drawn.tops)
+
+    def _tell_of(self, common: Recording, turn: Turn) -> None:
+        session = common.session
         tell = _log.info if self._log_turns else _log.debug
         tell(
             "turn_recorded",
@@ -97,18 +108,17 @@ class Recorder:
             server_id=session.last_server,
             is_delivered=common.is_delivered,
             duration_s=round(turn.finished_at - turn.started_at, 4),
-            traceparent=request.traceparent,
+            traceparent=common.request.traceparent,
         )
-        return self._reader.result(request, turn, plan, answer.message, matched, drawn.tops)
 
     def _turn(self, common: Recording, index: int, drawn: Drawn, answer: Answer) -> Turn:
         session, plan, sampling = common.session, common.plan, common.sampling
         finish: FinishReason = "length" if drawn.finish == "length" else "stop"
         if answer.message.tool_calls and not (answer.is_cut and finish == "length"):
             finish = "tool_calls"
-        # A missing logprob becomes NaN.
+        # A missing logprob becomes NaN, and so does the sum.
         logprobs = np.array(drawn.logprobs, dtype=np.float32)
-        is_known = bool(np.isfinite(logprobs).all())
+        is_known = math.isfinite(np.add.reduce(logprobs, dtype=np.float64))
         if not is_known:
             logprobs = np.zeros_like(logprobs)
         spans, reason = loss_spans(

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from outloop.buffer.errors import SettingsError
 
 _CACHED_TEXTS = 2048
+_CACHED_TOKENS = 256
 _MAX_CACHED_CHARS = 16384
 _MAX_CACHED_IDS = 4
 
@@ -42,6 +43,8 @@ class PolicyTokenizer:
         # Rendering encodes the same fragments again and again: role headers, tool preambles.
         self._encode_cached = lru_cache(maxsize=_CACHED_TEXTS)(self._encode)
         self._decode_cached = lru_cache(maxsize=_CACHED_TEXTS)(self._decode)
+        # The renderers ask for the same markers at every turn.
+        self._id_cached = lru_cache(maxsize=_CACHED_TOKENS)(self._tokenizer.token_to_id)
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         """Ids of `text`; markers such as `<|im_end|>` in it become their single id."""
@@ -64,7 +67,7 @@ class PolicyTokenizer:
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         """Id of a token, None when unknown; a list for a list."""
         if isinstance(tokens, str):
-            return self._tokenizer.token_to_id(tokens)
+            return self._id_cached(tokens)
         return [self._tokenizer.token_to_id(token) for token in tokens]
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:

@@ -89,6 +89,9 @@ class Upstreams:
         self._metrics = metrics
         self._timeout_s = timeout_s
 
+    def __bool__(self) -> bool:
+        return bool(self._upstreams)
+
     async def forward(self, exchange: Exchange, session: EpisodeSession, body: bytes) -> bool:
         """Answer a request that names an upstream; False when it names none.
 

@@ -1,7 +1,7 @@
 """`make bench-router`: what the router costs beside sglang-router, LiteLLM and a bare relay.
 
 Every program is a process of its own; the server behind all of them is a mock of fixed latency and
-Redis is real. Conversations of 8 turns with bodies of about 4 KiB, the same for all; repetitions
+Redis is real. Conversations of 8 turns with bodies of about 4 KiB, alike for all; repetitions
 are interleaved and "per core-second" is per second of the process's own CPU time, so other work on
 the machine moves the figures little. Prints a table and writes runs/bench/router.json.
 
@@ -22,13 +22,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import resource
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,11 @@ STREAM_SIZES = (1024, 32768)
 class Episodes:
     """Opens and closes episodes at the router under measurement."""
 
-    def __init__(self, run: Run, port: int) -> None:
+    def __init__(self, run: Run, port: int, names: Iterator[str]) -> None:
         self._headers = {"Authorization": f"Bearer {run.keys.runner_key}"}
         self._url = f"http://127.0.0.1:{port}"
         self._num_claims = 0
+        self._names = names
 
     async def register(self) -> None:
         """The run's tasks."""
@@ -83,9 +85,8 @@ class Episodes:
             body = {"key": f"claim-{self._num_claims}", "count": count, "open": True}
             claims = (await self._post("/tasks/claim", body))["claims"]
             for claim in claims:
-                name = f"e{len(conversations):05d}"
                 key = claim["episode"]["api_key"]
-                conversations.append(Conversation(name, key, **fields))
+                conversations.append(Conversation(next(self._names), key, **fields))
                 conversations[-1].episode_id = claim["episode"]["episode_id"]
         return conversations
 
@@ -120,7 +121,9 @@ class Bench:
         self.stage = stage
         self.parts = parts or tuple(PARTS)
         self.scale = 8 if is_quick else 1
-        self.episodes = Episodes(stage.run, stage.router.port)
+        # No text is said twice: a router that met it before would know its ids.
+        self.names = (f"e{number:05d}" for number in itertools.count())
+        self.episodes = Episodes(stage.run, stage.router.port, self.names)
         self.seconds: dict[str, list[float]] = {}
         self.figures: dict[str, float] = {}
 
@@ -160,7 +163,7 @@ class Bench:
 
     def _unkeyed(self, number: int, is_streamed: bool) -> list[Conversation]:
         key = self.stage.litellm_key
-        return [Conversation(f"e{i:05d}", key, is_streamed) for i in range(number)]
+        return [Conversation(next(self.names), key, is_streamed) for _ in range(number)]
 
     async def _throughput(self, *, is_streamed: bool) -> None:
         """CPU per turn of every router on the same conversations, one after the other."""
@@ -190,7 +193,7 @@ class Bench:
         """CPU of the package's own calls for a turn 2 to 8, and for a first turn."""
         policy = PolicyRenderer(self.stage.run.settings.model)
         package: Any = policy._renderer
-        chats = [Conversation(f"e{i:05d}") for i in range(64)]
+        chats = [Conversation(next(self.names)) for _ in range(64)]
         answer = [FILLER_ID] * (NUM_DRAWN - 1) + [policy.stop_ids[0]]
         firsts = [[dict(message) for message in chat.messages] for chat in chats]
         before = time.process_time()
@@ -296,7 +299,7 @@ class Bench:
         """Thousands of episodes at once through one fresh process; every turn of each is there."""
         router = self.stage.start_router()
         try:
-            episodes = Episodes(self.stage.run, router.port)
+            episodes = Episodes(self.stage.run, router.port, self.names)
             episodes._num_claims = 10_000
             number = SOAK_EPISODES // self.scale
             async with asyncio.timeout(SOAK_SECONDS_MAX):
