@@ -31,6 +31,14 @@ class ClientRequest(RequestResponseCycle):
 
     transport: _Gathering  # type: ignore[assignment]
 
+    async def run_asgi(self, app: Any) -> None:
+        """As uvicorn's."""
+        try:
+            await super().run_asgi(app)
+        finally:
+            # They hold each other, and the garbage collector comes rarely.
+            self.scope.pop(CONNECTION, None)  # type: ignore[misc]
+
     def take_body(self) -> bytes | None:
         """What is left to receive of the body, if all of it is here."""
         if self.more_body or self.disconnected:

@@ -1,6 +1,8 @@
 """Clients' connections, over real sockets."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -201,3 +203,24 @@ async def test_an_idle_connection_is_closed_and_a_busy_one_is_not() -> None:
             writer.write(request())
             assert (await reader.readuntil(b"here")).startswith(OK)
         assert await asyncio.wait_for(reader.read(), 60) == b""
+
+
+async def test_a_request_that_is_over_leaves_nothing_to_the_garbage_collector() -> None:
+    """What was made for it is freed with its answer: collections are rare in a router."""
+    requests: list[weakref.ref] = []
+
+    async def app(scope, receive, send) -> None:
+        requests.append(weakref.ref(scope["outloop.connection"]))
+        exchange = Exchange(scope, receive, send)
+        await exchange.answer(200, await exchange.body())
+
+    gc.disable()
+    try:
+        async with serving(app) as (reader, writer):
+            for body in (b"one", b"two"):
+                writer.write(request(body))
+                await reader.readuntil(body)
+            await asyncio.sleep(0)
+            assert requests[0]() is None
+    finally:
+        gc.enable()
