@@ -8,6 +8,7 @@ decoding raise anything but SchemaMismatch and RecordError.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -94,6 +95,8 @@ class _TaskWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
     payload: dict[str, Any]
 
 
+_SHARED_BYTES = 256
+"""Closures and rewards up to so many bytes are decoded once for all that are equal."""
 _UncheckedEpisode, _UncheckedReward = unchecked_twin(Episode), unchecked_twin(Reward)
 _UncheckedTrajectory = unchecked_twin(Trajectory)
 _TURN = msgspec.msgpack.Decoder(TurnWire)
@@ -216,10 +219,22 @@ def decode_episode(
 ) -> Episode:
     """The closed episode that was stored as these; raises as decode_turn."""
     began, _ = unpack(opening, _OPENING, "opening")
-    ended, _ = unpack(closure, _CLOSURE, "closure")
+    ended = _shared_closure(closure) if len(closure) <= _SHARED_BYTES else decode_closure(closure)
     return _episode(
         began, ended, None if reward is None else decode_reward(reward), episode_id, closed_at
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _shared_closure(data: bytes) -> Closure:
+    """As decode_closure, for who changes nothing in it: most episodes of a run end alike."""
+    return decode_closure(data)
+
+
+@functools.lru_cache(maxsize=256)
+def _shared_reward(data: bytes) -> RewardWire:
+    wire, _ = unpack(data, _REWARD, "reward")
+    return wire
 
 
 def encode_reward(reward: Reward) -> bytes:
@@ -229,7 +244,11 @@ def encode_reward(reward: Reward) -> bytes:
 
 def decode_reward(data: bytes) -> Reward:
     """The reward; raises as decode_turn."""
-    reward = reward_from_wire(unpack(data, _REWARD, "reward")[0])
+    if len(data) > _SHARED_BYTES:
+        wire, _ = unpack(data, _REWARD, "reward")
+    else:
+        wire = _shared_reward(data)
+    reward = reward_from_wire(wire)
     assert reward is not None
     return reward
 
@@ -282,8 +301,8 @@ def reward_from_wire(wire: RewardWire | None) -> Reward | None:
     if wire is None:
         return None
     reward = _UncheckedReward()
-    reward.value, reward.components = wire.value, wire.components
-    reward.turns, reward.branches = wire.turns, wire.branches
+    reward.value, reward.components = wire.value, {**wire.components}
+    reward.turns, reward.branches = {**wire.turns}, {**wire.branches}
     reward.__class__ = Reward
     reward.check()
     return cast(Reward, reward)

@@ -51,7 +51,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
 from torch_server_process import ServerProcess
 
 BUCKETS_MB = (8, 32, 64, 128, 256)
-NUM_REPEATS = 5
+NUM_REPEATS = 9
 PAUSE_BUCKET_MB = 64.0
 NUM_TURNS = 32
 NUM_PAUSES = 8
