@@ -131,7 +131,7 @@ class PublishSettings(_Section):
     """How servers are fed that were quarantined; and all, when the transport fails on all."""
     mode: Literal["in_place", "retract", "abort"] | None = None
     """What happens to in-flight turns while weights move; none: in_place, abort under a probe."""
-    bucket_mb: float = Field(64.0, gt=0)
+    bucket_mb: float = Field(128.0, gt=0)
     phase_timeout_s: float = Field(60.0, gt=0)
     verify: Literal["checksum", "probe", "none"] | None = None
     """checksum: compare every tensor's bytes on every server. probe: compare the logprobs of a
