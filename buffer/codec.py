@@ -231,10 +231,12 @@ def _shared_closure(data: bytes) -> Closure:
     return decode_closure(data)
 
 
-@functools.lru_cache(maxsize=256)
-def _shared_reward(data: bytes) -> RewardWire:
-    wire, _ = unpack(data, _REWARD, "reward")
-    return wire
+def _reward_wire(data: bytes) -> RewardWire:
+    return unpack(data, _REWARD, "reward")[0]
+
+
+_shared_reward_wire = functools.lru_cache(maxsize=256)(_reward_wire)
+"""The same, for who changes nothing in it."""
 
 
 def encode_reward(reward: Reward) -> bytes:
@@ -244,11 +246,8 @@ def encode_reward(reward: Reward) -> bytes:
 
 def decode_reward(data: bytes) -> Reward:
     """The reward; raises as decode_turn."""
-    if len(data) > _SHARED_BYTES:
-        wire, _ = unpack(data, _REWARD, "reward")
-    else:
-        wire = _shared_reward(data)
-    reward = reward_from_wire(wire)
+    decode = _shared_reward_wire if len(data) <= _SHARED_BYTES else _reward_wire
+    reward = reward_from_wire(decode(data))
     assert reward is not None
     return reward
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import msgspec
 import structlog
 
 from outloop.buffer.channel import Channel
-from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded
+from outloop.buffer.errors import DeadlineExceeded
 from outloop.router.jobs import TurnJob
 from outloop.router.sessions import Episodes, EpisodeSession
+from outloop.router.telling import Telling, understood
 
 EVERYBODY = "routers"
 ROUND_S = 2.0
@@ -124,7 +124,7 @@ class Peers:
         self._num_asked = 0
         self._asking: dict[tuple[str, str], _Asking] = {}
         self._remotes: dict[tuple[str, int], _Remote] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._telling = Telling(channel)
 
     @property
     def hearing(self) -> Mapping[str, Callable[[bytes], None]]:
@@ -133,8 +133,7 @@ class Peers:
 
     def close(self) -> None:
         """Tell nobody anything any more."""
-        for task in self._tasks:
-            task.cancel()
+        self._telling.close()
 
     async def wait_for_turn(
         self, session: EpisodeSession, retry_key: str, has_client: Callable[[], bool]
@@ -186,10 +185,8 @@ class Peers:
         return asking.is_held
 
     def _hear(self, message: bytes) -> None:
-        try:
-            said = _decode(message)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            _log.warning("peer_not_understood", error=str(error))
+        said = understood(_decode, message)
+        if said is None:
             return
         if isinstance(said, Ask):
             self._answer(said)
@@ -230,7 +227,7 @@ class Peers:
         # A retry that has no ids yet may find its turn recorded.
         started_at = job.started_at if draws and job is not None and job.turn_ids else 0.0
         answer = Answer(self._process, ask.number, ask.round, draws, started_at)
-        self._start(self._tell(ask.process, _encode(answer)))
+        self._telling.tell(_of(ask.process), _encode(answer))
 
     def _wait_along(self, job: TurnJob, session: EpisodeSession, ask: Ask) -> None:
         """Let the client of another process be one of this turn's."""
@@ -243,7 +240,7 @@ class Peers:
             return
         self._remotes[who] = remote = _Remote(ask)
         job.attach(remote)
-        self._start(self._tell_when_over(job, session, ask, remote))
+        self._telling.start(self._tell_when_over(job, session, ask, remote))
 
     async def _tell_when_over(
         self, job: TurnJob, session: EpisodeSession, ask: Ask, remote: _Remote
@@ -256,26 +253,12 @@ class Peers:
             del self._remotes[ask.process, ask.number]
             job.detach(remote)
             session.let_go(job, ask.retry_key)
-        await self._tell(ask.process, _encode(Over(ask.number)))
+        await self._telling.send(_of(ask.process), _encode(Over(ask.number)))
 
     def tell_left(self, session: EpisodeSession, retry_key: str) -> None:
         """Say that a turn's client has gone: its next request may reach any process."""
         left = Left(self._process, session.episode_id, retry_key)
-        self._start(self._publish(EVERYBODY, _encode(left)))
-
-    async def _tell(self, process: str, message: bytes) -> None:
-        await self._publish(_of(process), message)
-
-    async def _publish(self, name: str, message: bytes) -> None:
-        try:
-            await self._channel.publish(name, message)
-        except BufferUnavailable as error:
-            _log.warning("peer_not_told", name=name, error=str(error))
-
-    def _start(self, telling: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(telling)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._telling.tell(EVERYBODY, _encode(left))
 
 
 def _of(process: str) -> str:

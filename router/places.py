@@ -17,9 +17,9 @@ import msgspec
 import structlog
 
 from outloop.buffer.channel import Channel
-from outloop.buffer.errors import BufferUnavailable
 from outloop.router.peers import ANSWER_S, until
 from outloop.router.sessions import Episodes, EpisodeSession
+from outloop.router.telling import Telling, understood
 
 EVERYBODY = "places"
 _log = structlog.get_logger()
@@ -79,7 +79,7 @@ class Places:
         self._claims: dict[str, list[_Claim]] = {}
         self._beyond: dict[str, dict[str, float]] = {}
         """By episode, the processes that went beyond their share, and when."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._telling = Telling(channel)
 
     @property
     def hearing(self) -> Mapping[str, Callable[[bytes], None]]:
@@ -88,8 +88,7 @@ class Places:
 
     def close(self) -> None:
         """Tell nobody anything any more."""
-        for task in self._tasks:
-            task.cancel()
+        self._telling.close()
 
     async def keep(self) -> None:
         """Learn how many processes there are, and forget what is long over.
@@ -158,10 +157,8 @@ class Places:
         return session.num_running + sum(claim.num_turns for claim in claims)
 
     def _hear(self, message: bytes) -> None:
-        try:
-            said = _decode(message)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            _log.warning("peer_not_understood", error=str(error))
+        said = understood(_decode, message)
+        if said is None:
             return
         if isinstance(said, Running):
             waiting = (claim for same in self._claims.values() for claim in same)
@@ -181,15 +178,7 @@ class Places:
         num_turns += sum(claim.num_turns for claim in claims if claim.is_heard)
         is_beyond = num_turns > self._limit // self._num_processes
         answer = Running(self._process, said.number, num_turns, is_beyond)
-        task = asyncio.create_task(self._tell(said.process, _encode(answer)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _tell(self, process: str, message: bytes) -> None:
-        try:
-            await self._channel.publish(_of(process), message)
-        except BufferUnavailable as error:
-            _log.warning("peer_not_told", process=process, error=str(error))
+        self._telling.tell(_of(said.process), _encode(answer))
 
 
 def _of(process: str) -> str:

@@ -58,10 +58,10 @@ class Fed:
 
     def copy(self, name: str, target: Tensor, tensor: Tensor) -> None:
         """Write a tensor to its place; accounts that can do it on the way account for it."""
-        ways = [each.on_the_way for each in self.accounts.values() if each.on_the_way is not None]
-        for way in ways:
-            way(name, target, tensor)
-            tensor = target
+        for each in self.accounts.values():
+            if each.on_the_way is not None:
+                each.on_the_way(name, target, tensor)
+                tensor = target
         if tensor is not target:
             copy_tensor(target, tensor)
 

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from outloop.engine.publish.checksum import tensor_checksum
+from outloop.engine.publish.checksum import tensor_bytes, tensor_checksum
 
 Bytes = npt.NDArray[np.uint8]
 _NUMPY_DTYPES = frozenset({torch.float32, torch.float16, torch.float64, torch.int64, torch.int32})
@@ -69,7 +69,5 @@ def _bytes(tensor: Tensor) -> Bytes:
         # A third of what the way below takes, which counts where tensors are small.
         held = tensor.detach().numpy().reshape(-1).view(np.uint8)
         return held
-    # One element may have any stride and be contiguous; as bytes it needs the plain one.
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    held = flat.view(torch.uint8).numpy()
+    held = np.asarray(tensor_bytes(tensor))
     return held
