@@ -43,6 +43,7 @@ _HANDLE = _object(episode_id=_TEXT, base_url=_TEXT, api_key=_TEXT)
 _CALL = _object(id=_TEXT, type=_just("function"), function=_object(name=_TEXT, arguments=_TEXT))
 _MESSAGE = _object(role=_just("assistant"), content=_maybe(_TEXT))
 _MESSAGE["properties"]["tool_calls"] = _list(_CALL, minItems=1)
+_MODEL = _object(id=_TEXT, object=_just("model"), type=_just("model"), display_name=_TEXT)
 _SPAN = _object(policy_version=_WHOLE, start=_COUNT, end=_COUNT)
 _TURN = _object(
     turn_id=_TEXT,
@@ -96,9 +97,8 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
         "/episodes/{episode_id}/reward": _object(),
         "/episodes/{episode_id}/close": _object(counted=_FLAG, sealed_group=_maybe(_TEXT)),
         "/trajectories": _object(num_accepted=_COUNT),
-        "/v1/models": _object(
-            object=_just("list"), data=_list(_object(id=_TEXT, object=_just("model")), minItems=1)
-        ),
+        "/v1/models": _object(object=_just("list"), data=_list(_MODEL, minItems=1), has_more=_FLAG),
+        "/v1/models/{model_id}": _MODEL,
         "/v1/messages/count_tokens": _object(input_tokens=_COUNT),
         "/v1/chat/completions": _object(
             id=_TEXT,
@@ -151,6 +151,7 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
 )
 """By path, of answers with status 200."""
 
+_NEVER_STREAMED = ("/v1/models", "/v1/models/{model_id}", "/v1/messages/count_tokens")
 _OPENAI_ERROR = _object(
     error=_object(message=_TEXT, type=_TEXT, code=_TEXT, param=_maybe(_TEXT)),
 )
@@ -165,7 +166,7 @@ def responses_of(path: str) -> dict[str, Schema]:
     done: Schema = {"text/plain; version=0.0.4; charset=utf-8": {"schema": _TEXT}}
     if bare in ANSWERS:
         done = {"application/json": {"schema": ANSWERS[bare]}}
-        if bare.startswith("/v1/") and bare not in ("/v1/models", "/v1/messages/count_tokens"):
+        if bare.startswith("/v1/") and bare not in _NEVER_STREAMED:
             done["text/event-stream"] = {"schema": _TEXT}
     return {
         "200": {"description": "done", "content": done},

@@ -20,6 +20,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from outloop.buffer.errors import BufferUnavailable, OutloopError
 from outloop.buffer.run import Run
@@ -50,6 +51,13 @@ _HOUSEKEEPING_S = 2.0
 _STOP_AGAIN_S = 0.5
 _IDLE_CONNECTION_S = 4.0
 """Shorter than uvicorn keeps its side open (5 s), so that no turn meets a closing connection."""
+_ONE_MODEL = (
+    "/v1/models/{model_id:path}",
+    "/v1/v1/models/{model_id:path}",
+    "/episodes/{episode_id}/v1/models/{model_id:path}",
+    "/episodes/{episode_id}/v1/v1/models/{model_id:path}",
+)
+"""Names may have slashes, so that no dictionary finds these."""
 _log = structlog.get_logger()
 
 
@@ -153,6 +161,8 @@ def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
             parts = Parts(run, writer, renderer, upstreams, http)
             app.state.parts = parts
             app.endpoints = _endpoints(parts)
+            one_model = Endpoint(parts.front.model, method="GET", metrics=parts.metrics)
+            app.router.routes += [Route(path, one_model) for path in _ONE_MODEL]
             app.include_router(
                 admin_router(parts.keys, parts.pool, writer, parts.metrics, parts.service)
             )
@@ -246,7 +256,7 @@ def _endpoints(parts: Parts) -> Mapping[str, Endpoint]:
             front.count_tokens, method="POST", metrics=metrics, errors=messages_answer.ERRORS
         )
         # Anthropic's clients add /v1 to a base URL that, for all others, ends in /v1 already.
-        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/models"):
             endpoints[f"{prefix}/v1{path}"] = endpoints[prefix + path]
     return MappingProxyType(endpoints)
 

@@ -18,6 +18,7 @@ from outloop.router.dialects.table import DIALECTS
 
 _ROUTES: tuple[tuple[str, str, str, type | None], ...] = (
     ("get", "/v1/models", "The models that may be named.", None),
+    ("get", "/v1/models/{model_id}", "One of them.", None),
     ("post", "/v1/messages/count_tokens", "How many ids a conversation has.", CountRequest),
     ("post", "/tasks", "Register the run's tasks.", bodies.TasksBody),
     ("post", "/tasks/claim", "Claim attempts to play.", bodies.ClaimBody),
@@ -27,6 +28,7 @@ _ROUTES: tuple[tuple[str, str, str, type | None], ...] = (
     ("post", "/episodes/{episode_id}/close", "End an episode.", bodies.CloseBody),
     ("post", "/trajectories", "Conversations for SFT.", bodies.TrajectoriesBody),
     ("get", "/episodes/{episode_id}/v1/models", "The same as /v1/models, by path.", None),
+    ("get", "/episodes/{episode_id}/v1/models/{model_id}", "One of them, by path.", None),
     (
         "post",
         "/episodes/{episode_id}/v1/messages/count_tokens",
@@ -64,14 +66,11 @@ def describe(app: FastAPI) -> None:
                 "security": [{"key": []}],
                 "responses": responses_of(path),
             }
-            if "{episode_id}" in path:
+            names = [name for name in ("episode_id", "model_id") if f"{{{name}}}" in path]
+            if names:
                 operation["parameters"] = [
-                    {
-                        "name": "episode_id",
-                        "in": "path",
-                        "required": True,
-                        "schema": {"type": "string"},
-                    }
+                    {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                    for name in names
                 ]
             if body is not None:
                 content = {"application/json": {"schema": next(remaining)}}

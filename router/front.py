@@ -8,6 +8,7 @@ sent after its turns are recorded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -105,14 +106,24 @@ class Front:
     async def models(self, exchange: Exchange) -> None:
         """`GET /v1/models`."""
         await self._identify(exchange)
-        served = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "outloop"}
-            for name in self._models.names()
-        ]
-        await exchange.answer(200, msgspec.json.encode({"object": "list", "data": served}))
+        served = [_model(name) for name in self._models.names()]
+        # Anthropic's clients read pages, OpenAI's a list; each ignores the other's fields.
+        ends = {"has_more": False, "first_id": served[0]["id"], "last_id": served[-1]["id"]}
+        await exchange.answer(200, msgspec.json.encode({"object": "list", "data": served, **ends}))
+
+    async def model(self, exchange: Exchange) -> None:
+        """`GET /v1/models/{model_id}`."""
+        await self._identify(exchange)
+        name = exchange.path("model_id")
+        self._models.check(name)
+        await exchange.answer(200, msgspec.json.encode(_model(name)))
 
     async def _identify(self, exchange: Exchange) -> EpisodeSession:
         key, by_path = exchange.key, exchange.path("episode_id")
+        in_path = self._keys.episode_of(by_path)
+        if in_path is not None:
+            # A client whose own key is fixed has its episode's in the path.
+            key, by_path = key if _is_ours(key) else by_path, in_path
         episode_id = self._keys.episode_of(key)
         if episode_id is None:
             if self._settings.router.unkeyed == "serve" and not by_path and not _is_ours(key):
@@ -161,6 +172,19 @@ async def _send_stream(
     await exchange.send_events(opening + stream.close(results), more=False)
 
 
+def _model(name: str) -> dict[str, Any]:
+    """A model as both OpenAI and Anthropic describe one."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "outloop",
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
+
+
 def _is_ours(key: str) -> bool:
     return key.startswith("ol-")
 
@@ -171,4 +195,4 @@ def _retry(exchange: Exchange, digest: str) -> tuple[str, bool]:
     if idempotency_key is not None:
         return f"{idempotency_key.decode('latin-1')[:200]}:{digest}", True
     count = exchange.headers.get(b"x-stainless-retry-count", b"0")
-    return digest, count.isdigit() and int(count) > 0
+    return digest, count.isdigit() and count.strip(b"0") != b""

@@ -13,13 +13,13 @@ from typing import Any
 
 from outloop.buffer.records import Opening, Sampling
 from outloop.buffer.settings import SamplingSettings
+from outloop.router.parameters import PARAMETERS, check_value
 from outloop.router.refusals import Refusal
 from outloop.router.turns import TurnRequest
 
 _FLOATS = frozenset(
     {"temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"}
 )
-_EPISODE_PARAMETERS = _FLOATS | {"top_k", "max_new_tokens", "seed"}
 
 
 def check_episode_sampling(sampling: dict[str, float] | None, purpose: str) -> None:
@@ -38,15 +38,15 @@ def check_episode_sampling(sampling: dict[str, float] | None, purpose: str) -> N
             "sampling. Leave it out, or set sampling.* of the run.",
             param="sampling",
         )
-    for name in sampling:
-        if name not in _EPISODE_PARAMETERS:
+    for name, value in sampling.items():
+        if name not in PARAMETERS:
             raise Refusal(
                 400,
                 "invalid_value",
-                f"sampling.{name}={sampling[name]!r}; allowed: "
-                f"{', '.join(sorted(_EPISODE_PARAMETERS))}",
+                f"sampling.{name}={value!r}; allowed: {', '.join(sorted(PARAMETERS))}",
                 param="sampling",
             )
+        check_value(name, value, f"sampling.{name}")
 
 
 def decide(

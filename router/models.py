@@ -38,6 +38,15 @@ class ModelTable:
             self._refuse(name, "is held by no server")
         return int(version)
 
+    def check(self, name: str) -> None:
+        """Refuse a name that a request could not ask for.
+
+        Raises:
+            Refusal: 404.
+        """
+        if name not in self._upstreams:
+            self.version_of(name)
+
     def names(self) -> list[str]:
         """Every name that lasts; versions come and go."""
         return [self._policy, *self._upstreams]

@@ -166,6 +166,19 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
+def _without_key(path: str) -> str:
+    """What of a path a log may show: an episode may stand in it by its key."""
+    return f"/episodes/*/{path.split('/', 3)[-1]}" if path.startswith("/episodes/") else path
+
+
+def _too_deep() -> Refusal:
+    return Refusal(
+        400,
+        "nested_too_deeply",
+        "the body holds JSON that nests hundreds of levels deep; send that part as text",
+    )
+
+
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
@@ -199,8 +212,12 @@ class Endpoint:
             return
         except OutloopError as error:
             await self._refuse(exchange, as_refusal(error))
+        except RecursionError:
+            # Of a decoder: how deeply a body nests is its sender's choice, so sending it again
+            # would not help.
+            await self._refuse(exchange, _too_deep())
         except Exception:  # noqa: BLE001 - the process boundary: the client gets a 500, we the trace
-            _log.exception("request_failed", path=scope["path"])
+            _log.exception("request_failed", path=_without_key(scope["path"]))
             await self._refuse(
                 exchange,
                 Refusal(500, "internal_error", "the router failed; see its log", retry_after_s=1.0),

@@ -126,7 +126,7 @@ def decode(body: bytes, earlier: Told | None = None) -> TurnRequest:
         has_logit_bias=bool(chat.logit_bias),
         json_schema=fields.json_schema("response_format", chat.response_format, "json_schema"),
         stop=fields.stops("stop", chat.stop),
-        seed=chat.seed,
+        seed=fields.seed(chat.seed),
         wants_logprobs=bool(chat.logprobs),
         num_top_logprobs=fields.top_logprobs(chat.top_logprobs, is_asked=bool(chat.logprobs)),
         stream=bool(chat.stream),

@@ -72,7 +72,7 @@ def decode(body: bytes) -> TurnRequest:
         asked=fields.asked(asked),
         has_logit_bias=bool(asked.logit_bias),
         stop=fields.stops("stop", asked.stop),
-        seed=asked.seed,
+        seed=fields.seed(asked.seed),
         wants_logprobs=asked.logprobs is not None,
         num_top_logprobs=fields.whole("logprobs", asked.logprobs, 0, fields.MAX_TOP_LOGPROBS) or 0,
         stream=bool(asked.stream),

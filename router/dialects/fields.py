@@ -7,13 +7,13 @@ refused with 400 and the name of its parameter.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from outloop.router.parameters import check_value
 from outloop.router.refusals import Refusal
 from outloop.router.turns import TokenLogprob
 
@@ -21,15 +21,10 @@ T = TypeVar("T")
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 16
-_RANGES = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "presence_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, 2.0),
-    "top_k": (-1.0, math.inf),
-}
+_SAMPLING = (
+    *("temperature", "top_p", "min_p", "top_k"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+)
 _WHERE = re.compile(r"`\$\.([^`]*)`")
 
 
@@ -71,14 +66,25 @@ def asked(body: object) -> dict[str, float]:
         Refusal: 400, out of range.
     """
     found: dict[str, float] = {}
-    for name, (low, high) in _RANGES.items():
+    for name in _SAMPLING:
         value = getattr(body, name, None)
         if value is None:
             continue
-        if not low <= value <= high or (name == "top_p" and value == 0.0):
-            refuse(name, f"{name}={value!r}; allowed: {low:g} to {high:g}")
-        found[name] = value
+        check_value(name, value, name)
+        # Some clients write "off" as 0.
+        found[name] = -1 if name == "top_k" and value == 0 else value
     return found
+
+
+def seed(value: int | None) -> int | None:
+    """A seed.
+
+    Raises:
+        Refusal: 400, out of range.
+    """
+    if value is not None:
+        check_value("seed", value, "seed")
+    return value
 
 
 def stops(name: str, stop: str | list[str] | None) -> tuple[str, ...]:

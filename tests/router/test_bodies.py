@@ -91,3 +91,57 @@ def test_what_is_no_json_object_is_refused(path: str, body: bytes) -> None:
     with pytest.raises(Refusal) as caught:
         DIALECTS[path].dialect.decode(body)
     assert caught.value.status == 400
+
+
+def nested(levels: int) -> str:
+    """An object in an object in an object."""
+    return '{"a":' * levels + "1" + "}" * levels
+
+
+@pytest.mark.parametrize("levels", [900, 3000, 200_000])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *((path, {**body, "metadata": "DEEP"}) for path, body in VALID.items()),
+        *((path, {**body, "tools": ["DEEP"]}) for path, body in VALID.items()),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 5,
+                "messages": [
+                    {"role": "user", "content": "hi"},
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "x", "name": "f", "input": "DEEP"}],
+                    },
+                ],
+            },
+        ),
+        ("/v1/responses", {"input": "hi", "text": {"format": "DEEP"}}),
+        ("/v1/messages/count_tokens", {"messages": VALID["/v1/messages"]["messages"], "x": "DEEP"}),
+        ("/tasks", {"tasks": [{"task_id": "t", "payload": "DEEP"}], "eval_tasks": []}),
+        ("/trajectories", {"key": "k", "trajectories": [{"messages": "DEEP", "metadata": {}}]}),
+    ],
+)
+async def test_depth_is_the_senders_fault(stage, path: str, body: dict, levels: int) -> None:
+    """A policy may write a call that nests without end; its refusal is final, in every dialect."""
+    stage.server.answer = lambda request: stage.script("fine")
+    key = (await stage.open())["api_key"] if path.startswith("/v1") else "ol-runner-x"
+    text = json.dumps({"model": "policy", **body}).replace('"DEEP"', nested(levels))
+    answer = await stage.http.post(path, content=text, headers={"Authorization": f"Bearer {key}"})
+    assert answer.status_code in ((200, 400) if levels == 900 else (400,)), answer.text
+    if answer.status_code == 400:
+        assert answer.headers["x-should-retry"] == "false"
+        assert answer.json()["error"]["message"]
+
+
+async def test_a_retry_count_of_any_length_is_read(stage) -> None:
+    """It is a header that anybody may send."""
+    stage.server.answer = lambda request: stage.script("fine")
+    episode = await stage.open()
+    body = {"model": "policy", **VALID["/v1/chat/completions"]}
+    for count, num_turns in (("0" * 5000, 1), ("9" * 5000, 1), ("-1", 2), ("00", 3)):
+        headers = {"x-stainless-retry-count": count}
+        answer = await stage.post("/v1/chat/completions", body, episode["api_key"], **headers)
+        assert answer.status_code == 200
+        assert len(stage.turns(episode)) == num_turns

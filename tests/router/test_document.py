@@ -59,8 +59,9 @@ class Documented:
 
     def send(self, case: Any, key: str | None = None) -> Any:
         """The answer to a case, which is about the test's episode."""
-        if "{episode_id}" in case.operation.path:
-            case.path_parameters = {"episode_id": self._episode["episode_id"]}
+        names = {"model_id": "policy", **(case.path_parameters or {})}
+        names["episode_id"] = self._episode["episode_id"]
+        case.path_parameters = {n: v for n, v in names.items() if f"{{{n}}}" in case.path}
         headers = {"Authorization": f"Bearer {key or self.key(case.operation.path)}"}
         return case.call(base_url=self.url, headers=headers)
 

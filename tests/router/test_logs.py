@@ -79,3 +79,19 @@ def test_a_process_writes_one_json_object_per_line_above_its_level() -> None:
         "level": "info",
         "part": "router",
     }
+
+
+async def test_a_key_in_a_path_is_not_logged(stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure of ours names the route, not whose it was."""
+
+    def fail(*_: object) -> None:
+        raise LookupError("ours")
+
+    episode = await stage.open()
+    monkeypatch.setattr(stage.app.state.parts.front, "_hear", fail)
+    with capture_logs() as logs:
+        path = f"/episodes/{episode['api_key']}/v1/chat/completions"
+        assert (await stage.post(path, BODY, "EMPTY")).status_code == 500
+    (failed,) = (entry for entry in logs if entry["event"] == "request_failed")
+    assert failed["path"] == "/episodes/*/v1/chat/completions"
+    assert episode["api_key"] not in repr(logs)
