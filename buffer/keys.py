@@ -86,7 +86,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("attempts", "hash", _RUN, "claim, open", "attempt in flight -> its episode or empty"),
     KeySpec("attempt_deadlines", "zset", _RUN, "claim, open", "the same by deadline, Unix ms"),
     KeySpec("ready", "zset", _RUN, "close", "sealed groups by slot"),
-    KeySpec("ready_depths", "zset", _RUN, "close", "the same by depth of their oldest version"),
+    KeySpec("ready_depths", "zset", _RUN, "close", "by depth of their oldest version, then slot"),
     KeySpec("leases", "zset", _RUN, "take", "groups leased and not acknowledged, by slot"),
     KeySpec("last_take", "string", "until the next", "take", "answer to the last take, by token"),
     KeySpec("wake", "list", _RUN, "close", "at most one token: enough groups are ready"),

@@ -14,20 +14,21 @@ if not acknowledged or acknowledged < tonumber(ARGV[3]) then
   return {'conflict', 'policy_version=' .. ARGV[3] .. ' is not acknowledged by the servers; publish '
     .. 'and acknowledge it before marking its groups trained'}
 end
+local leased, seen = {}, {}
 for i = 4, #ARGV do
-  local state = redis.call('HGET', group_key(ARGV[i]), 'state')
+  local g = group_key(ARGV[i])
+  local state = redis.call('HGET', g, 'state')
   if state == 'open' or state == 'ready' or state == 'dropped' then
     return {'fence', 'group_id=' .. ARGV[i] .. ' is ' .. state .. ', not leased'}
   end
-end
-for i = 4, #ARGV do
-  local g = group_key(ARGV[i])
-  if redis.call('HGET', g, 'state') == 'leased' then
-    redis.call('HSET', g, 'state', 'trained')
-    redis.call('HINCRBY', STATE, 'trained', 1)
-    count('trained')
+  if state == 'leased' and not seen[g] then
+    seen[g] = true
+    leased[#leased + 1] = g
   end
 end
+for _, g in ipairs(leased) do redis.call('HSET', g, 'state', 'trained') end
+redis.call('HINCRBY', STATE, 'trained', #leased)
+count('trained', #leased)
 release_held_credits()
 redis.call('DEL', key('last_take'))
 return {'ok'}

@@ -54,6 +54,13 @@ local function episode_key(episode_id) return prefix .. 'episode:' .. episode_id
 local function eval_key(name) return prefix .. 'eval:' .. name end
 
 local function count(name, by) redis.call('HINCRBY', COUNTERS, name, by or 1) end
+-- Hand `words` to `send`, as many at once as Lua may unpack: a call costs more than what most
+-- commands do. An even number, for words in pairs.
+local function send_all(words, send)
+  for first = 1, #words, 1000 do
+    send(unpack(words, first, math.min(first + 999, #words)))
+  end
+end
 local function number(value) return value and tonumber(value) or nil end
 
 -- A full Redis refuses a script's first memory-taking command. Scripts that give memory back
@@ -166,13 +173,21 @@ local function release_held_credits()
   end
 end
 
+-- By depth, then by slot: what is taken next stands at the front, where few nodes are visited.
+-- Exact below 2^21 publishes of 2^32 slots.
+local function depth_score(depth, slot)
+  return string.format('%.0f', depth * 4294967296 + slot)
+end
+
 local function make_ready(group_id)
   local g = group_key(group_id)
   local fields = redis.call('HMGET', g, 'slot', 'min_depth')
   redis.call('HSET', g, 'state', 'ready')
   redis.call('ZREM', LEASES, group_id)
   redis.call('ZADD', READY, fields[1], group_id)
-  if fields[2] then redis.call('ZADD', READY_DEPTHS, fields[2], group_id) end
+  if fields[2] then
+    redis.call('ZADD', READY_DEPTHS, depth_score(tonumber(fields[2]), tonumber(fields[1])), group_id)
+  end
   local wanted = number(redis.call('HGET', STATE, 'wanted')) or 1
   if redis.call('ZCARD', READY) >= wanted then
     redis.call('LPUSH', WAKE, '1')
@@ -421,14 +436,4 @@ local function fence_refusal(fence)
     return {'fence', 'the leases of fence=' .. fence .. ' expired unrenewed and were given back'}
   end
   return nil
-end
-
--- A group's weights are safe on disk: remember its slot under the mark, free its data.
-local function acknowledge_group(group_id, mark_version)
-  local g = group_key(group_id)
-  local f = redis.call('HMGET', g, 'slot', 'state')
-  end_group(group_id, 'acknowledged')
-  if f[2] ~= 'trained' then redis.call('HINCRBY', STATE, 'trained', 1) end
-  redis.call('ZADD', key('trained_slots'), mark_version, f[1])
-  count('acknowledged')
 end

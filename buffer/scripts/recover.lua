@@ -14,10 +14,19 @@ if refused then return refused end
 local mark = number(ARGV[3])
 local newest = mark or -1
 
+-- Whatever state it is in: the checkpoint is the truth.
+local function acknowledge_group(group_id)
+  local f = redis.call('HMGET', group_key(group_id), 'slot', 'state')
+  end_group(group_id, 'acknowledged')
+  if f[2] ~= 'trained' then redis.call('HINCRBY', STATE, 'trained', 1) end
+  redis.call('ZADD', key('trained_slots'), mark, f[1])
+  count('acknowledged')
+end
+
 for i = 5, #ARGV do
   local state = redis.call('HGET', group_key(ARGV[i]), 'state')
   if state and state ~= 'dropped' and state ~= 'acknowledged' then
-    acknowledge_group(ARGV[i], ARGV[3])
+    acknowledge_group(ARGV[i])
   end
 end
 for _, version in ipairs(redis.call('HKEYS', VERSIONS)) do

@@ -46,7 +46,7 @@ local num = tonumber(ARGV[3])
 redis.call('HSET', STATE, 'wanted', num)
 local depth = depth_of(ARGV[4]) or tonumber(ARGV[4])
 for _, group_id in ipairs(redis.call('ZRANGEBYSCORE', READY_DEPTHS, '-inf',
-    '(' .. (depth - rules.max_staleness))) do
+    '(' .. depth_score(depth - rules.max_staleness, 0))) do
   drop_group(group_id, 'stale', false, false)
 end
 -- The oldest open group holds the window: groups far ahead of it wait, however fast they were.
@@ -55,22 +55,28 @@ local function highest_slot()
   if rules.take_window == 0 or not oldest then return '+inf' end
   return '(' .. (tonumber(oldest) + rules.take_window)
 end
-local ready = redis.call('ZRANGEBYSCORE', READY, '-inf', highest_slot(), 'LIMIT', 0, num)
-if #ready < num then
-  return {'ok', 0, #ready, redis.call('HLEN', ATTEMPTS),
+local ready = redis.call('ZRANGEBYSCORE', READY, '-inf', highest_slot(), 'WITHSCORES',
+  'LIMIT', 0, num)
+if #ready < 2 * num then
+  return {'ok', 0, #ready / 2, redis.call('HLEN', ATTEMPTS),
     redis.call('ZCARD', GROUP_DEADLINES)}
 end
-local leases = {}
-for _, group_id in ipairs(ready) do
+local leases, ids, slots = {}, {}, {}
+for i = 1, #ready, 2 do
+  local group_id, slot = ready[i], ready[i + 1]
   local g = group_key(group_id)
-  redis.call('ZREM', READY, group_id)
-  redis.call('ZREM', READY_DEPTHS, group_id)
-  local f = redis.call('HMGET', g, 'slot', 'size', 'task_id')
-  redis.call('ZADD', LEASES, f[1], group_id)
+  local f = redis.call('HMGET', g, 'size', 'task_id')
   redis.call('HSET', g, 'state', 'leased')
-  leases[#leases + 1] = {group_id, tonumber(f[1]), tonumber(f[2]), f[3],
+  leases[#leases + 1] = {group_id, tonumber(slot), tonumber(f[1]), f[2],
     redis.call('LRANGE', g .. ':episodes', 0, -1)}
+  ids[#ids + 1] = group_id
+  slots[#slots + 1] = slot
+  slots[#slots + 1] = group_id
 end
+-- They are the lowest of their scores.
+redis.call('ZREMRANGEBYRANK', READY, 0, num - 1)
+send_all(ids, function(...) redis.call('ZREM', READY_DEPTHS, ...) end)
+send_all(slots, function(...) redis.call('ZADD', LEASES, ...) end)
 local deadline = now + rules.lease_ms
 redis.call('HSET', STATE, 'fence_deadline', deadline)
 local packed = cmsgpack.pack(leases)

@@ -250,3 +250,23 @@ async def test_the_registry_shows_who_is_there(start: Callable[..., Any]) -> Non
     assert loop.reader.statuses() == {"router": {"episodes": "3"}, "trainer": {"step": "1"}}
     loop.reader.set_run_state("finished")
     assert (await loop.writer.policy_state()).run_state == "finished"
+
+
+async def test_a_batch_larger_than_what_one_command_takes(start: Callable[..., Any]) -> None:
+    """510 groups, some named twice, are taken in order, marked and acknowledged, each once."""
+    loop = await start(
+        buffer__group_size=1, trainer__groups_per_step=510, trainer__advantage="reinforce_pp"
+    )
+    claims = (await loop.claim(510)).claims
+    openings = [loop.opening(claim) for claim in claims]
+    await loop.writer.open_episodes(openings)
+    for opening in openings:
+        await loop.close(opening.episode_id)
+    leases = loop.take(510)
+    assert [lease.group.slot for lease in leases] == list(range(510))
+    mark = loop.train([*leases, *leases[:7]], 1)
+    loop.reader.acknowledge(mark)
+    stats = loop.reader.stats()
+    assert stats["buffer/trained_groups"] == stats["buffer/acknowledged_groups"] == 510
+    assert stats["buffer/leased_groups"] == stats["buffer/ready_groups"] == 0
+    assert len((await loop.claim(1000)).claims) == 510

@@ -271,12 +271,20 @@ class Keyspace:
         return _with_scores(ordered[_span(start, stop, len(ordered))], options)
 
     def _zrangebyscore(self, key: bytes, low: bytes, high: bytes, *options: bytes) -> list[bytes]:
-        found = self._typed(key, Sorted).between(low, high)
-        if options:
-            assert options[0].upper() == b"LIMIT", options
-            start, count = int(options[1]), int(options[2])
+        members = self._typed(key, Sorted)
+        found = [(member, members[member]) for member in members.between(low, high)]
+        scores, words = options[:1], options[1:]
+        if scores != (b"WITHSCORES",):
+            scores, words = (), options
+        if words:
+            assert words[0].upper() == b"LIMIT", options
+            start, count = int(words[1]), int(words[2])
             found = found[start : start + count]
-        return found
+        return _with_scores(found, scores)
+
+    def _zremrangebyrank(self, key: bytes, start: bytes, stop: bytes) -> int:
+        found = self._zrange(key, start, stop)
+        return self._zrem(key, *found) if found else 0
 
     def _zremrangebyscore(self, key: bytes, low: bytes, high: bytes) -> int:
         found = self._typed(key, Sorted).between(low, high)
