@@ -105,6 +105,8 @@ class RouterSettings(_Section):
     unkeyed: Literal["refuse", "serve"] = "refuse"
     """Traffic without an episode key: 401, or served without being recorded for training."""
     turn_timeout_s: float = Field(120.0, gt=0)
+    buffer_timeout_s: float = Field(30.0, ge=0)
+    """How long a turn waits for a Redis that is away, to be begun and to be recorded; then 503."""
     drain_timeout_s: float = Field(20.0, ge=0)
     """How long a router that is stopped goes on with the turns that it has begun."""
     max_turns_per_episode: int = Field(64, gt=0)

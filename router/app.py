@@ -35,6 +35,7 @@ from outloop.router.generation import Generator
 from outloop.router.keys import KeyRing
 from outloop.router.metrics import RouterMetrics
 from outloop.router.models import ModelTable
+from outloop.router.patience import Patience
 from outloop.router.peers import Peers
 from outloop.router.places import Places
 from outloop.router.pool import ServerPool
@@ -72,19 +73,19 @@ class Parts:
         upstreams: Mapping[str, Upstream],
         http: aiohttp.ClientSession,
     ) -> None:
-        settings = run.settings
+        settings, limits = run.settings, run.settings.router
         self.buffer = buffer
         self.metrics = RouterMetrics()
         self.keys = KeyRing(run.keys)
         self.pool = ServerPool(buffer, max_in_flight=settings.server.max_running_requests)
-        self.episodes = Episodes(buffer, renderer)
-        turn_s = settings.router.turn_timeout_s
+        patience, turn_s = Patience(limits.buffer_timeout_s), limits.turn_timeout_s
+        self.episodes = Episodes(buffer, renderer, patience)
         self.peers = Peers(buffer.channel, self.episodes, timeout_s=turn_s)
         self.places = Places(
             buffer.channel,
             self.episodes,
-            limit=settings.router.max_concurrent_turns_per_episode,
-            num_processes=settings.router.num_processes,
+            limit=limits.max_concurrent_turns_per_episode,
+            num_processes=limits.num_processes,
             turn_s=turn_s,
         )
         self.service = TurnService(
@@ -95,12 +96,13 @@ class Parts:
             Generator(
                 http,
                 self.pool,
-                timeout_s=settings.router.turn_timeout_s,
+                timeout_s=turn_s,
                 may_mix_versions=settings.buffer.max_staleness > 0,
             ),
             self.metrics,
             self.peers,
             self.places,
+            patience,
         )
         self.front = Front(
             settings,

@@ -163,7 +163,10 @@ class TurnTree:
         answer: Message | None = None,
         tools: Tools = (),
     ) -> Node:
-        """Append a recorded turn; without `messages` only its ids are known."""
+        """Append a recorded turn; without `messages` only its ids are known.
+
+        One that is there already is known better afterwards.
+        """
         parent = self.nodes[turn.parent_turn_id] if turn.parent_turn_id is not None else None
         said_after = plan.said_after if plan is not None else None
         given = messages
@@ -181,8 +184,13 @@ class TurnTree:
             num_messages=len(messages) if messages is not None else -1,
             end=(parent.end if parent else 0) + len(turn.prompt_ids) + len(turn.output_ids),
         )
+        siblings = parent.children if parent else self._roots
+        earlier = self.nodes.get(turn.turn_id)
+        if earlier is not None:
+            # Read back from the buffer while this process waited to hear that it was recorded.
+            siblings.remove(earlier)
         self.nodes[turn.turn_id] = node
-        (parent.children if parent else self._roots).append(node)
+        siblings.append(node)
         asked, prompt = self._last_asked
         if asked is not None and asked is plan:
             # The next turn most likely goes on after this one.

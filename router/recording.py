@@ -22,6 +22,7 @@ from outloop.router.generation import Drawn
 from outloop.router.governance import loss_spans
 from outloop.router.jobs import TurnJob
 from outloop.router.metrics import RouterMetrics
+from outloop.router.patience import Patience
 from outloop.router.port import EpisodeBuffer
 from outloop.router.rendering import PolicyRenderer
 from outloop.router.said import Answer, Begun
@@ -54,10 +55,12 @@ class Recorder:
         renderer: PolicyRenderer,
         reader: AnswerReader,
         metrics: RouterMetrics,
+        patience: Patience,
         *,
         log_turns: bool,
     ) -> None:
         self._buffer = buffer
+        self._patience = patience
         self._renderer = renderer
         self._reader = reader
         self._metrics = metrics
@@ -75,7 +78,9 @@ class Recorder:
         answer = self._reader.read(request, drawn.ids, plan, job.turn_ids[index], matched, begun)
         turn = self._turn(common, index, drawn, answer)
         if session.opening is not None:
-            usage = await self._buffer.append_turn(turn)
+            # What was drawn, and perhaps shown, is not thrown away because Redis is restarted; the
+            # same turn is recorded once, however often it is sent.
+            usage = await self._patience.ask(self._buffer.append_turn, turn)
             # Other processes may have recorded turns of this episode.
             session.num_turns = max(session.num_turns, usage.num_turns)
             session.num_tokens = usage.num_tokens

@@ -25,6 +25,7 @@ from outloop.router.generation import Drawn, Generator
 from outloop.router.governance import decide
 from outloop.router.jobs import TurnJob
 from outloop.router.metrics import RouterMetrics
+from outloop.router.patience import Patience
 from outloop.router.peers import Peers
 from outloop.router.places import Places
 from outloop.router.planning import Planner
@@ -58,13 +59,14 @@ class TurnService:
         metrics: RouterMetrics,
         peers: Peers,
         places: Places,
+        patience: Patience,
     ) -> None:
         self._settings = settings
         self._renderer = renderer
         self._reader = AnswerReader(renderer)
-        self._recorder = Recorder(
-            buffer, renderer, self._reader, metrics, log_turns=settings.router.log_turns
-        )
+        self._patience = patience
+        told = settings.router.log_turns
+        self._recorder = Recorder(buffer, renderer, self._reader, metrics, patience, log_turns=told)
         self._planner = Planner(renderer, episodes, settings.sampling)
         self._peers = peers
         self._retries = Retries(episodes, self._planner, self._reader, peers)
@@ -149,6 +151,7 @@ class TurnService:
     async def close(self) -> None:
         """Abandon every running turn; who waits for one is told to come back."""
         self.is_draining = True
+        self._patience.end()
         for job in self._jobs:
             job.cancel()
         await self._all_over()

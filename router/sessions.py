@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from outloop.buffer.records import OpenEpisode, Opening
 from outloop.router.branches import TurnTree
 from outloop.router.heard import Heard
+from outloop.router.patience import Patience
 from outloop.router.pool import NOBODY, Whose
 from outloop.router.port import EpisodeBuffer
 from outloop.router.refusals import Refusal
@@ -116,9 +117,10 @@ class EpisodeSession:
 class Episodes:
     """Every episode this process serves."""
 
-    def __init__(self, buffer: EpisodeBuffer, renderer: PolicyRenderer) -> None:
+    def __init__(self, buffer: EpisodeBuffer, renderer: PolicyRenderer, patience: Patience) -> None:
         self._buffer = buffer
         self._renderer = renderer
+        self._patience = patience
         self._sessions: dict[str, EpisodeSession] = {}
         self._loading: dict[str, asyncio.Task[EpisodeSession]] = {}
 
@@ -157,7 +159,7 @@ class Episodes:
         """Add turns that other processes recorded; True if there were any."""
         if session.opening is None:
             return False
-        loaded = await self._buffer.load_episode(session.episode_id)
+        loaded = await self._patience.ask(self._buffer.load_episode, session.episode_id)
         before = len(session.tree.nodes)
         if loaded is not None:
             session.add_recorded(loaded)
@@ -181,7 +183,7 @@ class Episodes:
         session.tree = TurnTree(self._renderer)
 
     async def _load(self, episode_id: str) -> EpisodeSession:
-        loaded = await self._buffer.load_episode(episode_id)
+        loaded = await self._patience.ask(self._buffer.load_episode, episode_id)
         if loaded is None:
             raise Refusal(
                 404, "episode_not_found", f"there is no episode episode_id={episode_id!r}"

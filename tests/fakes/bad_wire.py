@@ -40,6 +40,10 @@ class BadWire:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(30)
 
+    def lead_to(self, socket: str) -> None:
+        """From the next connection on."""
+        self._socket = socket
+
     def cut(self) -> None:
         """Break every connection now; new ones are welcome."""
         self._call(self._cut)
@@ -61,7 +65,12 @@ class BadWire:
         self._writers.clear()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        answers, commands = await asyncio.open_unix_connection(self._socket)
+        try:
+            answers, commands = await asyncio.open_unix_connection(self._socket)
+        except OSError:
+            # Nobody is at the other end, which is what the caller sees.
+            writer.close()
+            return
         self._writers |= {writer, commands}
         ways = (self._copy(reader, commands, False), self._copy(answers, writer, True))
         await asyncio.gather(*ways)

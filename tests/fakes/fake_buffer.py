@@ -39,6 +39,7 @@ class FakeBuffer:
         self.servers: list[ServerEntry] = []
         self.run_state = "running"
         self.is_away = False
+        self.num_refused = 0
         self.is_paused = False
         self.sealed: set[str] = set()
         self.budget_notes = FakeNotes(self)
@@ -187,6 +188,7 @@ class FakeBuffer:
     async def _work(self) -> None:
         await asyncio.sleep(0)
         if self.is_away:
+            self.num_refused += 1
             raise BufferUnavailable("redis is away")
 
 

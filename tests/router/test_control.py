@@ -192,8 +192,9 @@ async def test_unknown_fields_and_other_tools_are_ignored(stage) -> None:
     assert "# Tools" not in prompt
 
 
-async def test_a_lost_buffer_is_a_retryable_error_and_nothing_is_acknowledged(stage) -> None:
+async def test_a_lost_buffer_is_a_retryable_error_and_nothing_is_acknowledged(make_stage) -> None:
     """A turn that cannot be recorded is not answered with 2xx."""
+    stage = await make_stage(router={"buffer_timeout_s": 0.1})
     stage.says("fine", "again")
     episode = await stage.open()
     await stage.post("/v1/chat/completions", CHAT, episode["api_key"])

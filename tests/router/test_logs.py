@@ -10,8 +10,9 @@ from structlog.testing import capture_logs
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "a private question"}]}
 
 
-async def test_every_turn_is_logged_with_its_ids_and_no_secret(stage) -> None:
+async def test_every_turn_is_logged_with_its_ids_and_no_secret(make_stage) -> None:
     """Recorded, failed and refused turns name their episode; no key and no text is in the log."""
+    stage = await make_stage(router={"buffer_timeout_s": 0})
     stage.says("a private answer", "another private answer")
     episode = await stage.open()
     key = episode["api_key"]

@@ -195,8 +195,9 @@ async def test_what_is_masked_stays_masked_but_for_delivery(make_stage) -> None:
     assert delivered.behavior_logprobs.tobytes() == recorded[1].behavior_logprobs.tobytes()
 
 
-async def test_a_buffer_that_is_away_costs_no_recorded_turn(stage) -> None:
+async def test_a_buffer_that_is_away_costs_no_recorded_turn(make_stage) -> None:
     """The replay that could not be recorded is what the client's retry gets."""
+    stage = await make_stage(router={"buffer_timeout_s": 0})
     stage.says("one", "two")
     lost = await stage.open()
     hello = [{"role": "user", "content": "hi"}]

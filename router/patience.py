@@ -1,0 +1,56 @@
+"""Asking a Redis that is away again.
+
+Owns: for how long, and how often. Does not own: what is asked. Invariant: what is asked is safe to
+ask twice; every wait ends with the answer or the last error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import ParamSpec, TypeVar
+
+import structlog
+
+from outloop.buffer.errors import BufferUnavailable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_AGAIN_S = 0.2
+_log = structlog.get_logger()
+
+
+class Patience:
+    """Lets agents' turns outlive a Redis that comes back within `wait_s`."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._is_over = asyncio.Event()
+
+    def end(self) -> None:
+        """Have nobody wait any more."""
+        self._is_over.set()
+
+    async def ask(self, call: Callable[P, Awaitable[T]], *args: P.args, **words: P.kwargs) -> T:
+        """What `call` answers, once Redis does; it may be called many times.
+
+        Raises:
+            BufferUnavailable: not within `wait_s`, or not before the end.
+        """
+        try:
+            return await call(*args, **words)
+        except BufferUnavailable as error:
+            _log.warning("buffer_awaited", wait_s=self._wait_s, error=str(error))
+            last = error
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._wait_s
+        while (remaining := deadline - loop.time()) > 0 and not self._is_over.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(_AGAIN_S, remaining)):
+                    await self._is_over.wait()
+            try:
+                return await call(*args, **words)
+            except BufferUnavailable as error:
+                last = error
+        raise last

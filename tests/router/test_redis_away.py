@@ -1,0 +1,183 @@
+"""A Redis that is away for a while, as when it is restarted: agents do not notice."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import anthropic
+import openai
+import pytest
+from bad_wire import BadWire
+
+from outloop.buffer.connect import connect_sync
+from outloop.buffer.embedded import EmbeddedRedis
+from outloop.buffer.join import init_run
+from outloop.buffer.reader import BufferReader
+from outloop.buffer.records import ServerEntry
+from outloop.buffer.writer import BufferWriter
+
+SAID = [{"role": "user", "content": "hi"}]
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
+async def awaited(stage) -> None:
+    """Somebody waits for the buffer."""
+    async with asyncio.timeout(20):
+        while not stage.buffer.num_refused:
+            await asyncio.sleep(0.005)
+
+
+async def drawing(stage, num: int) -> None:
+    """So many turns have reached the server."""
+    async with asyncio.timeout(20):
+        while len(stage.server.requests) < num:
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_drawn_turn_waits_to_be_recorded(stage, stream: bool) -> None:
+    """What was shown already is not followed by an error, and nothing is drawn twice."""
+    stage.says("fine")
+    episode = await stage.open()
+    client = await stage.client(episode, max_retries=0)
+    stage.server.gate.clear()
+    asking = client.chat.completions.create(model="policy", messages=SAID, stream=stream)
+    task = asyncio.create_task(asking)
+    await drawing(stage, 1)
+    stage.buffer.is_away = True
+    stage.server.gate.set()
+    await awaited(stage)
+    assert not stage.turns(episode)
+    stage.buffer.is_away = False
+    answer = await task
+    if stream:
+        text = "".join([c.choices[0].delta.content or "" async for c in answer])
+    else:
+        text = answer.choices[0].message.content
+    assert text == "fine"
+    (turn,) = stage.turns(episode)
+    assert turn.loss_spans == ((0, len(turn.output_ids)),)
+    assert len(stage.server.requests) == 1
+
+
+async def test_a_turn_waits_to_be_begun(make_stage, stage) -> None:
+    """A router that does not know the episode yet asks again."""
+    episode = await stage.open()
+    other = await make_stage(buffer=stage.buffer)
+    other.says("fine")
+    stage.buffer.serve(other.server.url)
+    await other.app.state.parts.pool.refresh()
+    stage.buffer.is_away = True
+    client = openai.AsyncOpenAI(
+        base_url=f"{other.url}/v1", api_key=episode["api_key"], max_retries=0
+    )
+    stage.stack.push_async_callback(client.close)
+    task = asyncio.create_task(client.chat.completions.create(model="policy", messages=SAID))
+    await awaited(stage)
+    stage.buffer.is_away = False
+    assert (await task).choices[0].message.content == "fine"
+
+
+async def test_who_waits_is_let_go_when_the_router_stops(stage) -> None:
+    """To begin a turn or to record one: nobody holds up a router, and clients are told to come
+    back."""
+    stage.says("fine", "fine")
+    known, unknown = await stage.open(), await stage.open()
+    body = {"model": "policy", "messages": SAID}
+    await stage.post("/v1/chat/completions", body, known["api_key"])
+    stage.buffer.is_away = True
+    tasks = [
+        asyncio.create_task(stage.post("/v1/chat/completions", body, episode["api_key"]))
+        for episode in (known, unknown)
+    ]
+    await drawing(stage, 2)
+    await awaited(stage)
+    await stage.app.state.parts.service.drain(0.3)
+    for answer, code in zip(
+        await asyncio.gather(*tasks), ("router_stopping", "buffer_unavailable"), strict=True
+    ):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
+        assert answer.headers["x-should-retry"] == "true"
+    stage.buffer.is_away = False
+
+
+@pytest.fixture
+async def restartable(
+    make_stage: Callable, make_run: Callable, tmp_path: Path
+) -> AsyncIterator[tuple]:
+    """A router over a real Redis that is reached by a wire, and an episode."""
+    redis = EmbeddedRedis(tmp_path / "redis", max_memory_mb=64)
+    with redis, BadWire(tmp_path, redis.start().removeprefix("unix://")) as wire:
+        run = replace(make_run(), run_id="away", redis_url=wire.url)
+        init_run(run)
+        reader = BufferReader.connect(replace(run, redis_url=redis.url))
+        stage = await make_stage(buffer=await BufferWriter.connect(run))
+        entry = ServerEntry(
+            server_id="server-0",
+            url=stage.server.url,
+            kind="torch",
+            policy_version=None,
+            is_quarantined=False,
+        )
+        reader.register_server(entry)
+        reader.set_server_version("server-0", 0, quarantined=False)
+        reader.acquire_fence()
+        reader.announce_version(0, None)
+        reader.acknowledge_version(0)
+        reader.close()
+        await stage.app.state.parts.pool.refresh()
+        yield stage, redis, wire
+
+
+async def test_agents_play_on_while_redis_is_restarted(restartable) -> None:
+    """Eight of them, streaming and not, of two SDKs that retry nothing: no error, and every turn is
+    recorded once, where the server was asked once."""
+    stage, redis, wire = restartable
+    stage.server.answer = lambda request: stage.script("fine")
+    episodes = [await stage.open(group_id=None, purpose="eval") for _ in range(8)]
+    num_said = 0
+
+    async def play(number: int, episode: dict) -> None:
+        nonlocal num_said
+        client = await stage.client(episode, max_retries=0)
+        other = anthropic.AsyncAnthropic(
+            base_url=episode["base_url"], api_key=episode["api_key"], max_retries=0
+        )
+        stage.stack.push_async_callback(other.close)
+        said = list(SAID)
+        for _ in range(12):
+            if number % 4 == 0:
+                answer = await client.chat.completions.create(model="policy", messages=said)
+                text = answer.choices[0].message.content
+            elif number % 4 == 1:
+                async with client.chat.completions.stream(model="policy", messages=said) as events:
+                    text = (await events.get_final_completion()).choices[0].message.content
+            elif number % 4 == 2:
+                async with client.responses.stream(model="policy", input=said) as events:
+                    text = (await events.get_final_response()).output_text
+            else:
+                async with other.messages.stream(
+                    model="policy", messages=said, max_tokens=9
+                ) as events:
+                    text = await events.get_final_text()
+            assert text == "fine"
+            num_said += 1
+            said += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+
+    async def restart() -> None:
+        while num_said < 16:
+            await asyncio.sleep(0.002)
+        await asyncio.to_thread(redis.stop)
+        await asyncio.to_thread(redis.start)
+        wire.lead_to(redis.url.removeprefix("unix://"))
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(restart(), *(play(*one) for one in enumerate(episodes)))
+    assert len(stage.server.requests) == 8 * 12
+    with connect_sync(redis.url) as client:
+        assert client.ping()
+    for episode in episodes:
+        turns = (await stage.get(f"/episodes/{episode['episode_id']}")).json()["turns"]
+        causes = [turn["branch_cause"] for turn in turns]
+        assert causes == ["root", *["extension"] * 11]
