@@ -146,13 +146,8 @@ class AnswerReader:
         logprobs = None
         if request.wants_logprobs and turn.behavior_logprobs is not None:
             ids = turn.output_ids.tolist()
-            decode = self._renderer.tokenizer.decode
             logprobs = tuple(
-                TokenLogprob(
-                    text=decode([token]),
-                    logprob=logprob,
-                    top=tuple((decode([other]), p) for other, p in top),
-                )
+                self._logprob(token, logprob, tuple(self._logprob(*other) for other in top))
                 for token, logprob, top in zip(
                     ids, turn.behavior_logprobs.tolist(), tops or ((),) * len(ids), strict=True
                 )
@@ -165,6 +160,13 @@ class AnswerReader:
             stop_text=stop_text,
             logprobs=logprobs,
         )
+
+    def _logprob(
+        self, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()
+    ) -> TokenLogprob:
+        tokenizer = self._renderer.tokenizer
+        data = tokenizer.bytes_of(token)
+        return TokenLogprob(text=tokenizer.decode(token), data=data, logprob=logprob, top=top)
 
     def again(self, request: TurnRequest, turn: Turn, plan: Plan) -> TurnResult:
         """The result of a turn that was recorded before, by whichever process."""

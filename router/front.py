@@ -92,7 +92,12 @@ class Front:
             request = replace(request, policy_version=version)
         traceparent = exchange.headers.get(b"traceparent")
         if traceparent is not None:
-            request = replace(request, traceparent=traceparent.decode("latin-1"))
+            state = exchange.headers.get(b"tracestate")
+            request = replace(
+                request,
+                traceparent=traceparent.decode("latin-1"),
+                tracestate=state.decode("latin-1") if state is not None else None,
+            )
         return request, *_retry(exchange, same)
 
     async def count_tokens(self, exchange: Exchange) -> None:

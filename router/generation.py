@@ -198,7 +198,7 @@ class Generator:
         """One request to one server; one that is given up here is aborted there."""
         left_s = self._remaining(deadline)
         try:
-            await self._request(server, body, drawn, on_tokens, wish.traceparent, left_s)
+            await self._request(server, body, drawn, on_tokens, wish.trace, left_s)
         except (asyncio.CancelledError, TimeoutError):
             self._abort_soon(server, rid)
             raise
@@ -209,7 +209,7 @@ class Generator:
         body: tuple[bytes, ...],
         drawn: Drawn,
         on_tokens: OnTokens | None,
-        traceparent: str | None,
+        trace: tuple[tuple[str, str], ...],
         timeout_s: float,
     ) -> None:
         """Adds what the server draws to `drawn`; sets its finish unless the turn was aborted."""
@@ -219,7 +219,7 @@ class Generator:
                 f"{server.entry.url}/generate",
                 body,
                 timeout_s=timeout_s,
-                headers=(("traceparent", traceparent),) if traceparent is not None else (),
+                headers=trace,
                 on_data=events.add if events is not None else None,
             )
         finally:

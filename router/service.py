@@ -363,5 +363,9 @@ def _wish(request: TurnRequest, sampling: Sampling) -> Wish:
     return Wish(
         json_schema=request.json_schema if sampling.constraint else None,
         num_top_logprobs=request.num_top_logprobs,
-        traceparent=request.traceparent,
+        trace=tuple(
+            (name, value)
+            for name in ("traceparent", "tracestate")
+            if (value := getattr(request, name)) is not None
+        ),
     )

@@ -8,9 +8,11 @@ loads neither transformers nor torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -21,6 +23,23 @@ _CACHED_TEXTS = 2048
 _CACHED_TOKENS = 256
 _MAX_CACHED_CHARS = 16384
 _MAX_CACHED_IDS = 4
+_BROKEN = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+"""How tokenizers with a fallback to bytes name one."""
+
+
+def _byte_names() -> Mapping[str, int]:
+    """Each byte by the character that stands for it in tokens of byte-level tokenizers.
+
+    Of GPT-2's encoder: bytes that print stand for themselves, the others for what follows U+0100.
+    """
+    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(0x100) if byte not in plain]
+    names = {chr(byte): byte for byte in plain}
+    return names | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = MappingProxyType(_byte_names())
 
 
 class PolicyTokenizer:
@@ -63,6 +82,21 @@ class PolicyTokenizer:
         if len(ids) <= _MAX_CACHED_IDS:
             return self._decode_cached(ids, skip_special_tokens)
         return self._decode(ids, skip_special_tokens)
+
+    def bytes_of(self, token: int) -> bytes:
+        """What one token stands for, also where it is only a part of a character."""
+        text = self.decode(token)
+        if _BROKEN not in text:
+            return text.encode()
+        written = self._tokenizer.id_to_token(token) or ""
+        single = _BYTE_TOKEN.fullmatch(written)
+        if single is not None:
+            return bytes.fromhex(single.group(1))
+        return (
+            bytes(_BYTES[char] for char in written)
+            if set(written) <= _BYTES.keys()
+            else text.encode()
+        )
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         """Id of a token, None when unknown; a list for a list."""

@@ -101,6 +101,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     wants_usage: bool = False
     traceparent: str | None = None
+    tracestate: str | None = None
     """The client's OpenTelemetry context."""
     told: Told | None = None
     """As it was said, where the dialect can go on from it; `messages` are its own."""
@@ -115,8 +116,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     """One drawn token as text and bytes, with its behavior logprob."""
 
     text: str
+    """Of a part of a character: U+FFFD."""
+    data: bytes
     logprob: float
-    top: tuple[tuple[str, float], ...] = ()
+    top: tuple[TokenLogprob, ...] = ()
     """The most probable tokens in its place, where the client asked for them."""
 
 

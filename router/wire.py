@@ -109,8 +109,8 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
     json_schema: str | None = None
     num_top_logprobs: int = 0
-    traceparent: str | None = None
-    """The client's OpenTelemetry context, handed on as it came."""
+    trace: tuple[tuple[str, str], ...] = ()
+    """Headers of the client's OpenTelemetry context, handed on as they came."""
 
 
 NO_WISH = Wish()

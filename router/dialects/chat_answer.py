@@ -171,14 +171,6 @@ def _logprobs(result: TurnResult) -> dict[str, Any] | None:
     if result.logprobs is None:
         return None
     return {
-        "content": [
-            {
-                "token": token.text,
-                "logprob": token.logprob,
-                "bytes": list(token.text.encode()),
-                "top_logprobs": fields.top_tokens(token),
-            }
-            for token in result.logprobs
-        ],
+        "content": [fields.drawn_token(token) for token in result.logprobs],
         "refusal": None,
     }

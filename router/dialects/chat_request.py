@@ -258,8 +258,11 @@ def _text_of(index: int, parts: Sequence[_Part]) -> str:
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> str:
     if isinstance(choice, dict):
-        function = choice.get("function")
-        return f"function:{function.get('name') if isinstance(function, dict) else ''}"
+        function, kind = choice.get("function"), choice.get("type", "function")
+        if kind == "function":
+            return f"function:{function.get('name') if isinstance(function, dict) else ''}"
+        # Tools of other kinds are left out, and so is having to use one.
+        return fields.mode_of(choice.get("allowed_tools"))
     if choice not in (None, "auto", "none", "required"):
         raise Refusal(
             400,

@@ -6,13 +6,14 @@ Invariant: pure functions of results; the deltas of a stream concatenate to the 
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from outloop.router.dialects import fields
-from outloop.router.turns import AnswerHead, Delta, TurnRequest, TurnResult
+from outloop.router.turns import AnswerHead, Delta, TokenLogprob, TurnRequest, TurnResult
 
 
 def encode(results: Sequence[TurnResult], request: TurnRequest) -> bytes:
@@ -81,18 +82,30 @@ def _choice(index: int, text: str, result: TurnResult | None) -> dict[str, Any]:
 def _logprobs(result: TurnResult) -> dict[str, Any] | None:
     if result.logprobs is None:
         return None
+    # A character of several tokens begins with its first one and is counted with its last.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offsets, position = [], 0
     for token in result.logprobs:
         offsets.append(position)
-        position += len(token.text)
+        position += len(decoder.decode(token.data))
     return {
-        "tokens": [token.text for token in result.logprobs],
+        "tokens": [_written(token) for token in result.logprobs],
         "token_logprobs": [token.logprob for token in result.logprobs],
-        "top_logprobs": [dict(token.top) for token in result.logprobs]
+        "top_logprobs": [
+            {_written(other): other.logprob for other in token.top} for token in result.logprobs
+        ]
         if any(token.top for token in result.logprobs)
         else None,
         "text_offset": offsets,
     }
+
+
+def _written(token: TokenLogprob) -> str:
+    """A token's text; where that is a part of a character, its bytes, as OpenAI names them."""
+    try:
+        return token.data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
 
 
 def _usage(results: Sequence[TurnResult]) -> dict[str, int]:

@@ -162,6 +162,12 @@ def json_schema(param: str, form: dict[str, Any] | None, nested: str | None) -> 
     return msgspec.json.encode(schema).decode()
 
 
+def mode_of(allowed: object) -> str:
+    """What a choice among `allowed_tools` leaves open: `auto`, or `required`."""
+    mode = allowed.get("mode") if isinstance(allowed, dict) else None
+    return "required" if mode == "required" else "auto"
+
+
 def tool_choice_of(choice: str, tools: Sequence[dict[str, Any]]) -> str:
     """`choice`, if `tools` allow it; without function tools it says nothing.
 
@@ -187,12 +193,13 @@ def tool_objects(raw: bytes) -> list[dict[str, Any]]:
         raise Refusal(400, "invalid_value", f"tools: {error}", param="tools") from error
 
 
-def top_tokens(token: TokenLogprob) -> list[dict[str, Any]]:
-    """The most probable tokens in a token's place, as OpenAI writes them."""
-    return [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-        for text, logprob in token.top
-    ]
+def drawn_token(token: TokenLogprob) -> dict[str, Any]:
+    """A token and the most probable ones in its place, as OpenAI writes them."""
+    return {**_token(token), "top_logprobs": [_token(other) for other in token.top]}
+
+
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
 
 
 def rest_of(text: str, shown: str) -> str:

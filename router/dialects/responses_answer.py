@@ -268,12 +268,7 @@ def _message_item(turn_id: str, result: TurnResult | None, status: str) -> dict[
 
 def _part(text: str, result: TurnResult | None) -> dict[str, Any]:
     logprobs = [
-        {
-            "token": token.text,
-            "logprob": token.logprob,
-            "bytes": list(token.text.encode()),
-            "top_logprobs": fields.top_tokens(token),
-        }
+        fields.drawn_token(token)
         for token in (result.logprobs if result is not None else None) or ()
     ]
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -231,7 +231,9 @@ def _tools(raw: bytes) -> tuple[dict[str, Any], ...]:
 
 def _tool_choice(choice: str | dict[str, Any] | None) -> str:
     if isinstance(choice, dict):
-        return f"function:{choice.get('name')}" if choice.get("type") == "function" else "auto"
+        if choice.get("type") == "function":
+            return f"function:{choice.get('name')}"
+        return fields.mode_of(choice) if choice.get("type") == "allowed_tools" else "auto"
     if choice not in (None, "auto", "none", "required"):
         fields.refuse(
             "tool_choice",

@@ -1,8 +1,15 @@
 """What somebody tries first with the SDKs."""
 
+from pathlib import Path
+
 import anthropic
+import msgspec
 import openai
 import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from outloop.router.dialects import chat_request, responses_request
+from outloop.router.tokenizer import PolicyTokenizer
 
 SAID = [{"role": "user", "content": "hi"}]
 
@@ -70,3 +77,76 @@ async def test_a_client_whose_key_is_fixed_has_its_episodes_in_the_path(stage) -
     # What is the runner's stays the runner's.
     path = f"/episodes/{one['api_key']}"
     assert (await stage.get(path, key="EMPTY")).status_code == 401
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bytes_of_logprobs_are_those_of_the_answer(stage, stream: bool) -> None:
+    """A token that is a part of a character has its own bytes; joined, they are the text."""
+    text = "caf\u00e9 \u4e2d\u6587 \U0001f600"
+    stage.server.answer = lambda request: stage.script(text)
+    client = await stage.client(await stage.open())
+    wish = {"model": "policy", "stream": stream}
+    stop = b"<|im_end|>"
+    chat = await client.chat.completions.create(
+        messages=SAID, logprobs=True, top_logprobs=1, **wish
+    )
+    choices = [c async for x in chat for c in x.choices] if stream else chat.choices
+    tokens = [t for choice in choices if choice.logprobs for t in choice.logprobs.content]
+    assert len(tokens) > len(text)
+    assert b"".join(bytes(t.bytes) for t in tokens) == text.encode() + stop
+    assert [t.top_logprobs[0].bytes for t in tokens] == [t.bytes for t in tokens]
+    asked = {"model": "policy", "input": "hi", "include": ["message.output_text.logprobs"]}
+    if stream:
+        async with client.responses.stream(**asked) as events:
+            said = await events.get_final_response()
+    else:
+        said = await client.responses.create(**asked)
+    part = said.output[0].content[0]
+    assert b"".join(bytes(t.bytes) for t in part.logprobs) == text.encode() + stop
+    raw = await client.completions.create(prompt="hi", logprobs=3, **wish)
+    choices = [c async for x in raw for c in x.choices] if stream else raw.choices
+    (found,) = (choice.logprobs for choice in choices if choice.logprobs)
+    assert found.tokens[:3] == ["c", "a", "f"]
+    assert found.tokens[3:5] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert found.text_offset[:6] == [0, 1, 2, 3, 3, 4]
+    assert found.text_offset[-1] == len(text)
+    assert [len(top) for top in found.top_logprobs] == [3] * len(found.tokens)
+
+
+def test_bytes_of_a_tokenizer_with_a_fallback_to_bytes(tmp_path: Path) -> None:
+    """Its tokens name the byte; a token of text is its text."""
+    names = ["<unk>", "a", "\u00e9", "<0xE4>", "<0xB8>", "<0xAD>", "<0xff>"]
+    model = models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    policy = PolicyTokenizer(tmp_path)
+    found = b"".join(policy.bytes_of(i) for i in range(1, 6))
+    assert found == "a\u00e9\u4e2d".encode()
+    assert policy.bytes_of(6) == b"<0xff>"
+
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+ALLOWED = [{"type": "function", "name": "f"}]
+
+
+@pytest.mark.parametrize(
+    ("choice", "meant"),
+    [
+        ({"type": "allowed_tools", "mode": "required", "tools": ALLOWED}, "required"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": ALLOWED}, "auto"),
+        ({"type": "allowed_tools"}, "auto"),
+        ({"type": "custom", "name": "shell"}, "auto"),
+        ({"type": "web_search"}, "auto"),
+        ({"type": "function", "name": "g"}, "function:g"),
+    ],
+)
+def test_every_form_of_tool_choice_is_read(choice: dict, meant: str) -> None:
+    """Both of OpenAI's dialects; what names tools of other kinds leaves the policy its choice."""
+    inner = {name: value for name, value in choice.items() if name != "type"}
+    nested = {"type": choice["type"], choice["type"]: inner} if inner else choice
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    chat = {"model": "policy", "messages": SAID, "tools": TOOLS, "tool_choice": nested}
+    said = {"model": "policy", "input": "hi", "tools": flat, "tool_choice": choice}
+    assert chat_request.decode(msgspec.json.encode(chat)).tool_choice == meant
+    assert responses_request.decode(msgspec.json.encode(said)).tool_choice == meant

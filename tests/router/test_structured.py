@@ -201,10 +201,15 @@ async def test_the_most_probable_tokens_are_shown(stage) -> None:
 
 async def test_a_trace_is_handed_on(stage) -> None:
     """The server gets the client's OpenTelemetry context as it came, or none."""
-    stage.says("a", "b")
+    stage.says("a", "b", "c", "d")
     episode = await stage.open()
     context = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     await stage.post("/v1/chat/completions", HI, episode["api_key"], traceparent=context)
     await ask(stage, episode)
     seen = [headers.get(b"traceparent") for headers in stage.server.headers]
     assert seen == [context.encode(), None]
+    both = {"traceparent": context, "tracestate": "a=1,b=2"}
+    await stage.post("/v1/chat/completions", HI, episode["api_key"], **both)
+    await stage.post("/v1/chat/completions", HI, episode["api_key"], tracestate="a=1")
+    seen = [headers.get(b"tracestate") for headers in stage.server.headers]
+    assert seen == [None, None, b"a=1,b=2", None]
