@@ -85,6 +85,8 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("group_deadlines", "zset", _RUN, "claim", "open groups by deadline, Unix ms"),
     KeySpec("attempts", "hash", _RUN, "claim, open", "attempt in flight -> its episode or empty"),
     KeySpec("attempt_deadlines", "zset", _RUN, "claim, open", "the same by deadline, Unix ms"),
+    KeySpec("attempt_runners", "hash", _RUN, "claim", "attempt in flight -> runner with heartbeat"),
+    KeySpec("runners", "zset", _RUN, "claim, heartbeat", "runners by when last heard, Unix ms"),
     KeySpec("ready", "zset", _RUN, "close", "sealed groups by slot"),
     KeySpec("ready_depths", "zset", _RUN, "close", "by depth of their oldest version, then slot"),
     KeySpec("leases", "zset", _RUN, "take", "groups leased and not acknowledged, by slot"),

@@ -1,7 +1,8 @@
 """The run's registry of processes.
 
-Owns: the form of `servers`, `server_versions`, `parts` and `statuses`. Does not own: who writes
-them when. Invariant: an entry is readable by any process of the same schema.
+Owns: the form of `servers`, `server_versions`, `parts` and `statuses`; heartbeats of runners. Does
+not own: who writes them when, what a silence costs (scripts). Invariant: an entry is readable by
+any process of the same schema.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import redis
 
 from outloop.buffer.connect import translated
 from outloop.buffer.records import ServerEntry
+from outloop.buffer.scripts import AsyncScripts
+from outloop.buffer.tasks import check_id
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -70,6 +73,27 @@ def decode_servers(
             )
         )
     return tuple(entries)
+
+
+class Runners:
+    """Which runners are there; part of the async face."""
+
+    def __init__(self, scripts: AsyncScripts) -> None:
+        self._scripts = scripts
+
+    async def heartbeat(self, runner_id: str) -> float:
+        """A runner is there; for how many seconds it may be silent from now, 0: for ever.
+
+        What it claimed is lost, to resumption or replacement, when it was silent for longer.
+
+        Raises:
+            RecordError: `runner_id` is no id.
+        """
+        check_id(runner_id, "runner_id")
+        (limit_ms,) = await self._scripts.call(
+            "heartbeat", runner_id, what=f"heartbeat of runner_id={runner_id}"
+        )
+        return int(limit_ms) / 1000
 
 
 class SyncRegistry:

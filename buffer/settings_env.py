@@ -64,6 +64,9 @@ class EnvSettings(BaseModel):
     """Threads per worker for a rollout function that blocks."""
     max_stall_s: float = Field(30.0, gt=0)
     """A worker whose event loop stands still for longer is killed and replaced."""
+    max_runner_silence_s: float = Field(20.0, ge=0, allow_inf_nan=False)
+    """The attempts of a runner that was not heard for longer are lost: resumed or replaced, as at
+    their deadlines. Runners say four times in it that they are there. 0: deadlines alone."""
     worker_memory_mb: float = Field(4096, gt=64)
     set_up_timeout_s: float = Field(120.0, gt=0)
     episode_deadline_s: float = Field(60.0, gt=0)

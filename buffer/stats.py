@@ -52,6 +52,10 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "turns_not_replayed",
         "recorded turns of scored attempts that were not asked for again, and are not trained",
     ),
+    "buffer/silent_attempts": (
+        "silent_attempts",
+        "attempts lost because their runner fell silent",
+    ),
     "buffer/lost_attempts": ("lost_attempts", "attempts given up: no replacement was left"),
     "buffer/turns_of_lost_attempts": (
         "turns_of_lost_attempts",

@@ -42,7 +42,7 @@ from outloop.buffer.records import (
     Trajectory,
     Turn,
 )
-from outloop.buffer.registry import decode_servers, encode_facts
+from outloop.buffer.registry import Runners, decode_servers, encode_facts
 from outloop.buffer.run import Run
 from outloop.buffer.scripts import AsyncScripts, Clock, refusal
 from outloop.buffer.staging import put_async
@@ -59,8 +59,7 @@ from outloop.buffer.weights import encode_sources, encode_weights, load_mixture
 
 _CLAIM_MEMORY_MS = 600_000
 _MAX_CLAIM_COUNT, _TASKS_PER_COMMAND, _CACHED_TASKS = 4096, 512, 8192
-_RETRY_AFTER_S = {"admission": 0.1, "not_ready": 0.25, "no_tasks": 0.5, "paused": 1.0}
-_FINISHED_RETRY_AFTER_S = 5.0
+_WAITS_S = {"admission": 0.1, "not_ready": 0.25, "no_tasks": 0.5, "paused": 1.0, "finished": 5.0}
 _ClaimRow = tuple[str, str, int, int, str, str]
 
 
@@ -75,6 +74,7 @@ class BufferWriter:
         self._scripts, self._turn_scripts = AsyncScripts(*scripts), GroupedScripts(*scripts)
         self.budget_notes = BudgetNotes(client, self._scripts, self._prefix)
         self.channel = Channel(client, self._prefix)
+        self.runners = Runners(self._scripts)
         self._tasks: OrderedDict[bytes, Task] = OrderedDict()
         self._mixture: tuple[int, Mixture] | None = None
 
@@ -141,21 +141,23 @@ class BufferWriter:
                     await self._client.hset(self._key(name), mapping=fields)
         await self._scripts.call("register_tasks", *words, "commit", *tail, what=what)
 
-    async def claim(self, *, key: str, count: int) -> ClaimResult:
+    async def claim(self, *, key: str, count: int, runner_id: str = "") -> ClaimResult:
         """Up to `count` attempts to play; the same key gets the same claims for ten minutes.
 
-        Without claims, `reason` is admission, not_ready, finished, no_tasks or paused.
+        `runner_id`: of one that sends heartbeats (runners). Without claims, `reason` is admission,
+        not_ready, finished, no_tasks or paused.
         """
         check_id(key, "key")
+        if runner_id:
+            check_id(runner_id, "runner_id")
         if not 1 <= count <= _MAX_CLAIM_COUNT:
             raise RecordError(f"count={count}; 1 to {_MAX_CLAIM_COUNT} are allowed")
-        packed, reason, revision = await self._scripts.call(
-            "claim", key, count, _CLAIM_MEMORY_MS, what="claiming tasks"
-        )
+        words = (key, count, _CLAIM_MEMORY_MS, runner_id)
+        packed, reason, revision = await self._scripts.call("claim", *words, what="claiming tasks")
         rows: list[_ClaimRow] = list(msgspec.msgpack.decode(packed))
         if not rows:
-            wait_s = _RETRY_AFTER_S.get(why := reason.decode(), _FINISHED_RETRY_AFTER_S)
-            return ClaimResult(claims=(), reason=why, retry_after_s=wait_s)
+            why = reason.decode()
+            return ClaimResult(claims=(), reason=why, retry_after_s=_WAITS_S[why])
         mixture = await self._load_mixture(revision)
         fields = [
             (

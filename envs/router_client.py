@@ -127,14 +127,21 @@ class RouterClient:
             },
         )
 
-    async def claim(self, *, key: str, count: int) -> Claimed:
+    async def heartbeat(self, runner_id: str) -> None:
+        """Say that a runner is there, which keeps what it claimed under `runner_id`."""
+        await self._post("/runners/heartbeat", {"runner_id": runner_id})
+
+    async def claim(self, *, key: str, count: int, runner_id: str = "") -> Claimed:
         """Claim up to `count` attempts and open their episodes, in one call.
 
+        `runner_id`: of a runner that sends heartbeats, whose silence loses them.
         A router that is not ready yet is an empty answer with reason "not_ready", not an error.
         """
         try:
             answer = await self._post(
-                "/tasks/claim", {"key": key, "count": count, "open": True}, retry_not_ready=False
+                "/tasks/claim",
+                {"key": key, "count": count, "open": True, "runner_id": runner_id},
+                retry_not_ready=False,
             )
         except _NotNow as busy:
             return Claimed(claims=(), reason="not_ready", retry_after_s=busy.retry_after_s or 0.5)

@@ -50,6 +50,8 @@ _NUM_SILENT = 32
 endpoint."""
 _MAX_BACKOFF_S = 2.0
 _PROGRESS_S = 30.0
+_HEARTBEATS = 4
+"""In the time for which a runner may be silent."""
 _LATE_S = 30.0
 """How long after its deadline an ending may come, beyond env.max_stall_s."""
 
@@ -123,17 +125,17 @@ class Runner:
         self._num_silent: int | None = 0
         """Completed episodes without a model call so far; None once one has made a call."""
         self._backoff_s = 0.0
+        self._runner_id = uuid.uuid4().hex
 
     async def play_all(self) -> None:
         """Claim and play until finished or stopped; then let the last episodes end."""
-        reporting = asyncio.create_task(self._report())
+        beside = [asyncio.create_task(call) for call in (self._report(), self._say_alive())]
         self._players.failed.add_done_callback(self._players_failed)
         try:
             await self._claim_until_finished()
             await self._drain()
         finally:
-            reporting.cancel()
-            for task in self._playing:
+            for task in (*beside, *self._playing):
                 task.cancel()
             await asyncio.gather(*self._playing, return_exceptions=True)
             self._failures.summary()
@@ -148,7 +150,7 @@ class Runner:
             if free == 0:
                 await self._wait_for_slots()
                 continue
-            call = self._router.claim(key=uuid.uuid4().hex, count=free)
+            call = self._router.claim(key=uuid.uuid4().hex, count=free, runner_id=self._runner_id)
             claimed = await _until_stopped(call, self._stop)
             if claimed is None:
                 return
@@ -311,6 +313,18 @@ class Runner:
                 "Let it use episode.client or episode.base_url with episode.api_key; a program "
                 "reads OPENAI_BASE_URL and OPENAI_API_KEY from its environment"
             )
+
+    async def _say_alive(self) -> None:
+        """Heartbeats, for as long as this runner's loop turns."""
+        max_silence_s = self._settings.env.max_runner_silence_s
+        while max_silence_s:
+            try:
+                async with asyncio.timeout(max_silence_s / 2):
+                    await self._router.heartbeat(self._runner_id)
+            except (OutloopError, TimeoutError) as error:
+                # Whatever ails the router, claims and closes meet it too, and say so.
+                _log.debug("heartbeat_failed", error=str(error))
+            await asyncio.sleep(max_silence_s / _HEARTBEATS)
 
     async def _report(self) -> None:
         while True:

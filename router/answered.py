@@ -82,6 +82,7 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
         ),
         "/tasks": _object(num_tasks=_COUNT, num_eval_tasks=_COUNT),
         "/tasks/claim": _object(claims=_list(_CLAIM), reason=_TEXT, retry_after_s=_NUMBER),
+        "/runners/heartbeat": _object(max_silence_s=_NUMBER),
         "/episodes": _HANDLE,
         "/episodes/{episode_id}": _object(
             opening=_ANY_OBJECT,

@@ -235,6 +235,7 @@ def _endpoints(parts: Parts) -> Mapping[str, Endpoint]:
     routes: dict[str, tuple[str, Handler]] = {
         "/tasks": ("POST", control.tasks),
         "/tasks/claim": ("POST", control.claim),
+        "/runners/heartbeat": ("POST", control.heartbeat),
         "/episodes": ("POST", control.open),
         "/episodes/*": ("GET", control.read),
         "/episodes/*/reward": ("POST", control.reward),

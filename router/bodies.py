@@ -50,6 +50,14 @@ class ClaimBody(msgspec.Struct):
     key: str
     count: int
     open: bool = False
+    runner_id: str = ""
+    """Of a runner that sends heartbeats; without, attempts are lost at their deadlines alone."""
+
+
+class HeartbeatBody(msgspec.Struct):
+    """Body of `POST /runners/heartbeat`."""
+
+    runner_id: str
 
 
 class EpisodeBody(msgspec.Struct):

@@ -30,6 +30,7 @@ from outloop.router.bodies import (
     ClaimBody,
     CloseBody,
     EpisodeBody,
+    HeartbeatBody,
     RewardBody,
     TasksBody,
     TrajectoriesBody,
@@ -55,6 +56,7 @@ _log = structlog.get_logger()
 
 _tasks = msgspec.json.Decoder(TasksBody)
 _claim = msgspec.json.Decoder(ClaimBody)
+_heartbeat = msgspec.json.Decoder(HeartbeatBody)
 _episode = msgspec.json.Decoder(EpisodeBody)
 _reward = msgspec.json.Decoder(RewardBody)
 _close = msgspec.json.Decoder(CloseBody)
@@ -138,6 +140,13 @@ class Control:
             exchange,
             {"claims": claims, "reason": result.reason, "retry_after_s": result.retry_after_s},
         )
+
+    async def heartbeat(self, exchange: Exchange) -> None:
+        """`POST /runners/heartbeat`: a runner is there; for how long it may be silent."""
+        self._keys.require_runner(exchange.key)
+        body = await exchange.decode(_heartbeat)
+        max_silence_s = await self._buffer.runners.heartbeat(body.runner_id)
+        await _answer(exchange, {"max_silence_s": max_silence_s})
 
     async def open(self, exchange: Exchange) -> None:
         """`POST /episodes`: open one episode; idempotent when the caller names it."""
@@ -256,7 +265,7 @@ class Control:
                 )
             except DeadlineExceeded as error:
                 raise Refusal(503, "not_ready", str(error), retry_after_s=0.5) from error
-        return await self._buffer.claim(key=body.key, count=body.count)
+        return await self._buffer.claim(key=body.key, count=body.count, runner_id=body.runner_id)
 
     def _may_claim(self) -> bool:
         state = self._pool.state

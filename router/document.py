@@ -22,6 +22,7 @@ _ROUTES: tuple[tuple[str, str, str, type | None], ...] = (
     ("post", "/v1/messages/count_tokens", "How many ids a conversation has.", CountRequest),
     ("post", "/tasks", "Register the run's tasks.", bodies.TasksBody),
     ("post", "/tasks/claim", "Claim attempts to play.", bodies.ClaimBody),
+    ("post", "/runners/heartbeat", "A runner is there.", bodies.HeartbeatBody),
     ("post", "/episodes", "Open an episode.", bodies.EpisodeBody),
     ("get", "/episodes/{episode_id}", "Read an episode and its turns.", None),
     ("post", "/episodes/{episode_id}/reward", "Score an episode.", bodies.RewardBody),

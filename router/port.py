@@ -26,6 +26,7 @@ from outloop.buffer.records import (
     Trajectory,
     Turn,
 )
+from outloop.buffer.registry import Runners
 
 
 class EpisodeBuffer(Protocol):
@@ -48,7 +49,10 @@ class EpisodeBuffer(Protocol):
         num_test_tasks: int = 0,
     ) -> None: ...
 
-    async def claim(self, *, key: str, count: int) -> ClaimResult: ...
+    @property
+    def runners(self) -> Runners: ...
+
+    async def claim(self, *, key: str, count: int, runner_id: str = "") -> ClaimResult: ...
 
     async def open_episode(self, opening: Opening) -> None: ...
 

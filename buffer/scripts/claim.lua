@@ -2,6 +2,7 @@
 -- oldest slot first, then new groups as far as admission allows.
 --
 -- ARGV[2]  idempotency key   ARGV[3] count   ARGV[4] how long the key is remembered, ms
+-- ARGV[5]  runner that sends heartbeats, or '': then the attempts have their deadlines alone
 -- Returns  {'ok', claims, reason, revision of the weights}; claims is MessagePack
 --          [[purpose, group_id or eval name, attempt, slot or index of the evaluation task,
 --          sampling JSON or '', episode that the attempt resumes or ''], ...];
@@ -28,9 +29,11 @@ local function refusal()
   return nil
 end
 
+local has_heartbeat = ARGV[5] ~= '' and rules.max_silence_ms > 0
 local function start_attempt(member)
   redis.call('HSET', ATTEMPTS, member, '')
   redis.call('ZADD', ATTEMPT_DEADLINES, now + rules.attempt_ms, member)
+  if has_heartbeat then redis.call('HSET', ATTEMPT_RUNNERS, member, ARGV[5]) end
   count('attempts')
 end
 
@@ -111,6 +114,7 @@ end
 if #claims == 0 then
   return {'ok', cmsgpack.pack({}), reason or '', revision}
 end
+if has_heartbeat then redis.call('ZADD', RUNNERS, now, ARGV[5]) end
 local packed = cmsgpack.pack(claims)
 redis.call('SET', done_key, packed, 'PX', ARGV[4])
 return {'ok', packed, '', revision}

@@ -16,7 +16,7 @@
 local prefix = string.sub(KEYS[1], 1, -5)
 local given = redis.call('HMGET', KEYS[1], 'group_size', 'admission_limit', 'max_staleness',
   'max_replacements', 'attempt_ms', 'group_ms', 'lease_ms', 'gives_claims',
-  'max_replaced_ppm', 'incomplete', 'take_window', 'max_resumptions')
+  'max_replaced_ppm', 'incomplete', 'take_window', 'max_resumptions', 'max_silence_ms')
 if not given[1] then
   return {'empty', ''}
 end
@@ -27,7 +27,7 @@ local rules = {
   lease_ms = tonumber(given[7]), gives_claims = given[8] == '1',
   max_replaced_share = (tonumber(given[9]) or 1000000) / 1000000,
   incomplete = given[10] or 'train', take_window = tonumber(given[11]) or 0,
-  max_resumptions = tonumber(given[12]) or 0,
+  max_resumptions = tonumber(given[12]) or 0, max_silence_ms = tonumber(given[13]) or 0,
 }
 local now = tonumber(ARGV[1])
 if now == 0 then
@@ -47,6 +47,7 @@ local STATE, COUNTERS, VERSIONS = key('state'), key('counters'), key('versions')
 local GROUPS, FILL, GROUP_DEADLINES = key('groups'), key('fill'), key('group_deadlines')
 local READY, READY_DEPTHS, LEASES = key('ready'), key('ready_depths'), key('leases')
 local ATTEMPTS, ATTEMPT_DEADLINES = key('attempts'), key('attempt_deadlines')
+local RUNNERS, ATTEMPT_RUNNERS = key('runners'), key('attempt_runners')
 local OPEN = key('open')
 local REPLAY, WAKE, DEAD = key('replay'), key('wake'), key('dead')
 local function group_key(group_id) return prefix .. 'group:' .. group_id end
@@ -95,6 +96,7 @@ local function release_attempt(member)
   local episode_id = redis.call('HGET', ATTEMPTS, member)
   redis.call('HDEL', ATTEMPTS, member)
   redis.call('ZREM', ATTEMPT_DEADLINES, member)
+  redis.call('HDEL', ATTEMPT_RUNNERS, member)
   return episode_id
 end
 
@@ -410,6 +412,36 @@ local function sweep_leases()
   end
 end
 
+-- The attempts of a runner that fell silent are lost, as at their deadline. After a time in which
+-- nobody looked, Redis may have been away, or its clock may have jumped: then no silence is told from
+-- that, and every runner has its whole time again.
+local function sweep_runners()
+  local limit = rules.max_silence_ms
+  if limit == 0 or redis.call('EXISTS', RUNNERS) == 0 then return end
+  local looked_at = number(redis.call('HGET', STATE, 'runners_looked_at'))
+  redis.call('HSET', STATE, 'runners_looked_at', now)
+  if not looked_at or now < looked_at or now - looked_at > limit / 2 then
+    for _, runner_id in ipairs(redis.call('ZRANGE', RUNNERS, 0, -1)) do
+      redis.call('ZADD', RUNNERS, now, runner_id)
+    end
+    return
+  end
+  local is_silent = {}
+  for _, runner_id in ipairs(redis.call('ZRANGEBYSCORE', RUNNERS, '-inf', now - limit)) do
+    is_silent[runner_id] = true
+    redis.call('ZREM', RUNNERS, runner_id)
+  end
+  if not next(is_silent) then return end
+  local runners = redis.call('HGETALL', ATTEMPT_RUNNERS)
+  for i = 1, #runners, 2 do
+    -- Losing one attempt may seal its group, which releases the others.
+    if is_silent[runners[i + 1]] and redis.call('HEXISTS', ATTEMPTS, runners[i]) == 1 then
+      count('silent_attempts')
+      lose_attempt(runners[i], 'infrastructure')
+    end
+  end
+end
+
 local function sweep()
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', ATTEMPT_DEADLINES, '-inf', now,
       'LIMIT', 0, SWEEP_LIMIT)) do
@@ -422,6 +454,7 @@ local function sweep()
       'LIMIT', 0, limit)) do
     seal_group(group_id)
   end
+  sweep_runners()
   sweep_leases()
 end
 

@@ -29,8 +29,10 @@ VICTIMS = ("trainer", "runner", "router", "server")
 NUM_REPEATS = 3
 """As often as the launcher starts a part again."""
 NUM_WARM_STEPS = 200
-EPISODE_DEADLINE_S = 10.0
-"""At which the attempts of a killed runner are noticed."""
+EPISODE_DEADLINE_S = 600.0
+"""No recovery waits for it."""
+SILENCE_S = 5.0
+"""After which the attempts of a killed runner are lost."""
 PEACE_STEPS = 3
 """Undisturbed steps before each kill; the last two of them are timed."""
 STEP_TIMEOUT_S = 120.0
@@ -38,6 +40,8 @@ STOP_TIMEOUT_S = 90.0
 SETTINGS = {
     "run.name": "recovery",
     "env.episode_deadline_s": EPISODE_DEADLINE_S,
+    "env.max_runner_silence_s": SILENCE_S,
+    "buffer.group_deadline_s": 2 * EPISODE_DEADLINE_S,
     "env.max_replaced_share": 1.0,
     "trainer.num_steps": 1000,
     "trainer.groups_per_step": 8,
@@ -157,7 +161,11 @@ def measure_recovery_of_parts() -> dict[str, float]:
                     seconds[victim].append(run.recovery_s(victim))
                     print(f"{victim} {seconds[victim][-1]:.1f} s", flush=True)
             step_s = statistics.median(run.step_seconds)
-    figures = {"recovery_step_s": step_s, "recovery_episode_deadline_s": EPISODE_DEADLINE_S}
+    figures = {
+        "recovery_step_s": step_s,
+        "recovery_episode_deadline_s": EPISODE_DEADLINE_S,
+        "recovery_silence_s": SILENCE_S,
+    }
     for victim, some in seconds.items():
         figures[f"recovery_{victim}_s"] = statistics.median(some)
         figures[f"recovery_{victim}_max_s"] = max(some)

@@ -215,10 +215,11 @@ class Loop:
         self.reader.announce_version(version, parent)
         self.reader.acknowledge_version(version)
 
-    async def claim(self, count: int = 100) -> ClaimResult:
+    async def claim(self, count: int = 100, runner_id: str = "") -> ClaimResult:
         """Claim under a fresh key."""
         self._num_claims += 1
-        return await self.writer.claim(key=f"k{self._num_claims}", count=count)
+        key = f"k{self._num_claims}"
+        return await self.writer.claim(key=key, count=count, runner_id=runner_id)
 
     @staticmethod
     def opening(claim: Claim, episode_id: str | None = None) -> Opening:

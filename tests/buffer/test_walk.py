@@ -31,6 +31,7 @@ async def test_any_interleaving_trains_each_slot_once(
         buffer__group_deadline_s=120,
         buffer__lease_s=60,
         env__episode_deadline_s=30,
+        env__max_runner_silence_s=10,
         env__max_replacements=1,
     )
     walk = Walk(loop, clock, make_turn, choices)
@@ -46,6 +47,7 @@ async def test_any_interleaving_trains_each_slot_once(
         walk.checkpoint: 2,
         walk.crash: 0.2,
         walk.wait: 0.4,
+        walk.silence: 0.3,
         walk.resolve: 1,
         walk.damage: 0.3,
     }
@@ -79,7 +81,7 @@ class Machine(RuleBasedStateMachine):
             [
                 *["play", "play", "play", "take", "take", "train", "train", "checkpoint"],
                 *["claim", "open_one", "turn", "close", "score", "close_again"],
-                *["crash", "wait", "resolve", "damage"],
+                *["crash", "wait", "silence", "resolve", "damage"],
             ]
         ),
         seed=st.integers(0, 2**16),
@@ -115,6 +117,7 @@ def test_no_sequence_of_calls_breaks_an_invariant(
             buffer__group_deadline_s=120,
             buffer__lease_s=60,
             env__episode_deadline_s=30,
+            env__max_runner_silence_s=10,
             env__max_replacements=1,
         )
         reader = BufferReader.connect(run, clock=clock)

@@ -36,6 +36,27 @@ async def test_every_claimed_episode_is_played_and_scored(router: Any, play_with
     assert len(set(router.claim_keys)) == len(router.claim_keys)
 
 
+async def test_a_runner_says_that_it_is_there(router: Any, play_with: PlayWith) -> None:
+    """Under the id of its claims, for as long as episodes last, whatever becomes of a heartbeat."""
+    router.num_episodes = 1
+    router.chat_gate, router.gate_opens_after = asyncio.Event(), 3
+    router.refusals["/runners/heartbeat"] = [410, 503]
+    await play_with(router, AGENT, max_runner_silence_s=0.2)
+    assert router.closed("outcome") == ["completed"]
+    assert len(router.heartbeats) >= 3
+    assert set(router.heartbeats) == router.claimed_by
+    assert len(router.claimed_by) == 1
+
+
+async def test_without_a_limit_nobody_says_that_it_is_there(
+    router: Any, play_with: PlayWith
+) -> None:
+    """env.max_runner_silence_s = 0: deadlines alone hold."""
+    await play_with(router, AGENT, max_runner_silence_s=0)
+    assert len(router.closes) > 0
+    assert router.heartbeats == []
+
+
 async def test_claims_go_together(router: Any, play_with: PlayWith) -> None:
     """Many free slots are one claim, and waiting for admission does not spin."""
     router.num_episodes = 64

@@ -47,12 +47,16 @@ class FakeRouter:
         """Path prefix -> statuses to answer next, before anything else is done."""
         self.chat_status = 200
         self.chat_gate: asyncio.Event | None = None
+        self.gate_opens_after: int | None = None
+        """Heartbeats."""
         self.chat_delay_s = 0.0
         self.tasks: list[dict[str, Any]] = []
         self.eval_tasks: list[dict[str, Any]] = []
         self.num_registered = 0
         self.claims: list[dict[str, Any]] = []
         self.claim_keys: list[str] = []
+        self.claimed_by: set[str] = set()
+        self.heartbeats: list[str] = []
         self.closes: dict[str, dict[str, Any]] = {}
         self.num_close_calls = 0
         self.trajectories: list[dict[str, Any]] = []
@@ -73,6 +77,7 @@ class FakeRouter:
         app = web.Application(client_max_size=64 * 2**20)
         app.router.add_post("/tasks", self._register)
         app.router.add_post("/tasks/claim", self._claim)
+        app.router.add_post("/runners/heartbeat", self._heartbeat)
         app.router.add_get("/health", self._health)
         app.router.add_get("/seen", self._seen)
         app.router.add_get("/episodes/{id}", self._read)
@@ -122,9 +127,18 @@ class FakeRouter:
             return refusal
         body = await request.json()
         self.claim_keys.append(body["key"])
+        self.claimed_by.add(body["runner_id"])
         if body["key"] not in self._answers:
             self._answers[body["key"]] = self._hand_out(min(body["count"], self.max_per_claim))
         return web.json_response(self._answers[body["key"]])
+
+    async def _heartbeat(self, request: web.Request) -> web.Response:
+        if refusal := self._refuse(request):
+            return refusal
+        self.heartbeats.append((await request.json())["runner_id"])
+        if self.chat_gate is not None and len(self.heartbeats) == self.gate_opens_after:
+            self.chat_gate.set()
+        return web.json_response({"max_silence_s": 20.0})
 
     def _hand_out(self, count: int) -> dict[str, Any]:
         claims = []

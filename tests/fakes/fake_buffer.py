@@ -30,6 +30,9 @@ class FakeBuffer:
         self.tasks: tuple | None = None
         self.claims: deque[Claim] = deque()
         self.claimed: dict[str, ClaimResult] = {}
+        self.runners = self
+        self.heartbeats: list[str] = []
+        self.claimed_by: list[str] = []
         self.trajectories: list = []
         self.is_final = False
         self.parts: dict[str, dict[str, str]] = {}
@@ -70,8 +73,14 @@ class FakeBuffer:
             raise Conflict("other tasks are registered")
         self.tasks = content
 
-    async def claim(self, *, key: str, count: int) -> ClaimResult:
+    async def heartbeat(self, runner_id: str) -> float:
         await self._work()
+        self.heartbeats.append(runner_id)
+        return 20.0
+
+    async def claim(self, *, key: str, count: int, runner_id: str = "") -> ClaimResult:
+        await self._work()
+        self.claimed_by.append(runner_id)
         if self.is_paused:
             return ClaimResult(claims=(), reason="paused", retry_after_s=1.0)
         if key not in self.claimed:

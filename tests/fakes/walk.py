@@ -48,9 +48,18 @@ class Walk:
     has_damage: bool = False
 
     async def claim(self, count: int = 0) -> None:
-        result = await self.loop.claim(count or self.choices.randint(1, 5))
+        runner_id = self.choices.choice(["", "heard", "silent"])
+        result = await self.loop.claim(count or self.choices.randint(1, 5), runner_id)
         self.claims += result.claims
         self.group_ids |= {claim.group_id or "" for claim in result.claims}
+
+    async def silence(self) -> None:
+        """One of two runners is not heard for longer than the 10 s that it may be silent."""
+        for _ in range(4):
+            self.clock.advance(4.0)
+            await self.loop.writer.runners.heartbeat("heard")
+        client, prefix = self.loop.reader._client, self.loop.reader._prefix
+        assert b"silent" not in client.hgetall(f"{prefix}attempt_runners").values()
 
     async def open_one(self) -> None:
         if not self.claims:
@@ -263,6 +272,8 @@ class Walk:
             num_untrained += state_of != b"trained"
         assert number["admitted"] - number["trained"] == num_untrained + held <= limit
         self._check_slots(live, int(state.get(b"cursor", 0)))
+        in_flight = client.hgetall(f"{prefix}attempts")
+        assert set(client.hgetall(f"{prefix}attempt_runners")) <= set(in_flight)
 
     def _check_places(self, group_id: str) -> None:
         """Every place of an open group is scored, given up, to be claimed, or in flight."""

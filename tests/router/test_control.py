@@ -72,6 +72,20 @@ async def test_claims_wait_for_the_announced_version(stage, monkeypatch) -> None
     assert answer.json()["reason"] == "finished"
 
 
+async def test_a_runner_says_that_it_is_there(stage) -> None:
+    """Its id reaches the buffer with its claims and heartbeats; without one it is refused."""
+    body = {"key": "k", "count": 1}
+    await stage.post("/tasks/claim", body)
+    await stage.post("/tasks/claim", body | {"runner_id": "r1"})
+    assert stage.buffer.claimed_by == ["", "r1"]
+    answer = await stage.post("/runners/heartbeat", {"runner_id": "r1"})
+    assert (answer.status_code, answer.json()) == (200, {"max_silence_s": 20.0})
+    assert stage.buffer.heartbeats == ["r1"]
+    answer = await stage.post("/runners/heartbeat", {})
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (400, "false")
+    assert "runner_id" in answer.json()["error"]["message"]
+
+
 async def test_pause_gives_out_nothing(stage) -> None:
     """An operator can hold back new episodes."""
     stage.buffer.claims.append(claim(0))
@@ -225,7 +239,12 @@ async def test_the_document_lists_every_route(stage) -> None:
         assert path in document["paths"]
     body = document["paths"]["/tasks/claim"]["post"]["requestBody"]["content"]
     name = body["application/json"]["schema"]["$ref"].rpartition("/")[2]
-    assert set(document["components"]["schemas"][name]["properties"]) == {"key", "count", "open"}
+    assert set(document["components"]["schemas"][name]["properties"]) == {
+        "key",
+        "count",
+        "open",
+        "runner_id",
+    }
 
 
 async def test_other_routes_and_methods_get_the_envelope(stage) -> None:

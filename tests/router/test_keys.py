@@ -40,6 +40,7 @@ async def test_a_key_opens_its_own_episode_only(stage) -> None:
     [
         ("post", "/tasks"),
         ("post", "/tasks/claim"),
+        ("post", "/runners/heartbeat"),
         ("post", "/episodes"),
         ("get", "/episodes/EPISODE"),
         ("post", "/episodes/EPISODE/reward"),
