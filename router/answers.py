@@ -63,15 +63,19 @@ class AnswerReader:
         in_reasoning = self._renderer.begins_in_reasoning(plan.own_prompt_ids)
         calls = self._call_reader(request)
         reasoning_ids = self._renderer.reasoning_ids
+        if reasoning_ids is None and in_reasoning:
+            return None
+        stream: ContentStream | ReasonedStream
         if reasoning_ids is not None:
-            reasoned = ReasonedStream(
+            stream = ReasonedStream(
                 tokenizer, stop, reasoning_ids, begins_in_reasoning=in_reasoning, calls=calls
             )
-            return LiveAnswer(reasoned.add, reasoned.content, calls)
-        if in_reasoning:
-            return None
-        content = ContentStream(tokenizer, stop, calls)
-        return LiveAnswer(content.add, content, calls)
+            content = stream.content
+        else:
+            stream = content = ContentStream(tokenizer, stop, calls)
+        if _is_prefilled(request, plan):
+            stream.begin_after(plan.forced_ids)
+        return LiveAnswer(stream.add, content, calls)
 
     def _call_reader(self, request: TurnRequest) -> Calls | None:
         """What reads calls as they come; None where a piece might have to be taken back."""
@@ -113,6 +117,7 @@ class AnswerReader:
             if stop_text is not None:
                 text = text.partition(stop_text)[0]
             return Answer(message=Message("assistant", text=text))
+        is_prefilled = _is_prefilled(request, plan)
         answer = self._renderer.parse(
             plan.forced_ids + output_ids,
             prompt_ids=plan.own_prompt_ids,
@@ -120,9 +125,16 @@ class AnswerReader:
             call_prefix=f"call_{turn_id}_",
             with_calls=bool(request.tools) and request.tool_choice != "none",
             parallel=request.parallel_tool_calls,
-            stop_text=stop_text,
+            # What the client wrote may hold a stop string, which stops nothing.
+            stop_text=None if is_prefilled else stop_text,
             begun=begun,
         )
+        if is_prefilled:
+            message = answer.message
+            text = _after(request.prefill, message.text)
+            text = text if stop_text is None else text.partition(stop_text)[0].rstrip()
+            text = request.prefill.lstrip() + text
+            answer = replace(answer, message=replace(message, text=text))
         if plan.num_forced and answer.undelivered_from is not None:
             border = max(0, answer.undelivered_from - plan.num_forced)
             return replace(answer, undelivered_from=border)
@@ -152,6 +164,8 @@ class AnswerReader:
                     ids, turn.behavior_logprobs.tolist(), tops or ((),) * len(ids), strict=True
                 )
             )
+        if _is_prefilled(request, plan):
+            message = replace(message, text=_after(request.prefill, message.text))
         before = plan.parent.end if plan.parent is not None else 0
         return TurnResult(
             turn=turn,
@@ -174,7 +188,8 @@ class AnswerReader:
         stop_text = self.stop_text(turn)
         live = self.live(request, plan)
         if live is not None:
-            live.add(plan.forced_ids + output_ids)
+            forced_ids = [] if _is_prefilled(request, plan) else plan.forced_ids
+            live.add(forced_ids + output_ids)
         begun = live.begun if live is not None else None
         answer = self.read(request, output_ids, plan, turn.turn_id, stop_text, begun)
         return self.result(request, turn, plan, answer.message, stop_text)
@@ -185,3 +200,14 @@ class AnswerReader:
             return None
         text = self._renderer.tokenizer.decode(turn.output_ids.tolist())
         return next((stop for stop in turn.sampling.stop if stop in text), None)
+
+
+def _is_prefilled(request: TurnRequest, plan: Plan) -> bool:
+    """True if the client wrote the beginning of the answer."""
+    return bool(request.prefill) and plan.num_forced > 0
+
+
+def _after(prefill: str, text: str) -> str:
+    """What of an answer's text comes after the client's beginning."""
+    begun = prefill.lstrip()
+    return text[len(begun) :] if text.startswith(begun) else ""

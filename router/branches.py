@@ -57,7 +57,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     knows_messages: bool = True
     """False: what was said before is known as ids only."""
     num_forced: int = 0
-    """How many of the last prompt ids begin the answer: a call that the client forces."""
+    """How many of the last prompt ids begin the answer: a call that the client forces, or what it
+    wrote of the answer itself."""
 
     @property
     def forced_ids(self) -> list[int]:

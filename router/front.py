@@ -106,7 +106,8 @@ class Front:
         request = messages_request.decode_count(await exchange.body())
         self._models.version_of(request.model)
         ids = self._renderer.render(request.messages, request.tools)
-        await exchange.answer(200, messages_answer.encode_count(len(ids)))
+        num_ids = len(ids) + len(self._renderer.tokenizer.encode(request.prefill))
+        await exchange.answer(200, messages_answer.encode_count(num_ids))
 
     async def models(self, exchange: Exchange) -> None:
         """`GET /v1/models`."""

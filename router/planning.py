@@ -1,8 +1,9 @@
 """From a request to the ids that the server is given.
 
 Owns: finding what a request goes on with, also after another router process recorded it, and the
-beginning of a forced call. Does not own: matching (branches), rendering, sampling. Invariant: a
-plan's ids come after recorded ids; what cannot go on is rendered in full or refused.
+beginning of an answer that the client forces or writes. Does not own: matching (branches),
+rendering, sampling. Invariant: a plan's ids come after recorded ids; what cannot go on is rendered
+in full or refused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from outloop.router.governance import is_honoured
 from outloop.router.refusals import Refusal
 from outloop.router.rendering import PolicyRenderer
 from outloop.router.sessions import Episodes, EpisodeSession
-from outloop.router.turns import TurnRequest
+from outloop.router.turns import Message, TurnRequest
 
 
 class Planner:
@@ -38,16 +39,28 @@ class Planner:
             request, plan = await self._go_on(session, request, request.after)
         else:
             plan = await self._match(session, request)
-        if request.forces_call and is_honoured("tool_choice", session.opening, self._sampling):
+        if request.prefill:
+            if self._renderer.begins_in_reasoning(plan.prompt_ids):
+                # The format has the policy think first: what was begun is no thought.
+                begun = (*request.messages, Message("assistant", request.prefill))
+                request = replace(request, messages=begun, prefill="")
+                return request, await self._match(session, request)
+            ids = self._renderer.tokenizer.encode(request.prefill)
+            plan = replace(plan, cause="prefill") if plan.is_break else plan
+            plan = replace(plan, prompt_ids=plan.prompt_ids + ids, num_forced=len(ids))
+        elif request.forces_call and is_honoured("tool_choice", session.opening, self._sampling):
             ids = self._renderer.forced_ids(request.tools, request.tool_choice)
             plan = replace(plan, prompt_ids=plan.prompt_ids + ids, num_forced=len(ids))
         return request, plan
 
     def find_forced(self, plan: Plan, request: TurnRequest) -> Plan:
-        """The plan of a recorded turn, with the beginning of its forced call marked again."""
-        if not request.forces_call:
+        """The plan of a recorded turn, with the beginning of its answer marked again."""
+        if request.prefill:
+            ids = self._renderer.tokenizer.encode(request.prefill)
+        elif request.forces_call:
+            ids = self._renderer.forced_ids(request.tools, request.tool_choice)
+        else:
             return plan
-        ids = self._renderer.forced_ids(request.tools, request.tool_choice)
         is_begun = plan.prompt_ids[-len(ids) :] == ids
         return replace(plan, num_forced=len(ids)) if is_begun else plan
 

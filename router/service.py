@@ -333,7 +333,7 @@ class TurnService:
             if live is not None:
                 job.show(index, live.add(new))
 
-        if plan.num_forced:
+        if plan.num_forced and not request.prefill:
             show(plan.forced_ids)
         if again is not None:
             drawn = drawn_before(again, self._reader.stop_text(again))

@@ -47,6 +47,10 @@ class ContentStream:
         """text; calls: by tokens; body: the text is a call; parser: nothing more is shown."""
         self.shown = ""
 
+    def begin_after(self, ids: list[int]) -> None:
+        """Take ids that the client wrote, before any other: they are known, and shown to nobody."""
+        self.shown = self._detokenizer.add(ids).lstrip()
+
     def add(self, ids: list[int]) -> Shown:
         """Take new ids; returns what to show now."""
         if self._region == "parser":
@@ -110,6 +114,11 @@ class ReasonedStream:
         self._waiting: list[int] = []
         self._held = ""
         self._has_reasoned = False
+
+    def begin_after(self, ids: list[int]) -> None:
+        """As of the content, in which the answer then is."""
+        self._region = "content"
+        self.content.begin_after(ids)
 
     def add(self, ids: list[int]) -> Shown:
         """Take new ids; returns what to show now."""

@@ -77,6 +77,8 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[Message, ...]
     prompt: str | tuple[int, ...] | None = None
     """Text or ids to go on with as they are, in place of messages."""
+    prefill: str = ""
+    """How the answer begins, in the client's words; what it is answered goes on from there."""
     after: str | None = None
     """The turn whose conversation `messages` go on with; a system message takes its one's place."""
     tools: tuple[dict[str, Any], ...] = ()

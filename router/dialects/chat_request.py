@@ -86,6 +86,8 @@ class ChatRequest(msgspec.Struct):
     response_format: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+    continue_final_message: bool | None = None
+    """As SGLang and vLLM have it: the last message is the beginning of the answer."""
 
 
 class _Shallow(ChatRequest, kw_only=True):
@@ -111,9 +113,13 @@ def decode(body: bytes, earlier: Told | None = None) -> TurnRequest:
     read = _read_after(body, earlier) if earlier is not None else None
     chat, messages, told = read or _read(body)
     tools = to_tools(bytes(chat.tools))
+    prefill = ""
+    if chat.continue_final_message:
+        messages, prefill = fields.split_prefill(messages)
     return TurnRequest(
         model=chat.model,
         messages=messages,
+        prefill=prefill,
         told=told,
         tools=tools,
         tool_choice=fields.tool_choice_of(_tool_choice(chat.tool_choice), tools),

@@ -15,7 +15,7 @@ import msgspec
 
 from outloop.router.parameters import check_value
 from outloop.router.refusals import Refusal
-from outloop.router.turns import TokenLogprob
+from outloop.router.turns import Message, TokenLogprob
 
 T = TypeVar("T")
 MAX_CHOICES = 128
@@ -191,6 +191,15 @@ def tool_objects(raw: bytes) -> list[dict[str, Any]]:
         return msgspec.json.decode(raw, type=list[dict[str, Any]] | None) or []
     except msgspec.DecodeError as error:
         raise Refusal(400, "invalid_value", f"tools: {error}", param="tools") from error
+
+
+def split_prefill(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], str]:
+    """The conversation, and the text with which the client itself begins the answer to it."""
+    *before, last = messages
+    is_begun = last.role == "assistant" and not last.tool_calls and not last.reasoning
+    if not (before and is_begun and last.text.strip()):
+        return messages, ""
+    return tuple(before), last.text
 
 
 def drawn_token(token: TokenLogprob) -> dict[str, Any]:

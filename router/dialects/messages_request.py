@@ -98,9 +98,11 @@ def decode(body: bytes) -> TurnRequest:
     asked = fields.read(_decoder, body)
     choice = asked.tool_choice
     tools = _tools(bytes(asked.tools))
+    messages, prefill = fields.split_prefill(_messages(asked))
     return TurnRequest(
         model=asked.model,
-        messages=_messages(asked),
+        messages=messages,
+        prefill=prefill,
         tools=tools,
         tool_choice=fields.tool_choice_of(_tool_choice(choice), tools),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
@@ -126,9 +128,9 @@ def decode_count(body: bytes) -> TurnRequest:
         Refusal: 400, not JSON, or a value that cannot be.
     """
     asked = fields.read(_count_decoder, body)
-    return TurnRequest(
-        model=asked.model, messages=_messages(asked), tools=_tools(bytes(asked.tools))
-    )
+    messages, prefill = fields.split_prefill(_messages(asked))
+    tools = _tools(bytes(asked.tools))
+    return TurnRequest(model=asked.model, messages=messages, prefill=prefill, tools=tools)
 
 
 def _messages(asked: MessagesRequest | CountRequest) -> tuple[Message, ...]:

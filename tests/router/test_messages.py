@@ -203,6 +203,7 @@ def test_blocks_become_the_messages_they_tell(blocks) -> None:
     told = decode(
         {"role": "user", "content": results},
         {"role": "assistant", "content": said},
+        {"role": "user", "content": "go on"},
         system=[{"type": "text", "text": "s"}, {"type": "text", "text": "t"}],
     ).messages
     assert told[0] == Message("system", "s\nt")
@@ -214,9 +215,9 @@ def test_blocks_become_the_messages_they_tell(blocks) -> None:
             expected[-1] = Message("user", f"{expected[-1].text}\n{text}")
         else:
             expected.append(Message("user", text))
-    assert list(told[1:-1]) == (expected or [Message("user", "")])
+    assert list(told[1:-2]) == (expected or [Message("user", "")])
     by_kind = {kind: [t for k, t in blocks if k == kind] for kind, _ in blocks}
-    answer = told[-1]
+    answer = told[-2]
     assert answer.text == "".join(by_kind.get("text", ()))
     assert answer.reasoning == "".join(by_kind.get("tool_result", ()))
     calls = [(call.id, json.loads(call.arguments)) for call in answer.tool_calls]
