@@ -9,8 +9,7 @@ decoding raise anything but SchemaMismatch and RecordError.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
@@ -32,7 +31,7 @@ from outloop.buffer.records import (
     Task,
     Trajectory,
     Turn,
-    unchecked_twin,
+    recast,
 )
 from outloop.buffer.turns import Frame, TurnWire, turn_parts, turn_to_wire, turns_of
 
@@ -49,7 +48,7 @@ class Closure(msgspec.Struct, array_like=True, frozen=True, gc=False):
     output: str = ""
 
 
-class RewardWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class RewardWire(msgspec.Struct, array_like=True, gc=False):
     """Reward."""
 
     value: float
@@ -58,7 +57,7 @@ class RewardWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
     branches: dict[str, float] = {}
 
 
-class _EpisodeWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class _EpisodeWire(msgspec.Struct, array_like=True, gc=False):
     episode_id: str
     task_id: str
     group_id: str | None
@@ -72,12 +71,12 @@ class _EpisodeWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
     closed_at: float
 
 
-class _TrajectoryWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class _TrajectoryWire(msgspec.Struct, array_like=True, gc=False):
     episode: _EpisodeWire
     turns: tuple[TurnWire, ...]
 
 
-class _OpeningWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class _OpeningWire(msgspec.Struct, array_like=True, gc=False):
     episode_id: str
     task_id: str
     group_id: str | None
@@ -96,9 +95,7 @@ class _TaskWire(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 _SHARED_BYTES = 256
-"""Closures and rewards up to so many bytes are decoded once for all that are equal."""
-_UncheckedEpisode, _UncheckedReward = unchecked_twin(Episode), unchecked_twin(Reward)
-_UncheckedTrajectory = unchecked_twin(Trajectory)
+"""Closures up to so many bytes are decoded once for all that are equal."""
 _TURN = msgspec.msgpack.Decoder(TurnWire)
 _TRAJECTORY = msgspec.msgpack.Decoder(_TrajectoryWire)
 _OPENING = msgspec.msgpack.Decoder(_OpeningWire)
@@ -138,24 +135,10 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 
 def trajectory_parts(trajectory: Trajectory) -> tuple[list[Any], int]:
     """(what those bytes are made of, in order: bytes, and arrays that are not copied; how many)."""
-    e = trajectory.episode
-    wire = _TrajectoryWire(
-        _EpisodeWire(
-            e.episode_id,
-            e.task_id,
-            e.group_id,
-            e.attempt,
-            e.purpose,
-            e.outcome,
-            e.failure_kind,
-            _reward_to_wire(e.reward),
-            e.metadata,
-            e.opened_at,
-            e.closed_at,
-        ),
-        tuple(map(turn_to_wire, trajectory.turns)),
-    )
-    return turn_parts(wire, trajectory.turns, f"trajectory {e.episode_id}")
+    episode = recast(trajectory.episode, _EpisodeWire)
+    episode.reward = _reward_to_wire(trajectory.episode.reward)
+    wire = _TrajectoryWire(episode, tuple(map(turn_to_wire, trajectory.turns)))
+    return turn_parts(wire, trajectory.turns, f"trajectory {episode.episode_id}")
 
 
 def decode_trajectory(data: bytes) -> Trajectory:
@@ -171,47 +154,17 @@ def decode_trajectories(records: Sequence[bytes]) -> list[Trajectory]:
         wire, num_words = unpack(data, _TRAJECTORY, "trajectory")
         wires.append(wire)
         frames.append((data, wire.turns, num_words))
-    turns = turns_of(frames)
-    return [
-        trajectory_from(_episode_from_wire(wire.episode), itertools.islice(turns, len(wire.turns)))
-        for wire in wires
-    ]
+    for _ in turns_of(frames):
+        # Each wire becomes a turn where it is.
+        pass
+    return list(map(_trajectory_from_wire, wires))
 
 
-def trajectory_from(episode: Episode, turns: Iterable[Turn]) -> Trajectory:
-    """The two as one, for a third of what the class takes to build itself."""
-    trajectory = _UncheckedTrajectory()
-    trajectory.episode = episode
-    trajectory.turns = tuple(turns)
-    trajectory.__class__ = Trajectory
-    return cast(Trajectory, trajectory)
-
-
-def _episode_from_wire(e: _EpisodeWire) -> Episode:
-    return _episode(e, e, reward_from_wire(e.reward), e.episode_id, e.closed_at)
-
-
-def _episode(
-    began: _OpeningWire | _EpisodeWire,
-    ended: Closure | _EpisodeWire,
-    reward: Reward | None,
-    episode_id: str,
-    closed_at: float,
-) -> Episode:
-    episode = _UncheckedEpisode()
-    episode.episode_id = episode_id
-    episode.task_id = began.task_id
-    episode.group_id = began.group_id
-    episode.attempt = began.attempt
-    episode.purpose = began.purpose
-    episode.outcome = ended.outcome
-    episode.failure_kind = ended.failure_kind
-    episode.reward = reward
-    episode.metadata = began.metadata
-    episode.opened_at = began.opened_at
-    episode.closed_at = closed_at
-    episode.__class__ = Episode
-    return cast(Episode, episode)
+def _trajectory_from_wire(wire: Any) -> Trajectory:
+    wire.episode.reward = reward_from_wire(wire.episode.reward)
+    wire.episode.__class__ = Episode
+    wire.__class__ = Trajectory
+    return cast(Trajectory, wire)
 
 
 def decode_episode(
@@ -220,23 +173,29 @@ def decode_episode(
     """The closed episode that was stored as these; raises as decode_turn."""
     began, _ = unpack(opening, _OPENING, "opening")
     ended = _shared_closure(closure) if len(closure) <= _SHARED_BYTES else decode_closure(closure)
-    return _episode(
-        began, ended, None if reward is None else decode_reward(reward), episode_id, closed_at
+    episode: Any = _EpisodeWire(
+        episode_id,
+        began.task_id,
+        began.group_id,
+        began.attempt,
+        began.purpose,
+        ended.outcome,
+        ended.failure_kind,
+        None,
+        began.metadata,
+        began.opened_at,
+        closed_at,
     )
+    if reward is not None:
+        episode.reward = decode_reward(reward)
+    episode.__class__ = Episode
+    return cast(Episode, episode)
 
 
 @functools.lru_cache(maxsize=256)
 def _shared_closure(data: bytes) -> Closure:
     """As decode_closure, for who changes nothing in it: most episodes of a run end alike."""
     return decode_closure(data)
-
-
-def _reward_wire(data: bytes) -> RewardWire:
-    return unpack(data, _REWARD, "reward")[0]
-
-
-_shared_reward_wire = functools.lru_cache(maxsize=256)(_reward_wire)
-"""The same, for who changes nothing in it."""
 
 
 def encode_reward(reward: Reward) -> bytes:
@@ -246,8 +205,7 @@ def encode_reward(reward: Reward) -> bytes:
 
 def decode_reward(data: bytes) -> Reward:
     """The reward; raises as decode_turn."""
-    decode = _shared_reward_wire if len(data) <= _SHARED_BYTES else _reward_wire
-    reward = reward_from_wire(decode(data))
+    reward = reward_from_wire(unpack(data, _REWARD, "reward")[0])
     assert reward is not None
     return reward
 
@@ -271,13 +229,14 @@ def decode_closure(data: bytes) -> Closure:
 
 def encode_opening(opening: Opening) -> bytes:
     """Bytes of an opening."""
-    wire = _OpeningWire(*(getattr(opening, name) for name in _OpeningWire.__struct_fields__))
-    return pack(wire, f"opening {opening.episode_id}")
+    return pack(recast(opening, _OpeningWire), f"opening {opening.episode_id}")
 
 
 def decode_opening(data: bytes) -> Opening:
     """The opening; raises as decode_turn."""
-    return Opening(**msgspec.structs.asdict(unpack(data, _OPENING, "opening")[0]))
+    wire: Any = unpack(data, _OPENING, "opening")[0]
+    wire.__class__ = Opening
+    return cast(Opening, wire)
 
 
 def encode_task(task: Task) -> bytes:
@@ -299,9 +258,7 @@ def reward_from_wire(wire: RewardWire | None) -> Reward | None:
     """The reward inside a closure."""
     if wire is None:
         return None
-    reward = _UncheckedReward()
-    reward.value, reward.components = wire.value, {**wire.components}
-    reward.turns, reward.branches = {**wire.turns}, {**wire.branches}
+    reward: Any = wire
     reward.__class__ = Reward
     reward.check()
     return cast(Reward, reward)

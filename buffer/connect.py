@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -98,17 +99,17 @@ def replies(
     asked = num_unread = 0
     num_bytes = 1
     try:
+        line = _Line(connection)
         for number, request in enumerate(requests):
             # Bytes of an answer so far: about so many more may be under way.
             window = _WINDOW_BYTES * max(number, 1) // num_bytes if number else 1
             window = min(max(window, 1), _MAX_WINDOW)
             if asked < len(requests) and num_unread <= window:
                 some = requests[asked : number + 2 * window]
-                packed = [hiredis.pack_command(words) for one in some for words in one]
-                connection.send_packed_command([b"".join(packed)])
-                asked += len(some)
                 num_unread += len(some)
-            answers: list[list[Any]] = [connection.read_response() for _ in request]
+                asked += len(some)
+                line.send([hiredis.pack_command(words) for one in some for words in one])
+            answers: list[list[Any]] = [line.receive() for _ in request]
             num_unread -= 1
             num_bytes += sum(map(len, answers[-1]))
             yield answers
@@ -117,6 +118,52 @@ def replies(
             # Its next user must not get these answers.
             connection.disconnect()
         pool.release(connection)
+
+
+class _Line:
+    """Commands and answers on the socket of a redis-py connection that waits for none.
+
+    redis-py has no public way to its socket. Its own way to an answer takes more time than hiredis
+    takes to read it.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self._socket: socket.socket = connection._sock
+        self._reader: Any = hiredis.Reader(
+            protocolError=redis.InvalidResponse, replyError=redis.ResponseError
+        )
+        self._received = bytearray(_WINDOW_BYTES)
+
+    def send(self, commands: Sequence[bytes]) -> None:
+        """Send packed commands; raises as receive."""
+        try:
+            self._socket.sendall(b"".join(commands))
+        except OSError as error:
+            raise _lost(error) from error
+
+    def receive(self) -> Any:
+        """The next answer.
+
+        Raises:
+            redis.RedisError: the answer is an error, or there is none.
+        """
+        while (answer := self._reader.gets()) is False:
+            try:
+                number = self._socket.recv_into(self._received)
+            except OSError as error:
+                raise _lost(error) from error
+            if number == 0:
+                raise redis.ConnectionError("the server closed the connection")
+            self._reader.feed(self._received, 0, number)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _lost(error: OSError) -> redis.RedisError:
+    if isinstance(error, TimeoutError):
+        return redis.TimeoutError("no answer within the socket's timeout")
+    return redis.ConnectionError(str(error) or type(error).__name__)
 
 
 async def send(client: redis.asyncio.Redis, commands: Iterable[Sequence[Word]]) -> None:

@@ -36,11 +36,6 @@ _Wire = TypeVar("_Wire")
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
-def encode_fields(wire: Any) -> bytes:
-    """MessagePack of a list of fields; equal for equal fields."""
-    return _encode(wire)
-
-
 def pack(
     wire: Any, what: str, ids: Sequence[Int32] = (), logprobs: Sequence[Float32] = ()
 ) -> bytes:
@@ -132,10 +127,9 @@ def arrays(frames: Sequence[tuple[bytes, int, int]]) -> list[Located]:
             view, middle = memoryview(data), _HEAD.size + _WORD * num_ids
             ids_of_small.append(view[_HEAD.size : middle])
             logprobs_of_small.append(view[middle : middle + _WORD * num_logprobs])
-    shared_ids, shared_logprobs = (
-        _ids(b"".join(ids_of_small)),
-        _logprobs(b"".join(logprobs_of_small)),
-    )
+    shared_ids = np.frombuffer(b"".join(ids_of_small), _INT32)
+    shared_logprobs = np.frombuffer(b"".join(logprobs_of_small), _FLOAT32)
+    _check(shared_ids, shared_logprobs)
     located: list[Located] = []
     at = logprobs_at = 0
     for data, num_ids, num_logprobs in frames:
@@ -144,26 +138,20 @@ def arrays(frames: Sequence[tuple[bytes, int, int]]) -> list[Located]:
             at += num_ids
             logprobs_at += num_logprobs
         else:
-            view, middle = memoryview(data), _HEAD.size + _WORD * num_ids
-            logprobs = _logprobs(view[middle : middle + _WORD * num_logprobs])
-            located.append((_ids(view[_HEAD.size : middle]), 0, logprobs, 0))
+            words = np.frombuffer(data, _INT32, num_ids + num_logprobs, _HEAD.size)
+            ids, logprobs = words[:num_ids], words[num_ids:].view(_FLOAT32)
+            _check(ids, logprobs)
+            located.append((ids, 0, logprobs, 0))
     return located
 
 
-def _ids(data: bytes | memoryview) -> Int32:
-    ids = np.frombuffer(data, _INT32)
+def _check(ids: Int32, logprobs: Float32) -> None:
     if len(ids) and np.minimum.reduce(ids) < 0:
         raise RecordError("prompt_ids and output_ids must be non-negative")
-    return ids
-
-
-def _logprobs(data: bytes | memoryview) -> Float32:
-    logprobs = np.frombuffer(data, _FLOAT32)
     # The sum of squares is NaN or infinite if one of them is; else it may overflow still, so look
     # closely.
     if not math.isfinite(logprobs.dot(logprobs)) and not np.isfinite(logprobs).all():
         raise RecordError("behavior_logprobs holds NaN or infinity")
-    return logprobs
 
 
 @contextmanager

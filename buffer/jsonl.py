@@ -95,7 +95,7 @@ def _refuse_infinities(trajectory: Trajectory) -> None:
     numbers = [("opened_at", episode.opened_at), ("closed_at", episode.closed_at)]
     for turn in trajectory.turns:
         numbers += [("started_at", turn.started_at), ("finished_at", turn.finished_at)]
-        for name in type(turn.sampling).__dataclass_fields__:
+        for name in turn.sampling.__struct_fields__:
             value = getattr(turn.sampling, name)
             if isinstance(value, float):
                 numbers.append((f"sampling.{name}", value))

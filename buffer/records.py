@@ -8,8 +8,8 @@ type instead of filling a field in.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -28,8 +28,7 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The sampling parameters in force for one turn; nothing is left to a server's default."""
 
     temperature: float
@@ -61,6 +60,17 @@ class Sampling:
         )
 
 
+_Twin = TypeVar("_Twin", bound=msgspec.Struct)
+
+
+def recast(record: msgspec.Struct, twin: type[_Twin]) -> _Twin:
+    """A shallow copy of `record` as a `twin`, which has fields of the same names. For the codec: to
+    build one from its fields one by one costs more than all the rest of encoding it."""
+    copy = record.__copy__()  # type: ignore[attr-defined]
+    msgspec.structs.force_setattr(copy, "__class__", twin)
+    return cast(_Twin, copy)
+
+
 class VersionSpan(
     msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
 ):
@@ -71,8 +81,7 @@ class VersionSpan(
     end: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One model call and its answer, as ids.
 
     Guarantees: `prompt_ids` are the ids the server was given after the parent's ids (all of them
@@ -160,23 +169,15 @@ class Turn:
         return tuple(spans)
 
 
-def unchecked_twin(record: type) -> type[Any]:
-    """A class with the fields of `record` and nothing else: to set them one by one and then make
-    `record` the instance's class. For the codec, which has checked them: what a frozen dataclass
-    does to build itself costs more than all the rest of decoding a turn."""
-    return type(f"Unchecked{record.__name__}", (), {"__slots__": record.__slots__})  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reward:
+class Reward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A verifier's score: `value` is the episode's; what is named beside it is kept with it."""
 
     value: float
-    components: dict[str, float] = field(default_factory=dict)
+    components: dict[str, float] = {}
     """By name: what the value is made of."""
-    turns: dict[str, float] = field(default_factory=dict)
+    turns: dict[str, float] = {}
     """By turn_id: what single turns earned."""
-    branches: dict[str, float] = field(default_factory=dict)
+    branches: dict[str, float] = {}
     """By the turn_id of its last turn: what single branches earned."""
 
     def __post_init__(self) -> None:
@@ -206,8 +207,7 @@ def _check_number(name: str, number: object) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Episode:
+class Episode(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One closed attempt at a task, without its turns."""
 
     episode_id: str
@@ -225,8 +225,7 @@ class Episode:
     closed_at: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trajectory:
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A closed episode with all its turns, in the order they were recorded."""
 
     episode: Episode
@@ -309,8 +308,7 @@ class Claim:
     """The lost episode whose recorded turns answer this attempt's requests while they are equal."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Opening:
+class Opening(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is fixed when an episode opens."""
 
     episode_id: str
@@ -323,7 +321,7 @@ class Opening:
     sampling: dict[str, float] | None = None
     """Only eval episodes carry their own sampling."""
     eval_name: str = ""
-    metadata: dict[str, str] = field(default_factory=dict)
+    metadata: dict[str, str] = {}
     opened_at: float
 
 

@@ -71,7 +71,7 @@ def trajectory_of(episode_id: str, fields: Fields, turns: Sequence[Turn]) -> Tra
     except UNREADABLE:
         with named(f"episode_id={episode_id}"):
             raise
-    return codec.trajectory_from(episode, turns)
+    return Trajectory(episode=episode, turns=tuple(turns))
 
 
 def turns_from(episode_id: str, records: Sequence[bytes]) -> list[Turn]:

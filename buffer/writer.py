@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, get_args
 
 import msgspec
 import redis.asyncio
+from msgspec.structs import replace
 
 from outloop.buffer import codec
 from outloop.buffer.budgets import BudgetNotes, EpisodeUsage

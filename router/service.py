@@ -11,9 +11,9 @@ import asyncio
 import secrets
 import time
 from contextlib import suppress
-from dataclasses import replace
 
 import structlog
+from msgspec.structs import replace
 
 from outloop.buffer.errors import Gone, OutloopError
 from outloop.buffer.records import Sampling, Turn

@@ -5,7 +5,6 @@ import itertools
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from outloop.buffer.errors import Conflict, RecordError, SchemaMismatch, SettingsError
 from outloop.buffer.jsonl import format_line, parse_line
@@ -92,8 +92,8 @@ def assert_equal(left: Trajectory, right: Trajectory) -> None:
     """Every field, dtype and bit."""
     assert left.episode == right.episode
     for one, other in zip(left.turns, right.turns, strict=True):
-        for field in fields(Turn):
-            a, b = getattr(one, field.name), getattr(other, field.name)
+        for name in Turn.__struct_fields__:
+            a, b = getattr(one, name), getattr(other, name)
             if isinstance(a, np.ndarray):
                 assert a.dtype == b.dtype
                 assert a.tobytes() == b.tobytes()

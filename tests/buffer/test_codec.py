@@ -4,13 +4,13 @@ import contextlib
 import itertools
 import struct
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, fields, replace
 
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from outloop.buffer import codec
 from outloop.buffer.errors import RecordError, SchemaMismatch
@@ -103,8 +103,8 @@ OPENINGS = st.builds(
 
 
 def _assert_equal_turns(left: Turn, right: Turn) -> None:
-    for field in fields(Turn):
-        a, b = getattr(left, field.name), getattr(right, field.name)
+    for name in Turn.__struct_fields__:
+        a, b = getattr(left, name), getattr(right, name)
         if isinstance(a, np.ndarray):
             assert a.dtype == b.dtype
             np.testing.assert_array_equal(a, b)
@@ -265,7 +265,7 @@ def test_what_was_decoded_is_as_frozen_as_what_was_built(make_turn: Callable[...
     """It is a Turn whose fields cannot be set, nor its arrays written."""
     decoded = codec.decode_turn(codec.encode_turn(make_turn("e")))
     assert type(decoded) is Turn
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError):
         decoded.turn_id = "f"  # type: ignore[misc]
     assert replace(decoded, turn_id="f").turn_id == "f"
     with pytest.raises(ValueError, match="read-only"):

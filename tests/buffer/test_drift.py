@@ -1,13 +1,13 @@
 """`outloop doctor --drift`: causes, costs, advice."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from outloop.buffer.drift import EXPLANATIONS, measure
 from outloop.buffer.embedded import EmbeddedRedis

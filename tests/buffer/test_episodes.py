@@ -1,11 +1,11 @@
 """From open to close: turns, rewards, failures, and calls that come twice or too late."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from outloop.buffer.errors import Conflict, Gone, NotFound, RecordError
 from outloop.buffer.records import Reward, Turn

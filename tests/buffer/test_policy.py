@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from outloop.buffer.keys import KEYS, markdown_table, prefix
 from outloop.buffer.policy import task_index, trained_version_bounds

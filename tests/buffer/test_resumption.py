@@ -1,10 +1,10 @@
 """Attempts lost to the infrastructure are resumed from their records before they are replaced."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from outloop.buffer.errors import Gone
 from outloop.buffer.records import Claim, Turn

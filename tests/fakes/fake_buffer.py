@@ -3,7 +3,8 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from outloop.buffer.budgets import EpisodeUsage
 from outloop.buffer.errors import BufferUnavailable, Conflict, Gone, NotFound

@@ -171,6 +171,7 @@ class TwinConnection(redis.connection.Connection):
     def __init__(self, *, twin: Twin, **options: Any) -> None:
         super().__init__(**options)
         self._session = _Session(twin)
+        self._sock: Any = TwinSocket(self._session)
 
     def connect(self) -> None:
         """There is nothing to connect to."""
@@ -193,6 +194,27 @@ class TwinConnection(redis.connection.Connection):
         if isinstance(answer, redis.ResponseError):
             raise answer
         return answer
+
+
+class TwinSocket:
+    """The socket of a blocking connection: bytes in, answers as bytes."""
+
+    def __init__(self, session: _Session) -> None:
+        self._session = session
+        self._unread = b""
+
+    def sendall(self, data: bytes) -> None:
+        """Run it now."""
+        self._session.send(data)
+
+    def recv_into(self, buffer: bytearray) -> int:
+        """Some of what was answered; there is always something when the buffer asks."""
+        self._unread += b"".join(map(_packed, self._session.answers))
+        self._session.answers.clear()
+        number = min(len(self._unread), len(buffer))
+        buffer[:number] = self._unread[:number]
+        self._unread = self._unread[number:]
+        return number
 
 
 class TwinWire(asyncio.Transport):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from outloop.buffer.errors import DeadlineExceeded, FenceExpired, Gone
 from outloop.buffer.records import CheckpointMark, Claim, Lease, Reward, Turn
@@ -84,7 +85,7 @@ class Walk:
         for turn in recorded:
             if turn.parent_turn_id in (None, *here) and self.choices.random() < 0.8:
                 try:
-                    await self.loop.writer.append_turn(replace(turn, episode_id=episode_id))
+                    await self.loop.writer.append_turn(structs.replace(turn, episode_id=episode_id))
                 except Gone:
                     del self.open[episode_id]
                     return

@@ -1,9 +1,9 @@
 """Keys open what they are for, and nothing else."""
 
 import time
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -1,11 +1,11 @@
 """An attempt that was lost is played again, and its recorded turns answer until it differs."""
 
 import json
-from dataclasses import replace
 from itertools import count
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 TOOLS = [
     {

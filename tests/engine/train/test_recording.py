@@ -1,6 +1,5 @@
 """Training on recorded groups: no buffer, no servers."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from memory_buffer import FAST, Setup
+from msgspec import structs
 
 from outloop.buffer.errors import RecordError
 from outloop.buffer.jsonl import format_line
@@ -49,10 +49,8 @@ def recorded(setup: MakeRun, tmp_path: Path) -> tuple[Setup, Path]:
 def with_group(trajectory: Trajectory) -> bytes:
     """Its line, under the group that its id begins with."""
     slot = trajectory.episode.episode_id.split("-")[0]
-    episode = dataclasses.replace(trajectory.episode, group_id=f"g{slot}")
-    turns = tuple(
-        dataclasses.replace(turn, episode_id=episode.episode_id) for turn in trajectory.turns
-    )
+    episode = structs.replace(trajectory.episode, group_id=f"g{slot}")
+    turns = tuple(structs.replace(turn, episode_id=episode.episode_id) for turn in trajectory.turns)
     return format_line(Trajectory(episode=episode, turns=turns)).rstrip(b"\n") + b"\n"
 
 
