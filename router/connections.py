@@ -24,6 +24,8 @@ from uvicorn.protocols.http.httptools_impl import (
 CONNECTION = "outloop.connection"
 """Where an ASGI scope holds its ClientRequest."""
 _CLOSE = (b"connection", b"close")
+_RECEIVE_S = 60.0
+"""A request has this long to arrive, beside what a connection may be idle."""
 
 
 class ClientRequest(RequestResponseCycle):
@@ -90,10 +92,14 @@ class ClientConnection(HttpToolsProtocol):
         """A request whose body is awaited."""
         self._timer: asyncio.TimerHandle | None = None
         self._idle_since = 0.0
+        self._is_new = True
+        """Nothing has been answered yet."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """As uvicorn's."""
+        """As uvicorn's; who never says anything is not waited for."""
         super().connection_made(_Gathering(transport, self.loop))  # type: ignore[arg-type]
+        self._idle_since = self.loop.time()
+        self._timer = self.loop.call_later(self.timeout_keep_alive + _RECEIVE_S, self._end_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As uvicorn's."""
@@ -186,15 +192,26 @@ class ClientConnection(HttpToolsProtocol):
             self._start_asgi_task(*self.pipeline.pop())
             return
         self._idle_since = self.loop.time()
+        if self._is_new:
+            self._is_new = False
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
         if self._timer is None:
             self._timer = self.loop.call_later(self.timeout_keep_alive, self._end_idle)
 
     def _end_idle(self) -> None:
-        """Close a connection that has been idle for too long."""
+        """Close a connection that has been idle, or receiving one request, for too long."""
         self._timer = None
-        if self.transport.is_closing() or not self.cycle.response_complete:
+        if self.transport.is_closing():
             return
-        left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        request, allowed_s = self.cycle, float(self.timeout_keep_alive)
+        if request is None or not request.response_complete:
+            if request is not None and (self.pipeline or not request.more_body):
+                # It is being answered, or waits for the one before it.
+                return
+            allowed_s += _RECEIVE_S
+        left_s = self._idle_since + allowed_s - self.loop.time()
         if left_s <= 0:
             self.transport.close()
         else:

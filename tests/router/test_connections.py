@@ -6,10 +6,12 @@ import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
 import uvicorn
 
+from outloop.router import connections
 from outloop.router.connections import ClientConnection
-from outloop.router.web import Exchange
+from outloop.router.web import ClientLeft, Exchange
 
 OK = b"HTTP/1.1 200 OK\r\n"
 
@@ -203,6 +205,61 @@ async def test_an_idle_connection_is_closed_and_a_busy_one_is_not() -> None:
             writer.write(request())
             assert (await reader.readuntil(b"here")).startswith(OK)
         assert await asyncio.wait_for(reader.read(), 60) == b""
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-le",
+        request(b"body")[:-1],
+        request(b"x" * 70_000)[:-1],
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n4\r\nbody\r\n",
+    ],
+    ids=["nothing", "head", "body", "large", "chunked"],
+)
+async def test_a_request_that_does_not_arrive_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, begun: bytes, num_before: int
+) -> None:
+    """Whatever is missing, also after a whole request; the app, if it was called, is told."""
+    monkeypatch.setattr(connections, "_RECEIVE_S", 0.2)
+    left = []
+
+    async def app(scope, receive, send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            await exchange.answer(200, await exchange.body())
+        except ClientLeft as error:
+            left.append(error)
+
+    async with serving(app, keep_alive_s=0.2) as (reader, writer):
+        for _ in range(num_before):
+            writer.write(request(b"one"))
+            await reader.readuntil(b"one")
+        writer.write(begun)
+        assert await asyncio.wait_for(reader.read(), 60) == b""
+    called = b"x" * 100 in begun or b"chunked" in begun
+    assert len(left) == called
+
+
+async def test_a_slow_request_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes longer than a connection may be idle, then as long to be answered."""
+    monkeypatch.setattr(connections, "_RECEIVE_S", 30.0)
+
+    async def app(scope, receive, send) -> None:
+        exchange = Exchange(scope, receive, send)
+        body = await exchange.body()
+        await asyncio.sleep(0.4)
+        await exchange.answer(200, body)
+
+    async with serving(app, keep_alive_s=0.2) as (reader, writer):
+        for body in (b"first", b"second"):
+            whole = request(body)
+            writer.write(whole[:-1])
+            await asyncio.sleep(0.4)
+            writer.write(whole[-1:])
+            assert (await reader.readuntil(body)).startswith(OK)
 
 
 async def test_a_request_that_is_over_leaves_nothing_to_the_garbage_collector() -> None:
