@@ -28,6 +28,8 @@ Top = list[tuple[int, float]]
 _CONNECT_TIMEOUT_S = 5.0
 _MAX_EMPTY_ABORTS = 2
 """Aborts before the first token that are no fault of the server's: it had the turn queued."""
+_FINAL = frozenset({400, 413, 422})
+"""Statuses of a server that has read the request and will not have it; any other is its failure."""
 _SERVER_FAILURES = (aiohttp.ClientError, TimeoutError, ConnectionError, ServerUnavailable)
 _log = structlog.get_logger()
 
@@ -226,15 +228,15 @@ class Generator:
             if events is not None and drawn.finish is None:
                 # What came before the server failed was drawn and counts.
                 events.end()
-        if status >= 500:
-            raise ServerUnavailable(
-                f"{server.entry.url}/generate answered status={status}: {_start_of(answer)}"
-            )
-        if status >= 400:
+        if status in _FINAL:
             raise Refusal(
                 400,
                 "server_refused",
                 f"the server refused the turn with status={status}: {_start_of(answer)}",
+            )
+        if status >= 400:
+            raise ServerUnavailable(
+                f"{server.entry.url}/generate answered status={status}: {_start_of(answer)}"
             )
         if events is None:
             merge = _Merge(drawn)

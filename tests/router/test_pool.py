@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 
+import pytest
 from fake_server import FakeServer, serving
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -13,10 +14,12 @@ async def ask(stage, episode, **fields):
     return await stage.post("/v1/chat/completions", {**BODY, **fields}, episode["api_key"])
 
 
-async def test_a_turn_survives_its_server(stage) -> None:
-    """Dropped connections and 5xx are repeated, invisible to the agent."""
+@pytest.mark.parametrize("status", [404, 429, 500])
+async def test_a_turn_survives_its_server(stage, status: int) -> None:
+    """Dropped connections, a server that is full or another's, and 5xx are repeated, invisible to
+    the agent."""
     fine = stage.script("fine")
-    scripts = iter([replace(fine, fail="drop"), replace(fine, fail=500), fine])
+    scripts = iter([replace(fine, fail="drop"), replace(fine, fail=status), fine])
     stage.server.answer = lambda request: next(scripts)
     episode = await stage.open()
     answer = await ask(stage, episode)
