@@ -23,7 +23,7 @@ from outloop.buffer.scripts import Argument, AsyncScripts, load_script
 _MAX_GROUP = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Call:
     """One call that waits for its answer."""
 
@@ -41,9 +41,9 @@ class GroupedScripts(AsyncScripts):
 
     Most of what a small command costs is its round trip: a connection taken, deadlines, a write, a
     read. Under load a group pays for them once; on an idle client a call goes out at the end of the
-    round of the event loop in which it was made. One connection is kept for them, on which answers
-    are read as they come: streams, a pool's bookkeeping and a deadline for each read cost more than
-    the commands.
+    round of the event loop in which it was made, or at once if the last one was alone too. One
+    connection is kept for them, on which answers are read as they come: streams, a pool's
+    bookkeeping and a deadline for each read cost more than the commands.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -52,6 +52,8 @@ class GroupedScripts(AsyncScripts):
         self._line: _Line | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._is_due = False
+        self._num_sent = 0
+        """Calls of the last group."""
 
     async def close(self) -> None:
         """Close the connection."""
@@ -68,8 +70,11 @@ class GroupedScripts(AsyncScripts):
         call = _Call(hiredis.pack_command(packed), loop.create_future())
         self._waiting.append(call)
         if not self._is_due and (self._line is None or not self._line.is_busy):
-            self._is_due = True
-            loop.call_soon(self._send)
+            if self._num_sent == 1:
+                self._send()
+            else:
+                self._is_due = True
+                loop.call_soon(self._send)
         answer = await call.answer
         if isinstance(answer, redis.ResponseError) and str(answer).startswith("NOSCRIPT"):
             return await super().execute(name, words)
@@ -85,6 +90,7 @@ class GroupedScripts(AsyncScripts):
             return
         if line is not None and line.is_usable:
             number = min(len(self._waiting), _MAX_GROUP)
+            self._num_sent = number
             line.send([self._waiting.popleft() for _ in range(number)])
         elif self._connecting is None or self._connecting.done():
             self._connecting = asyncio.create_task(self._connect())

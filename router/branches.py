@@ -90,6 +90,7 @@ class TurnTree:
         self._by_num_messages: dict[int, list[Node]] = defaultdict(list)
         self._texts: dict[str, str] = {}
         self._last_path: tuple[Node | None, Prompt] = (None, Prompt())
+        """A node and what its server was given."""
         self._last_asked: tuple[Plan | None, Prompt] = (None, Prompt())
         self.nodes: dict[str, Node] = {}
 
@@ -195,7 +196,7 @@ class TurnTree:
         asked, prompt = self._last_asked
         if asked is not None and asked is plan:
             # The next turn most likely goes on after this one.
-            self._last_path = (node, prompt.followed_by(turn.output_ids.tolist()))
+            self._last_path = (node, prompt)
             self._last_asked = (None, Prompt())
         if messages is not None:
             self._by_num_messages[len(messages)].append(node)
@@ -203,7 +204,10 @@ class TurnTree:
 
     def prompt(self, plan: Plan) -> Prompt:
         """Every id that the server is given: the path of the plan's parent, then its own."""
-        prompt = self._path(plan.parent).followed_by(plan.prompt_ids)
+        parent, ids = plan.parent, plan.prompt_ids
+        if parent is not None:
+            ids = parent.turn.output_ids.tolist() + ids
+        prompt = self._path(parent).followed_by(ids)
         self._last_asked = (plan, prompt)
         return prompt
 
@@ -212,7 +216,7 @@ class TurnTree:
         return [node for node in self.nodes.values() if node.turn.retry_key == retry_key]
 
     def _path(self, node: Node | None) -> Prompt:
-        """The ids from the root to the end of `node`; the last one asked for is kept."""
+        """The ids from the root to where `node` was drawn; the last one asked for is kept."""
         missing: list[Node] = []
         known, prompt = self._last_path
         step = node
@@ -222,7 +226,8 @@ class TurnTree:
         if step is None:
             prompt = Prompt()
         for one in reversed(missing):
-            prompt = prompt.followed_by(one.turn.prompt_ids.tolist() + one.turn.output_ids.tolist())
+            before = one.parent.turn.output_ids.tolist() if one.parent is not None else []
+            prompt = prompt.followed_by(before + one.turn.prompt_ids.tolist())
         self._last_path = (node, prompt)
         return prompt
 

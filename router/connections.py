@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import httptools
@@ -32,6 +32,8 @@ class ClientRequest(RequestResponseCycle):
     """One request on a connection, and its answer; beside ASGI it has shorter ways of its own."""
 
     transport: _Gathering  # type: ignore[assignment]
+    tasks: Collection[asyncio.Task[Any]]
+    """Of all requests of this process that are not over."""
 
     async def run_asgi(self, app: Any) -> None:
         """As uvicorn's."""
@@ -74,7 +76,11 @@ class ClientRequest(RequestResponseCycle):
         if self.scope["method"] != "HEAD":
             pieces.append(body)
         self.response_started = self.response_complete = True
-        self.transport.write(b"".join(pieces))
+        answer = b"".join(pieces)
+        if len(self.tasks) == 1:
+            self.transport.write_now(answer)
+        else:
+            self.transport.write(answer)
         self.message_event.set()
         if not self.keep_alive:
             self.transport.close()
@@ -151,6 +157,7 @@ class ClientConnection(HttpToolsProtocol):
             keep_alive=version != "1.0" and parser.should_keep_alive(),
             on_response=self.on_response_complete,
         )
+        request.tasks = self.tasks
         scope[CONNECTION] = self.cycle = request
         if earlier is not None and not earlier.response_complete:
             # It is answered after the one before it.
@@ -166,7 +173,13 @@ class ClientConnection(HttpToolsProtocol):
         cycle = self.cycle
         if cycle.response_complete:
             return
-        cycle.body += body
+        if not cycle.body:
+            # In one piece, as most are, it is not copied.
+            cycle.body = body  # type: ignore[assignment]
+        else:
+            if isinstance(cycle.body, bytes):
+                cycle.body = bytearray(cycle.body)
+            cycle.body += body
         if len(cycle.body) > HIGH_WATER_LIMIT:
             self.flow.pause_reading()
         cycle.message_event.set()
@@ -247,6 +260,13 @@ class _Gathering:
         if not self._pieces:
             self._loop.call_soon(self._hand_on)
         self._pieces.append(data)
+
+    def write_now(self, data: bytes) -> None:
+        """The same without waiting for what else is written, where there is nobody else."""
+        if self._pieces or self._transport.is_closing():
+            self.write(data)
+        else:
+            self._transport.write(data)
 
     def close(self) -> None:
         """As a transport's."""

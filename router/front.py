@@ -62,9 +62,10 @@ class Front:
             if request.stream:
                 await _send_stream(exchange, dialect, request, job)
             else:
+                job.encode = job.encode or (lambda results: dialect.encode(results, request))
                 results = await job.results()
                 job.is_delivered = job.is_delivered or not exchange.is_gone()
-                await exchange.answer(200, dialect.encode(results, request))
+                await exchange.answer(200, job.drafted or dialect.encode(results, request))
         finally:
             job.detach(exchange)
         session.let_go(job, retry_key)

@@ -60,6 +60,14 @@ def decide(
     """
     wanted, limit = request.max_new_tokens, settings.max_new_tokens
     own = opening.sampling if opening is not None else None
+    asks_more = request.asked or request.has_logit_bias or request.json_schema is not None
+    if own is None and not asks_more and request.seed is None:
+        # Nearly every turn; what follows comes to the same for more.
+        if wanted is not None and (
+            wanted < limit or settings.governance_of("max_new_tokens") == "record"
+        ):
+            limit = wanted
+        return _usual(settings.temperature, max(1, min(limit, room)), request.stop)
     in_force: dict[str, Any] = {"temperature": settings.temperature}
     if own is not None:
         in_force |= own
@@ -80,6 +88,13 @@ def decide(
 def _sampling(**kept: Any) -> Sampling:
     """One record for all turns that are drawn alike; every turn in memory holds one."""
     return Sampling(**kept)
+
+
+@lru_cache(maxsize=256)
+def _usual(temperature: float, max_new_tokens: int, stop: tuple[str, ...]) -> Sampling:
+    return _sampling(
+        temperature=temperature, max_new_tokens=max_new_tokens, stop=stop, constraint=""
+    )
 
 
 def _asked(request: TurnRequest, settings: SamplingSettings) -> dict[str, float]:

@@ -8,7 +8,7 @@ joined it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from outloop.router.refusals import Refusal
@@ -23,6 +23,8 @@ class Client(Protocol):
         """True if it has left."""
 
 
+Encode = Callable[[Sequence[TurnResult]], bytes]
+"""From results to a plain answer."""
 Work = Callable[["TurnJob"], Coroutine[Any, Any, None]]
 
 
@@ -37,6 +39,8 @@ class TurnJob:
         "_waiting",
         "_work",
         "deltas",
+        "drafted",
+        "encode",
         "is_delivered",
         "is_drawn",
         "is_over",
@@ -57,6 +61,9 @@ class TurnJob:
         self.is_delivered = False
         self.task: asyncio.Task[None] | None = None
         self.deltas: list[Delta] = []
+        self.encode: Encode | None = None
+        self.drafted: bytes | None = None
+        """The answer as whoever repeats the request gets it too, where it was made already."""
         self._clients: list[Client] = []
         self._waiting: list[asyncio.Future[None]] = []
         """Woken at every change: results, a delta, a client that attaches."""
@@ -123,6 +130,11 @@ class TurnJob:
             place = CallPlace(number=piece.number, id=call_id, name=piece.name)
             self.deltas.append(Delta(choice_index=choice_index, text=piece.arguments, call=place))
         self._wake()
+
+    def draft(self, results: tuple[TurnResult, ...]) -> None:
+        """Make the plain answer of what is about to be the outcome."""
+        if self.encode is not None:
+            self.drafted = self.encode(results)
 
     def finish(self, results: tuple[TurnResult, ...]) -> None:
         """The turn is recorded."""

@@ -36,6 +36,8 @@ class Links:
     def __init__(self) -> None:
         self._addresses: dict[str, _Address] = {}
         self._sweeping: asyncio.TimerHandle | None = None
+        self._num_asked = 0
+        """Requests that have no answer yet."""
 
     async def post(
         self,
@@ -63,9 +65,17 @@ class Links:
         if self._sweeping is None:
             loop = asyncio.get_running_loop()
             self._sweeping = loop.call_later(_IDLE_S, self._sweep)
-        return await link.ask(
-            address.request(pieces, headers), on_data, deadline - time.monotonic()
-        )
+        self._num_asked += 1
+        try:
+            return await link.ask(
+                address.request(pieces, headers),
+                on_data,
+                timeout_s=timeout_s,
+                deadline=deadline,
+                is_alone=self._num_asked == 1,
+            )
+        finally:
+            self._num_asked -= 1
 
     def close(self) -> None:
         """End every connection that waits for a request."""
@@ -153,12 +163,16 @@ class _Link(asyncio.Protocol):
     __slots__ = (
         "_address",
         "_answer",
+        "_deadline",
         "_draining",
         "_is_asked",
+        "_loop",
         "_on_data",
         "_parser",
         "_pieces",
         "_status",
+        "_timeout_s",
+        "_timer",
         "_transport",
         "idle_since",
         "is_usable",
@@ -166,35 +180,50 @@ class _Link(asyncio.Protocol):
 
     def __init__(self, address: _Address) -> None:
         self._address = address
+        self._loop = asyncio.get_running_loop()
         self._parser: Any = httptools.HttpResponseParser(self)
         self._pieces: list[bytes] = []
         self._status = 0
         self._on_data: OnData | None = None
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None
         self._draining: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        """Looks whether the answer is late; set when it fires, not for each request."""
+        self._deadline = self._timeout_s = 0.0
         self._is_asked = False
         self._transport: Any
         self.idle_since = 0.0
         self.is_usable = True
 
     async def ask(
-        self, request: Sequence[bytes], on_data: OnData | None, timeout_s: float
+        self,
+        request: Sequence[bytes],
+        on_data: OnData | None,
+        *,
+        timeout_s: float,
+        deadline: float,
+        is_alone: bool,
     ) -> tuple[int, bytes]:
         """Send a request; see Links.post."""
-        loop = asyncio.get_running_loop()
-        self._answer = loop.create_future()
+        self._answer = self._loop.create_future()
         self._is_asked, self._on_data = True, on_data
-        timer = loop.call_later(timeout_s, self._expire, timeout_s)
-        # After what else this round of the event loop does: the requests of many turns then leave
-        # together, and wake a server once where each alone would wake it anew.
-        loop.call_soon(self._send, request)
+        if self._timer is not None and deadline < self._deadline:
+            self._timer.cancel()
+            self._timer = None
+        self._timeout_s, self._deadline = timeout_s, deadline
+        if self._timer is None:
+            self._expire()
+        if is_alone:
+            self._send(request)
+        else:
+            # After what else this round of the event loop does: the requests of many turns then
+            # leave together, and wake a server once where each alone would wake it anew.
+            self._loop.call_soon(self._send, request)
         try:
             return await self._answer
         except asyncio.CancelledError:
             self.close()
             raise
-        finally:
-            timer.cancel()
 
     def _send(self, request: Sequence[bytes]) -> None:
         if self.is_usable:
@@ -212,6 +241,8 @@ class _Link(asyncio.Protocol):
         self.is_usable = False
         # The parser holds this object: without it nothing waits for the garbage collector.
         self._parser = None
+        if self._timer is not None:
+            self._timer.cancel()
         if self._draining is not None:
             self._draining.cancel()
         self._fail(self._address.broken(f"closed before the end of its answer ({exc})"))
@@ -234,8 +265,7 @@ class _Link(asyncio.Protocol):
             self._pieces.append(data)
         elif self._answer is not None and not self._answer.done() and on_data(data):
             self._answer.set_result((self._status, b""))
-            loop = asyncio.get_running_loop()
-            self._draining = loop.call_later(_DRAIN_S, self.close)
+            self._draining = self._loop.call_later(_DRAIN_S, self.close)
 
     def on_message_complete(self) -> None:
         if self._status < _OK:
@@ -267,8 +297,17 @@ class _Link(asyncio.Protocol):
         if self.is_usable:
             self.close()
 
-    def _expire(self, timeout_s: float) -> None:
-        self._fail(TimeoutError(f"{self._address.broken('no answer')} within {timeout_s:.3g} s"))
+    def _expire(self) -> None:
+        """Give an answer up that is late; look again when the one that is awaited would be."""
+        self._timer = None
+        if self._answer is None or self._answer.done():
+            return
+        left_s = self._deadline - time.monotonic()
+        if left_s > 0 and self.is_usable:
+            self._timer = self._loop.call_later(left_s, self._expire)
+            return
+        late = f"{self._address.broken('no answer')} within {self._timeout_s:.3g} s"
+        self._fail(TimeoutError(late))
 
 
 def _word(value: str) -> str:

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -186,12 +187,7 @@ class ServerPool:
             Refusal: 404, no server holds `policy_version`.
         """
 
-        def choose() -> Server | None:
-            if policy_version is not None and policy_version not in self.versions:
-                raise version_gone(policy_version)
-            liked = preferred or self._task_servers.get(whose.task_id)
-            return self._choose(liked, policy_version)
-
+        choose = partial(self._choose, preferred, whose, policy_version)
         server = choose() if not self._queue else None
         if server is not None:
             self._take(server)
@@ -273,26 +269,30 @@ class ServerPool:
             and server.policy_version in (state.acknowledged_version, state.announced_version)
         )
 
-    def _choose(self, preferred: str | None, policy_version: int | None) -> Server | None:
-        now = time.monotonic()
-        able = [
-            server
-            for server in self._servers.values()
-            if server.suspended_until <= now
-            and (self._max_in_flight is None or server.num_in_flight < self._max_in_flight)
-            and self._may_serve(server)
-            and policy_version in (None, server.policy_version)
-        ]
-        if not able:
-            return None
-        best = min(able, key=lambda server: server.num_in_flight)
-        for server in able:
+    def _choose(
+        self, preferred: str | None, whose: Whose, policy_version: int | None
+    ) -> Server | None:
+        if policy_version is not None and policy_version not in self.versions:
+            raise version_gone(policy_version)
+        preferred = preferred or self._task_servers.get(whose.task_id)
+        now, limit = time.monotonic(), self._max_in_flight
+        best: Server | None = None
+        liked: Server | None = None
+        for server in self._servers.values():
+            number = server.num_in_flight
             if (
-                server.entry.server_id == preferred
-                and server.num_in_flight <= best.num_in_flight + _AFFINITY_SLACK
+                server.suspended_until <= now
+                and (limit is None or number < limit)
+                and self._may_serve(server)
+                and policy_version in (None, server.policy_version)
             ):
-                return server
-        return best
+                if best is None or number < best.num_in_flight:
+                    best = server
+                if server.entry.server_id == preferred:
+                    liked = server
+        if liked is None or best is None:
+            return best
+        return liked if liked.num_in_flight <= best.num_in_flight + _AFFINITY_SLACK else best
 
 
 def version_gone(policy_version: int) -> Refusal:

@@ -7,15 +7,18 @@ get is recorded without loss.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import math
 import time
+from collections.abc import Sequence
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import structlog
 
 from outloop.buffer.records import FinishReason, Sampling, Turn
+from outloop.buffer.turns import TurnWire
 from outloop.router.answers import AnswerReader
 from outloop.router.branches import Plan
 from outloop.router.generation import Drawn
@@ -29,6 +32,9 @@ from outloop.router.said import Answer, Begun
 from outloop.router.sessions import EpisodeSession
 from outloop.router.turns import TurnRequest, TurnResult
 
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_unchecked: Any = TurnWire
+"""Makes what has all of a turn but its checks."""
 _log = structlog.get_logger()
 
 
@@ -77,7 +83,11 @@ class Recorder:
         matched = drawn.matched if isinstance(drawn.matched, str) else None
         answer = self._reader.read(request, drawn.ids, plan, job.turn_ids[index], matched, begun)
         turn = self._turn(common, index, drawn, answer)
+        result = self._reader.result(request, turn, plan, answer.message, matched, drawn.tops)
         if session.opening is not None:
+            if request.num_choices == 1:
+                # While Redis writes; nobody gets it before that is acknowledged.
+                asyncio.get_running_loop().call_soon(job.draft, (result,))
             # What was drawn, and perhaps shown, is not thrown away because Redis is restarted; the
             # same turn is recorded once, however often it is sent.
             usage = await self._patience.ask(self._buffer.append_turn, turn)
@@ -95,7 +105,7 @@ class Recorder:
             self._metrics.count(turn, is_break=plan.is_break, is_replayed=bool(common.again))
         if self._tells:
             self._tell_of(common, turn)
-        return self._reader.result(request, turn, plan, answer.message, matched, drawn.tops)
+        return result
 
     def _tell_of(self, common: Recording, turn: Turn) -> None:
         session = common.session
@@ -121,11 +131,8 @@ class Recorder:
         finish: FinishReason = "length" if drawn.finish == "length" else "stop"
         if answer.message.tool_calls and not (answer.is_cut and finish == "length"):
             finish = "tool_calls"
-        # A missing logprob becomes NaN, and so does the sum.
-        logprobs = np.array(drawn.logprobs, dtype=np.float32)
-        is_known = math.isfinite(np.add.reduce(logprobs, dtype=np.float64))
-        if not is_known:
-            logprobs = np.zeros_like(logprobs)
+        is_known = _are_known(drawn.logprobs)
+        logprobs = drawn.logprobs if is_known else [0.0] * len(drawn.ids)
         spans, reason = loss_spans(
             num_output=len(drawn.ids),
             num_until_stop=self._renderer.num_until_stop(drawn.ids),
@@ -135,14 +142,16 @@ class Recorder:
             purpose=session.opening.purpose if session.opening is not None else "eval",
         )
         before = common.again[index] if common.again else None
-        return Turn(
+        # Ids are none below zero: the renderer's, and a server's as they are read (wire). To check
+        # them once more takes longer than to make arrays of them.
+        turn = _unchecked(
             turn_id=common.job.turn_ids[index],
             episode_id=session.episode_id,
             parent_turn_id=plan.parent.turn.turn_id if plan.parent is not None else None,
             choice_index=index,
-            prompt_ids=np.array(plan.prompt_ids, dtype=np.int32),
-            output_ids=np.array(drawn.ids, dtype=np.int32),
-            behavior_logprobs=logprobs,
+            prompt_ids=np.fromiter(plan.prompt_ids, np.int32, len(plan.prompt_ids)),
+            output_ids=np.fromiter(drawn.ids, np.int32, len(drawn.ids)),
+            behavior_logprobs=np.fromiter(logprobs, np.float32, len(drawn.ids)),
             version_spans=tuple(drawn.spans),
             loss_spans=spans,
             mask_reason=reason,
@@ -153,3 +162,11 @@ class Recorder:
             started_at=before.started_at if before is not None else common.job.started_at,
             finished_at=before.finished_at if before is not None else time.time(),
         )
+        turn.__class__ = Turn
+        turn.check_spans()
+        return cast(Turn, turn)
+
+
+def _are_known(logprobs: Sequence[float | None]) -> bool:
+    """True if each is a number that float32 has."""
+    return None not in logprobs and sum(map(abs, logprobs)) < _MAX_FLOAT32  # type: ignore[arg-type]

@@ -209,10 +209,8 @@ class PolicyRenderer:
 
     def until_stop(self, output_ids: list[int]) -> list[int]:
         """`output_ids` before the first stop id."""
-        for index, token in enumerate(output_ids):
-            if token in self._stop_set:
-                return output_ids[:index]
-        return output_ids
+        found = [output_ids.index(token) for token in self.stop_ids if token in output_ids]
+        return output_ids[: min(found)] if found else output_ids
 
     def num_until_stop(self, output_ids: list[int]) -> int:
         """How many output ids there are up to and including the first stop id."""

@@ -235,7 +235,7 @@ class TurnService:
             )
         else:
             job.finish(results)
-            self._metrics.latency.observe(time.time() - job.started_at)
+            self._metrics.observe_latency(time.time() - job.started_at)
         finally:
             self._jobs.discard(job)
             if not job.is_over:

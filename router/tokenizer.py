@@ -8,6 +8,7 @@ loads neither transformers nor torch.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -46,6 +47,8 @@ class PolicyTokenizer:
     """The policy's tokenizer; safe to use from several threads."""
 
     def __init__(self, folder: Path) -> None:
+        # It would make a pool of threads for batches; those here have one text each.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise SettingsError(
@@ -123,7 +126,9 @@ class PolicyTokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        # A batch of one: only a batch may leave out where in the text each id stands.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return tuple(encoding.ids)
 
     def _special(self, folder: Path, name: str) -> int | None:
         path = folder / "tokenizer_config.json"

@@ -68,6 +68,17 @@ class Told(msgspec.Struct, frozen=True):
     num_head: int
     """Bytes of `text` before the first message."""
     messages: tuple[Message, ...]
+    terms: Terms | None = None
+    """What else it said, where it is known that its messages are the list that `text` ends in."""
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """All that a request said beside its messages."""
+
+    tail: bytes
+    """Its body after the end of the last message."""
+    request: TurnRequest
+    """As it was read, without messages."""
 
 
 class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):

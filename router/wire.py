@@ -7,7 +7,7 @@ answer. Invariant: every sampling parameter is sent; unknown fields of an answer
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -51,7 +51,7 @@ class Failure(msgspec.Struct):
 class Piece(msgspec.Struct):
     """A whole answer, or one event of a streamed one."""
 
-    output_ids: list[int] = []
+    output_ids: list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]] = []
     meta_info: Meta = msgspec.field(default_factory=Meta)
     error: Failure | str | None = None
 

@@ -114,8 +114,11 @@ class AsyncScripts:
 
     async def call(self, name: str, *args: Argument, what: str) -> list[Any]:
         """As SyncScripts.call."""
-        with translated(what):
+        try:
             answer = await self.execute(name, (self._meta_key, _now_ms(self._clock), *args))
+        except redis.RedisError:
+            with translated(what):
+                raise
         return _unpack(answer, what)
 
     async def execute(self, name: str, words: tuple[Argument, ...]) -> Any:

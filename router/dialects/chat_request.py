@@ -13,10 +13,11 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from outloop.router.dialects import fields
 from outloop.router.refusals import Refusal
-from outloop.router.turns import Message, Told, ToolCall, TurnRequest
+from outloop.router.turns import Message, Terms, Told, ToolCall, TurnRequest
 
 _ROLES = {
     "system": "system",
@@ -96,6 +97,7 @@ class _Shallow(ChatRequest, kw_only=True):
     messages: msgspec.Raw  # type: ignore[assignment]
 
 
+_MAX_TAIL_BYTES = 32 * 1024
 _EARLIER = secrets.token_hex(16)
 """The role of a message that no client sends: it stands for all that an earlier body said."""
 _EARLIER_JSON = msgspec.json.encode({"role": _EARLIER})
@@ -110,8 +112,24 @@ def decode(body: bytes, earlier: Told | None = None) -> TurnRequest:
     Raises:
         Refusal: 400, not JSON, or a value that cannot be.
     """
+    request = _read_on(body, earlier) if earlier is not None else None
+    if request is not None:
+        return request
     read = _read_after(body, earlier) if earlier is not None else None
     chat, messages, told = read or _read(body)
+    request = _as_request(chat, messages)
+    if told is None:
+        return request
+    if read is not None and not chat.continue_final_message:
+        tail = body[len(told.text) :]
+        # A long one would be kept for each open episode where no two are alike.
+        if len(tail) <= _MAX_TAIL_BYTES:
+            told = replace(told, terms=Terms(_shared(tail), replace(request, messages=())))
+    return replace(request, told=told)
+
+
+def _as_request(chat: ChatRequest, messages: tuple[Message, ...]) -> TurnRequest:
+    """The body as read; raises as decode."""
     tools = to_tools(bytes(chat.tools))
     prefill = ""
     if chat.continue_final_message:
@@ -120,7 +138,6 @@ def decode(body: bytes, earlier: Told | None = None) -> TurnRequest:
         model=chat.model,
         messages=messages,
         prefill=prefill,
-        told=told,
         tools=tools,
         tool_choice=fields.tool_choice_of(_tool_choice(chat.tool_choice), tools),
         parallel_tool_calls=chat.parallel_tool_calls is not False,
@@ -138,6 +155,35 @@ def decode(body: bytes, earlier: Told | None = None) -> TurnRequest:
         stream=bool(chat.stream),
         wants_usage=bool(chat.stream_options and chat.stream_options.include_usage),
     )
+
+
+def _read_on(body: bytes, earlier: Told) -> TurnRequest | None:
+    """As decode, of a body that is an earlier one with more messages; None: it may be another.
+
+    What stands between the earlier body's last message and its end goes on with the list if it
+    does so after any other message; then nothing else can have changed.
+    """
+    terms, num_text = earlier.terms, len(earlier.text)
+    if terms is None or not (body.startswith(earlier.text) and body.endswith(terms.tail)):
+        return None
+    end = len(body) - len(terms.tail)
+    if end < num_text:
+        return None
+    try:
+        _, *new = _messages.decode(b"".join((b"[", _EARLIER_JSON, body[num_text:end], b"]")))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if not new:
+        return replace(terms.request, messages=earlier.messages, told=earlier)
+    messages = earlier.messages + to_messages(new, start=len(earlier.messages))
+    told = Told(body[:end], earlier.num_head, messages, terms)
+    return replace(terms.request, messages=messages, told=told)
+
+
+@lru_cache(maxsize=256)
+def _shared(tail: bytes) -> bytes:
+    """One object for all equal tails: most episodes of a run have the same tools."""
+    return tail
 
 
 _Read = tuple[ChatRequest, tuple[Message, ...], Told | None]

@@ -1,6 +1,7 @@
 """Connections to servers: every way in which an answer can come, and not come."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -164,6 +165,18 @@ async def test_an_answer_that_does_not_come_is_waited_for_no_longer() -> None:
         with pytest.raises(TimeoutError, match=peer.url):
             await links.post(peer.url, (b"{}",), timeout_s=0.05)
         assert not links._addresses[peer.url].idle
+
+
+@pytest.mark.parametrize("first_s", [30, 0.3])
+async def test_each_request_of_a_connection_has_its_own_deadline(first_s: float) -> None:
+    """Whether the one before it might have taken more time or less."""
+    async with serving([PLAIN], [PLAIN[:20], asyncio.Event()]) as (peer, links):
+        await links.post(peer.url, (b"{}",), timeout_s=first_s)
+        started = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"within 0\.5 s"):
+            await links.post(peer.url, (b"{}",), timeout_s=0.5)
+        assert 0.4 < time.monotonic() - started < 20
+        assert peer.num_connections == 1
 
 
 async def test_a_request_that_is_given_up_ends_its_connection() -> None:

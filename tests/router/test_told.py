@@ -24,18 +24,22 @@ _messages = st.lists(
 )
 
 
-def body(messages: list, *, indent: int | None = None) -> bytes:
+def body(messages: list, *, indent: int | None = None, model: str = "m") -> bytes:
     """A request as some client writes it."""
-    return json.dumps({"model": "m", "messages": messages, "stop": "x"}, indent=indent).encode()
+    said = {"messages": messages, "stop": "x", "model": model}
+    return json.dumps(said, indent=indent).encode()
 
 
 @given(_messages, _messages, st.sampled_from([None, 1]), st.sampled_from([None, 1]))
 def test_a_body_reads_the_same_after_any_other(one, two, indent, other_indent) -> None:
     """Whatever was said before, and however it was written, a request means what it says."""
-    earlier = decode(body(one, indent=indent)).told
-    for messages in (one, two, one + two, one[:-1] or one, two + one):
-        sent = body(messages, indent=other_indent)
-        assert replace(decode(sent, earlier), told=None) == replace(decode(sent), told=None)
+    first = decode(body(one, indent=indent)).told
+    second = decode(body(one + two, indent=indent), first).told
+    for earlier in (first, second):
+        for messages in (one, two, one + two, one + two + two, one[:-1] or one, two + one):
+            for model in ("m", "another"):
+                sent = body(messages, indent=other_indent, model=model)
+                assert replace(decode(sent, earlier), told=None) == replace(decode(sent), told=None)
 
 
 def test_what_is_repeated_is_not_read_again() -> None:
@@ -45,6 +49,28 @@ def test_what_is_repeated_is_not_read_again() -> None:
     again = decode(body([*said, {"role": "assistant", "content": "ho"}]), earlier.told)
     assert again.messages[0] is earlier.messages[0]
     assert decode(body(said), earlier.told).messages is earlier.messages
+
+
+def test_what_is_not_a_message_is_read_once() -> None:
+    """From the third request on that says more and nothing else, only its new messages are read."""
+    said = [{"role": "user", "content": f"{i}"} for i in range(5)]
+    told, asked = None, []
+    for number in range(1, 6):
+        request = decode(body(said[:number]), told)
+        told = request.told
+        asked.append(request.asked)
+    assert asked[1] is asked[4]
+    assert decode(body(said)[:-1] + b', "temperature": 0.5}', told).asked == {"temperature": 0.5}
+
+
+def test_a_message_that_the_policy_goes_on_with_is_each_requests_own() -> None:
+    """The beginning of an answer is that of the request that brings it."""
+    told = None
+    for texts in (["a", "b"], ["a", "b", "c"], ["a", "b", "c", "d"]):
+        said = [{"role": "assistant", "content": text} for text in texts]
+        request = decode(body(said)[:-1] + b', "continue_final_message": true}', told)
+        told = request.told
+        assert (request.prefill, len(request.messages)) == (texts[-1], len(texts) - 1)
 
 
 @pytest.mark.parametrize("wrong", [{"role": "user", "content": 3}, {"role": "nobody"}, 7])
@@ -80,14 +106,22 @@ def test_a_wrong_message_is_named_by_its_place(wrong) -> None:
 def test_a_list_is_gone_on_with_only_where_it_is_the_messages(before, after) -> None:
     """Keys given twice, equal lists elsewhere and broken ends read as they do without a past."""
     start = b'{"model": "m", ' + before + b'"messages": [{"role": "user", "content": "hi"}'
-    earlier = decode(start + b"]}").told
+    first = decode(start + b"]}").told
+    more = start + b', {"role": "user", "content": "more"}'
+    second = decode(more + b"]}", first).told
     read = []
-    for known in (None, earlier):
+    for known in (None, first):
         try:
             read.append(replace(decode(start + after, known), told=None))
         except Refusal as refused:
             read.append((str(refused), refused.param))
-    assert read[0] == read[1]
+    for known in (None, second):
+        try:
+            read.append(replace(decode(more + after, known), told=None))
+        except Refusal as refused:
+            read.append((str(refused), refused.param))
+    assert read[:2] == [read[0]] * 2
+    assert read[2:] == [read[2]] * 2
 
 
 @given(_messages, _messages, st.sampled_from([None, 1]))
