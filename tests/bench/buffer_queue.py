@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer_load import build_turns, make_run, opening_of, start, take, timed
+from figures import say
 
 from outloop.buffer import codec
 from outloop.buffer.connect import connect_sync
@@ -49,6 +50,7 @@ class QueueBench:
         figures: dict[str, float] = {}
         for length in QUEUES:
             before, memory, number = time.perf_counter(), self._memory(), length - self.num_ready
+            say(f"a queue of {length} groups")
             await self._fill(writer, number)
             figures[f"fill_{length}_s"] = time.perf_counter() - before
             num_bytes = (self._memory() - memory) / (GROUP_SIZE * number)

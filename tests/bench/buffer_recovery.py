@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from figures import say
 
 from outloop.buffer.telemetry import read_metrics
 
@@ -159,7 +160,7 @@ def measure_recovery_of_parts() -> dict[str, float]:
             for _ in range(NUM_REPEATS):
                 for victim in VICTIMS:
                     seconds[victim].append(run.recovery_s(victim))
-                    print(f"{victim} {seconds[victim][-1]:.1f} s", flush=True)
+                    say(f"{victim} killed, {seconds[victim][-1]:.1f} s until the next step")
             step_s = statistics.median(run.step_seconds)
     figures = {
         "recovery_step_s": step_s,

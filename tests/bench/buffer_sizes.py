@@ -20,6 +20,7 @@ from unittest import mock
 
 import redis
 from buffer_load import build_trajectory, build_turns, make_run, opening_of, start, take, timed
+from figures import say
 
 from outloop.buffer import codec, connect, leased
 from outloop.buffer.connect import connect_async, connect_sync
@@ -124,6 +125,7 @@ class SizeBench:
         gc.freeze()
         self.records = list(map(codec.encode_trajectory, trajectories))
         for repeat in range(NUM_REPEATS):
+            say(f"trajectories of {self.name} tokens, round {repeat + 1} of {NUM_REPEATS}")
             watch = Stopwatch()
             with watch.running():
                 await self._write(trajectories, repeat)

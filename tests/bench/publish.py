@@ -33,7 +33,7 @@ from typing import Any
 
 import aiohttp
 import torch
-from figures import tell
+from figures import say, tell
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -354,18 +354,22 @@ def measure(folder: Path, device: str) -> dict[str, float]:
     """Everything."""
     figures: dict[str, float] = {}
     with contextlib.closing(Bench(folder / "large", LARGE, device)) as large:
+        say("a large model, by the size of buckets")
         figures |= measure_large(large)
         large_s_per_gb = 1 / figures["publish_gb_per_s"]
     with contextlib.closing(Bench(folder / "quarter", QUARTER, device)) as quarter:
+        say("a quarter of it, beside drawing servers")
         few_s = seconds_of(quarter, figures["best_bucket_mb"], 2 * NUM_REPEATS)
         few_gb = quarter.num_bytes / 1e9
         figures["linear_in_bytes"] = large_s_per_gb / (few_s / few_gb)
         figures |= measure_pauses(quarter, "in_place") | measure_pauses(quarter, "retract")
         figures["pause_model_gb"] = few_gb
     with contextlib.closing(Bench(folder / "many", MANY, device)) as many:
+        say("as much in many tensors")
         many_s = seconds_of(many, figures["best_bucket_mb"], 2 * NUM_REPEATS)
         figures["many_tensors_vs_few"] = many_s / (many.num_bytes / 1e9) / (few_s / few_gb)
     with contextlib.closing(Bench(folder / "small", SMALL, device)) as small:
+        say("small tensors, bucketed and one by one")
         figures["small_tensors"] = len(small.tensors)
         bucketed_s = seconds_of(small, 64.0, NUM_REPEATS)
         per_tensor_s = seconds_of(small, PER_TENSOR_MB, 2)
