@@ -143,17 +143,20 @@ class Runner:
             raise self._fatal
 
     async def _claim_until_finished(self) -> None:
-        reason = ""
+        key, reason = uuid.uuid4().hex, ""
         while not self._stop.is_set() and self._fatal is None:
             self._changed.clear()
             free = self._free()
             if free == 0:
                 await self._wait_for_slots()
                 continue
-            call = self._router.claim(key=uuid.uuid4().hex, count=free, runner_id=self._runner_id)
+            call = self._router.claim(key=key, count=free, runner_id=self._runner_id)
             claimed = await _until_stopped(call, self._stop)
             if claimed is None:
                 return
+            if claimed.reason != "not_ready":
+                # Else the call may have claimed through a router that died before it answered.
+                key = uuid.uuid4().hex
             await self._start(claimed.claims)
             if claimed.claims:
                 reason = ""

@@ -51,7 +51,8 @@ async def test_a_killed_redis_loses_nothing_acknowledged(
 async def test_a_full_redis_holds_producers_and_lets_the_trainer_free_memory(
     loop_on: Callable[..., Any], make_turn: Callable[..., Turn], tmp_path: Path
 ) -> None:
-    """Turns are refused, nothing is evicted; close, take and acknowledge work and make room."""
+    """Turns are refused, nothing is evicted; close, take and acknowledge work and make room;
+    runners are heard."""
     with EmbeddedRedis(tmp_path / "redis", max_memory_mb=8) as server:
         loop = await loop_on(server.url, trainer__groups_per_step=3)
         episodes = [await loop.open(claim) for claim in (await loop.claim()).claims]
@@ -73,6 +74,7 @@ async def test_a_full_redis_holds_producers_and_lets_the_trainer_free_memory(
         leases = loop.take(3)
         assert len(leases[2].group.trajectories[1].turns) == num_turns > 100
         loop.reader.renew(loop.fence)
+        assert await loop.writer.runners.heartbeat("runner") == 20
         loop.reader.acknowledge(loop.train(leases, 1))
         loop.reader._client.config_set("maxmemory", "8mb")
         assert len((await loop.claim()).claims) == 6

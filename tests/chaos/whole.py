@@ -45,7 +45,8 @@ max_context_tokens = 256
 rollout_function_path = "rollouts:play"
 tasks = "rollouts:tasks"
 max_concurrent_episodes = 16
-episode_deadline_s = 20
+episode_deadline_s = 300
+max_runner_silence_s = 4
 max_replacements = 50
 max_replaced_share = 1.0
 
@@ -57,7 +58,7 @@ fsync = "{fsync}"
 group_size = 3
 max_staleness = {staleness}
 lease_s = 60
-group_deadline_s = 60
+group_deadline_s = 400
 
 [trainer]
 num_steps = {steps}

@@ -360,3 +360,14 @@ def test_malformed_conversations_are_sentences(
     )
     with pytest.raises(SettingsError, match=words):
         list(load_conversations(make_settings(conversations="user:rows")))
+
+
+async def test_claims_of_a_router_that_died_are_asked_for_again(
+    router: Any, play_with: PlayWith
+) -> None:
+    """A key under which none was ready is used again: a router may have claimed and died."""
+    router.num_episodes = 3
+    router.lost_claims = 1
+    await play_with(router, AGENT)
+    assert len(router.closes) == 3
+    assert router.claim_keys[0] == router.claim_keys[1]

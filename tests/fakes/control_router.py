@@ -56,6 +56,8 @@ class FakeRouter:
         self.claims: list[dict[str, Any]] = []
         self.claim_keys: list[str] = []
         self.claimed_by: set[str] = set()
+        self.lost_claims = 0
+        """So many claims are made and answered as not ready."""
         self.heartbeats: list[str] = []
         self.closes: dict[str, dict[str, Any]] = {}
         self.num_close_calls = 0
@@ -130,6 +132,9 @@ class FakeRouter:
         self.claimed_by.add(body["runner_id"])
         if body["key"] not in self._answers:
             self._answers[body["key"]] = self._hand_out(min(body["count"], self.max_per_claim))
+        if self.lost_claims:
+            self.lost_claims -= 1
+            return _error(503, "not_ready", {"Retry-After": "0.05"})
         return web.json_response(self._answers[body["key"]])
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
