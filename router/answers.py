@@ -173,7 +173,15 @@ class AnswerReader:
             num_prompt_tokens=before + len(turn.prompt_ids),
             stop_text=stop_text,
             logprobs=logprobs,
+            num_reasoning_tokens=self._num_reasoning(turn) if message.reasoning else 0,
         )
+
+    def _num_reasoning(self, turn: Turn) -> int:
+        around = self._renderer.reasoning_ids
+        if around is None:
+            return 0
+        ids = turn.output_ids.tolist()
+        return ids.index(around[1]) + 1 if around[1] in ids else len(ids)
 
     def _logprob(
         self, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()

@@ -145,6 +145,8 @@ class TurnResult(msgspec.Struct, frozen=True, kw_only=True):
     stop_text: str | None = None
     """The stop string that ended it."""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    num_reasoning_tokens: int = 0
+    """Output ids up to the end of the reasoning; 0 also where the format has no ids around it."""
 
 
 class CallPlace(msgspec.Struct, frozen=True, kw_only=True):

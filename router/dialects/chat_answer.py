@@ -152,14 +152,18 @@ def _answer(message: Message) -> dict[str, Any]:
     return answer
 
 
-def _usage(results: Sequence[TurnResult]) -> dict[str, int]:
+def _usage(results: Sequence[TurnResult]) -> dict[str, Any]:
     num_prompt = results[0].num_prompt_tokens
     num_output = sum(len(result.turn.output_ids) for result in results)
-    return {
+    usage: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
     }
+    num_reasoning = sum(result.num_reasoning_tokens for result in results)
+    if num_reasoning:
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    return usage
 
 
 def _fingerprint(results: Sequence[TurnResult]) -> str:

@@ -67,6 +67,8 @@ class ChatRequest(msgspec.Struct):
     model: str
     messages: list[ChatMessage]
     tools: msgspec.Raw = msgspec.field(default_factory=fields.absent)
+    functions: list[Any] | None = None
+    """What tools were before there were tools."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     n: int | None = None
@@ -131,6 +133,13 @@ def decode(body: bytes, earlier: Told | None = None) -> TurnRequest:
 def _as_request(chat: ChatRequest, messages: tuple[Message, ...]) -> TurnRequest:
     """The body as read; raises as decode."""
     tools = to_tools(bytes(chat.tools))
+    if chat.functions:
+        fields.refuse(
+            "functions",
+            "functions is not served, and leaving them out unsaid would leave the policy without; "
+            'send each as {"type": "function", "function": ...} in tools',
+            "unsupported_parameter",
+        )
     prefill = ""
     if chat.continue_final_message:
         messages, prefill = fields.split_prefill(messages)

@@ -321,6 +321,6 @@ def _usage(result: TurnResult) -> dict[str, Any]:
         "input_tokens": result.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0},
         "output_tokens": num_output,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": result.num_reasoning_tokens},
         "total_tokens": result.num_prompt_tokens + num_output,
     }

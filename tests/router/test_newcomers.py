@@ -150,3 +150,43 @@ def test_every_form_of_tool_choice_is_read(choice: dict, meant: str) -> None:
     said = {"model": "policy", "input": "hi", "tools": flat, "tool_choice": choice}
     assert chat_request.decode(msgspec.json.encode(chat)).tool_choice == meant
     assert responses_request.decode(msgspec.json.encode(said)).tool_choice == meant
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_is_counted(stage, stream: bool) -> None:
+    """Both of OpenAI's dialects say how many of an answer's tokens were thoughts."""
+    thought, text = "<think>\nLet me see.\n</think>", "\n\nfine"
+    stage.server.answer = lambda request: stage.script(thought + text)
+    client = await stage.client(await stage.open())
+    chat = await client.chat.completions.create(
+        model="policy",
+        messages=SAID,
+        n=2,
+        stream=stream,
+        **({"stream_options": {"include_usage": True}} if stream else {}),
+    )
+    usage = [x.usage async for x in chat][-1] if stream else chat.usage
+    if stream:
+        async with client.responses.stream(model="policy", input="hi") as events:
+            said = await events.get_final_response()
+    else:
+        said = await client.responses.create(model="policy", input="hi")
+    num = len(stage.renderer.tokenizer.encode(thought))
+    assert usage.completion_tokens_details.reasoning_tokens == 2 * num
+    assert said.usage.output_tokens_details.reasoning_tokens == num
+    assert said.usage.output_tokens == num + len(stage.renderer.tokenizer.encode(text)) + 1
+    stage.server.answer = lambda request: stage.script("fine")
+    chat = await client.chat.completions.create(model="policy", messages=SAID)
+    assert chat.usage.completion_tokens_details is None
+
+
+async def test_functions_are_not_left_out_unsaid(stage) -> None:
+    """An agent of the time before tools is told what to send."""
+    client = await stage.client(await stage.open())
+    functions = [{"name": "f", "parameters": {"type": "object"}}]
+    with pytest.raises(openai.BadRequestError, match="in tools"):
+        await client.chat.completions.create(model="policy", messages=SAID, functions=functions)
+    stage.says("fine")
+    await client.chat.completions.create(
+        model="policy", messages=SAID, extra_body={"functions": []}
+    )
