@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -19,6 +19,7 @@ from outloop.buffer.frames import (
     SCHEMA,
     many_at_once,
     pack,
+    recast,
     unpack,
 )
 from outloop.buffer.records import (
@@ -31,7 +32,6 @@ from outloop.buffer.records import (
     Task,
     Trajectory,
     Turn,
-    recast,
 )
 from outloop.buffer.turns import Frame, TurnWire, turn_parts, turn_to_wire, turns_of
 
@@ -164,7 +164,7 @@ def _trajectory_from_wire(wire: Any) -> Trajectory:
     wire.episode.reward = reward_from_wire(wire.episode.reward)
     wire.episode.__class__ = Episode
     wire.__class__ = Trajectory
-    return cast(Trajectory, wire)
+    return wire
 
 
 def decode_episode(
@@ -189,7 +189,7 @@ def decode_episode(
     if reward is not None:
         episode.reward = decode_reward(reward)
     episode.__class__ = Episode
-    return cast(Episode, episode)
+    return episode
 
 
 @functools.lru_cache(maxsize=256)
@@ -236,7 +236,7 @@ def decode_opening(data: bytes) -> Opening:
     """The opening; raises as decode_turn."""
     wire: Any = unpack(data, _OPENING, "opening")[0]
     wire.__class__ = Opening
-    return cast(Opening, wire)
+    return wire
 
 
 def encode_task(task: Task) -> bytes:
@@ -261,7 +261,7 @@ def reward_from_wire(wire: RewardWire | None) -> Reward | None:
     reward: Any = wire
     reward.__class__ = Reward
     reward.check()
-    return cast(Reward, reward)
+    return reward
 
 
 def _reward_to_wire(reward: Reward | None) -> RewardWire | None:

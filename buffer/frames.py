@@ -21,34 +21,43 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec.structs import force_setattr
 
 from outloop.buffer.errors import RecordError, SchemaMismatch
-from outloop.buffer.records import Float32, Int32
+from outloop.buffer.records import FLOAT32, INT32, Float32, Int32
 
 SCHEMA = 2
 MAX_RECORD_BYTES = 64 * 2**20
 _HEAD = struct.Struct("<HHI")
 _WORD = 4
-_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _SHARED_BYTES = 16384
 """Below, copying a frame's arrays costs less than numpy's calls for views and checks of its own."""
 _Wire = TypeVar("_Wire")
+_Twin = TypeVar("_Twin", bound=msgspec.Struct)
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
-def pack(
-    wire: Any, what: str, ids: Sequence[Int32] = (), logprobs: Sequence[Float32] = ()
-) -> bytes:
-    """The frame of `what`; raises as pack_parts."""
-    return b"".join(pack_parts(wire, what, ids, logprobs)[0])
+def recast(record: msgspec.Struct, twin: type[_Twin]) -> _Twin:
+    """A shallow copy of `record` as a `twin`, which has fields of the same names. For the codec: to
+    build one from its fields one by one costs more than all the rest of encoding it."""
+    copy: Any = record.__copy__()  # type: ignore[attr-defined]
+    force_setattr(copy, "__class__", twin)
+    return copy
+
+
+def pack(wire: Any, what: str) -> bytes:
+    """The frame of `what`, without arrays; raises as pack_parts."""
+    return b"".join(pack_parts(wire, what)[0])
 
 
 def pack_parts(
-    wire: Any, what: str, ids: Sequence[Int32] = (), logprobs: Sequence[Float32] = ()
+    wire: Any, what: str, arrays: Sequence[Int32 | Float32] = (), num_words: int = 0
 ) -> tuple[list[Any], int]:
     """(what the frame of `what` is made of, in order and not copied; its number of bytes).
 
-    Each part is bytes or an array without gaps.
+    Args:
+        arrays: of all ids, then of all logprobs, as records.Turn has them.
+        num_words: how many numbers they hold.
 
     Raises:
         RecordError: a field cannot be stored, or the frame is too large.
@@ -57,26 +66,13 @@ def pack_parts(
         body = _encode(wire)
     except (TypeError, ValueError, OverflowError) as error:
         raise RecordError(f"{what} cannot be stored: {error}") from error
-    num_words = sum(map(len, ids)) + sum(map(len, logprobs))
     num_bytes = _HEAD.size + _WORD * num_words + len(body)
     if num_bytes > MAX_RECORD_BYTES:
         raise RecordError(
             f"{what} takes {num_bytes} bytes; at most {MAX_RECORD_BYTES} are allowed. Split it, "
             "or lower model.max_context_tokens"
         )
-    parts: list[Any] = [_HEAD.pack(SCHEMA, 0, num_words), *ids, *logprobs, body]
-    if not (_are_plain(ids, _INT32) and _are_plain(logprobs, _FLOAT32)):
-        parts[1:-1] = [np.ascontiguousarray(array, dtype=_INT32) for array in ids]
-        parts[-1:-1] = [np.ascontiguousarray(array, dtype=_FLOAT32) for array in logprobs]
-    return parts, num_bytes
-
-
-def _are_plain(arrays: Sequence[Int32 | Float32], dtype: np.dtype[Any]) -> bool:
-    """True if all surely have this dtype, whose object numpy shares, and no gaps."""
-    for array in arrays:  # noqa: SIM110 (a generator costs more than the rest)
-        if array.dtype is not dtype or not array.flags.c_contiguous:
-            return False
-    return True
+    return [_HEAD.pack(SCHEMA, 0, num_words), *arrays, body], num_bytes
 
 
 def unpack(data: bytes, decoder: msgspec.msgpack.Decoder[_Wire], what: str) -> tuple[_Wire, int]:
@@ -127,8 +123,8 @@ def arrays(frames: Sequence[tuple[bytes, int, int]]) -> list[Located]:
             view, middle = memoryview(data), _HEAD.size + _WORD * num_ids
             ids_of_small.append(view[_HEAD.size : middle])
             logprobs_of_small.append(view[middle : middle + _WORD * num_logprobs])
-    shared_ids = np.frombuffer(b"".join(ids_of_small), _INT32)
-    shared_logprobs = np.frombuffer(b"".join(logprobs_of_small), _FLOAT32)
+    shared_ids = np.frombuffer(b"".join(ids_of_small), INT32)
+    shared_logprobs = np.frombuffer(b"".join(logprobs_of_small), FLOAT32)
     _check(shared_ids, shared_logprobs)
     located: list[Located] = []
     at = logprobs_at = 0
@@ -138,8 +134,8 @@ def arrays(frames: Sequence[tuple[bytes, int, int]]) -> list[Located]:
             at += num_ids
             logprobs_at += num_logprobs
         else:
-            words = np.frombuffer(data, _INT32, num_ids + num_logprobs, _HEAD.size)
-            ids, logprobs = words[:num_ids], words[num_ids:].view(_FLOAT32)
+            words = np.frombuffer(data, INT32, num_ids + num_logprobs, _HEAD.size)
+            ids, logprobs = words[:num_ids], words[num_ids:].view(FLOAT32)
             _check(ids, logprobs)
             located.append((ids, 0, logprobs, 0))
     return located

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -26,6 +26,8 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 DropReason = Literal["stale", "no_signal", "failed", "overlong", "malformed", "filtered"]
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
+INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+"""Of the arrays of a turn, and of their bytes."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -58,17 +60,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             and self.repetition_penalty == 1.0
             and not self.constraint
         )
-
-
-_Twin = TypeVar("_Twin", bound=msgspec.Struct)
-
-
-def recast(record: msgspec.Struct, twin: type[_Twin]) -> _Twin:
-    """A shallow copy of `record` as a `twin`, which has fields of the same names. For the codec: to
-    build one from its fields one by one costs more than all the rest of encoding it."""
-    copy = record.__copy__()  # type: ignore[attr-defined]
-    msgspec.structs.force_setattr(copy, "__class__", twin)
-    return cast(_Twin, copy)
 
 
 class VersionSpan(
@@ -119,18 +110,30 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finished_at: float
 
     def __post_init__(self) -> None:
-        num_output = len(self.output_ids)
-        if self.behavior_logprobs is not None and len(self.behavior_logprobs) != num_output:
-            raise RecordError(
-                f"turn {self.turn_id}: len(behavior_logprobs)={len(self.behavior_logprobs)} but "
-                f"len(output_ids)={num_output}; they must be equal. Record both from one answer."
-            )
-        if self.behavior_logprobs is not None and not np.isfinite(self.behavior_logprobs).all():
-            raise RecordError(f"turn {self.turn_id}: behavior_logprobs holds NaN or infinity")
-        for ids, name in ((self.prompt_ids, "prompt_ids"), (self.output_ids, "output_ids")):
+        for name in ("prompt_ids", "output_ids"):
+            ids = getattr(self, name)
             if ids.dtype != np.int32 or ids.ndim != 1 or (len(ids) and np.minimum.reduce(ids) < 0):
                 raise RecordError(f"turn {self.turn_id}: {name} must be non-negative int32 [T]")
+            self._make_plain(name, INT32)
+        if self.behavior_logprobs is not None:
+            self._make_plain("behavior_logprobs", FLOAT32)
+            if self.behavior_logprobs.shape != self.output_ids.shape:
+                raise RecordError(
+                    f"turn {self.turn_id}: len(behavior_logprobs)={len(self.behavior_logprobs)} "
+                    f"but len(output_ids)={len(self.output_ids)}; they must be equal, and "
+                    "behavior_logprobs float32 [O]. Record both from one answer."
+                )
+            if not np.isfinite(self.behavior_logprobs).all():
+                raise RecordError(f"turn {self.turn_id}: behavior_logprobs holds NaN or infinity")
         self.check_spans()
+
+    def _make_plain(self, name: str, dtype: np.dtype[Any]) -> None:
+        """Have the array as its bytes are stored: of this dtype, without gaps."""
+        array = getattr(self, name)
+        if array.dtype is not dtype or not array.flags.c_contiguous:
+            with np.errstate(over="ignore"):
+                plain = np.ascontiguousarray(array, dtype)
+            msgspec.structs.force_setattr(self, name, plain)
 
     def check_spans(self) -> None:
         """Raises RecordError unless version_spans and loss_spans fit the output tokens."""

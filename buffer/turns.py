@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import msgspec
 
 from outloop.buffer.errors import RecordError
-from outloop.buffer.frames import arrays, pack_parts
+from outloop.buffer.frames import arrays, pack_parts, recast
 from outloop.buffer.records import (
     FinishReason,
     Float32,
@@ -22,7 +22,6 @@ from outloop.buffer.records import (
     Sampling,
     Turn,
     VersionSpan,
-    recast,
 )
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -82,19 +81,22 @@ def turn_to_wire(turn: Turn) -> TurnWire:
     wire.output_ids = len(turn.output_ids)
     wire.behavior_logprobs = turn.behavior_logprobs is not None
     wire.sampling = recast(turn.sampling, _SamplingWire)
-    return cast(TurnWire, wire)
+    return wire
 
 
 def turn_parts(wire: msgspec.Struct, turns: Sequence[Turn], what: str) -> tuple[list[Any], int]:
     """The frame of a record with these turns, as frames.pack_parts gives it."""
-    ids: list[Int32] = []
+    arrays: list[Int32 | Float32] = []
     logprobs: list[Float32] = []
+    num_words = 0
     for turn in turns:
-        ids.append(turn.prompt_ids)
-        ids.append(turn.output_ids)
-        if turn.behavior_logprobs is not None:
-            logprobs.append(turn.behavior_logprobs)
-    return pack_parts(wire, what, ids, logprobs)
+        prompt_ids, output_ids, drawn = turn.prompt_ids, turn.output_ids, turn.behavior_logprobs
+        arrays += (prompt_ids, output_ids)
+        num_words += len(prompt_ids) + len(output_ids)
+        if drawn is not None:
+            logprobs.append(drawn)
+            num_words += len(drawn)
+    return pack_parts(wire, what, [*arrays, *logprobs], num_words)
 
 
 def turns_of(frames: Sequence[Frame]) -> Iterator[Turn]:

@@ -248,14 +248,15 @@ def test_many_turns_decode_as_one_by_one(make_turn: Callable[..., Turn]) -> None
 
 
 def test_arrays_of_another_form_are_stored_like_any(make_turn: Callable[..., Turn]) -> None:
-    """Views with gaps and float64 logprobs give the bytes of what they hold."""
+    """Views with gaps and float64 logprobs are float32 without gaps in the turn and its bytes."""
     turn = make_turn("e", num_output=8)
     odd = replace(
         turn,
         output_ids=np.repeat(turn.output_ids, 2)[::2],
         behavior_logprobs=turn.behavior_logprobs.astype(np.float64),
     )
-    assert not odd.output_ids.flags.c_contiguous
+    assert odd.output_ids.flags.c_contiguous
+    assert odd.behavior_logprobs.dtype == np.float32
     assert codec.encode_turn(odd) == codec.encode_turn(turn)
     gaps_only = replace(turn, prompt_ids=np.repeat(turn.prompt_ids, 2)[::2])
     assert codec.encode_turn(gaps_only) == codec.encode_turn(turn)
