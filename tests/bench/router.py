@@ -11,10 +11,11 @@ All of it takes a few minutes on an idle machine with two cores. `--parts` measu
 
 rps_vs_*: requests for each CPU second of ours over theirs, on turns 2 to 8; stream_*: streamed.
 first_turn_*: the same of first turns, which render the whole prompt. cpu_vs_floor: CPU per turn
-over that of the bare relay plus the calls of `renderers` that a turn needs. added_p50_ms: at
-concurrency 1, over calling the server directly. episodes_*, bytes_*: 4,096 episodes at once through
-one process; bytes beyond the 8 bytes of each token. turn128_vs_turn2: CPU for the same new text.
-stream_32k_vs_1k: CPU per streamed token.
+over that of the bare relay plus the calls of `renderers` that a turn needs, which are timed in a
+loop of their own; cpu_vs_floor_in_place: over that of a relay that makes these calls for each turn.
+added_p50_ms: at concurrency 1, over calling the server directly. episodes_*, bytes_*: 4,096 at once
+through one process; bytes beyond the 8 bytes of each token. turn128_vs_turn2: CPU for the same new
+text. stream_32k_vs_1k: CPU per streamed token.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import uvloop
+from figures import say
 from router_load import TOOLS, Connection, Conversation, play
 from router_mock import FILLER_ID, NUM_DRAWN
 from router_report import OUT, report, write
@@ -132,6 +134,7 @@ class Bench:
         await self.episodes.register()
         for name in self.parts:
             started = time.perf_counter()
+            say(f"part {name}")
             await PARTS[name](self)
             self.figures[f"{name}_took_s"] = time.perf_counter() - started
             write(self.figures)
@@ -140,10 +143,13 @@ class Bench:
     async def _turns(self) -> None:
         """Turns through every router, by turns."""
         await self._warm()
-        for _ in range(max(1, NUM_REPEATS // self.scale)):
+        num_repeats = max(1, NUM_REPEATS // self.scale)
+        for number in range(num_repeats):
+            say(f"turns, repetition {number + 1} of {num_repeats}")
             await self._throughput(is_streamed=False)
             await self._throughput(is_streamed=True)
             self._renderers()
+            say("turns one at a time")
             await self._latency()
         self._summarise()
 
@@ -155,7 +161,7 @@ class Bench:
             ours = await self.episodes.open(CONCURRENCY, is_streamed=is_streamed)
             await cpu_per_turn(self.stage.router, ours, 2, checked=True)
             await self.episodes.close(ours)
-            for program in (self.stage.sglang_router, self.stage.relay):
+            for program in (self.stage.sglang_router, self.stage.relay, self.stage.floor):
                 theirs = self._unkeyed(CONCURRENCY, is_streamed)
                 await cpu_per_turn(program, theirs, 2, checked=False)
             litellm = self._unkeyed(4, is_streamed)
@@ -169,6 +175,7 @@ class Bench:
         """CPU per turn of every router on the same conversations, one after the other."""
         number = max(CONCURRENCY, NUM_CONVERSATIONS // self.scale)
         kind = "stream_" if is_streamed else ""
+        say(f"{kind}turns through ours")
         ours = await self.episodes.open(number, is_streamed=is_streamed)
         router = self.stage.router
         self._note(f"{kind}first", await cpu_per_turn(router, ours, 1, checked=True))
@@ -177,7 +184,8 @@ class Bench:
         self._note(f"{kind}redis", (self._redis_cpu_s() - redis) / (number * (NUM_TURNS - 1)))
         assert not sum(one.num_mixed for one in ours)
         await self.episodes.close(ours)
-        for name in ("sglang_router", "relay", "litellm"):
+        for name in ("sglang_router", "relay", "floor", "litellm"):
+            say(f"{kind}turns through {name}")
             program: Program = getattr(self.stage, name)
             theirs = self._unkeyed(NUM_LITELLM if name == "litellm" else number, is_streamed)
             first = await cpu_per_turn(program, theirs, 1, checked=False)
@@ -258,6 +266,7 @@ class Bench:
         figures["stream_rps_vs_sglang_router"] = s["stream_sglang_router"] / s["stream_ours"]
         figures["stream_rps_vs_litellm"] = s["stream_litellm"] / s["stream_ours"]
         figures["cpu_vs_floor"] = s["ours"] / (s["relay"] + s["renderers"])
+        figures["cpu_vs_floor_in_place"] = s["ours"] / s["floor"]
         figures["stream_cpu_vs_floor"] = s["stream_ours"] / (s["stream_relay"] + s["renderers"])
         figures["added_p50_ms"] = 1000 * s["added_p50"]
         figures["first_turn_vs_sglang_router"] = s["sglang_router_first"] / s["first"]
@@ -265,7 +274,7 @@ class Bench:
         for name in ("ours", "sglang_router", "litellm", "relay"):
             for kind in ("", "stream_"):
                 figures[f"{kind}rps_per_core_{name}"] = 1 / s[kind + name]
-        for name in ("ours", "relay", "renderers", "redis", "first", "renderers_first"):
+        for name in ("ours", "relay", "renderers", "floor", "redis", "first", "renderers_first"):
             figures[f"cpu_us_{name}"] = 1e6 * s[name]
         figures["cpu_us_stream_ours"] = 1e6 * s["stream_ours"]
 
@@ -274,6 +283,7 @@ class Bench:
         per_token = {}
         for num_tokens in STREAM_SIZES:
             number = max(1, 65_536 // num_tokens // self.scale)
+            say(f"{number} streams of {num_tokens} tokens")
             chats = await self.episodes.open(number, is_streamed=True, max_tokens=num_tokens)
             each = await cpu_per_turn(self.stage.router, chats, 1, checked=True)
             assert not sum(chat.num_mixed for chat in chats)
@@ -289,6 +299,7 @@ class Bench:
         router = self.stage.router
         await cpu_per_turn(router, chats, 1, checked=True)
         early = await cpu_per_turn(router, chats, 2, checked=True)
+        say(f"turns 4 to {LONG_TURNS - 2} of {len(chats)} episodes")
         await cpu_per_turn(router, chats, LONG_TURNS - 4, checked=True)
         late = await cpu_per_turn(router, chats, 2, checked=True)
         await self.episodes.close(chats)
@@ -306,13 +317,16 @@ class Bench:
                 warm = await episodes.open(CONCURRENCY)
                 await play(router.port, warm, 2, concurrency=CONCURRENCY, checked=True)
                 before = router.rss_bytes
+                say(f"opening {number} episodes")
                 chats = await episodes.open(number)
+                say(f"{NUM_TURNS} turns of each, all at once")
                 started = time.perf_counter()
                 await play(router.port, chats, NUM_TURNS, concurrency=number, checked=True)
                 took = time.perf_counter() - started
             # An open episode has no connection between its turns.
             await asyncio.sleep(SETTLE_S)
             held = router.rss_bytes - before
+            say("reading what was recorded of each")
             num_tokens = num_lost = 0
             for chat in chats:
                 loaded = self.stage.reader.load_episode(chat.episode_id)

@@ -211,6 +211,7 @@ class Relay:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
+        self.asked(body)
         headers = {"content-type": "application/json"}
         async with self.session.post(
             self.target + scope["path"], data=body, headers=headers
@@ -221,9 +222,30 @@ class Relay:
             if kind.startswith(b"text/event-stream"):
                 async for part in answer.content.iter_any():
                     await send({"type": "http.response.body", "body": part, "more_body": True})
+                self.answered()
                 await send({"type": "http.response.body", "body": b""})
             else:
-                await send({"type": "http.response.body", "body": await answer.read()})
+                body = await answer.read()
+                self.answered()
+                await send({"type": "http.response.body", "body": body})
+
+    def asked(self, body: bytes) -> None:
+        """A body is here; there is nothing to do."""
+
+    def answered(self) -> None:
+        """An answer is here; there is nothing to do."""
+
+
+def serve_relay(app: Any, port: int) -> None:
+    """Run an ASGI app as the relay is run, until killed."""
+    uvicorn.run(
+        app,
+        host="127.0.0.1",
+        port=port,
+        log_level="warning",
+        http="httptools",
+        access_log=False,
+    )
 
 
 def main() -> None:
@@ -233,15 +255,7 @@ def main() -> None:
     if kind == "serve":
         asyncio.run(serve(port))
     else:
-        app: Any = Relay(f"http://127.0.0.1:{sys.argv[3]}")
-        uvicorn.run(
-            app,
-            host="127.0.0.1",
-            port=port,
-            log_level="warning",
-            http="httptools",
-            access_log=False,
-        )
+        serve_relay(Relay(f"http://127.0.0.1:{sys.argv[3]}"), port)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from outloop.buffer.settings import build_settings
 ROOT = Path(__file__).resolve().parents[2]
 BENCH_BIN = ROOT / ".venv-bench" / "bin"
 MOCK = Path(__file__).with_name("router_mock.py")
+FLOOR = Path(__file__).with_name("router_floor.py")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = (
     *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
@@ -141,6 +142,7 @@ class Stage:
         make_model(model)
         self.mock = self._python("serve")
         self.relay = self._python("relay", self.mock.port)
+        self.floor = self._floor()
         self.sglang_router = self._sglang_router()
         self.litellm = self._litellm()
         self.redis = EmbeddedRedis(folder / "redis", fsync="everysec", max_memory_mb=4096)
@@ -166,7 +168,8 @@ class Stage:
 
     def close(self) -> None:
         """End everything."""
-        for program in (self.router, self.litellm, self.sglang_router, self.relay, self.mock):
+        ours = (self.router, self.floor, self.relay, self.mock)
+        for program in (*ours, self.litellm, self.sglang_router):
             program.stop()
         self.reader.close()
         self.redis.stop()
@@ -203,6 +206,11 @@ class Stage:
     def _python(self, kind: str, *words: Any) -> Program:
         port = free_port()
         return start([sys.executable, MOCK, kind, port, *words], port, self.folder / f"{kind}.log")
+
+    def _floor(self) -> Program:
+        port = free_port()
+        command = [sys.executable, FLOOR, port, self.mock.port, self._model]
+        return start(command, port, self.folder / "floor.log")
 
     def _sglang_router(self) -> Program:
         port, metrics = free_port(), free_port()
