@@ -106,6 +106,7 @@ async def everything(
     look()
     (claim,) = (await loop.claim(1)).claims
     await loop.play(claim)
+    await writer.runners.heartbeat("r1")
     claims = (await loop.claim(4)).claims
     for index, claim in enumerate(claims):
         episode_id = await loop.open(claim)
@@ -140,7 +141,7 @@ async def everything(
     loop.fence = reader.acquire_fence()
     highest = reader.recover(None, fence=loop.fence)
     loop.publish(highest + 1, None)
-    (claim, *_) = (await loop.claim(3)).claims
+    (claim, *_) = (await loop.claim(3, "r1")).claims
     episode_id = await loop.open(claim)
     await writer.append_turn(make_turn(episode_id, version=highest + 1))
     await loop.close(episode_id, None, failure_kind="infrastructure", outcome="failed")
