@@ -125,7 +125,7 @@ def decode_turns(records: Sequence[bytes]) -> list[Turn]:
     for data in records:
         wire, num_words = unpack(data, _TURN, "turn")
         frames.append((data, (wire,), num_words))
-    return list(turns_of(frames))
+    return turns_of(frames)
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
@@ -154,9 +154,8 @@ def decode_trajectories(records: Sequence[bytes]) -> list[Trajectory]:
         wire, num_words = unpack(data, _TRAJECTORY, "trajectory")
         wires.append(wire)
         frames.append((data, wire.turns, num_words))
-    for _ in turns_of(frames):
-        # Each wire becomes a turn where it is.
-        pass
+    # Each wire becomes a turn where it is.
+    turns_of(frames)
     return list(map(_trajectory_from_wire, wires))
 
 

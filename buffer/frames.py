@@ -29,8 +29,9 @@ from outloop.buffer.records import FLOAT32, INT32, Float32, Int32
 SCHEMA = 2
 MAX_RECORD_BYTES = 64 * 2**20
 _HEAD = struct.Struct("<HHI")
-_WORD = 4
-_SHARED_BYTES = 16384
+HEAD_BYTES = _HEAD.size
+WORD_BYTES = 4
+SHARED_BYTES = 16384
 """Below, copying a frame's arrays costs less than numpy's calls for views and checks of its own."""
 _Wire = TypeVar("_Wire")
 _Twin = TypeVar("_Twin", bound=msgspec.Struct)
@@ -66,7 +67,7 @@ def pack_parts(
         body = _encode(wire)
     except (TypeError, ValueError, OverflowError) as error:
         raise RecordError(f"{what} cannot be stored: {error}") from error
-    num_bytes = _HEAD.size + _WORD * num_words + len(body)
+    num_bytes = HEAD_BYTES + WORD_BYTES * num_words + len(body)
     if num_bytes > MAX_RECORD_BYTES:
         raise RecordError(
             f"{what} takes {num_bytes} bytes; at most {MAX_RECORD_BYTES} are allowed. Split it, "
@@ -93,7 +94,7 @@ def unpack(data: bytes, decoder: msgspec.msgpack.Decoder[_Wire], what: str) -> t
             f"{what} was written with schema={schema}, this release reads schema={SCHEMA}; read it "
             "with the release that wrote it"
         )
-    start = _HEAD.size + _WORD * num_words
+    start = HEAD_BYTES + WORD_BYTES * num_words
     if start > len(data):
         raise RecordError(f"{what} has {len(data)} bytes, its arrays alone need {start}")
     try:
@@ -103,42 +104,26 @@ def unpack(data: bytes, decoder: msgspec.msgpack.Decoder[_Wire], what: str) -> t
         raise RecordError(f"{what} is damaged: {error}") from error
 
 
-Located = tuple[Int32, int, Float32, int]
-"""An array of token ids, where those of a frame begin in it; the same of its logprobs."""
-
-
-@np.errstate(over="ignore", invalid="ignore")
-def arrays(frames: Sequence[tuple[bytes, int, int]]) -> list[Located]:
-    """Token ids and logprobs of each frame, given as (bytes, number of ids, of logprobs).
-
-    They are read-only: views of a large frame, of a copy shared by all small frames otherwise.
+def arrays_of(data: bytes, num_ids: int, num_words: int) -> tuple[Int32, Float32]:
+    """Token ids and logprobs of a frame, read-only views of it.
 
     Raises:
-        RecordError: an id of some frame is negative or a logprob not finite.
+        RecordError: an id is negative or a logprob not finite.
     """
-    ids_of_small: list[memoryview] = []
-    logprobs_of_small: list[memoryview] = []
-    for data, num_ids, num_logprobs in frames:
-        if len(data) < _SHARED_BYTES:
-            view, middle = memoryview(data), _HEAD.size + _WORD * num_ids
-            ids_of_small.append(view[_HEAD.size : middle])
-            logprobs_of_small.append(view[middle : middle + _WORD * num_logprobs])
-    shared_ids = np.frombuffer(b"".join(ids_of_small), INT32)
-    shared_logprobs = np.frombuffer(b"".join(logprobs_of_small), FLOAT32)
+    words = np.frombuffer(data, INT32, num_words, HEAD_BYTES)
+    ids, logprobs = words[:num_ids], words[num_ids:].view(FLOAT32)
+    _check(ids, logprobs)
+    return ids, logprobs
+
+
+def shared_arrays(
+    ids: Sequence[memoryview], logprobs: Sequence[memoryview]
+) -> tuple[Int32, Float32]:
+    """The same of many frames' bytes, each kind copied into one array; raises as arrays_of."""
+    shared_ids = np.frombuffer(b"".join(ids), INT32)
+    shared_logprobs = np.frombuffer(b"".join(logprobs), FLOAT32)
     _check(shared_ids, shared_logprobs)
-    located: list[Located] = []
-    at = logprobs_at = 0
-    for data, num_ids, num_logprobs in frames:
-        if len(data) < _SHARED_BYTES:
-            located.append((shared_ids, at, shared_logprobs, logprobs_at))
-            at += num_ids
-            logprobs_at += num_logprobs
-        else:
-            words = np.frombuffer(data, INT32, num_ids + num_logprobs, _HEAD.size)
-            ids, logprobs = words[:num_ids], words[num_ids:].view(FLOAT32)
-            _check(ids, logprobs)
-            located.append((ids, 0, logprobs, 0))
-    return located
+    return shared_ids, shared_logprobs
 
 
 def _check(ids: Int32, logprobs: Float32) -> None:

@@ -8,13 +8,22 @@ every invariant of records.Turn; bytes that break one raise RecordError.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from outloop.buffer.errors import RecordError
-from outloop.buffer.frames import arrays, pack_parts, recast
+from outloop.buffer.frames import (
+    HEAD_BYTES,
+    SHARED_BYTES,
+    WORD_BYTES,
+    arrays_of,
+    pack_parts,
+    recast,
+    shared_arrays,
+)
 from outloop.buffer.records import (
     FinishReason,
     Float32,
@@ -99,17 +108,18 @@ def turn_parts(wire: msgspec.Struct, turns: Sequence[Turn], what: str) -> tuple[
     return pack_parts(wire, what, [*arrays, *logprobs], num_words)
 
 
-def turns_of(frames: Sequence[Frame]) -> Iterator[Turn]:
+def turns_of(frames: Iterable[Frame]) -> list[Turn]:
     """The turns of all frames, in order; the wires that are given become them.
 
     Raises:
         RecordError: one breaks its invariants.
     """
-    counted = [(data, *_count(wires, num_words)) for data, wires, num_words in frames]
-    located = arrays(counted)
+    placed, shared = _placed(frames)
+    turns: list[Turn] = []
     sampling_wire: msgspec.Raw | None = None
     turn: Any
-    for (ids, at, logprobs, logprobs_at), (_, wires, _) in zip(located, frames, strict=True):
+    for wires, own, at, logprobs_at in placed:
+        ids, logprobs = own or shared
         for turn in wires:
             num_output = turn.output_ids
             middle = at + turn.prompt_ids
@@ -132,24 +142,49 @@ def turns_of(frames: Sequence[Frame]) -> Iterator[Turn]:
             is_whole = len(spans) == 1 and (spans[0].start, spans[0].end) == whole
             if not is_whole or turn.loss_spans != (whole,):
                 turn.check_spans()
-            yield turn
+            turns.append(turn)
+    return turns
 
 
-def _count(wires: Sequence[TurnWire], num_words: int) -> tuple[int, int]:
-    """(number of token ids, number of logprobs) of a frame."""
-    num_ids = num_logprobs = 0
-    for wire in wires:
-        num_output = wire.output_ids
-        num_ids += wire.prompt_ids + num_output
-        if wire.behavior_logprobs:
-            num_logprobs += num_output
-    if num_ids + num_logprobs != num_words:
-        what = f"turn {wires[0].turn_id}" if wires else "a trajectory without turns"
-        raise RecordError(
-            f"{what}: prompt_ids, output_ids and behavior_logprobs hold {num_words} numbers, "
-            f"{num_ids + num_logprobs} are announced"
-        )
-    return num_ids, num_logprobs
+_Place = tuple[Sequence[TurnWire], tuple[Int32, Float32] | None, int, int]
+"""Turns of a frame, its arrays or None for those that small frames share, and where in them the
+frame's ids and logprobs begin."""
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def _placed(frames: Iterable[Frame]) -> tuple[list[_Place], tuple[Int32, Float32]]:
+    """(where the arrays of each frame are, the arrays that small frames share).
+
+    Each frame's numbers are counted here, in one loop: for a short turn, calls and tuples of our
+    own would cost as much as the rest.
+    """
+    placed: list[_Place] = []
+    small_ids: list[memoryview] = []
+    small_logprobs: list[memoryview] = []
+    at = logprobs_at = 0
+    for data, wires, num_words in frames:
+        num_ids = num_logprobs = 0
+        for wire in wires:
+            num_output = wire.output_ids
+            num_ids += wire.prompt_ids + num_output
+            if wire.behavior_logprobs:
+                num_logprobs += num_output
+        if num_ids + num_logprobs != num_words:
+            what = f"turn {wires[0].turn_id}" if wires else "a trajectory without turns"
+            raise RecordError(
+                f"{what}: prompt_ids, output_ids and behavior_logprobs hold {num_words} numbers, "
+                f"{num_ids + num_logprobs} are announced"
+            )
+        if len(data) < SHARED_BYTES:
+            view, middle = memoryview(data), HEAD_BYTES + WORD_BYTES * num_ids
+            small_ids.append(view[HEAD_BYTES:middle])
+            small_logprobs.append(view[middle : HEAD_BYTES + WORD_BYTES * num_words])
+            placed.append((wires, None, at, logprobs_at))
+            at += num_ids
+            logprobs_at += num_logprobs
+        else:
+            placed.append((wires, arrays_of(data, num_ids, num_words), 0, 0))
+    return placed, shared_arrays(small_ids, small_logprobs)
 
 
 def _sampling_of(wire: TurnWire) -> Sampling:
