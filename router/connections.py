@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import (
 CONNECTION = "outloop.connection"
 """Where an ASGI scope holds its ClientRequest."""
 _CLOSE = (b"connection", b"close")
+_MAX_HEAD_BYTES = 256 * 1024
 _RECEIVE_S = 60.0
 """A request has this long to arrive, beside what a connection may be idle."""
 
@@ -100,6 +101,8 @@ class ClientConnection(HttpToolsProtocol):
         self._idle_since = 0.0
         self._is_new = True
         """Nothing has been answered yet."""
+        self._is_in_head = False
+        self._num_head_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """As uvicorn's; who never says anything is not waited for."""
@@ -114,14 +117,24 @@ class ClientConnection(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    def data_received(self, data: bytes) -> None:
+        """As uvicorn's, but that a head which does not end is not kept."""
+        super().data_received(data)
+        if self._is_in_head:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response("The head of the request is too large.")
+
     def on_message_begin(self) -> None:
         """As uvicorn's, whose scope is made later."""
+        self._is_in_head, self._num_head_bytes = True, 0
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
 
     def on_headers_complete(self) -> None:
         """A small body is awaited before the app is called, which then need not wait for it."""
+        self._is_in_head = False
         parser = self.parser
         url = httptools.parse_url(self.url)
         path = url.path.decode("ascii")

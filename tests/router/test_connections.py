@@ -4,7 +4,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import uvicorn
@@ -241,6 +241,44 @@ async def test_a_request_that_does_not_arrive_is_not_waited_for(
         assert await asyncio.wait_for(reader.read(), 60) == b""
     called = b"x" * 100 in begun or b"chunked" in begun
     assert len(left) == called
+
+
+@pytest.mark.parametrize("piece", [b"a" * 50_000, b"a: b\r\n" * 5_000])
+async def test_a_head_without_end_is_not_kept(piece: bytes) -> None:
+    """One endless header, or one after the other: refused, whoever sends them."""
+
+    async def app(scope, receive, send) -> None:
+        raise AssertionError("no request was complete")
+
+    async with serving(app) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nx: y")
+        num_sent = 0
+        with suppress(ConnectionError):
+            while not reader.at_eof() and num_sent < 100 * len(piece):
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
+                num_sent += len(piece)
+            answer = await asyncio.wait_for(reader.read(), 60)
+            assert answer.startswith(b"HTTP/1.1 400 ")
+        assert num_sent < 100 * len(piece)
+
+
+async def test_a_large_head_is_read() -> None:
+    """What a client may well send, in any number of pieces."""
+
+    async def app(scope, receive, send) -> None:
+        exchange = Exchange(scope, receive, send)
+        await exchange.answer(200, b"%d" % len(exchange.headers[b"x"]))
+
+    async with serving(app) as (reader, writer):
+        for _ in range(3):
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nx: ")
+            for _ in range(20):
+                writer.write(b"a" * 10_000)
+                await asyncio.sleep(0.001)
+            writer.write(b"\r\n\r\n")
+            assert (await reader.readuntil(b"200000")).startswith(OK)
 
 
 async def test_a_slow_request_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
