@@ -21,6 +21,8 @@ from outloop.buffer.connect import SOCKET_TIMEOUT_S
 from outloop.buffer.scripts import Argument, AsyncScripts, load_script
 
 _MAX_GROUP = 256
+_NUM_LONE = 8
+"""After so many groups of one call it is not awaited whether the same round makes another."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,7 +43,7 @@ class GroupedScripts(AsyncScripts):
 
     Most of what a small command costs is its round trip: a connection taken, deadlines, a write, a
     read. Under load a group pays for them once; on an idle client a call goes out at the end of the
-    round of the event loop in which it was made, or at once if the last one was alone too. One
+    round of the event loop in which it was made, or at once if it seems to be the only one. One
     connection is kept for them, on which answers are read as they come: streams, a pool's
     bookkeeping and a deadline for each read cost more than the commands.
     """
@@ -52,8 +54,8 @@ class GroupedScripts(AsyncScripts):
         self._line: _Line | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._is_due = False
-        self._num_sent = 0
-        """Calls of the last group."""
+        self._num_lone = 0
+        """How many of the last groups were one call, up to the last that was more."""
 
     async def close(self) -> None:
         """Close the connection."""
@@ -70,7 +72,7 @@ class GroupedScripts(AsyncScripts):
         call = _Call(hiredis.pack_command(packed), loop.create_future())
         self._waiting.append(call)
         if not self._is_due and (self._line is None or not self._line.is_busy):
-            if self._num_sent == 1:
+            if self._num_lone >= _NUM_LONE:
                 self._send()
             else:
                 self._is_due = True
@@ -90,7 +92,7 @@ class GroupedScripts(AsyncScripts):
             return
         if line is not None and line.is_usable:
             number = min(len(self._waiting), _MAX_GROUP)
-            self._num_sent = number
+            self._num_lone = self._num_lone + 1 if number == 1 else 0
             line.send([self._waiting.popleft() for _ in range(number)])
         elif self._connecting is None or self._connecting.done():
             self._connecting = asyncio.create_task(self._connect())

@@ -14,7 +14,7 @@
 local episode_id, turn_id, parent = ARGV[2], ARGV[3], ARGV[4]
 local e = episode_key(episode_id)
 local f = redis.call('HMGET', e, 'member', 'closed', 't:' .. turn_id, 't:' .. parent, 'min_depth',
-  'max_version', 'num_tokens', 'resumes')
+  'max_version', 'num_tokens', 'resumes', 'tokens')
 if not f[1] then
   return {'not_found', 'no episode_id=' .. episode_id}
 end
@@ -40,12 +40,13 @@ if depth == nil or (ARGV[7] ~= '' and depth_of(ARGV[7]) == nil) then
   return {'gone', 'turn_id=' .. turn_id .. ' holds tokens of a version that a rollback abandoned'}
 end
 local length = redis.call('RPUSH', e .. ':turns', ARGV[5])
-redis.call('HSET', e, 't:' .. turn_id, length - 1, 'num_tokens', (number(f[7]) or 0) + ARGV[9])
+local num_ids = (number(f[9]) or 0) + ARGV[9] + ARGV[10]
+redis.call('HSET', e, 't:' .. turn_id, length - 1, 'num_tokens', (number(f[7]) or 0) + ARGV[9],
+  'tokens', num_ids)
 if depth and (not f[5] or depth < tonumber(f[5])) then redis.call('HSET', e, 'min_depth', depth) end
 if ARGV[7] ~= '' and (not f[6] or tonumber(ARGV[7]) > tonumber(f[6])) then
   redis.call('HSET', e, 'max_version', ARGV[7])
 end
-local num_ids = redis.call('HINCRBY', e, 'tokens', ARGV[9] + ARGV[10])
 local source = f[8]
 while source do
   if redis.call('HEXISTS', episode_key(source), 't:' .. turn_id) == 1 then

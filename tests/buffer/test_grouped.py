@@ -93,3 +93,17 @@ async def test_a_silent_server_is_given_up_and_asked_again_on_another_connection
         monkeypatch.undo()
         for turn in turns:
             assert (await loop.writer.append_turn(turn)).num_turns == 1
+
+
+async def test_calls_that_came_one_by_one_share_round_trips_again(
+    loop_on, make_turn, server
+) -> None:
+    """A client that was idle for long sends at once, and groups what is called while it waits."""
+    loop = await loop_on(server.url)
+    first, *others = await open_all(loop)
+    for number in range(12):
+        used = await loop.writer.append_turn(make_turn(first, number))
+        assert used.num_turns == number + 1
+    used = await asyncio.gather(*(loop.writer.append_turn(make_turn(one)) for one in others))
+    assert [one.num_turns for one in used] == [1] * len(others)
+    assert len((await loop.writer.load_episode(first)).turns) == 12
