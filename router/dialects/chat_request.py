@@ -126,7 +126,7 @@ def decode(body: bytes, earlier: Told | None = None) -> TurnRequest:
         tail = body[len(told.text) :]
         # A long one would be kept for each open episode where no two are alike.
         if len(tail) <= _MAX_TAIL_BYTES:
-            told = replace(told, terms=Terms(_shared(tail), replace(request, messages=())))
+            told = replace(told, terms=_terms(told.text[: told.num_head], tail))
     return replace(request, told=told)
 
 
@@ -190,9 +190,9 @@ def _read_on(body: bytes, earlier: Told) -> TurnRequest | None:
 
 
 @lru_cache(maxsize=256)
-def _shared(tail: bytes) -> bytes:
-    """One object for all equal tails: most episodes of a run have the same tools."""
-    return tail
+def _terms(head: bytes, tail: bytes) -> Terms:
+    """What a body says around its messages; most episodes of a run say the same."""
+    return Terms(tail, _as_request(_shallow.decode(head + _EARLIER_JSON + tail), ()))
 
 
 _Read = tuple[ChatRequest, tuple[Message, ...], Told | None]
