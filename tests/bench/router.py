@@ -9,13 +9,15 @@ the machine moves the figures little. Prints a table and writes runs/bench/route
 
 All of it takes a few minutes on an idle machine with two cores. `--parts` measures some of it.
 
+Ratios are medians over repetitions.
+
 rps_vs_*: requests for each CPU second of ours over theirs, on turns 2 to 8; stream_*: streamed.
 first_turn_*: the same of first turns, which render the whole prompt. cpu_vs_floor: CPU per turn
 over that of the bare relay plus the calls of `renderers` that a turn needs, which are timed in a
 loop of their own; cpu_vs_floor_in_place: over that of a relay that makes these calls for each turn.
-added_p50_ms: at concurrency 1, over calling the server directly. episodes_*, bytes_*: 4,096 at once
-through one process; bytes beyond the 8 bytes of each token. turn128_vs_turn2: CPU for the same new
-text. stream_32k_vs_1k: CPU per streamed token.
+added_p50_ms: a turn at concurrency 1, over calling the server directly; added_p50_relay_ms: the
+bare relay's. episodes_*, bytes_*: 4,096 at once through one process; bytes beyond the 8 bytes of
+each token. turn128_vs_turn2: CPU for the same new text. stream_32k_vs_1k: CPU per streamed token.
 """
 
 from __future__ import annotations
@@ -35,20 +37,19 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import uvloop
 from figures import say
-from router_load import TOOLS, Connection, Conversation, play
+from router_latency import seconds_added
+from router_load import TOOLS, Conversation, play
 from router_mock import FILLER_ID, NUM_DRAWN
 from router_report import OUT, report, write
 from router_stage import Program, Stage
 
 from outloop.buffer.run import Run
 from outloop.router.rendering import PolicyRenderer
-from outloop.router.turns import Message
 
 NUM_TURNS = 8
-NUM_REPEATS = 5
+NUM_REPEATS = 7
 NUM_CONVERSATIONS = 96
 NUM_LITELLM = 8
 CONCURRENCY = 32
@@ -228,55 +229,39 @@ class Bench:
         self._note("renderers", each)
 
     async def _latency(self) -> None:
-        """Latency at concurrency 1, ours and the server's own, by turns."""
-        policy = PolicyRenderer(self.stage.run.settings.model)
-        (mine,) = await self.episodes.open(1)
-        through = await Connection.open(self.stage.router.port)
-        direct = await Connection.open(self.stage.mock.port)
-        ours, theirs = [], []
-        for _ in range(max(8, NUM_LATENCIES // NUM_REPEATS // self.scale)):
-            if len(mine.messages) >= 2 * NUM_TURNS:
-                await self.episodes.close([mine])
-                (mine,) = await self.episodes.open(1)
-                await mine.turn(through)
-            body = mine.body()
-            said = [Message(m["role"], m["content"]) for m in mine.messages]  # type: ignore[arg-type]
-            ids = policy.render(said, TOOLS)
-            parameters = {"max_new_tokens": NUM_DRAWN, "stop_token_ids": policy.stop_ids}
-            request = msgspec.json.encode({"input_ids": ids, "sampling_params": parameters})
-            before = time.perf_counter()
-            await direct.post("/generate", request, "none")
-            theirs.append(time.perf_counter() - before)
-            before = time.perf_counter()
-            status, answer = await through.post("/v1/chat/completions", body, mine.key)
-            took = time.perf_counter() - before
-            if len(mine.messages) > 2:
-                ours.append(took)
-            mine.hear(status, answer, is_checked=True)
-        await self.episodes.close([mine])
-        through.close()
-        direct.close()
-        self._note("added_p50", statistics.median(ours) - statistics.median(theirs))
+        """Latency at concurrency 1, ours and the bare relay's, by turns."""
+        number = max(1, NUM_LATENCIES // NUM_REPEATS // NUM_TURNS // self.scale)
+        for chat in await self.episodes.open(number):
+            added = await seconds_added(self.stage, chat, NUM_TURNS)
+            await self.episodes.close([chat])
+            for name, seconds in added.items():
+                self._note(f"added_{name}", seconds)
 
     def _summarise(self) -> None:
         s = {name: statistics.median(values) for name, values in self.seconds.items()}
-        figures = self.figures
-        figures["rps_vs_sglang_router"] = s["sglang_router"] / s["ours"]
-        figures["rps_vs_litellm"] = s["litellm"] / s["ours"]
-        figures["stream_rps_vs_sglang_router"] = s["stream_sglang_router"] / s["stream_ours"]
-        figures["stream_rps_vs_litellm"] = s["stream_litellm"] / s["stream_ours"]
-        figures["cpu_vs_floor"] = s["ours"] / (s["relay"] + s["renderers"])
-        figures["cpu_vs_floor_in_place"] = s["ours"] / s["floor"]
-        figures["stream_cpu_vs_floor"] = s["stream_ours"] / (s["stream_relay"] + s["renderers"])
-        figures["added_p50_ms"] = 1000 * s["added_p50"]
-        figures["first_turn_vs_sglang_router"] = s["sglang_router_first"] / s["first"]
-        figures["first_turn_cpu_vs_floor"] = s["first"] / (s["relay_first"] + s["renderers_first"])
+        figures, ratio = self.figures, self._ratio
+        figures["rps_vs_sglang_router"] = ratio("sglang_router", "ours")
+        figures["rps_vs_litellm"] = ratio("litellm", "ours")
+        figures["stream_rps_vs_sglang_router"] = ratio("stream_sglang_router", "stream_ours")
+        figures["stream_rps_vs_litellm"] = ratio("stream_litellm", "stream_ours")
+        figures["cpu_vs_floor"] = ratio("ours", "relay", "renderers")
+        figures["cpu_vs_floor_in_place"] = ratio("ours", "floor")
+        figures["stream_cpu_vs_floor"] = ratio("stream_ours", "stream_relay", "renderers")
+        figures["added_p50_ms"] = 1000 * s["added_ours"]
+        figures["added_p50_relay_ms"] = 1000 * s["added_relay"]
+        figures["first_turn_vs_sglang_router"] = ratio("sglang_router_first", "first")
+        figures["first_turn_cpu_vs_floor"] = ratio("first", "relay_first", "renderers_first")
         for name in ("ours", "sglang_router", "litellm", "relay"):
             for kind in ("", "stream_"):
                 figures[f"{kind}rps_per_core_{name}"] = 1 / s[kind + name]
         for name in ("ours", "relay", "renderers", "floor", "redis", "first", "renderers_first"):
             figures[f"cpu_us_{name}"] = 1e6 * s[name]
         figures["cpu_us_stream_ours"] = 1e6 * s["stream_ours"]
+
+    def _ratio(self, over: str, *under: str) -> float:
+        """Median over repetitions, whose parts met the same machine."""
+        rows = zip(self.seconds[over], *(self.seconds[name] for name in under), strict=True)
+        return statistics.median(one / sum(others) for one, *others in rows)
 
     async def _streams(self) -> None:
         """CPU for each token of a short and of a long stream."""
