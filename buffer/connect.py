@@ -32,6 +32,9 @@ _MAX_WINDOW = 64
 _WINDOW_BYTES = 2**17
 """About so much is under way while what came before is decoded, or while more is encoded."""
 
+_LARGE_PIECE_BYTES = 6144
+"""From this mean size on, handing pieces to the socket one by one costs less than joining them."""
+
 Word = bytes | tuple[Sequence[Any], int]
 """One word of a command; a large one in pieces, bytes and arrays, and their number of bytes."""
 
@@ -170,7 +173,7 @@ async def send(client: redis.asyncio.Redis, commands: Iterable[Sequence[Word]]) 
     """Have commands executed whose answers say no more than that they were.
 
     As a pipeline, but that commands are sent while later ones are made, and that a word in pieces
-    is copied once on its way to the socket.
+    is copied once at most on its way to the socket.
 
     Raises:
         redis.RedisError: one was refused; those before and after it were executed.
@@ -207,7 +210,9 @@ async def send(client: redis.asyncio.Redis, commands: Iterable[Sequence[Word]]) 
         raise refused
 
 
-def _windows(commands: Iterable[Sequence[Word]]) -> Iterator[tuple[bytes, int]]:
+def _windows(
+    commands: Iterable[Sequence[Word]],
+) -> Iterator[tuple[bytes | list[bytes | memoryview], int]]:
     """(what goes over the wire, number of commands), part by part."""
     parts: list[Any] = []
     number = num_bytes = 0
@@ -224,10 +229,17 @@ def _windows(commands: Iterable[Sequence[Word]]) -> Iterator[tuple[bytes, int]]:
                 parts.append(b"\r\n")
                 num_bytes += size
         if num_bytes >= _WINDOW_BYTES:
-            yield b"".join(parts), number
+            yield _packed(parts, num_bytes), number
             parts, number, num_bytes = [], 0, 0
     if number:
-        yield b"".join(parts), number
+        yield _packed(parts, num_bytes), number
+
+
+def _packed(parts: Sequence[Any], num_bytes: int) -> bytes | list[bytes | memoryview]:
+    """One piece, or the large ones as they are: the kernel copies them anyway."""
+    if num_bytes < _LARGE_PIECE_BYTES * len(parts):
+        return b"".join(parts)
+    return [part if isinstance(part, bytes) else part.data.cast("B") for part in parts if len(part)]
 
 
 @contextmanager
