@@ -40,6 +40,8 @@ _REFUSALS: dict[str, type[OutloopError]] = {
     "replaced": TooManyReplaced,
 }
 _WITHOUT_PRELUDE = frozenset({"init_run"})
+_TRANSITIONS = "-- TRANSITIONS\n"
+"""Where a script wants them that can mostly do without; before it otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,16 @@ class Script:
 @functools.cache
 def load_script(name: str) -> Script:
     """The script `name`.lua of this package, checkout or wheel."""
-    folder = files(__name__)
-    text = folder.joinpath(f"{name}.lua").read_text(encoding="ascii")
+    text = _read(name)
     if name not in _WITHOUT_PRELUDE:
-        text = folder.joinpath("prelude.lua").read_text(encoding="ascii") + text
+        transitions = _read("transitions")
+        own = text.replace(_TRANSITIONS, transitions)
+        text = _read("prelude") + (own if own != text else transitions + own)
     return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def _read(name: str) -> str:
+    return files(__name__).joinpath(f"{name}.lua").read_text(encoding="ascii")
 
 
 def refuse(code: str, sentence: str, what: str) -> NoReturn:

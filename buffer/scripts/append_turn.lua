@@ -11,6 +11,11 @@
 -- Keeps    a turn that an episode which this one resumes had recorded counts as replayed, not as
 --          drawn; turns in the order of their first recording, each once.
 
+local function give_up(member)
+-- TRANSITIONS
+  lose_attempt(member, 'stale')
+end
+
 local episode_id, turn_id, parent = ARGV[2], ARGV[3], ARGV[4]
 local e = episode_key(episode_id)
 local f = redis.call('HMGET', e, 'member', 'closed', 't:' .. turn_id, 't:' .. parent, 'min_depth',
@@ -35,8 +40,9 @@ if parent ~= '' and not f[4] then
   return {'not_found', 'no parent_turn_id=' .. parent .. ' in episode_id=' .. episode_id}
 end
 local depth = ARGV[6] ~= '' and depth_of(ARGV[6])
-if depth == nil or (ARGV[7] ~= '' and depth_of(ARGV[7]) == nil) then
-  lose_attempt(f[1], 'stale')
+local is_other = ARGV[7] ~= '' and ARGV[7] ~= ARGV[6]
+if depth == nil or (is_other and depth_of(ARGV[7]) == nil) then
+  give_up(f[1])
   return {'gone', 'turn_id=' .. turn_id .. ' holds tokens of a version that a rollback abandoned'}
 end
 local length = redis.call('RPUSH', e .. ':turns', ARGV[5])

@@ -23,7 +23,7 @@ CREATES = ("SET", "HSET", "HINCRBY", "RPUSH", "LPUSH", "SADD", "ZADD", "ZINCRBY"
 SCRIPTS = sorted(
     file.name.removesuffix(".lua")
     for file in files("outloop.buffer.scripts").iterdir()
-    if file.name.endswith(".lua") and file.name != "prelude.lua"
+    if file.name.endswith(".lua") and file.name not in ("prelude.lua", "transitions.lua")
 )
 LIVES_SHORT = ("10 minutes", "until its end, plus one hour")
 

@@ -1,0 +1,447 @@
+-- The run's rules, its clock, and the transitions that several scripts share.
+--
+-- Invariants that all scripts keep:
+--   an attempt is in `attempts` exactly while it is claimed and neither scored nor lost;
+--   size = scored + lost + pending + attempts in flight, for every open group;
+--   admitted - trained = live groups that are not trained yet + held credits.
+
+local given = redis.call('HMGET', KEYS[1], 'group_size', 'admission_limit', 'max_staleness',
+  'max_replacements', 'attempt_ms', 'group_ms', 'lease_ms', 'gives_claims',
+  'max_replaced_ppm', 'incomplete', 'take_window', 'max_resumptions', 'max_silence_ms')
+local rules = {
+  group_size = tonumber(given[1]), admission_limit = tonumber(given[2]),
+  max_staleness = tonumber(given[3]), max_replacements = tonumber(given[4]),
+  attempt_ms = tonumber(given[5]), group_ms = tonumber(given[6]),
+  lease_ms = tonumber(given[7]), gives_claims = given[8] == '1',
+  max_replaced_share = (tonumber(given[9]) or 1000000) / 1000000,
+  incomplete = given[10] or 'train', take_window = tonumber(given[11]) or 0,
+  max_resumptions = tonumber(given[12]) or 0, max_silence_ms = tonumber(given[13]) or 0,
+}
+local now = tonumber(ARGV[1])
+if now == 0 then
+  local time = redis.call('TIME')
+  now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+
+-- Closed or dropped things stay this long as hashes, so that repeated calls get the same answer.
+local RETENTION_MS = 3600000
+local MIN_SCORED = 2
+local SWEEP_LIMIT = 256
+-- Dead letters kept, and how many of the newest keep their episodes.
+local MAX_LETTERS, MAX_WHOLE_LETTERS = 256, 16
+
+local STATE, OPEN, REPLAY = key('state'), key('open'), key('replay')
+local GROUPS, FILL, GROUP_DEADLINES = key('groups'), key('fill'), key('group_deadlines')
+local READY, READY_DEPTHS, LEASES = key('ready'), key('ready_depths'), key('leases')
+local ATTEMPT_DEADLINES, ATTEMPT_RUNNERS = key('attempt_deadlines'), key('attempt_runners')
+local RUNNERS, WAKE, DEAD = key('runners'), key('wake'), key('dead')
+local function group_key(group_id) return prefix .. 'group:' .. group_id end
+local function eval_key(name) return prefix .. 'eval:' .. name end
+
+-- Hand `words` to `send`, as many at once as Lua may unpack: a call costs more than what most
+-- commands do. An even number, for words in pairs.
+local function send_all(words, send)
+  for first = 1, #words, 1000 do
+    send(unpack(words, first, math.min(first + 999, #words)))
+  end
+end
+
+-- A full Redis refuses a script's first memory-taking command. Scripts that give memory back
+-- start with this write, which is never refused.
+local function allow_when_full() redis.call('DEL', key('nothing')) end
+
+-- An episode, and those that it resumed.
+local function discard_episode(episode_id)
+  repeat
+    local e = episode_key(episode_id)
+    redis.call('DEL', e .. ':turns')
+    redis.call('PEXPIRE', e, RETENTION_MS)
+    episode_id = redis.call('HGET', e, 'resumes')
+  until not episode_id
+end
+
+local function resumable_key(group_id) return group_key(group_id) .. ':resumable' end
+
+-- The lost episode that a claimed attempt resumes, if any.
+local function source_of(group_id, attempt)
+  return redis.call('HGET', group_key(group_id), 'resumes:' .. attempt)
+end
+
+local function release_attempt(member)
+  local episode_id = redis.call('HGET', ATTEMPTS, member)
+  redis.call('HDEL', ATTEMPTS, member)
+  redis.call('ZREM', ATTEMPT_DEADLINES, member)
+  redis.call('HDEL', ATTEMPT_RUNNERS, member)
+  return episode_id
+end
+
+local function discard_episodes(list)
+  for _, episode_id in ipairs(redis.call('LRANGE', list, 0, -1)) do discard_episode(episode_id) end
+  redis.call('DEL', list)
+end
+
+local function release_attempts_of(group_id)
+  local next_attempt = tonumber(redis.call('HGET', group_key(group_id), 'next_attempt'))
+  for attempt = 0, next_attempt - 1 do
+    local episode_id = release_attempt('t:' .. group_id .. ':' .. attempt)
+    if episode_id == '' then episode_id = source_of(group_id, attempt) end
+    if episode_id then discard_episode(episode_id) end
+  end
+  discard_episodes(resumable_key(group_id))
+end
+
+-- Take a group out of every index and free its data; its hash answers late calls for a while.
+local function end_group(group_id, state)
+  local g = group_key(group_id)
+  release_attempts_of(group_id)
+  discard_episodes(g .. ':episodes')
+  for _, index in ipairs({GROUPS, OPEN, FILL, GROUP_DEADLINES, READY, READY_DEPTHS, LEASES}) do
+    redis.call('ZREM', index, group_id)
+  end
+  redis.call('HSET', g, 'state', state)
+  redis.call('PEXPIRE', g, RETENTION_MS)
+end
+
+local function letter_key(group_id) return prefix .. 'dead:' .. group_id end
+
+local function discard_letter(group_id)
+  discard_episodes(letter_key(group_id) .. ':episodes')
+  redis.call('DEL', letter_key(group_id))
+end
+
+-- Keep what a group that is about to be dropped holds, for somebody to look at.
+local function write_letter(group_id, reason, sentence)
+  local g, letter = group_key(group_id), letter_key(group_id)
+  redis.call('HSET', letter, 'reason', reason, 'sentence', sentence, 'at', now)
+  for _, field in ipairs({'slot', 'task_id', 'size', 'scored', 'lost', 'replaced',
+      'last_closure'}) do
+    redis.call('HSET', letter, field, redis.call('HGET', g, field) or '')
+  end
+  if redis.call('EXISTS', g .. ':episodes') == 1 then
+    redis.call('RENAME', g .. ':episodes', letter .. ':episodes')
+  end
+  if redis.call('RPUSH', DEAD, group_id) > MAX_LETTERS then
+    discard_letter(redis.call('LPOP', DEAD))
+  end
+  local shortened = redis.call('LINDEX', DEAD, -1 - MAX_WHOLE_LETTERS)
+  if shortened then discard_episodes(letter_key(shortened) .. ':episodes') end
+end
+
+-- Its credit returns at once, or with the next take or mark_trained when `hold` is set. A group
+-- dropped with a `sentence` leaves a dead letter.
+local function drop_group(group_id, reason, replay, hold, sentence)
+  local slot = redis.call('HGET', group_key(group_id), 'slot')
+  if sentence then write_letter(group_id, reason, sentence) end
+  end_group(group_id, 'dropped')
+  count('dropped:' .. reason)
+  if hold then
+    redis.call('HINCRBY', STATE, 'held', 1)
+  else
+    redis.call('HINCRBY', STATE, 'admitted', -1)
+  end
+  if replay then redis.call('ZADD', REPLAY, slot, slot) end
+end
+
+local function release_held_credits()
+  local held = number(redis.call('HGET', STATE, 'held')) or 0
+  if held > 0 then
+    redis.call('HINCRBY', STATE, 'admitted', -held)
+    redis.call('HSET', STATE, 'held', 0)
+  end
+end
+
+-- By depth, then by slot: what is taken next stands at the front, where few nodes are visited.
+-- Exact below 2^21 publishes of 2^32 slots.
+local function depth_score(depth, slot)
+  return string.format('%.0f', depth * 4294967296 + slot)
+end
+
+local function make_ready(group_id)
+  local g = group_key(group_id)
+  local fields = redis.call('HMGET', g, 'slot', 'min_depth')
+  redis.call('HSET', g, 'state', 'ready')
+  redis.call('ZREM', LEASES, group_id)
+  redis.call('ZADD', READY, fields[1], group_id)
+  if fields[2] then
+    redis.call('ZADD', READY_DEPTHS, depth_score(tonumber(fields[2]), tonumber(fields[1])), group_id)
+  end
+  local wanted = number(redis.call('HGET', STATE, 'wanted')) or 1
+  if redis.call('ZCARD', READY) >= wanted then
+    redis.call('LPUSH', WAKE, '1')
+    redis.call('LTRIM', WAKE, 0, 0)
+  end
+end
+
+-- Returns the group's id if it is ready now, nil if it had to be dropped.
+local function seal_group(group_id)
+  local g = group_key(group_id)
+  release_attempts_of(group_id)
+  redis.call('ZREM', FILL, group_id)
+  redis.call('ZREM', OPEN, group_id)
+  redis.call('ZREM', GROUP_DEADLINES, group_id)
+  local f = redis.call('HMGET', g, 'scored', 'size', 'replaced', 'lost')
+  -- A group of one is compared with other groups.
+  local needed = math.min(MIN_SCORED, tonumber(f[2]))
+  if rules.incomplete == 'drop' then needed = tonumber(f[2]) end
+  if tonumber(f[1]) < needed then
+    drop_group(group_id, 'failed', false, false, 'scored ' .. f[1] .. ' of ' .. f[2]
+      .. ' attempts (at least ' .. needed .. ' are needed), replaced ' .. f[3] .. ', given up '
+      .. f[4])
+    return nil
+  end
+  redis.call('HSET', g, 'sealed_at', now)
+  count('sealed')
+  make_ready(group_id)
+  return group_id
+end
+
+local function seal_if_complete(group_id)
+  local f = redis.call('HMGET', group_key(group_id), 'size', 'scored', 'lost')
+  if tonumber(f[2]) + tonumber(f[3]) >= tonumber(f[1]) then return seal_group(group_id) end
+  return nil
+end
+
+local function split_member(member)
+  return string.match(member, '^(%a):(.*):(%d+)$')
+end
+
+-- Depth of the oldest trained token and newest version of an episode and of those it resumed.
+local function extent_of(episode_id)
+  local f = redis.call('HMGET', episode_key(episode_id), 'min_depth', 'source_depth',
+    'max_version', 'source_version')
+  local depth, version = number(f[1]), number(f[3])
+  local source_depth, source_version = number(f[2]), number(f[4])
+  if source_depth and not (depth and depth < source_depth) then depth = source_depth end
+  if source_version and not (version and version > source_version) then version = source_version end
+  return depth, version
+end
+
+-- False if what the episode recorded is too stale for every batch to come.
+local function is_fresh(episode_id)
+  local depth = extent_of(episode_id)
+  local served = redis.call('HGET', STATE, 'acknowledged')
+  if not depth or not served then return true end
+  return (depth_of(served) or tonumber(served)) - depth <= rules.max_staleness
+end
+
+-- The place of a lost attempt is played again from the start, or given up.
+local function replace_attempt(purpose, owner, attempt, kind)
+  if purpose == 't' and kind ~= 'stale' then count('resultless_attempts') end
+  local owner_key, tally = group_key(owner), 'replaced'
+  if purpose == 'e' then owner_key, tally = eval_key(owner), 'replaced:' .. attempt end
+  local replaced = number(redis.call('HGET', owner_key, tally)) or 0
+  if kind ~= 'stale' and replaced >= rules.max_replacements then
+    count('lost_attempts')
+    if purpose == 'e' then
+      redis.call('HINCRBY', owner_key, 'done', 1)
+    else
+      redis.call('HINCRBY', owner_key, 'lost', 1)
+      seal_if_complete(owner)
+    end
+    return
+  end
+  if kind ~= 'stale' then redis.call('HINCRBY', owner_key, tally, 1) end
+  if purpose == 'e' then
+    count('requeued_eval_attempts')
+    redis.call('RPUSH', key('eval_queue'), owner .. ':' .. attempt)
+  else
+    count('replaced:' .. kind)
+    redis.call('HINCRBY', owner_key, 'pending', 1)
+    redis.call('ZADD', FILL, redis.call('HGET', owner_key, 'slot'), owner)
+  end
+end
+
+-- Count how far a lost episode had come, under lost or resumed.
+local function count_length(episode_id, fate)
+  local e = episode_key(episode_id)
+  count('turns_of_' .. fate .. '_attempts', redis.call('LLEN', e .. ':turns'))
+  count('tokens_of_' .. fate .. '_attempts', redis.call('HGET', e, 'num_tokens') or 0)
+end
+
+-- Whether the attempt that came as far as `episode_id` will be resumed; then it is in `resumable`.
+local function keep_for_resumption(group_id, episode_id)
+  local e = episode_key(episode_id)
+  local f = redis.call('HMGET', e, 'resumptions', 'resumes')
+  if (number(f[1]) or 0) >= rules.max_resumptions or not is_fresh(episode_id)
+      or (redis.call('LLEN', e .. ':turns') == 0 and not f[2]) then
+    return false
+  end
+  redis.call('HINCRBY', e, 'resumptions', 1)
+  redis.call('RPUSH', resumable_key(group_id), episode_id)
+  redis.call('HINCRBY', group_key(group_id), 'pending', 1)
+  redis.call('ZADD', FILL, redis.call('HGET', group_key(group_id), 'slot'), group_id)
+  count('resumed_attempts')
+  count_length(episode_id, 'resumed')
+  return true
+end
+
+-- Give up what a place had recorded before it is played from the start.
+local function discard_lost(episode_id, group_id)
+  local e = episode_key(episode_id)
+  count_length(episode_id, 'lost')
+  redis.call('ZINCRBY', key('replaced_tasks'), 1, redis.call('HGET', e, 'task_id') or '')
+  if group_id then
+    redis.call('HSET', group_key(group_id), 'last_closure', redis.call('HGET', e, 'closure') or '')
+  end
+  discard_episode(episode_id)
+end
+
+-- An attempt ended without a result that counts. kind: infrastructure (then what it recorded is
+-- resumed, if it may be), environment or stale (its tokens are of an abandoned version; not the
+-- task's fault, so it does not use up replacements).
+local function lose_attempt(member, kind)
+  local purpose, owner, attempt = split_member(member)
+  local episode_id = release_attempt(member)
+  if episode_id == '' and purpose == 't' then episode_id = source_of(owner, attempt) end
+  if episode_id and episode_id ~= '' then
+    if purpose == 't' and kind == 'infrastructure' and keep_for_resumption(owner, episode_id) then
+      return
+    end
+    discard_lost(episode_id, purpose == 't' and owner)
+  end
+  if purpose == 'o' then
+    count('lost_attempts')
+    return
+  end
+  replace_attempt(purpose, owner, attempt, kind)
+end
+
+-- A place whose recorded turns became too stale, or belong to an abandoned version, while it
+-- waited to be resumed: it is replaced instead. Taken out of `resumable` by the caller.
+local function replace_resumable(group_id, episode_id, kind)
+  if redis.call('HINCRBY', group_key(group_id), 'pending', -1) == 0 then
+    redis.call('ZREM', FILL, group_id)
+  end
+  discard_lost(episode_id, group_id)
+  replace_attempt('t', group_id, '', kind)
+end
+
+-- A resumed attempt is over: what its earlier episodes recorded is not needed any more. What was
+-- not replayed belongs to no episode that counts.
+local function discard_sources(episode_id)
+  local e = episode_key(episode_id)
+  local first = redis.call('HGET', e, 'resumes')
+  local source, seen, num_left = first, {}, 0
+  while source do
+    for _, field in ipairs(redis.call('HKEYS', episode_key(source))) do
+      if string.sub(field, 1, 2) == 't:' and not seen[field] then
+        seen[field] = true
+        if redis.call('HEXISTS', e, field) == 0 then num_left = num_left + 1 end
+      end
+    end
+    source = redis.call('HGET', episode_key(source), 'resumes')
+  end
+  if first then
+    count('turns_not_replayed', num_left)
+    discard_episode(first)
+  end
+end
+
+-- A closed episode has its reward: enter it into its group or evaluation.
+local function count_attempt(member, episode_id)
+  local purpose, owner, attempt = split_member(member)
+  local e = episode_key(episode_id)
+  local f = redis.call('HMGET', e, 'value', 'min_depth', 'max_version')
+  release_attempt(member)
+  redis.call('HSET', e, 'counted', 1)
+  discard_sources(episode_id)
+  if purpose == 'o' then
+    -- Nobody collects it; it can be read for as long as a repeated call may come.
+    redis.call('PEXPIRE', e .. ':turns', RETENTION_MS)
+    redis.call('PEXPIRE', e, RETENTION_MS)
+    return nil
+  end
+  if purpose == 'e' then
+    redis.call('HSET', eval_key(owner) .. ':rewards', attempt, f[1])
+    redis.call('RPUSH', eval_key(owner) .. ':episodes', episode_id)
+    redis.call('HINCRBY', eval_key(owner), 'done', 1)
+    return nil
+  end
+  local g = group_key(owner)
+  redis.call('RPUSH', g .. ':episodes', episode_id)
+  redis.call('HINCRBY', g, 'scored', 1)
+  local seen = redis.call('HMGET', g, 'min_depth', 'max_version')
+  if f[2] and (not seen[1] or tonumber(f[2]) < tonumber(seen[1])) then
+    redis.call('HSET', g, 'min_depth', f[2])
+  end
+  if f[3] and (not seen[2] or tonumber(f[3]) > tonumber(seen[2])) then
+    redis.call('HSET', g, 'max_version', f[3])
+  end
+  count('scored')
+  return seal_if_complete(owner)
+end
+
+-- Give untrained leases back and fence their holder off.
+local function release_leases()
+  for _, group_id in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
+    if redis.call('HGET', group_key(group_id), 'state') == 'leased' then make_ready(group_id) end
+  end
+end
+
+local function sweep_leases()
+  local f = redis.call('HMGET', STATE, 'fence', 'fence_deadline', 'lost_fence')
+  if f[2] and now > tonumber(f[2]) and f[3] ~= f[1] and redis.call('ZCARD', LEASES) > 0 then
+    redis.call('HSET', STATE, 'lost_fence', f[1])
+    release_leases()
+    count('expired_leases')
+  end
+end
+
+-- The attempts of a runner that fell silent are lost, as at their deadline. After a time in which
+-- nobody looked, Redis may have been away, or its clock may have jumped: then no silence is told from
+-- that, and every runner has its whole time again.
+local function sweep_runners()
+  local limit = rules.max_silence_ms
+  if limit == 0 or redis.call('EXISTS', RUNNERS) == 0 then return end
+  local looked_at = number(redis.call('HGET', STATE, 'runners_looked_at'))
+  redis.call('HSET', STATE, 'runners_looked_at', now)
+  if not looked_at or now < looked_at or now - looked_at > limit / 2 then
+    for _, runner_id in ipairs(redis.call('ZRANGE', RUNNERS, 0, -1)) do
+      redis.call('ZADD', RUNNERS, now, runner_id)
+    end
+    return
+  end
+  local is_silent = {}
+  for _, runner_id in ipairs(redis.call('ZRANGEBYSCORE', RUNNERS, '-inf', now - limit)) do
+    is_silent[runner_id] = true
+    redis.call('ZREM', RUNNERS, runner_id)
+  end
+  if not next(is_silent) then return end
+  local runners = redis.call('HGETALL', ATTEMPT_RUNNERS)
+  for i = 1, #runners, 2 do
+    -- Losing one attempt may seal its group, which releases the others.
+    if is_silent[runners[i + 1]] and redis.call('HEXISTS', ATTEMPTS, runners[i]) == 1 then
+      count('silent_attempts')
+      lose_attempt(runners[i], 'infrastructure')
+    end
+  end
+end
+
+local function sweep()
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', ATTEMPT_DEADLINES, '-inf', now,
+      'LIMIT', 0, SWEEP_LIMIT)) do
+    -- Losing one attempt may seal its group, which releases the others.
+    if redis.call('HEXISTS', ATTEMPTS, member) == 1 then lose_attempt(member, 'infrastructure') end
+  end
+  -- A group that waits for all of its attempts ends with the last of their own deadlines.
+  local limit = rules.incomplete == 'wait' and 0 or SWEEP_LIMIT
+  for _, group_id in ipairs(redis.call('ZRANGEBYSCORE', GROUP_DEADLINES, '-inf', now,
+      'LIMIT', 0, limit)) do
+    seal_group(group_id)
+  end
+  sweep_runners()
+  sweep_leases()
+end
+
+-- nil if the caller still holds the fence, else the refusal to return.
+local function fence_refusal(fence)
+  local f = redis.call('HMGET', STATE, 'fence', 'lost_fence')
+  if f[1] ~= fence then
+    return {'fence', 'fence=' .. fence .. ' was replaced by fence=' .. (f[1] or 'none')
+      .. '; another trainer holds the leases now'}
+  end
+  if f[2] == fence then
+    return {'fence', 'the leases of fence=' .. fence .. ' expired unrenewed and were given back'}
+  end
+  return nil
+end
