@@ -119,10 +119,13 @@ IMAGE ?= python:3.11-slim
 test-container: $(STAMP)
 	OUTLOOP_SANDBOX_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m container tests/envs/sandbox/test_container.py
 
+# Three programs that mostly wait, beside each other; each line says whose it is.
 test-chaos: $(STAMP)
-	$(ONE_THREAD) $(BIN)/python tests/chaos/chaos.py
-	$(ONE_THREAD) $(BIN)/python tests/chaos/forked.py
-	$(ONE_THREAD) $(BIN)/python tests/chaos/whole.py
+	$(MAKE) --jobs=3 --keep-going chaos-chaos chaos-forked chaos-whole
+
+.PHONY: chaos-chaos chaos-forked chaos-whole
+chaos-chaos chaos-forked chaos-whole: chaos-%:
+	bash -o pipefail -c '$(ONE_THREAD) $(BIN)/python -u tests/chaos/$*.py | sed -u "s/^/$*: /"'
 
 bench-loop: $(STAMP)
 	$(BIN)/python tests/bench/loop.py
