@@ -15,7 +15,7 @@ import subprocess
 import time
 import uuid
 from asyncio.subprocess import Process
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import psutil
 import structlog
@@ -54,9 +54,18 @@ async def serve_sglang(
         DeadlineExceeded: it did not answer within server.start_timeout_s.
         PartFailed: it ended by itself, or no longer answers.
     """
-    host = settings.server.host
-    port = port or _free_port(host)
-    url = advertised_url(host, port, advertise)
+    with contextlib.nullcontext(port) if port else held_port(settings.server.host) as number:
+        await _serve_at(number, settings, stop, on_bound, advertise)
+
+
+async def _serve_at(
+    port: int,
+    settings: Settings,
+    stop: asyncio.Event,
+    on_bound: Callable[[str], Awaitable[None]],
+    advertise: str | None,
+) -> None:
+    url = advertised_url(settings.server.host, port, advertise)
     identity = f"started-{uuid.uuid4().hex[:12]}"
     command = start_command(settings, port=port, identity=identity)
     process = await asyncio.create_subprocess_exec(
@@ -151,8 +160,15 @@ async def _end(process: Process) -> None:
         await process.wait()
 
 
-def _free_port(host: str) -> int:
-    """A port that is free now; SGLang binds it by its number."""
-    with socket.create_server((host, 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def held_port(host: str) -> Iterator[int]:
+    """A free port that the system gives to nobody meanwhile, but to who asks for it by its number.
+
+    SGLang binds its port half a minute after it was told which, and as every server with
+    SO_REUSEADDR: beside a socket that has it too and does not listen, Linux lets it.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((host, 0))
+        yield int(held.getsockname()[1])
