@@ -14,10 +14,12 @@ Ratios are medians over repetitions.
 rps_vs_*: requests for each CPU second of ours over theirs, on turns 2 to 8; stream_*: streamed.
 first_turn_*: the same of first turns, which render the whole prompt. cpu_vs_floor: CPU per turn
 over that of the bare relay plus the calls of `renderers` that a turn needs, which are timed in a
-loop of their own; cpu_vs_floor_in_place: over that of a relay that makes these calls for each turn.
-added_p50_ms: a turn at concurrency 1, over calling the server directly; added_p50_relay_ms: the
-bare relay's. episodes_*, bytes_*: 4,096 at once through one process; bytes beyond the 8 bytes of
-each token. turn128_vs_turn2: CPU for the same new text. stream_32k_vs_1k: CPU per streamed token.
+loop of their own; cpu_vs_floor_in_place: over that of the floor, a relay that makes these calls for
+each turn and does nothing else; floor_in_place_vs_floor: the floor's own, over the relay plus the
+calls in a loop. added_p50_ms: a turn at concurrency 1, over calling the server directly;
+added_p50_relay_ms, added_p50_floor_ms: theirs. episodes_*, bytes_*: 4,096 at once through one
+process; bytes beyond the 8 bytes of each token. turn128_vs_turn2: CPU for the same new text.
+stream_32k_vs_1k: CPU per streamed token.
 """
 
 from __future__ import annotations
@@ -246,9 +248,11 @@ class Bench:
         figures["stream_rps_vs_litellm"] = ratio("stream_litellm", "stream_ours")
         figures["cpu_vs_floor"] = ratio("ours", "relay", "renderers")
         figures["cpu_vs_floor_in_place"] = ratio("ours", "floor")
+        figures["floor_in_place_vs_floor"] = ratio("floor", "relay", "renderers")
         figures["stream_cpu_vs_floor"] = ratio("stream_ours", "stream_relay", "renderers")
         figures["added_p50_ms"] = 1000 * s["added_ours"]
         figures["added_p50_relay_ms"] = 1000 * s["added_relay"]
+        figures["added_p50_floor_ms"] = 1000 * s["added_floor"]
         figures["first_turn_vs_sglang_router"] = ratio("sglang_router_first", "first")
         figures["first_turn_cpu_vs_floor"] = ratio("first", "relay_first", "renderers_first")
         for name in ("ours", "sglang_router", "litellm", "relay"):

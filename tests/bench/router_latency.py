@@ -27,7 +27,8 @@ Ask = tuple[str, bytes]
 async def seconds_added(
     stage: Stage, conversation: Conversation, num_turns: int
 ) -> dict[str, float]:
-    """Median seconds that a turn takes beyond the server's own, `ours` and `relay`.
+    """Median seconds that a turn takes beyond the server's own: `ours`, the bare `relay`'s, and
+    the `floor`'s, which is the relay with a turn's calls of `renderers`.
 
     First turns, which render the whole prompt, are left out.
     """
@@ -36,10 +37,12 @@ async def seconds_added(
     draws = [_draw(policy, conversation, number) for number in range(1, num_turns)]
     drawn = await _posted(stage.mock.port, draws)
     relayed = await _posted(stage.relay.port, chats[1:])
+    rendered = await _posted(stage.floor.port, chats[1:])
     answered = await _posted(stage.mock.port, chats[1:])
     return {
         "ours": statistics.median(ours[1:]) - statistics.median(drawn),
         "relay": statistics.median(relayed) - statistics.median(answered),
+        "floor": statistics.median(rendered) - statistics.median(answered),
     }
 
 
