@@ -13,13 +13,9 @@ from typing import Any
 
 from outloop.buffer.records import Opening, Sampling
 from outloop.buffer.settings import SamplingSettings
-from outloop.router.parameters import PARAMETERS, check_value
+from outloop.router.parameters import FLOATS, PARAMETERS, check_value
 from outloop.router.refusals import Refusal
 from outloop.router.turns import TurnRequest
-
-_FLOATS = frozenset(
-    {"temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"}
-)
 
 
 def check_episode_sampling(sampling: dict[str, float] | None, purpose: str) -> None:
@@ -60,25 +56,19 @@ def decide(
     """
     wanted, limit = request.max_new_tokens, settings.max_new_tokens
     own = opening.sampling if opening is not None else None
+    if own is not None:
+        limit = int(own.get("max_new_tokens", limit))
+    if wanted is not None:
+        may_raise = own is None and settings.governance_of("max_new_tokens") == "record"
+        limit = wanted if may_raise else min(wanted, limit)
+    limit = max(1, min(limit, room))
     asks_more = request.asked or request.has_logit_bias or request.json_schema is not None
     if own is None and not asks_more and request.seed is None:
         # Nearly every turn; what follows comes to the same for more.
-        if wanted is not None and (
-            wanted < limit or settings.governance_of("max_new_tokens") == "record"
-        ):
-            limit = wanted
-        return _usual(settings.temperature, max(1, min(limit, room)), request.stop)
+        return _usual(settings.temperature, limit, request.stop)
     in_force: dict[str, Any] = {"temperature": settings.temperature}
-    if own is not None:
-        in_force |= own
-        limit = int(own.get("max_new_tokens", limit))
-        limit = limit if wanted is None else min(wanted, limit)
-    else:
-        in_force |= _asked(request, settings)
-        if wanted is not None:
-            may_raise = settings.governance_of("max_new_tokens") == "record"
-            limit = wanted if may_raise else min(wanted, limit)
-    in_force["max_new_tokens"] = max(1, min(limit, room))
+    in_force |= own if own is not None else _asked(request, settings)
+    in_force["max_new_tokens"] = limit
     kept: dict[str, Any] = {name: _as_kept(name, value) for name, value in in_force.items()}
     constraint = _constraint(request, opening, settings)
     return _sampling(stop=request.stop, constraint=constraint, **kept)
@@ -182,7 +172,7 @@ def loss_spans(
 
 
 def _as_kept(name: str, value: float) -> float:
-    return float(value) if name in _FLOATS else int(value)
+    return float(value) if name in FLOATS else int(value)
 
 
 @lru_cache(maxsize=4)

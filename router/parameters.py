@@ -29,6 +29,7 @@ _WHOLE = frozenset({"top_k", "max_new_tokens", "seed"})
 _ABOVE_LOW = frozenset({"top_p", "repetition_penalty"})
 """What would divide by zero, or leave nothing to draw, at the lower end."""
 PARAMETERS = tuple(_RANGES)
+FLOATS = tuple(name for name in PARAMETERS if name not in _WHOLE)
 
 
 def check_value(name: str, value: float, param: str) -> None:

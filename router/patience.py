@@ -38,19 +38,18 @@ class Patience:
         Raises:
             BufferUnavailable: not within `wait_s`, or not before the end.
         """
-        try:
-            return await call(*args, **words)
-        except BufferUnavailable as error:
-            _log.warning("buffer_awaited", wait_s=self._wait_s, error=str(error))
-            last = error
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._wait_s
-        while (remaining := deadline - loop.time()) > 0 and not self._is_over.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(_AGAIN_S, remaining)):
-                    await self._is_over.wait()
+        deadline: float | None = None
+        while True:
             try:
                 return await call(*args, **words)
             except BufferUnavailable as error:
-                last = error
-        raise last
+                if deadline is None:
+                    deadline = loop.time() + self._wait_s
+                    _log.warning("buffer_awaited", wait_s=self._wait_s, error=str(error))
+                remaining = deadline - loop.time()
+                if remaining <= 0 or self._is_over.is_set():
+                    raise
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(_AGAIN_S, remaining)):
+                    await self._is_over.wait()

@@ -11,14 +11,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, cast
 
 import msgspec
 import numpy as np
 import structlog
 
 from outloop.buffer.records import FinishReason, Sampling, Turn
-from outloop.buffer.turns import TurnWire
+from outloop.buffer.turns import turn_of_known
 from outloop.router.answers import AnswerReader
 from outloop.router.branches import Plan
 from outloop.router.generation import Drawn
@@ -33,8 +32,6 @@ from outloop.router.sessions import EpisodeSession
 from outloop.router.turns import TurnRequest, TurnResult
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
-_unchecked: Any = TurnWire
-"""Makes what has all of a turn but its checks."""
 _log = structlog.get_logger()
 
 
@@ -144,7 +141,7 @@ class Recorder:
         before = common.again[index] if common.again else None
         # Ids are none below zero: the renderer's, and a server's as they are read (wire). To check
         # them once more takes longer than to make arrays of them.
-        turn = _unchecked(
+        return turn_of_known(
             turn_id=common.job.turn_ids[index],
             episode_id=session.episode_id,
             parent_turn_id=plan.parent.turn.turn_id if plan.parent is not None else None,
@@ -162,9 +159,6 @@ class Recorder:
             started_at=before.started_at if before is not None else common.job.started_at,
             finished_at=before.finished_at if before is not None else time.time(),
         )
-        turn.__class__ = Turn
-        turn.check_spans()
-        return cast(Turn, turn)
 
 
 def _are_known(logprobs: Sequence[float | None]) -> bool:

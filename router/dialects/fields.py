@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from outloop.router.parameters import check_value
+from outloop.router.parameters import FLOATS, check_value
 from outloop.router.refusals import Refusal
 from outloop.router.turns import Message, TokenLogprob
 
@@ -21,10 +21,7 @@ T = TypeVar("T")
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 16
-_SAMPLING = (
-    *("temperature", "top_p", "min_p", "top_k"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
-)
+_SAMPLING = (*FLOATS, "top_k")
 _WHERE = re.compile(r"`\$\.([^`]*)`")
 
 
