@@ -32,6 +32,7 @@ from outloop.buffer.errors import (
 from outloop.buffer.reader import BufferReader, init_run
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import Settings
+from outloop.engine.launch.ports import hold_port
 from outloop.engine.launch.process import PartProcess, part_command
 from outloop.engine.launch.progress import RunProgress
 from outloop.engine.launch.report import draw_curve, result_table
@@ -83,21 +84,14 @@ class Launcher:
         Raises:
             SettingsError: it cannot be had.
         """
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        held = socket.socket(family, socket.SOCK_STREAM)
         try:
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            # Bound and not listening: it is given no connections.
-            held.bind((host, port))
+            self._held_port = hold_port(host, port, is_shared=True)
         except OSError as error:
-            held.close()
             raise SettingsError(
                 f"router.host={host!r} router.port={port}: cannot listen there ({error}); choose "
                 "another, or port 0 for any free one"
             ) from error
-        self._held_port = held
-        return int(held.getsockname()[1])
+        return int(self._held_port.getsockname()[1])
 
     def check(self) -> None:
         """Restart parts that may be restarted.

@@ -75,11 +75,19 @@ def test_who_stops_early_leaves_nothing_behind(client: redis.Redis) -> None:
     assert client.get("replies:text") == b"x"
 
 
-def test_a_server_that_goes_away_is_an_error() -> None:
-    """Half an answer and then the end is a lost connection, not a shorter answer."""
-    with answering(lambda peer: peer.sendall(b"*2\r\n$1\r\nx\r\n")) as url:
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"*2\r\n$1\r\nx\r\n", redis.ConnectionError),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", redis.InvalidResponse),
+    ],
+)
+def test_what_is_no_answer_is_an_error(answer: bytes, error: type[Exception]) -> None:
+    """Half an answer and then the end is a lost connection, not a shorter answer; what is not the
+    protocol is refused by name."""
+    with answering(lambda peer: peer.sendall(answer)) as url:
         client = connect_sync(url)
-        with pytest.raises(redis.ConnectionError):
+        with pytest.raises(error):
             list(replies(client, [(("LRANGE", "a", "0", "-1"),)]))
         client.close()
 
@@ -92,13 +100,4 @@ def test_a_server_that_falls_silent_is_an_error() -> None:
         with pytest.raises(redis.TimeoutError):
             list(replies(client, [(("LRANGE", "a", "0", "-1"),)]))
         is_over.set()
-        client.close()
-
-
-def test_rubbish_is_an_error() -> None:
-    """What is not the protocol is refused by name."""
-    with answering(lambda peer: peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as url:
-        client = connect_sync(url)
-        with pytest.raises(redis.InvalidResponse):
-            list(replies(client, [(("LRANGE", "a", "0", "-1"),)]))
         client.close()

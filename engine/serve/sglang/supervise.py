@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import subprocess
 import time
 import uuid
 from asyncio.subprocess import Process
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 
 import psutil
 import structlog
@@ -23,6 +22,7 @@ import structlog
 from outloop.buffer.errors import DeadlineExceeded, PartFailed, SettingsError
 from outloop.buffer.registry import advertised_url
 from outloop.buffer.settings import Settings
+from outloop.engine.launch.ports import hold_port
 from outloop.engine.launch.process import die_with_parent
 from outloop.engine.serve.sglang.arguments import (
     REFUSED_EXIT_CODE,
@@ -54,8 +54,12 @@ async def serve_sglang(
         DeadlineExceeded: it did not answer within server.start_timeout_s.
         PartFailed: it ended by itself, or no longer answers.
     """
-    with contextlib.nullcontext(port) if port else held_port(settings.server.host) as number:
-        await _serve_at(number, settings, stop, on_bound, advertise)
+    if port:
+        await _serve_at(port, settings, stop, on_bound, advertise)
+        return
+    # SGLang binds its port half a minute after it was told which.
+    with hold_port(settings.server.host) as held:
+        await _serve_at(held.getsockname()[1], settings, stop, on_bound, advertise)
 
 
 async def _serve_at(
@@ -158,17 +162,3 @@ async def _end(process: Process) -> None:
     if process.returncode is None:
         process.kill()
         await process.wait()
-
-
-@contextlib.contextmanager
-def held_port(host: str) -> Iterator[int]:
-    """A free port that the system gives to nobody meanwhile, but to who asks for it by its number.
-
-    SGLang binds its port half a minute after it was told which, and as every server with
-    SO_REUSEADDR: beside a socket that has it too and does not listen, Linux lets it.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((host, 0))
-        yield int(held.getsockname()[1])

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from outloop.engine.serve.sglang.supervise import held_port
+from outloop.engine.launch.ports import hold_port
 
 
 async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -16,7 +16,8 @@ async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 async def test_a_server_listens_on_its_held_port(host: str) -> None:
     """By its number, as uvicorn binds; who comes is answered by it."""
-    with held_port(host) as port:
+    with hold_port(host) as held:
+        port = held.getsockname()[1]
         async with await asyncio.start_server(_echo, host, port):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"hello\n")
@@ -26,8 +27,9 @@ async def test_a_server_listens_on_its_held_port(host: str) -> None:
 
 def test_a_held_port_is_given_to_nobody_else() -> None:
     """Neither to a plain socket nor, held again, to another server."""
-    with held_port("127.0.0.1") as port, socket.socket() as other:
+    with hold_port("127.0.0.1") as held, socket.socket() as other:
+        port = held.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))
-        with held_port("127.0.0.1") as another:
-            assert another != port
+        with hold_port("127.0.0.1") as another:
+            assert another.getsockname()[1] != port

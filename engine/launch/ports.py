@@ -1,0 +1,31 @@
+"""Ports that are kept from others until a server listens there.
+
+Owns: holding them. Does not own: who is told which, or listening. Invariant: a held port is given
+to nobody who does not ask for it by its number; the holder is given no connections.
+"""
+
+from __future__ import annotations
+
+import socket
+
+
+def hold_port(host: str, port: int = 0, *, is_shared: bool = False) -> socket.socket:
+    """A bound socket that does not listen; its number is in `getsockname()[1]`, 0: any free one.
+
+    Linux lets a server with SO_REUSEADDR, as every server has it, listen beside it; with
+    `is_shared` several that have SO_REUSEPORT.
+
+    Raises:
+        OSError: it cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    held = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((host, port))
+    except OSError:
+        held.close()
+        raise
+    return held
