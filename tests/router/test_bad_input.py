@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from fake_server import Script
+from served_policy import publish
 
 from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
-from outloop.buffer.records import ServerEntry
 from outloop.buffer.writer import BufferWriter
 
 
@@ -68,21 +68,11 @@ async def whole(
     init_run(run)
     writer, reader = await BufferWriter.connect(run), BufferReader.connect(run)
     stage = await make_stage(buffer=writer, router={"turn_timeout_s": 1.0})
-    entry = ServerEntry(
-        server_id="server-0",
-        url=stage.server.url,
-        kind="torch",
-        policy_version=None,
-        is_quarantined=False,
-    )
-    reader.register_server(entry)
-    reader.set_server_version("server-0", 0, quarantined=False)
     body = {"tasks": [{"task_id": "t", "payload": {"n": 1}}], "eval_tasks": []}
     assert (await stage.post("/tasks", body)).status_code == 200
     fence = reader.acquire_fence()
     reader.recover(None, fence=fence)
-    reader.announce_version(0, None)
-    reader.acknowledge_version(0)
+    publish(run, stage.server.url)
     answer = await stage.post("/tasks/claim", {"key": "k", "count": 2, "open": True})
     yield Whole(stage, reader, fence, answer.json()["claims"])
     reader.close()

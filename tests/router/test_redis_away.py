@@ -9,12 +9,11 @@ import anthropic
 import openai
 import pytest
 from bad_wire import BadWire
+from served_policy import publish
 
 from outloop.buffer.connect import connect_sync
 from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.join import init_run
-from outloop.buffer.reader import BufferReader
-from outloop.buffer.records import ServerEntry
 from outloop.buffer.writer import BufferWriter
 
 SAID = [{"role": "user", "content": "hi"}]
@@ -111,21 +110,8 @@ async def restartable(
     with redis, BadWire(tmp_path, redis.start().removeprefix("unix://")) as wire:
         run = replace(make_run(), run_id="away", redis_url=wire.url)
         init_run(run)
-        reader = BufferReader.connect(replace(run, redis_url=redis.url))
         stage = await make_stage(buffer=await BufferWriter.connect(run))
-        entry = ServerEntry(
-            server_id="server-0",
-            url=stage.server.url,
-            kind="torch",
-            policy_version=None,
-            is_quarantined=False,
-        )
-        reader.register_server(entry)
-        reader.set_server_version("server-0", 0, quarantined=False)
-        reader.acquire_fence()
-        reader.announce_version(0, None)
-        reader.acknowledge_version(0)
-        reader.close()
+        publish(replace(run, redis_url=redis.url), stage.server.url)
         await stage.app.state.parts.pool.refresh()
         yield stage, redis, wire
 
