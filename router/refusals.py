@@ -97,6 +97,13 @@ def _openai_event(refusal: Refusal) -> bytes:
 OPENAI_ERRORS = ErrorForm(Refusal.envelope, _openai_event)
 
 
+def body_too_large(max_bytes: int) -> Refusal:
+    """The refusal of a body that is larger than any may be."""
+    return Refusal(
+        413, "body_too_large", f"the body has more than {max_bytes} bytes; send it in parts"
+    )
+
+
 def stopping() -> Refusal:
     """The refusal of a router that is going: the next connection may reach another process."""
     return Refusal(

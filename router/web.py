@@ -14,8 +14,9 @@ import structlog
 
 from outloop.buffer.errors import OutloopError
 from outloop.router.connections import CONNECTION, ClientRequest
+from outloop.router.encodings import decoded
 from outloop.router.metrics import RouterMetrics
-from outloop.router.refusals import OPENAI_ERRORS, ErrorForm, Refusal, as_refusal
+from outloop.router.refusals import OPENAI_ERRORS, ErrorForm, Refusal, as_refusal, body_too_large
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -67,15 +68,19 @@ class Exchange:
         return str(self.scope.get("path_params", {}).get(name, ""))
 
     async def body(self) -> bytes:
-        """The whole request body.
+        """The whole request body, as it was before the client compressed it.
 
         Raises:
-            Refusal: 413, it is too large.
+            Refusal: 413, it is too large; 415 and 400, it is compressed as nothing here reads it.
             ClientLeft: the client closed the connection.
         """
         whole = self._request.take_body() if self._request is not None else None
-        if whole is not None:
-            return whole
+        if whole is None:
+            whole = await self._receive_body()
+        encoding = self.headers.get(b"content-encoding")
+        return whole if encoding is None else await decoded(whole, encoding, _MAX_BODY_BYTES)
+
+    async def _receive_body(self) -> bytes:
         pieces: list[bytes] = []
         size = 0
         while True:
@@ -85,11 +90,7 @@ class Exchange:
             piece = message.get("body", b"")
             size += len(piece)
             if size > _MAX_BODY_BYTES:
-                raise Refusal(
-                    413,
-                    "body_too_large",
-                    f"the body has more than {_MAX_BODY_BYTES} bytes; send it in parts",
-                )
+                raise body_too_large(_MAX_BODY_BYTES)
             pieces.append(piece)
             if not message.get("more_body", False):
                 return b"".join(pieces) if len(pieces) > 1 else piece
