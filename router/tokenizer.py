@@ -19,8 +19,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from outloop.buffer.errors import SettingsError
+from outloop.router.words import WordEncoder
 
-_CACHED_TEXTS = 2048
+_CACHED_TEXTS = 256
 _CACHED_TOKENS = 256
 _MAX_CACHED_CHARS = 16384
 _MAX_CACHED_IDS = 4
@@ -56,6 +57,7 @@ class PolicyTokenizer:
                 "with config.json, tokenizer.json and model.safetensors"
             )
         self._tokenizer = Tokenizer.from_file(str(path))
+        self._words = WordEncoder.of(self._tokenizer)
         self.name_or_path = str(folder)
         self.unk_token_id: int | None = None
         self.eos_token_id = self._special(folder, "eos_token")
@@ -126,6 +128,9 @@ class PolicyTokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _encode(self, text: str) -> tuple[int, ...]:
+        ids = self._words.encode(text) if self._words is not None else None
+        if ids is not None:
+            return tuple(ids)
         # A batch of one: only a batch may leave out where in the text each id stands.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return tuple(encoding.ids)

@@ -14,19 +14,20 @@ Ratios are medians over repetitions.
 rps_vs_*: requests for each CPU second of ours over theirs, on turns 2 to 8; stream_*: streamed.
 first_turn_*: the same of first turns, which render the whole prompt. cpu_vs_floor: CPU per turn
 over that of the bare relay plus the calls of `renderers` that a turn needs, which are timed in a
-loop of their own; cpu_vs_floor_in_place: over that of the floor, a relay that makes these calls for
-each turn and does nothing else; floor_in_place_vs_floor: the floor's own, over the relay plus the
-calls in a loop. added_p50_ms: a turn at concurrency 1, over calling the server directly;
-added_p50_relay_ms, added_p50_floor_ms: theirs. episodes_*, bytes_*: 4,096 at once through one
-process; bytes beyond the 8 bytes of each token. turn128_vs_turn2: CPU for the same new text.
-stream_32k_vs_1k: CPU per streamed token.
+loop of their own, with `tokenizers` as it comes; cpu_vs_floor_own_tokenizer: the same with the
+router's own tokenizer, which is faster, in these calls; cpu_vs_floor_in_place: over that of the
+floor, a relay that makes them, with that tokenizer, for each turn and does nothing else;
+floor_in_place_vs_floor: the floor's own, over the relay plus the same calls in a loop.
+added_p50_ms: a turn at concurrency 1, over calling the server directly; added_p50_relay_ms,
+added_p50_floor_ms: theirs. episodes_*, bytes_*: 4,096 at once through one process; bytes beyond the
+8 bytes of each token. turn128_vs_turn2: CPU for the same new text. stream_32k_vs_1k: CPU per
+streamed token.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import itertools
 import resource
 import signal
@@ -42,8 +43,9 @@ import aiohttp
 import uvloop
 from figures import say
 from router_latency import seconds_added
-from router_load import TOOLS, Conversation, play
-from router_mock import FILLER_ID, NUM_DRAWN
+from router_load import Conversation, play
+from router_package import bare_package
+from router_package import cpu_per_turn as package_cpu_per_turn
 from router_report import OUT, report, write
 from router_stage import Program, Stage
 
@@ -202,33 +204,17 @@ class Bench:
 
     def _renderers(self) -> None:
         """CPU of the package's own calls for a turn 2 to 8, and for a first turn."""
-        policy = PolicyRenderer(self.stage.run.settings.model)
-        package: Any = policy._renderer
-        chats = [Conversation(next(self.names)) for _ in range(64)]
-        answer = [FILLER_ID] * (NUM_DRAWN - 1) + [policy.stop_ids[0]]
-        firsts = [[dict(message) for message in chat.messages] for chat in chats]
-        before = time.process_time()
-        prompts = [
-            package.render_ids(messages, tools=TOOLS, add_generation_prompt=True)
-            for messages in firsts
-        ]
-        first = (time.process_time() - before) / len(chats)
-        for chat in chats:
-            chat.messages.append({"role": "assistant", "content": "x"})
-            chat.ask()
-        asked = [[chat.messages[-1]] for chat in chats]
-        tails = [prompt[-120:] for prompt in prompts]
-        gc.collect()
-        before = time.process_time()
-        for tail, new in zip(tails, asked, strict=True):
-            package.bridge_to_next_turn(tail, answer, new, tools=TOOLS)
-            package.parse_response(answer, tools=TOOLS, prompt_ids=tail)
-        each = (time.process_time() - before) / len(chats)
-        before = time.process_time()
-        for tail in tails:
-            package.parse_response(answer, tools=TOOLS, prompt_ids=tail)
-        self._note("renderers_first", first + (time.process_time() - before) / len(chats))
-        self._note("renderers", each)
+        model = self.stage.run.settings.model
+        policy = PolicyRenderer(model)
+        own: Any = policy._renderer
+        for name, package in {
+            "renderers": bare_package(model.path, own),
+            "renderers_own": own,
+        }.items():
+            chats = [Conversation(next(self.names)) for _ in range(64)]
+            first, each = package_cpu_per_turn(package, policy.stop_ids[0], chats)
+            self._note(f"{name}_first", first)
+            self._note(name, each)
 
     async def _latency(self) -> None:
         """Latency at concurrency 1, ours and the bare relay's, by turns."""
@@ -247,8 +233,9 @@ class Bench:
         figures["stream_rps_vs_sglang_router"] = ratio("stream_sglang_router", "stream_ours")
         figures["stream_rps_vs_litellm"] = ratio("stream_litellm", "stream_ours")
         figures["cpu_vs_floor"] = ratio("ours", "relay", "renderers")
+        figures["cpu_vs_floor_own_tokenizer"] = ratio("ours", "relay", "renderers_own")
         figures["cpu_vs_floor_in_place"] = ratio("ours", "floor")
-        figures["floor_in_place_vs_floor"] = ratio("floor", "relay", "renderers")
+        figures["floor_in_place_vs_floor"] = ratio("floor", "relay", "renderers_own")
         figures["stream_cpu_vs_floor"] = ratio("stream_ours", "stream_relay", "renderers")
         figures["added_p50_ms"] = 1000 * s["added_ours"]
         figures["added_p50_relay_ms"] = 1000 * s["added_relay"]
@@ -258,7 +245,9 @@ class Bench:
         for name in ("ours", "sglang_router", "litellm", "relay"):
             for kind in ("", "stream_"):
                 figures[f"{kind}rps_per_core_{name}"] = 1 / s[kind + name]
-        for name in ("ours", "relay", "renderers", "floor", "redis", "first", "renderers_first"):
+        for name in ("ours", "relay", "renderers", "renderers_own", "floor", "redis"):
+            figures[f"cpu_us_{name}"] = 1e6 * s[name]
+        for name in ("first", "renderers_first", "renderers_own_first"):
             figures[f"cpu_us_{name}"] = 1e6 * s[name]
         figures["cpu_us_stream_ours"] = 1e6 * s["stream_ours"]
 

@@ -3,7 +3,8 @@
     python tests/bench/router_floor.py PORT MOCK_PORT MODEL_FOLDER
 
 It is the bare relay, and in the same event loop it bridges the last message of each body onto a
-prompt and an answer, which are always the same, and parses that answer once the server's is there.
+prompt and an answer, which are always the same, and parses that answer once the server's is there,
+with the router's own tokenizer.
 It reads no more of a body than that message, and keeps nothing. The garbage collector is set as the
 router sets it.
 """
@@ -18,13 +19,12 @@ import msgspec
 import uvloop
 from router_load import TOOLS, Conversation
 from router_mock import FILLER_ID, NUM_DRAWN, Relay, serve_relay
+from router_package import NUM_TAIL
 
 from outloop.buffer.settings import build_settings
 from outloop.router.main import own_the_process
 from outloop.router.rendering import PolicyRenderer
 
-NUM_TAIL = 120
-"""About as many ids as a turn adds to a prompt."""
 _MESSAGE, _END = b'{"role":"user"', b'"}'
 _decode = msgspec.json.Decoder(dict[str, str]).decode
 
