@@ -43,6 +43,7 @@ class TurnJob:
         "encode",
         "is_delivered",
         "is_drawn",
+        "is_given_up",
         "is_over",
         "num_prompt_tokens",
         "started_at",
@@ -72,6 +73,8 @@ class TurnJob:
         self._refusal: Refusal | None = None
         self.is_over = False
         self.is_drawn = False
+        self.is_given_up = False
+        """Whoever asked for it left and did not come back in time: it is recorded without loss."""
 
     @property
     def has_client(self) -> bool:

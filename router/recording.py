@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 import numpy as np
 import structlog
+from msgspec.structs import replace
 
+from outloop.buffer.budgets import EpisodeUsage
+from outloop.buffer.errors import BufferUnavailable, Conflict
 from outloop.buffer.records import FinishReason, Sampling, Turn
 from outloop.buffer.turns import turn_of_known
 from outloop.router.answers import AnswerReader
@@ -44,7 +47,6 @@ class Recording(msgspec.Struct, frozen=True):
     retry_key: str
     plan: Plan
     sampling: Sampling
-    is_delivered: bool
     again: tuple[Turn, ...] = ()
     """What a lost attempt had recorded and is now replayed, by choice; (): it was drawn now."""
 
@@ -60,10 +62,12 @@ class Recorder:
         metrics: RouterMetrics,
         patience: Patience,
         *,
+        wait_for_client: Callable[[TurnJob, EpisodeSession, str], Awaitable[None]],
         log_turns: bool,
     ) -> None:
         self._buffer = buffer
         self._patience = patience
+        self._wait_for_client = wait_for_client
         self._renderer = renderer
         self._reader = reader
         self._metrics = metrics
@@ -85,9 +89,12 @@ class Recorder:
             if request.num_choices == 1:
                 # While Redis writes; nobody gets it before that is acknowledged.
                 asyncio.get_running_loop().call_soon(job.draft, (result,))
-            # What was drawn, and perhaps shown, is not thrown away because Redis is restarted; the
-            # same turn is recorded once, however often it is sent.
-            usage = await self._patience.ask(self._buffer.append_turn, turn)
+            try:
+                usage = await self._buffer.append_turn(turn)
+            except BufferUnavailable:
+                # What was drawn, and perhaps shown, is not thrown away because Redis is restarted.
+                turn, usage = await self._append_late(common, index, drawn, answer, turn)
+                result = replace(result, turn=turn)
             # Other processes may have recorded turns of this episode.
             session.num_turns = max(session.num_turns, usage.num_turns)
             session.num_tokens = usage.num_tokens
@@ -104,6 +111,25 @@ class Recorder:
             self._tell_of(common, turn)
         return result
 
+    async def _append_late(
+        self, common: Recording, index: int, drawn: Drawn, answer: Answer, turn: Turn
+    ) -> tuple[Turn, EpisodeUsage]:
+        """Record a turn that Redis did not take at first, and say which one is recorded.
+
+        Who asked for it may leave meanwhile: each time it is sent as what it is by then.
+        """
+
+        async def append() -> tuple[Turn, EpisodeUsage]:
+            await self._wait_for_client(common.job, common.session, common.retry_key)
+            now = replace(self._turn(common, index, drawn, answer), finished_at=turn.finished_at)
+            try:
+                return now, await self._buffer.append_turn(now)
+            except Conflict:
+                # An attempt before this one was taken, but its answer lost: that record stands.
+                return turn, await self._buffer.append_turn(turn)
+
+        return await self._patience.ask(append)
+
     def _tell_of(self, common: Recording, turn: Turn) -> None:
         session = common.session
         tell = _log.info if self._log_turns else _log.debug
@@ -118,7 +144,7 @@ class Recorder:
             num_output_ids=len(turn.output_ids),
             policy_versions=[span.policy_version for span in turn.version_spans],
             server_id=session.last_server,
-            is_delivered=common.is_delivered,
+            is_delivered=not common.job.is_given_up,
             duration_s=round(turn.finished_at - turn.started_at, 4),
             traceparent=common.request.traceparent,
         )
@@ -134,7 +160,7 @@ class Recorder:
             num_output=len(drawn.ids),
             num_until_stop=self._renderer.num_until_stop(drawn.ids),
             undelivered_from=answer.undelivered_from,
-            is_delivered=common.is_delivered,
+            is_delivered=not common.job.is_given_up,
             is_behavior_known=sampling.is_plain and is_known,
             purpose=session.opening.purpose if session.opening is not None else "eval",
         )

@@ -66,7 +66,15 @@ class TurnService:
         self._reader = AnswerReader(renderer)
         self._patience = patience
         told = settings.router.log_turns
-        self._recorder = Recorder(buffer, renderer, self._reader, metrics, patience, log_turns=told)
+        self._recorder = Recorder(
+            buffer,
+            renderer,
+            self._reader,
+            metrics,
+            patience,
+            wait_for_client=self._wait_for_client,
+            log_turns=told,
+        )
         self._planner = Planner(renderer, episodes, settings.sampling)
         self._peers = peers
         self._retries = Retries(episodes, self._planner, self._reader, peers)
@@ -296,14 +304,9 @@ class TurnService:
         # One choice is the rule, and gathering one would make a task for it.
         drawn = [await draws[0]] if len(draws) == 1 else await asyncio.gather(*draws)
         job.is_drawn = True
-        is_delivered = job.has_client
-        if not is_delivered:
-            if session.opening is not None:
-                self._peers.tell_left(session, retry_key)
-            is_delivered = await job.wait_for_client(_RETURN_GRACE_S)
-        if not is_delivered:
-            self._metrics.undelivered.inc()
-        common = Recording(job, session, request, retry_key, plan, sampling, is_delivered, again)
+        if not job.has_client:
+            await self._wait_for_client(job, session, retry_key)
+        common = Recording(job, session, request, retry_key, plan, sampling, again)
         try:
             return tuple(
                 [
@@ -314,6 +317,16 @@ class TurnService:
         except BaseException:
             session.recorded.give_back(prompt, again)
             raise
+
+    async def _wait_for_client(self, job: TurnJob, session: EpisodeSession, retry_key: str) -> None:
+        """Wait until somebody has use for a drawn turn, or give up that anybody will."""
+        if job.is_given_up or job.has_client:
+            return
+        if session.opening is not None:
+            self._peers.tell_left(session, retry_key)
+        if not await job.wait_for_client(_RETURN_GRACE_S):
+            job.is_given_up = True
+            self._metrics.undelivered.inc()
 
     async def _draw(
         self,

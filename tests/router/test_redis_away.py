@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,14 @@ import pytest
 from bad_wire import BadWire
 from served_policy import publish
 
+from outloop.buffer.budgets import EpisodeUsage
 from outloop.buffer.connect import connect_sync
 from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.join import init_run
+from outloop.buffer.reader import BufferReader
+from outloop.buffer.records import Turn
 from outloop.buffer.writer import BufferWriter
+from outloop.router import service
 
 SAID = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -55,6 +60,60 @@ async def test_a_drawn_turn_waits_to_be_recorded(stage, stream: bool) -> None:
     else:
         text = answer.choices[0].message.content
     assert text == "fine"
+    (turn,) = stage.turns(episode)
+    assert turn.loss_spans == ((0, len(turn.output_ids)),)
+    assert len(stage.server.requests) == 1
+
+
+async def hang_up(task: asyncio.Task) -> None:
+    """Its client is gone."""
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_who_leaves_while_a_turn_waits_to_be_recorded_has_not_got_it(
+    stage, monkeypatch: pytest.MonkeyPatch, num_choices: int
+) -> None:
+    """A client that left and did not come back in time: every choice is recorded without loss."""
+    monkeypatch.setattr(service, "_RETURN_GRACE_S", 0.2)
+    stage.says(*["fine"] * num_choices)
+    episode = await stage.open()
+    body = {"model": "policy", "messages": SAID, "n": num_choices}
+    asking = stage.post("/v1/chat/completions", body, episode["api_key"])
+    stage.server.gate.clear()
+    task = asyncio.create_task(asking)
+    await drawing(stage, num_choices)
+    stage.buffer.is_away = True
+    stage.server.gate.set()
+    await awaited(stage)
+    await hang_up(task)
+    stage.buffer.is_away = False
+    async with asyncio.timeout(20):
+        while len(stage.turns(episode)) < num_choices:
+            await asyncio.sleep(0.005)
+    for turn in stage.turns(episode):
+        assert (turn.loss_spans, turn.mask_reason) == ((), "undelivered")
+    scraped = (await stage.get("/metrics")).text
+    assert "router_undelivered_turns_total 1.0" in scraped
+
+
+async def test_who_leaves_and_comes_back_meanwhile_gets_the_turn(stage) -> None:
+    """The same request while the first one's turn still waits: one draw, one record, trained."""
+    stage.says("fine")
+    episode = await stage.open()
+    body = {"model": "policy", "messages": SAID}
+    stage.server.gate.clear()
+    first = asyncio.create_task(stage.post("/v1/chat/completions", body, episode["api_key"]))
+    await drawing(stage, 1)
+    stage.buffer.is_away = True
+    stage.server.gate.set()
+    await awaited(stage)
+    await hang_up(first)
+    stage.buffer.is_away = False
+    answer = await stage.post("/v1/chat/completions", body, episode["api_key"])
+    assert answer.json()["choices"][0]["message"]["content"] == "fine"
     (turn,) = stage.turns(episode)
     assert turn.loss_spans == ((0, len(turn.output_ids)),)
     assert len(stage.server.requests) == 1
@@ -111,7 +170,10 @@ async def restartable(
         run = replace(make_run(), run_id="away", redis_url=wire.url)
         init_run(run)
         stage = await make_stage(buffer=await BufferWriter.connect(run))
-        publish(replace(run, redis_url=redis.url), stage.server.url)
+        direct = replace(run, redis_url=redis.url)
+        with closing(BufferReader.connect(direct)) as reader:
+            reader.recover(None, fence=reader.acquire_fence())
+        publish(direct, stage.server.url)
         await stage.app.state.parts.pool.refresh()
         yield stage, redis, wire
 
@@ -167,3 +229,53 @@ async def test_agents_play_on_while_redis_is_restarted(restartable) -> None:
         turns = (await stage.get(f"/episodes/{episode['episode_id']}")).json()["turns"]
         causes = [turn["branch_cause"] for turn in turns]
         assert causes == ["root", *["extension"] * 11]
+
+
+@pytest.fixture
+async def trained(restartable) -> tuple:
+    """The same with an episode that is trained."""
+    stage, _, wire = restartable
+    tasks = {"tasks": [{"task_id": "t", "payload": {}}], "eval_tasks": []}
+    assert (await stage.post("/tasks", tasks)).status_code == 200
+    claims = (await stage.post("/tasks/claim", {"key": "k", "count": 1, "open": True})).json()
+    return stage, wire, claims["claims"][0]["episode"]
+
+
+async def test_a_record_whose_acknowledgement_was_lost_stands(
+    trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says that the turn was delivered; who left after it was written changes it no more."""
+    stage, wire, episode = trained
+    monkeypatch.setattr(service, "_RETURN_GRACE_S", 0.2)
+    stage.says("well", "fine")
+    body = {"model": "policy", "messages": SAID}
+    # Redis knows the script from then on: a command that arrives is carried out.
+    await stage.post("/v1/chat/completions", body, episode["api_key"])
+    stage.server.gate.clear()
+    task = asyncio.create_task(stage.post("/v1/chat/completions", body, episode["api_key"]))
+    await drawing(stage, 2)
+    sent, appended = [], stage.buffer.append_turn
+
+    async def append(turn: Turn) -> EpisodeUsage:
+        sent.append(turn)
+        return await appended(turn)
+
+    monkeypatch.setattr(stage.buffer, "append_turn", append)
+    wire.loses_answers = True
+    stage.server.gate.set()
+    async with asyncio.timeout(20):
+        while len(sent) < 2:
+            await asyncio.sleep(0.005)
+    await hang_up(task)
+    async with asyncio.timeout(20):
+        while sent[-1].loss_spans:
+            await asyncio.sleep(0.005)
+        wire.loses_answers = False
+        while stage.app.state.parts.service.num_running:
+            await asyncio.sleep(0.005)
+    _, turn = (await stage.buffer.load_episode(episode["episode_id"])).turns
+    assert turn.turn_id == sent[0].turn_id
+    assert turn.loss_spans == sent[0].loss_spans == ((0, len(turn.output_ids)),)
+    retried = {"x-stainless-retry-count": "1"}
+    again = await stage.post("/v1/chat/completions", body, episode["api_key"], **retried)
+    assert again.json()["id"] == f"chatcmpl-{turn.turn_id}"
