@@ -159,6 +159,7 @@ async def _send_stream(
             turn_id=job.turn_ids[0],
             started_at=job.started_at,
             num_prompt_tokens=job.num_prompt_tokens,
+            sampling=job.sampling,
         )
         await exchange.start_events()
         return dialect.stream(head, request)

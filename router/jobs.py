@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
+from outloop.buffer.records import Sampling
 from outloop.router.refusals import Refusal
 from outloop.router.streaming import Shown
 from outloop.router.turns import CallPlace, Delta, TurnResult, call_id_of
@@ -46,6 +47,7 @@ class TurnJob:
         "is_given_up",
         "is_over",
         "num_prompt_tokens",
+        "sampling",
         "started_at",
         "task",
         "turn_ids",
@@ -59,6 +61,8 @@ class TurnJob:
         self.turn_ids = turn_ids
         self.started_at = started_at
         self.num_prompt_tokens = 0
+        self.sampling: Sampling | None = None
+        """In force, once that is known."""
         self.is_delivered = False
         self.task: asyncio.Task[None] | None = None
         self.deltas: list[Delta] = []

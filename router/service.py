@@ -260,6 +260,7 @@ class TurnService:
             job.turn_ids = tuple(result.turn.turn_id for result in found)
             job.started_at = found[-1].turn.started_at
             job.num_prompt_tokens = found[0].num_prompt_tokens
+            job.sampling = found[0].turn.sampling
         else:
             session.check_open()
             if not self._admit(job, session, request):
@@ -293,7 +294,7 @@ class TurnService:
         left = self.budgets.room(session, len(plan.prompt_ids), request.num_choices)
         if left is not None and left < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=left)
-        job.num_prompt_tokens = prompt.num_ids
+        job.num_prompt_tokens, job.sampling = prompt.num_ids, sampling
         again = session.recorded.pop(prompt, sampling, request.num_choices)
         if again:
             job.turn_ids = tuple(turn.turn_id for turn in again)

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from outloop.buffer.records import Turn
+from outloop.buffer.records import Sampling, Turn
 
 
 class ToolCall(msgspec.Struct, frozen=True, gc=False):
@@ -116,6 +116,8 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str | None = None
     tracestate: str | None = None
     """The client's OpenTelemetry context."""
+    echoed: dict[str, Any] = {}
+    """What else its answer repeats, as it was asked, where the dialect's answers do that."""
     told: Told | None = None
     """As it was said, where the dialect can go on from it; `messages` are its own."""
 
@@ -178,6 +180,8 @@ class AnswerHead(msgspec.Struct, frozen=True, kw_only=True):
     turn_id: str
     started_at: float
     num_prompt_tokens: int
+    sampling: Sampling | None = None
+    """What is in force."""
 
 
 class AnswerStream(Protocol):

@@ -8,13 +8,20 @@ reasoning that came after text, those of the plain answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
+from outloop.buffer.records import Sampling
 from outloop.router.dialects import fields
 from outloop.router.refusals import ErrorForm, Refusal
 from outloop.router.turns import AnswerHead, CallPlace, Delta, TurnRequest, TurnResult
+
+_LEFT_OUT = MappingProxyType(
+    {"type": "function", "description": None, "parameters": None, "strict": None}
+)
+"""What a tool is answered with where its request said nothing."""
 
 
 def encode(results: Sequence[TurnResult], request: TurnRequest) -> bytes:
@@ -215,6 +222,7 @@ def _head_of(result: TurnResult) -> AnswerHead:
         turn_id=result.turn.turn_id,
         started_at=result.turn.started_at,
         num_prompt_tokens=result.num_prompt_tokens,
+        sampling=result.turn.sampling,
     )
 
 
@@ -282,32 +290,43 @@ def _response(
 ) -> dict[str, Any]:
     is_cut = result is not None and result.turn.finish_reason == "length"
     ended = "incomplete" if is_cut else "completed"
-    sampling = result.turn.sampling if result is not None else None
     return {
         "id": f"resp_{head.turn_id}",
         "object": "response",
         "created_at": int(head.started_at),
+        "completed_at": int(result.turn.finished_at) if result is not None and not is_cut else None,
         "status": ended if result is not None else "in_progress",
         "background": False,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "instructions": None,
-        "max_output_tokens": request.max_new_tokens,
         "model": request.model,
         "output": list(items),
         "parallel_tool_calls": request.parallel_tool_calls,
         "previous_response_id": f"resp_{request.after}" if request.after is not None else None,
-        "reasoning": {"effort": None, "summary": None},
-        "store": True,
-        "temperature": sampling.temperature if sampling is not None else None,
-        "text": {"format": {"type": "text"}},
+        "service_tier": "default",
         "tool_choice": _tool_choice(request.tool_choice),
-        "tools": [{"type": "function", **tool["function"]} for tool in request.tools],
-        "top_p": sampling.top_p if sampling is not None else None,
+        "tools": [{**_LEFT_OUT, **tool["function"]} for tool in request.tools],
+        "top_logprobs": request.num_top_logprobs,
         "truncation": "disabled",
         "usage": _usage(result) if result is not None else None,
-        "metadata": {},
+        **request.echoed,
+        **_in_force(head.sampling, request),
     }
+
+
+def _in_force(sampling: Sampling | None, request: TurnRequest) -> dict[str, Any]:
+    """What a run may have decided otherwise than it was asked."""
+    if sampling is None:
+        return {"temperature": None, "top_p": None, "max_output_tokens": request.max_new_tokens}
+    is_limited = request.max_new_tokens is not None
+    found: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_output_tokens": sampling.max_new_tokens if is_limited else None,
+    }
+    if request.json_schema is not None and not sampling.constraint:
+        found["text"] = {**request.echoed["text"], "format": {"type": "text"}}
+    return found
 
 
 def _tool_choice(choice: str) -> str | dict[str, str]:
@@ -319,7 +338,7 @@ def _usage(result: TurnResult) -> dict[str, Any]:
     num_output = len(result.turn.output_ids)
     return {
         "input_tokens": result.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": num_output,
         "output_tokens_details": {"reasoning_tokens": result.num_reasoning_tokens},
         "total_tokens": result.num_prompt_tokens + num_output,

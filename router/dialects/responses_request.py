@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ _ROLES: dict[str, Any] = {
     "assistant": "assistant",
 }
 _STATEFUL = ("conversation", "prompt")
+_PLAIN = MappingProxyType({"type": "text"})
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -46,6 +48,12 @@ class Item(msgspec.Struct):
 
 class _Text(msgspec.Struct):
     format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class _Reasoning(msgspec.Struct):
+    effort: str | None = None
+    summary: str | None = None
 
 
 class ResponsesRequest(msgspec.Struct):
@@ -68,6 +76,13 @@ class ResponsesRequest(msgspec.Struct):
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    reasoning: _Reasoning | None = None
+    max_tool_calls: int | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)
@@ -114,7 +129,24 @@ def decode(body: bytes) -> TurnRequest:
         num_top_logprobs=fields.top_logprobs(asked.top_logprobs, is_asked=wants_logprobs),
         stream=bool(asked.stream),
         wants_usage=True,
+        echoed=_echoed(asked),
     )
+
+
+def _echoed(asked: ResponsesRequest) -> dict[str, Any]:
+    """What answers repeat and nothing else here reads."""
+    text, reasoning = asked.text or _Text(), asked.reasoning or _Reasoning()
+    return {
+        "instructions": asked.instructions,
+        "max_tool_calls": asked.max_tool_calls,
+        "metadata": asked.metadata or {},
+        "prompt_cache_key": asked.prompt_cache_key,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "safety_identifier": asked.safety_identifier,
+        "store": asked.store is not False,
+        "text": {"format": text.format or dict(_PLAIN), "verbosity": text.verbosity or "medium"},
+        "user": asked.user,
+    }
 
 
 def _messages(asked: ResponsesRequest) -> tuple[Message, ...]:
