@@ -113,7 +113,7 @@ class AnswerReader:
             begun: the calls that were shown while it was drawn.
         """
         if request.prompt is not None:
-            text = self._renderer.tokenizer.decode(self._renderer.until_stop(output_ids))
+            text = self._renderer.tokenizer.decode_on(self._renderer.until_stop(output_ids))
             if stop_text is not None:
                 text = text.partition(stop_text)[0]
             return Answer(message=Message("assistant", text=text))
@@ -186,9 +186,9 @@ class AnswerReader:
     def _logprob(
         self, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()
     ) -> TokenLogprob:
-        tokenizer = self._renderer.tokenizer
-        data = tokenizer.bytes_of(token)
-        return TokenLogprob(text=tokenizer.decode(token), data=data, logprob=logprob, top=top)
+        data = self._renderer.tokenizer.bytes_of(token)
+        text = data.decode(errors="replace")
+        return TokenLogprob(text=text, data=data, logprob=logprob, top=top)
 
     def again(self, request: TurnRequest, turn: Turn, plan: Plan) -> TurnResult:
         """The result of a turn that was recorded before, by whichever process."""
@@ -206,7 +206,7 @@ class AnswerReader:
         """The stop string that ended a recorded turn, if one did."""
         if not turn.sampling.stop:
             return None
-        text = self._renderer.tokenizer.decode(turn.output_ids.tolist())
+        text = self._renderer.tokenizer.decode_on(turn.output_ids.tolist())
         return next((stop for stop in turn.sampling.stop if stop in text), None)
 
 

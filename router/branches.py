@@ -277,8 +277,9 @@ class TurnTree:
         """The text of a turn's own ids; a character cut at a border belongs to no text."""
         text = self._texts.get(node.turn.turn_id)
         if text is None:
-            decode = self._renderer.tokenizer.decode
-            text = decode(node.turn.prompt_ids.tolist()) + decode(node.turn.output_ids.tolist())
+            tokenizer, turn = self._renderer.tokenizer, node.turn
+            text = tokenizer.decode(turn.prompt_ids.tolist())
+            text += tokenizer.decode_on(turn.output_ids.tolist())
             self._texts[node.turn.turn_id] = text
         return text
 

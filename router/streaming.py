@@ -170,10 +170,12 @@ class RawStream:
     def __init__(
         self, tokenizer: PolicyTokenizer, stop: tuple[str, ...], stop_ids: tuple[int, ...]
     ) -> None:
+        self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
         self._stop = stop
         self._stop_ids = frozenset(stop_ids)
         self._held = ""
+        self._is_new = True
         self._is_over = False
 
     def add(self, ids: list[int]) -> Shown:
@@ -182,6 +184,9 @@ class RawStream:
             return _NOTHING
         end = next((i for i, token in enumerate(ids) if token in self._stop_ids), len(ids))
         self._is_over = end < len(ids)
+        if self._is_new and end:
+            self._is_new = False
+            self._held = self._tokenizer.space_before(ids[0])
         self._held += self._detokenizer.add(ids[:end])
         if not self._stop:
             piece, self._held = self._held, ""

@@ -26,6 +26,8 @@ _CACHED_TOKENS = 256
 _MAX_CACHED_CHARS = 16384
 _MAX_CACHED_IDS = 4
 _BROKEN = "\ufffd"
+_SPACE = "\u2581"
+"""How tokenizers of SentencePiece's kind name the space before a word."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 """How tokenizers with a fallback to bytes name one."""
 
@@ -88,11 +90,25 @@ class PolicyTokenizer:
             return self._decode_cached(ids, skip_special_tokens)
         return self._decode(ids, skip_special_tokens)
 
+    def decode_on(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids` that go on from others: with the space that they may begin with."""
+        text = self.decode(token_ids)
+        return self.space_before(token_ids[0]) + text if token_ids else text
+
+    def space_before(self, token: int) -> str:
+        """What of a token's text is dropped where it begins a text; nothing of most tokenizers'."""
+        written = self._tokenizer.id_to_token(token) or ""
+        if not written.startswith(_SPACE) or token in self.added_ids:
+            return ""
+        alone = self.decode(token)
+        # The second of two has lost nothing.
+        return self.decode((token, token))[len(alone) :].removesuffix(alone)
+
     def bytes_of(self, token: int) -> bytes:
         """What one token stands for, also where it is only a part of a character."""
         text = self.decode(token)
         if _BROKEN not in text:
-            return text.encode()
+            return (self.space_before(token) + text).encode()
         written = self._tokenizer.id_to_token(token) or ""
         single = _BYTE_TOKEN.fullmatch(written)
         if single is not None:
