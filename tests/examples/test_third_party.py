@@ -139,7 +139,8 @@ def check_episode(found: Trajectory, seen: list[dict[str, Any]], tokenizer: Toke
         for text in texts_of(exchange["request"]):
             assert text.strip() in given
         for text in texts_of(exchange["response"]):
-            assert text.strip() in drawn
+            # A call that is broken is text of its own: the space around it is not the policy's.
+            assert "".join(text.split()) in "".join(drawn.split())
         assert (
             len(turn.output_ids)
             == exchange["response"]["usage"][

@@ -1,15 +1,24 @@
-"""Unmodified agents of other projects against the router, with a scripted policy.
+"""Unmodified agents of other projects against router and torch server, with a scripted policy.
 
 They live in an environment of their own, which `make test-clients` makes and names by
 OUTLOOP_CLIENTS_PYTHON, OUTLOOP_CODEX and OUTLOOP_QWEN; other runs leave these tests out.
 """
 
 import asyncio
+import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from fake_server import Script
+from fake_server import serving
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from scripted_torch import playing, scripted_server, write_policy_for
+
+from outloop.buffer.embedded import EmbeddedRedis
+from outloop.buffer.join import init_run
+from outloop.buffer.run import create_run
 
 PYTHON = os.environ.get("OUTLOOP_CLIENTS_PYTHON", "")
 QWEN = os.environ.get("OUTLOOP_QWEN", "")
@@ -28,23 +37,39 @@ env_key = "OPENAI_API_KEY"
 request_max_retries = 0
 stream_max_retries = 0
 """
+CONTEXT = 65_536
+QUESTION = "What is 12 * 7?"
 ONE_BRANCH = ["root", "extension"]
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(180)]
 
 
-def script_policy(stage, *outputs: str) -> None:
-    """The policy says one output after the other, by how often it has spoken."""
-    stop = stage.renderer.stop_ids[0]
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random policy whose tokenizer has read what the two long-winded agents say."""
+    texts = asyncio.run(overheard(tmp_path_factory.mktemp("home")))
+    folder = tmp_path_factory.mktemp("policy")
+    write_policy_for(texts, folder, max_context_tokens=CONTEXT)
+    return folder
 
-    def answer(request: dict) -> Script:
-        text = stage.renderer.tokenizer.decode(request["input_ids"])
-        said = outputs[min(len(stage.server.requests), len(outputs)) - 1]
-        assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-        ids = [*stage.renderer.tokenizer.encode(said), stop]
-        return Script(ids=ids, finish={"type": "stop", "matched": stop})
 
-    stage.server.answer = answer
+@pytest.fixture(scope="module")
+def scripted(policy: Path, start_torch_server):
+    """One server for the module."""
+    options = {"max_context_tokens": CONTEXT, "max_running_requests": 2}
+    with scripted_server(start_torch_server, policy, **options) as server:
+        yield server
+
+
+@pytest.fixture
+async def scene(scripted, policy: Path, make_run, tmp_path: Path):
+    """A run in a Redis of its own."""
+    model = {"path": str(policy), "max_context_tokens": CONTEXT}
+    with EmbeddedRedis(tmp_path / "redis", max_memory_mb=64) as redis:
+        run = create_run(make_run(model=model).settings, tmp_path / "run", redis.url)
+        init_run(run)
+        async with playing(run, scripted) as found:
+            yield found
 
 
 async def run_program(*command: str, **environment: str) -> str:
@@ -62,18 +87,48 @@ async def run_program(*command: str, **environment: str) -> str:
     return output.decode()
 
 
-def check_exact(stage, episode) -> list[str]:
-    """Every turn's path is what the server was given; returns the branch causes."""
-    turns = stage.turns(episode)
-    by_id = {turn.turn_id: turn for turn in turns}
-    seen = {r["rid"].rpartition("-")[0]: r["input_ids"] for r in stage.server.requests}
-    for turn in turns:
-        path, step = list(turn.prompt_ids), by_id.get(turn.parent_turn_id)
-        while step is not None:
-            path = [*step.prompt_ids, *step.output_ids, *path]
-            step = by_id.get(step.parent_turn_id)
-        assert path == seen[turn.turn_id]
-    return [turn.branch_cause for turn in turns]
+async def run_codex(home: Path, base_url: str, api_key: str) -> str:
+    """What codex says to the question."""
+    (home / ".codex").mkdir()
+    (home / ".codex" / "config.toml").write_text(CODEX_CONFIG % base_url)
+    command = (CODEX, "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", QUESTION)
+    environment = {"CODEX_HOME": str(home / ".codex"), "OPENAI_API_KEY": api_key}
+    return await run_program(*command, HOME=str(home), **environment)
+
+
+async def run_qwen_code(home: Path, base_url: str, api_key: str) -> str:
+    """What qwen-code says to the question."""
+    return await run_program(
+        *(QWEN, "--auth-type", "openai", "-y", "-p", QUESTION),
+        HOME=str(home),
+        OPENAI_API_KEY=api_key,
+        OPENAI_BASE_URL=base_url,
+        OPENAI_MODEL="policy",
+    )
+
+
+async def overheard(home: Path) -> list[str]:
+    """Every text in the requests of agents whose server refuses them."""
+    app, bodies = FastAPI(), []
+
+    @app.post("/{path:path}")
+    async def refuse(request: Request) -> JSONResponse:
+        bodies.append(await request.json())
+        return JSONResponse({"error": {"message": "not now", "code": "no"}}, status_code=400)
+
+    async with serving(app) as url:
+        for run in (run_codex, run_qwen_code):
+            with suppress(AssertionError):
+                await run(home, f"{url}/v1", "none")
+    assert len(bodies) >= 2
+    texts = []
+    for body in bodies:
+        said = [*body.get("messages", []), *body.get("input", []), body.get("instructions") or ""]
+        for one in said:
+            content = one if isinstance(one, str) else one.get("content") or ""
+            texts += [content] if isinstance(content, str) else [p["text"] for p in content]
+        texts += map(json.dumps, body.get("tools", []))
+    return texts
 
 
 @pytest.mark.parametrize(
@@ -86,81 +141,61 @@ def check_exact(stage, episode) -> list[str]:
         *(f"pydantic-ai:{mode}-stream" for mode in ("chat", "responses", "messages")),
     ],
 )
-async def test_an_agents_tool_loop_is_one_exact_branch(make_stage, agent: str) -> None:
+async def test_an_agents_tool_loop_is_one_exact_branch(scene, agent: str) -> None:
     """Reasoning, text and a call, handed back in the agent's own way, continue the branch."""
-    stage = await make_stage(model={"max_context_tokens": 100_000})
     call = CALL % ("calculator", '{"expression": "12 * 7"}')
-    script_policy(stage, THOUGHT + call, "The answer is 84.")
-    episode = await stage.open()
+    scene.says(THOUGHT + call, "The answer is 84.")
+    episode = await scene.open()
     said = await run_program(PYTHON, str(PROGRAMS), agent, episode["base_url"], episode["api_key"])
     assert said.strip().endswith("The answer is 84.")
-    assert check_exact(stage, episode) == ONE_BRANCH
+    assert scene.check_exact(episode) == ONE_BRANCH
 
 
-async def test_an_agent_that_retells_its_history_branches_exactly(make_stage) -> None:
+async def test_an_agent_that_retells_its_history_branches_exactly(scene) -> None:
     """smolagents hands calls and results back as text: a branch with its cause, exact each."""
-    stage = await make_stage(model={"max_context_tokens": 100_000})
     call = CALL % ("calculator", '{"expression": "12 * 7"}')
-    script_policy(stage, call, CALL % ("final_answer", '{"answer": "84"}'))
-    episode = await stage.open()
+    scene.says(call, CALL % ("final_answer", '{"answer": "84"}'))
+    episode = await scene.open()
     said = await run_program(
         PYTHON, str(PROGRAMS), "smolagents", episode["base_url"], episode["api_key"]
     )
     assert said.strip().endswith("84")
-    assert check_exact(stage, episode) == ["root", "history_rewritten"]
+    assert scene.check_exact(episode) == ["root", "history_rewritten"]
 
 
-async def test_mini_swe_agent_plays_an_episode(make_stage, tmp_path: Path) -> None:
+async def test_mini_swe_agent_plays_an_episode(scene, tmp_path: Path) -> None:
     """Its shell runs what the policy says, and the loop up to its submission is one branch."""
-    stage = await make_stage(model={"max_context_tokens": 200_000})
-    script_policy(
-        stage,
+    scene.says(
         THOUGHT + CALL % ("bash", '{"command": "echo $((12 * 7)) > answer"}'),
         CALL % ("bash", '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat answer"}'),
     )
-    episode = await stage.open()
+    episode = await scene.open()
     said = await run_program(
         *(PYTHON, str(PROGRAMS), "mini-swe-agent", episode["base_url"], episode["api_key"]),
         HOME=str(tmp_path),
     )
     assert said.strip().endswith("Submitted 84")
     assert (tmp_path / "answer").read_text() == "84\n"
-    assert check_exact(stage, episode) == ONE_BRANCH
+    assert scene.check_exact(episode) == ONE_BRANCH
 
 
-async def test_codex_plays_an_episode(make_stage, tmp_path: Path) -> None:
+async def test_codex_plays_an_episode(scene, tmp_path: Path) -> None:
     """Its tool runs, its output comes back, and the loop is one branch."""
-    stage = await make_stage(model={"max_context_tokens": 200_000})
     call = CALL % ("exec_command", '{"cmd": "echo $((12 * 7)) > answer"}')
-    script_policy(stage, THOUGHT + call, "The answer is 84.")
-    episode = await stage.open()
-    (tmp_path / ".codex").mkdir()
-    (tmp_path / ".codex" / "config.toml").write_text(CODEX_CONFIG % episode["base_url"])
-    said = await run_program(
-        *(CODEX, "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access"),
-        "What is 12 * 7?",
-        HOME=str(tmp_path),
-        CODEX_HOME=str(tmp_path / ".codex"),
-        OPENAI_API_KEY=episode["api_key"],
-    )
+    scene.says(THOUGHT + call, "The answer is 84.")
+    episode = await scene.open()
+    said = await run_codex(tmp_path, episode["base_url"], episode["api_key"])
     assert said.strip().endswith("The answer is 84.")
     assert (tmp_path / "answer").read_text() == "84\n"
-    assert check_exact(stage, episode) == ONE_BRANCH
+    assert scene.check_exact(episode) == ONE_BRANCH
 
 
-async def test_qwen_code_plays_an_episode(make_stage, tmp_path: Path) -> None:
+async def test_qwen_code_plays_an_episode(scene, tmp_path: Path) -> None:
     """Its tool runs, the loop is one branch; its side requests are branches of their own."""
-    stage = await make_stage(model={"max_context_tokens": 400_000})
     call = CALL % ("run_shell_command", '{"command": "echo $((12 * 7)) > answer"}')
-    script_policy(stage, THOUGHT + call, "The answer is 84.")
-    episode = await stage.open()
-    said = await run_program(
-        *(QWEN, "--auth-type", "openai", "-y", "-p", "What is 12 * 7?"),
-        HOME=str(tmp_path),
-        OPENAI_API_KEY=episode["api_key"],
-        OPENAI_BASE_URL=episode["base_url"],
-        OPENAI_MODEL="policy",
-    )
+    scene.says(THOUGHT + call, "The answer is 84.")
+    episode = await scene.open()
+    said = await run_qwen_code(tmp_path, episode["base_url"], episode["api_key"])
     assert "The answer is 84." in said
     assert (tmp_path / "answer").read_text() == "84\n"
-    assert check_exact(stage, episode)[:2] == ONE_BRANCH
+    assert scene.check_exact(episode)[:2] == ONE_BRANCH

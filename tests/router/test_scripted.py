@@ -1,0 +1,121 @@
+"""Real SDKs, router, Redis and torch server with a scripted policy: what Redis holds is what the
+server was given and drew."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import openai
+import pydantic
+import pytest
+from scripted_torch import playing, scripted_server
+from talkers import Meeting
+
+from outloop.buffer.embedded import EmbeddedRedis
+from outloop.buffer.join import init_run
+from outloop.buffer.run import create_run
+from outloop.engine.new_policy import Sizes, write_policy
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 * 7"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "\\u00e9"}}\n</tool_call>'
+CONTEXT = 8192
+
+
+class Answer(pydantic.BaseModel):
+    """What an agent asks its model for."""
+
+    number: int
+    is_sure: bool
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random policy that knows every byte."""
+    folder = tmp_path_factory.mktemp("policy")
+    write_policy(folder, seed=0, sizes=Sizes(max_context_tokens=CONTEXT))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scripted(policy: Path, start_torch_server):
+    """One server for the module."""
+    options = {"max_context_tokens": CONTEXT, "max_running_requests": 8}
+    with scripted_server(start_torch_server, policy, **options) as server:
+        yield server
+
+
+@pytest.fixture
+async def scene(scripted, policy: Path, make_run, tmp_path: Path):
+    """A run in a Redis of its own."""
+    model = {"path": str(policy), "max_context_tokens": CONTEXT}
+    with EmbeddedRedis(tmp_path / "redis", max_memory_mb=64) as redis:
+        run = create_run(make_run(model=model).settings, tmp_path / "run", redis.url)
+        init_run(run)
+        async with playing(run, scripted) as found:
+            yield found
+
+
+async def test_tool_loops_of_every_sdk_are_recorded_as_the_server_saw_them(scene) -> None:
+    """chat, responses and messages, plain and by the SDK's own streaming helper: two calls at once
+    and an answer are one branch, id for id and logprob for logprob the engine's."""
+    for dialect in ("chat", "responses", "messages"):
+        meeting = Meeting(dialect, scene.url)
+        for stream in (False, True):
+            scene.says(f"Both.\n{CALL}\n{OTHER}", "The answer is 84, caf\u00e9 \U0001f600.")
+            episode = await scene.open()
+            talker = meeting.begin(episode)
+            talker.tell("What is 12 * 7?")
+            said = await talker.ask(stream=stream)
+            assert [call for _, call in said.plain_calls] == [
+                {"expression": "12 * 7"},
+                {"expression": "\u00e9"},
+            ]
+            talker.hand_back(said)
+            talker.hand_results([(call_id, "84") for call_id, _, _ in said.calls])
+            said = await talker.ask(stream=stream)
+            assert said.text == "The answer is 84, caf\u00e9 \U0001f600."
+            assert scene.check_exact(episode) == ["root", "extension"]
+            # The second turn's prompt was computed once: the cache held what was drawn and given.
+            assert scene.server.seen[1].num_cached > len(scene.server.seen[0].prompt_ids) // 2
+            assert all(turn.loss_spans for turn in scene.turns(episode))
+        await meeting.close()
+
+
+async def test_structured_output_is_drawn_under_the_schema(scene) -> None:
+    """A random policy's answer is parsed by the SDK's helper into the caller's type, plain and
+    streamed; what the grammar forced is recorded as the server drew it, and masked."""
+    scene.draws_freely()
+    episode = await scene.open(purpose="eval", sampling={"max_new_tokens": 200, "seed": 3})
+    client = openai.AsyncOpenAI(base_url=episode["base_url"], api_key=episode["api_key"])
+    asked = {"model": "policy", "messages": [{"role": "user", "content": "How many?"}]}
+    async with client:
+        plain = await client.chat.completions.parse(**asked, response_format=Answer)
+        parsed = [plain.choices[0].message.parsed]
+        async with client.chat.completions.stream(**asked, response_format=Answer) as events:
+            parsed.append((await events.get_final_completion()).choices[0].message.parsed)
+    assert all(isinstance(one, Answer) for one in parsed), parsed
+    turns = scene.turns(episode)
+    assert scene.check_exact(episode) == ["root", "resampled"]
+    assert {turn.mask_reason for turn in turns} == {"eval"}
+    assert all(json.loads(scene.renderer.tokenizer.decode([*t.output_ids[:-1]])) for t in turns)
+
+
+async def test_the_check_finds_a_wrong_record(scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One id or one logprob that differs from the server's is found."""
+    scene.says("fine")
+    episode = await scene.open()
+    client = openai.AsyncOpenAI(base_url=episode["base_url"], api_key=episode["api_key"])
+    async with client:
+        messages = [{"role": "user", "content": "go"}]
+        await client.chat.completions.create(model="policy", messages=messages)
+    (running,) = scene.server.seen
+    for wrong in (
+        {"prompt_ids": [*running.prompt_ids[:-1], 0]},
+        {"output_ids": [0, *running.output_ids[1:]]},
+        {"logprobs": [*running.logprobs[:-1], -7.0]},
+    ):
+        names = ("rid", "prompt_ids", "output_ids", "logprobs")
+        told = {name: getattr(running, name) for name in names} | wrong
+        monkeypatch.setattr(scene.server, "seen", [SimpleNamespace(**told)])
+        with pytest.raises(AssertionError):
+            scene.check_exact(episode)
