@@ -69,6 +69,7 @@ class Generator:
         self._session = session
         self._links = Links()
         self._pool = pool
+        pool.on_left = lambda url: self._links.cut(f"{url}/generate")
         self._timeout_s = timeout_s
         self._may_mix_versions = may_mix_versions
         self._aborts: set[asyncio.Task[None]] = set()
@@ -118,7 +119,7 @@ class Generator:
                     wish=wish,
                 )
                 await self._call(server, body, drawn, on_tokens, wish, name, deadline)
-                version = drawn.spans[-1].policy_version if drawn.spans else None
+                version = drawn.spans[-1].policy_version if len(drawn.ids) > num_before else None
                 _check_version(drawn, policy_version)
                 num_empty_aborts += drawn.finish is None and len(drawn.ids) <= num_before
                 if num_empty_aborts > _MAX_EMPTY_ABORTS:

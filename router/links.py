@@ -77,6 +77,12 @@ class Links:
         finally:
             self._num_asked -= 1
 
+    def cut(self, url: str) -> None:
+        """End every connection to `url`: who waits there for an answer gets ServerUnavailable."""
+        address = self._addresses.get(url)
+        for link in tuple(address.links) if address is not None else ():
+            link.cut()
+
     def close(self) -> None:
         """End every connection that waits for a request."""
         if self._sweeping is not None:
@@ -105,6 +111,8 @@ class _Address:
             "content-type: application/json\r\naccept-encoding: identity\r\n"
         )
         self.idle: list[_Link] = []
+        self.links: set[_Link] = set()
+        """All of them, also those that wait for an answer."""
 
     def request(
         self, pieces: Sequence[bytes], headers: Sequence[tuple[str, str]]
@@ -234,11 +242,18 @@ class _Link(asyncio.Protocol):
         self.is_usable = False
         self._transport.close()
 
+    def cut(self) -> None:
+        """End the connection at once: its other end may read nothing any more."""
+        self.is_usable = False
+        self._transport.abort()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
+        self._address.links.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_usable = False
+        self._address.links.discard(self)
         # The parser holds this object: without it nothing waits for the garbage collector.
         self._parser = None
         if self._timer is not None:

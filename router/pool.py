@@ -26,6 +26,8 @@ from outloop.router.refusals import Refusal
 REFRESH_S = 0.25
 _REFRESH_WHILE_WAITED_FOR_S = 0.02
 _MAX_SUSPENDED_S = 2.0
+LEFT_GRACE_S = 5.0
+"""A server that has left the registry may finish its turns for so long; it may never answer."""
 _AFFINITY_SLACK = 4
 """An episode, and then its task, stays on its server while that has at most this many turns more
 than another."""
@@ -72,6 +74,8 @@ class ServerPool:
         self._hurry = asyncio.Event()
         self._num_waiting = 0
         self.state: PolicyState | None = None
+        self.on_left: Callable[[str], None] | None = None
+        """Hears the URL of each server that has left the registry and did not come back soon."""
 
     @property
     def servers(self) -> tuple[Server, ...]:
@@ -123,7 +127,8 @@ class ServerPool:
         self.state = state
         known = {entry.server_id for entry in state.servers}
         for gone in self._servers.keys() - known:
-            del self._servers[gone]
+            url = self._servers.pop(gone).entry.url
+            asyncio.get_running_loop().call_later(LEFT_GRACE_S, self._leave, url)
         for entry in state.servers:
             server = self._servers.get(entry.server_id)
             if server is None:
@@ -220,6 +225,10 @@ class ServerPool:
             )
         return ticket.granted.result()
 
+    def _leave(self, url: str) -> None:
+        if self.on_left is not None and all(s.entry.url != url for s in self._servers.values()):
+            self.on_left(url)
+
     def _take(self, server: Server) -> None:
         server.num_in_flight += 1
 
@@ -235,7 +244,8 @@ class ServerPool:
     def suspend(self, server: Server, reason: str) -> None:
         """Send nothing to a server that failed for a moment, longer each time."""
         server.num_failures += 1
-        pause_s = min(0.1 * 2 ** (server.num_failures - 1), _MAX_SUSPENDED_S)
+        # No float holds what doubles a thousand times.
+        pause_s = min(0.1 * 2 ** min(server.num_failures - 1, 8), _MAX_SUSPENDED_S)
         server.suspended_until = time.monotonic() + pause_s
         _log.warning(
             "server_failed",

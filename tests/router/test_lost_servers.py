@@ -1,0 +1,144 @@
+"""Servers that fail for long, fall silent, or leave the registry with turns in flight."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+from fake_server import FakeServer, serving
+
+from outloop.router import pool as pool_module
+
+BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def ask(stage, episode):
+    """One raw request."""
+    return await stage.post("/v1/chat/completions", BODY, episode["api_key"])
+
+
+async def test_a_server_that_fails_for_hours_is_asked_again_soon(stage) -> None:
+    """However often it failed, it is left alone for two seconds at most, and then serves."""
+    pool = stage.app.state.parts.pool
+    (server,) = pool.servers
+    for _ in range(3000):
+        pool.suspend(server, "scripted")
+    assert server.suspended_until - time.monotonic() <= 2.0
+    server.suspended_until = 0.0
+    stage.says("back again")
+    answer = await ask(stage, await stage.open())
+    assert answer.json()["choices"][0]["message"]["content"] == "back again"
+    assert server.num_failures == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_turns_of_a_server_that_is_silent_and_left_go_on_elsewhere(
+    stage, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """It accepts and never answers; once it has left the registry nobody waits for it, and what a
+    streaming client has seen of it stays."""
+    monkeypatch.setattr(pool_module, "LEFT_GRACE_S", 0.05)
+    whole = stage.script("Hello there, my old friend.")
+    other = FakeServer(lambda request: replace(whole, ids=whole.ids[num_seen(request) :]))
+    other.url = await stage.stack.enter_async_context(serving(other))
+    stage.server.answer = lambda request: whole
+    stage.server.chunk, stage.server.is_cumulative = 5, False
+    stage.server.gate, stage.server.step_gate = asyncio.Event(), asyncio.Event()
+    if stream:
+        stage.server.gate.set()
+
+    def num_seen(request) -> int:
+        return len(request["input_ids"]) - len(stage.server.requests[0]["input_ids"])
+
+    episode = await stage.open()
+    client = await stage.client(episode, max_retries=0)
+    asked = asyncio.create_task(client.chat.completions.create(**BODY, stream=stream))
+    text = ""
+    if stream:
+        chunks = await asked
+        while len(text) < 5:
+            text += (await anext(chunks)).choices[0].delta.content or ""
+    while not stage.server.requests:
+        await asyncio.sleep(0.005)
+    stage.buffer.servers = []
+    await stage.app.state.parts.pool.refresh()
+    stage.buffer.serve(other.url, server_id="server-1")
+    await stage.app.state.parts.pool.refresh()
+    async with asyncio.timeout(20):
+        if stream:
+            async for chunk in chunks:
+                text += chunk.choices[0].delta.content or ""
+        else:
+            text = (await asked).choices[0].message.content
+    assert text == "Hello there, my old friend."
+    (turn,) = stage.turns(episode)
+    assert turn.output_ids.tolist() == whole.ids
+    assert turn.loss_spans == ((0, len(whole.ids)),)
+    assert [num_seen(request) for request in other.requests] == [5 if stream else 0]
+    for gate in (stage.server.gate, stage.server.step_gate):
+        gate.set()
+
+
+async def test_a_server_that_left_and_came_back_keeps_its_turns(
+    stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A registry that forgot it for a moment costs no turn its server."""
+    monkeypatch.setattr(pool_module, "LEFT_GRACE_S", 0.05)
+    stage.says("fine")
+    stage.server.gate.clear()
+    asked = asyncio.create_task(ask(stage, await stage.open()))
+    while not stage.server.requests:
+        await asyncio.sleep(0.005)
+    pool, servers = stage.app.state.parts.pool, stage.buffer.servers
+    left: list[str] = []
+    monkeypatch.setattr(
+        pool, "_leave", lambda url, leave=pool._leave: (leave(url), left.append(url))
+    )
+    stage.buffer.servers = []
+    await pool.refresh()
+    stage.buffer.servers = servers
+    await pool.refresh()
+    async with asyncio.timeout(20):
+        while not left:
+            await asyncio.sleep(0.005)
+    stage.server.gate.set()
+    assert (await asked).json()["choices"][0]["message"]["content"] == "fine"
+    assert len(stage.server.requests) == 1
+
+
+async def test_what_an_empty_answer_says_of_a_version_is_not_believed(make_stage) -> None:
+    """Ids that an earlier version drew name no version of the server that went on with none."""
+    stage = await make_stage()
+    pool = stage.app.state.parts.pool
+    whole = stage.script("Hello there, friend.")
+    stop = {"type": "abort", "message": "x"}
+    scripts = iter(
+        [
+            replace(whole, ids=whole.ids[:4], finish=stop),
+            replace(whole, ids=[], spans=None, finish=stop),
+            replace(whole, ids=whole.ids[4:]),
+        ]
+    )
+
+    def answer(request):
+        num = len(stage.server.requests)
+        stage.server.version = str(min(num - 1, 1))
+        if num == 1:
+            stage.buffer.announced = stage.buffer.acknowledged = 1
+            stage.buffer.serve(stage.server.url, version=1)
+        elif num == 2:
+            # From here on only what servers say is known.
+            refresh = pool.refresh_if_possible
+            pool.refresh_if_possible = lambda: asyncio.sleep(0)
+            restore.append(refresh)
+        return next(scripts)
+
+    restore: list = []
+    stage.server.answer = answer
+    episode = await stage.open()
+    await ask(stage, episode)
+    pool.refresh_if_possible = restore[0]
+    salts = [request["extra_key"] for request in stage.server.requests]
+    assert salts[1] == salts[2] != salts[0]
+    (turn,) = stage.turns(episode)
+    assert [(s.policy_version, s.start) for s in turn.version_spans] == [(0, 0), (1, 4)]
