@@ -142,6 +142,12 @@ class Upstreams:
                     for header in _ANSWERED_HEADERS
                     if header in answer.headers
                 ]
+                if not answer.content_type.startswith("text/event-stream"):
+                    # Whole or not at all: half an answer would be taken for one.
+                    whole = await answer.read()
+                    await exchange.start(answer.status, kept)
+                    await exchange.send_events(whole, more=False)
+                    return
                 await exchange.start(answer.status, kept)
                 async for piece in answer.content.iter_any():
                     await exchange.send_events(piece, more=True)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import openai
 import pytest
 from fake_buffer import FakeBuffer
 from fake_server import FakeServer, serving
@@ -129,6 +130,52 @@ async def test_an_upstream_streams_and_is_left_when_the_client_leaves(judged) ->
     ) as answer:
         assert await anext(answer.aiter_bytes()) == b"data: 1\n\n"
     await asyncio.wait_for(judged.judge.is_abandoned.wait(), 5)
+
+
+async def test_a_trace_reaches_an_upstream_as_it_came(judged) -> None:
+    """Its OpenTelemetry context, and none where the client has none; nothing else of the client."""
+    judged.judge.gate.set()
+    episode = await judged.open()
+    trace = {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "tracestate": "x=1"}
+    body = {"model": "judge", "messages": []}
+    for told in (trace, {}):
+        own = {**told, "x-own": "1", "cookie": "c=1", "x-stainless-retry-count": "2"}
+        await judged.post("/v1/chat/completions", body, episode["api_key"], **own)
+        _, headers, _ = judged.judge.asked[-1]
+        assert {n: v for n, v in headers.items() if n.startswith("trace")} == told
+        assert not headers.keys() & {"x-own", "cookie", "x-stainless-retry-count"}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_upstream_that_breaks_off_is_no_answer(make_stage, is_streamed: bool) -> None:
+    """Half a body is a failure that may be retried; a stream that has begun ends in an error."""
+    kind = b"text/event-stream" if is_streamed else b"application/json"
+    num_asked = 0
+
+    async def breaks_off(scope, receive, send) -> None:
+        nonlocal num_asked
+        if scope["type"] != "http":
+            return
+        num_asked += 1
+        headers = [(b"content-type", kind)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        half = b'data: {"id": 1}\n\n' if is_streamed else b'{"id": "chatcmpl-1", "choi'
+        await send({"type": "http.response.body", "body": half, "more_body": True})
+        raise ConnectionError("scripted")
+
+    async with serving(breaks_off) as url:
+        stage = await make_stage(router={"upstreams": {"judge": {"base_url": f"{url}/v1"}}})
+        episode = await stage.open()
+        answer = await ask(stage, episode, "judge")
+        if is_streamed:
+            assert answer.text.startswith('data: {"id": 1}\n\n')
+            assert "router.upstreams.judge" in answer.text
+        else:
+            assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
+            client = await stage.client(episode, max_retries=1)
+            with pytest.raises(openai.InternalServerError, match=r"router\.upstreams\.judge"):
+                await client.chat.completions.create(model="judge", messages=[])
+            assert num_asked == 3
 
 
 async def test_upstreams_are_for_open_episodes_and_their_failures_are_named(judged) -> None:
