@@ -24,6 +24,11 @@ from outloop.router.said import Answer, Begun, Said, arguments_of, cut, start_of
 from outloop.router.tokenizer import PolicyTokenizer
 from outloop.router.turns import Message, ToolCall
 
+_MARKING = frozenset("<[{|")
+"""No chat format marks calls or reasoning without one of these, unless by tokens of their own."""
+_PLAIN_TEXTS = ("", "a", " a\n\nb. ", "analysis to=functions.f json", "Action: f\nAction Input: 1")
+"""Texts that a format with another way of marking would not read as text."""
+_MAX_CACHED_REST = 32
 _Form = TypeVar("_Form", CallForm, KeyedForm)
 # What a renderer may raise on a conversation or on a policy's wildest output: json.loads alone
 # raises ValueError on huge integers and RecursionError on deep nesting.
@@ -42,11 +47,15 @@ class PolicyRenderer:
         self._renderer = make_renderer(self.tokenizer, model)
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
         self._stop_set = frozenset(self.stop_ids)
+        self._reads_plainly = False
         self.reasoning_ids = self._find_reasoning_ids()
         self.call_form: CallForm | None = None
         self.call_form = self._find_form(FORMS)
         self.keyed_form = self._find_form(KEYED_FORMS)
         self._forced_cached = lru_cache(maxsize=1024)(self._forced)
+        self._reasons_cached = lru_cache(maxsize=256)(self._ends_in_reasoning)
+        self._marking_ids = self.tokenizer.ids_with(_MARKING) | self.tokenizer.added_ids
+        self._reads_plainly = self._find_whether_plain()
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """Ids of the whole conversation up to where the assistant's answer begins.
@@ -119,6 +128,8 @@ class PolicyRenderer:
                 broken stays a call, whose arguments end where they broke.
         """
         ids = self.until_stop(output_ids)
+        if stop_text is None and begun is None and self._is_plain(ids, prompt_ids):
+            return Answer(message=Message("assistant", self.tokenizer.decode(ids).strip()))
         try:
             # With its stop id: in harmony it is what closes a call.
             parsed = self._renderer.parse_response(
@@ -205,7 +216,14 @@ class PolicyRenderer:
 
     def begins_in_reasoning(self, prompt_ids: list[int]) -> bool:
         """True if the prompt opens a reasoning region that the policy goes on with."""
-        return bool(prompt_ends_in_reasoning(self.tokenizer, prompt_ids, stop_ids=self._stop_set))
+        # Nothing before the last stop id says so, and what comes after it is most often the same.
+        last = len(prompt_ids) - 1
+        while last >= 0 and prompt_ids[last] not in self._stop_set:
+            last -= 1
+        rest = prompt_ids[last + 1 :]
+        if len(rest) > _MAX_CACHED_REST:
+            return self._ends_in_reasoning(rest)
+        return self._reasons_cached(tuple(rest))
 
     def until_stop(self, output_ids: list[int]) -> list[int]:
         """`output_ids` before the first stop id."""
@@ -238,6 +256,35 @@ class PolicyRenderer:
                 f"messages cannot be rendered in the policy's chat format: {error}",
                 param="messages",
             ) from error
+
+    def _ends_in_reasoning(self, rest: Sequence[int]) -> bool:
+        ids = list(rest)
+        return bool(prompt_ends_in_reasoning(self.tokenizer, ids, stop_ids=self._stop_set))
+
+    def _is_plain(self, ids: Sequence[int], prompt_ids: list[int]) -> bool:
+        """True if an answer is its text and nothing else, so that there is nothing to parse."""
+        return (
+            self._reads_plainly
+            and self._marking_ids.isdisjoint(ids)
+            and not self.begins_in_reasoning(prompt_ids)
+        )
+
+    def _find_whether_plain(self) -> bool:
+        """Whether the format reads an answer as its text where nothing in it marks anything."""
+        try:
+            prompt = self.render([Message("user", "-")], ())
+        except Refusal:
+            return False
+        if self.begins_in_reasoning(prompt):
+            return False
+        return all(
+            self.parse(self._said_plainly(text), prompt_ids=prompt, tools=(), call_prefix="")
+            == Answer(message=Message("assistant", text.strip()))
+            for text in _PLAIN_TEXTS
+        )
+
+    def _said_plainly(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text) + list(self.stop_ids[:1])
 
     def _find_reasoning_ids(self) -> tuple[int, int] | None:
         """The ids around reasoning, None where the format has no such pair."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -134,6 +134,11 @@ class PolicyTokenizer:
     def get_vocab(self) -> dict[str, int]:
         """Every token with its id."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=True))
+
+    def ids_with(self, chars: Set[str]) -> frozenset[int]:
+        """Ids whose tokens, as the vocabulary writes them, have one of these ASCII characters."""
+        found = re.compile(f"[{re.escape(''.join(sorted(chars)))}]").search
+        return frozenset(index for token, index in self.get_vocab().items() if found(token))
 
     @cached_property
     def num_ids(self) -> int:

@@ -17,6 +17,7 @@ from outloop.buffer.settings import build_settings
 from outloop.router.answers import AnswerReader
 from outloop.router.branches import Plan, TurnTree
 from outloop.router.rendering import PolicyRenderer
+from outloop.router.said import Answer
 from outloop.router.turns import Message, TurnRequest
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -273,6 +274,53 @@ def test_a_stream_shows_what_the_plain_answer_says(make_renderer, model_type, wo
     assert told == whole
     if word is not None and cut == 1:
         assert len(calls[0]) > (3 if model_type == "glm4_moe" else 4)
+
+
+PLAIN_FORMATS = [
+    ("qwen3", {"enable_thinking": False}, True),
+    ("qwen3", {}, True),
+    ("llama", {}, True),
+    ("glm4_moe", {"enable_thinking": False}, True),
+    # What it draws first is reasoning, unmarked.
+    ("glm4_moe", {}, False),
+    ("deepseek_v3", {}, True),
+    pytest.param("gpt_oss", {}, False, marks=pytest.mark.clients),
+]
+
+
+@pytest.mark.parametrize(("model_type", "options", "is_plain"), PLAIN_FORMATS)
+def test_plain_answers_are_read_as_the_package_reads_them(
+    make_renderer, monkeypatch, model_type, options, is_plain
+) -> None:
+    """An answer in which nothing marks a call or reasoning is not parsed, and says the same."""
+    renderer = make_renderer(model_type, **options)
+    prompt = renderer.render([Message("user", "go")], TOOLS)
+    package, parsed = renderer._renderer.parse_response, []
+    monkeypatch.setattr(
+        renderer._renderer, "parse_response", lambda *a, **k: parsed.append(a) or package(*a, **k)
+    )
+
+    def parse(ids: list[int], prompt_ids: list[int]) -> Answer:
+        return renderer.parse(ids, prompt_ids=prompt_ids, tools=TOOLS, call_prefix="c")
+
+    assert parse([*renderer.tokenizer.encode("a b"), renderer.stop_ids[0]], prompt).message.role
+    assert bool(parsed) != is_plain
+    marks = st.sampled_from(["\n", "  ", "{", "[", "<", "|", "Action: f", *MARKERS[model_type]])
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        words=st.lists(st.text(max_size=5) | marks, max_size=8),
+        num_stops=st.integers(0, 2),
+        prompt_ids=st.sampled_from([prompt, prompt[:-1], [], renderer.tokenizer.encode("<think>")]),
+    )
+    def check(words: list[str], num_stops: int, prompt_ids: list[int]) -> None:
+        ids = renderer.tokenizer.encode("".join(words)) + list(renderer.stop_ids[:1]) * num_stops
+        said = parse(ids, prompt_ids)
+        with monkeypatch.context() as patch:
+            patch.setattr(renderer, "_reads_plainly", False)
+            assert said == parse(ids, prompt_ids)
+
+    check()
 
 
 @pytest.fixture
