@@ -93,6 +93,10 @@ class PolicyRenderer:
         Only the turn's own ids are needed, not those before it. None when the format does not
         allow to continue verbatim.
         """
+        *said, last = output_ids or [-1]
+        if last in self._stop_set and self._is_plain(said, prompt_ids):
+            # Where nothing marks anything, what comes next depends on how the turn ends.
+            prompt_ids, output_ids = prompt_ids[max(0, self._last_stop(prompt_ids)) :], [last]
         try:
             bridged = self._renderer.bridge_to_next_turn(
                 prompt_ids, output_ids, [_as_dict(m) for m in new], tools=list(tools) or None
@@ -217,10 +221,7 @@ class PolicyRenderer:
     def begins_in_reasoning(self, prompt_ids: list[int]) -> bool:
         """True if the prompt opens a reasoning region that the policy goes on with."""
         # Nothing before the last stop id says so, and what comes after it is most often the same.
-        last = len(prompt_ids) - 1
-        while last >= 0 and prompt_ids[last] not in self._stop_set:
-            last -= 1
-        rest = prompt_ids[last + 1 :]
+        rest = prompt_ids[self._last_stop(prompt_ids) + 1 :]
         if len(rest) > _MAX_CACHED_REST:
             return self._ends_in_reasoning(rest)
         return self._reasons_cached(tuple(rest))
@@ -256,6 +257,13 @@ class PolicyRenderer:
                 f"messages cannot be rendered in the policy's chat format: {error}",
                 param="messages",
             ) from error
+
+    def _last_stop(self, ids: Sequence[int]) -> int:
+        """Where the last stop id is; -1: there is none."""
+        at = len(ids) - 1
+        while at >= 0 and ids[at] not in self._stop_set:
+            at -= 1
+        return at
 
     def _ends_in_reasoning(self, rest: Sequence[int]) -> bool:
         ids = list(rest)

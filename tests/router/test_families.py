@@ -292,7 +292,8 @@ PLAIN_FORMATS = [
 def test_plain_answers_are_read_as_the_package_reads_them(
     make_renderer, monkeypatch, model_type, options, is_plain
 ) -> None:
-    """An answer in which nothing marks a call or reasoning is not parsed, and says the same."""
+    """An answer in which nothing marks a call or reasoning is not parsed, says the same, and is
+    gone on after in the same way."""
     renderer = make_renderer(model_type, **options)
     prompt = renderer.render([Message("user", "go")], TOOLS)
     package, parsed = renderer._renderer.parse_response, []
@@ -305,6 +306,7 @@ def test_plain_answers_are_read_as_the_package_reads_them(
 
     assert parse([*renderer.tokenizer.encode("a b"), renderer.stop_ids[0]], prompt).message.role
     assert bool(parsed) != is_plain
+    news = [[Message("user", "so?")], [Message("tool", "found", name="f", tool_call_id="c0")]]
     marks = st.sampled_from(["\n", "  ", "{", "[", "<", "|", "Action: f", *MARKERS[model_type]])
 
     @settings(max_examples=60, deadline=None)
@@ -316,9 +318,11 @@ def test_plain_answers_are_read_as_the_package_reads_them(
     def check(words: list[str], num_stops: int, prompt_ids: list[int]) -> None:
         ids = renderer.tokenizer.encode("".join(words)) + list(renderer.stop_ids[:1]) * num_stops
         said = parse(ids, prompt_ids)
+        after = [renderer.bridge(prompt_ids, ids, new, TOOLS) for new in news]
         with monkeypatch.context() as patch:
             patch.setattr(renderer, "_reads_plainly", False)
             assert said == parse(ids, prompt_ids)
+            assert after == [renderer.bridge(prompt_ids, ids, new, TOOLS) for new in news]
 
     check()
 
