@@ -250,28 +250,33 @@ class TurnTree:
         return None
 
     def _longest_prefix(self, ids: list[int]) -> Node | None:
+        """The longest path that `ids` go on with: one answer may begin as another does."""
         found: Node | None = None
-        level, start = self._roots, 0
         array = np.asarray(ids, dtype=np.int32)
-        while level:
-            nearer = next((n for n in level if _extends(array, n, start)), None)
-            if nearer is None:
-                break
-            found, start, level = nearer, nearer.end, nearer.children
+        levels = [(self._roots, 0)]
+        while levels:
+            level, start = levels.pop()
+            for node in level:
+                if _extends(array, node, start):
+                    if found is None or node.end > found.end:
+                        found = node
+                    levels.append((node.children, node.end))
         return found
 
     def _longest_text(self, text: str) -> tuple[Node | None, str]:
         """The node whose path's text `text` begins with, and what comes after it."""
         found: Node | None = None
-        level = self._roots
-        while level:
-            texts = ((node, self._text_of(node)) for node in level)
-            able = [(node, own) for node, own in texts if own != text and text.startswith(own)]
-            if not able:
-                break
-            found, own = max(able, key=lambda pair: len(pair[1]))
-            text, level = text[len(own) :], found.children
-        return found, text
+        rest = text
+        levels = [(self._roots, text)]
+        while levels:
+            level, left = levels.pop()
+            for node in level:
+                own = self._text_of(node)
+                if own != left and left.startswith(own):
+                    if found is None or len(left) - len(own) < len(rest):
+                        found, rest = node, left[len(own) :]
+                    levels.append((node.children, left[len(own) :]))
+        return found, rest
 
     def _text_of(self, node: Node) -> str:
         """The text of a turn's own ids; a character cut at a border belongs to no text."""

@@ -105,7 +105,8 @@ class DrawnPolicy:
             ids = [(number * 37 + index * 101) % 256 for index in range(9)] + ids
         if saying == "cut":
             return Script(ids=ids, finish={"type": "length"}), len(ids)
-        after = ids if saying == "after" else []
+        # A server that runs on may meet every stop id there is.
+        after = [*ids, *self._renderer.stop_ids[::-1]] if saying == "after" else []
         finish = {"type": "stop", "matched": stop}
         return Script(ids=[*ids, stop, *after], finish=finish), len(ids) + 1
 

@@ -116,3 +116,18 @@ async def test_another_router_process_goes_on_with_the_ids(make_stage, stage) ->
     assert answer.status_code == 200
     first, second = stage.turns(episode)
     assert second.parent_turn_id == first.turn_id
+
+
+async def test_reasoning_that_is_handed_back_is_rendered(make_stage) -> None:
+    """In the middle of a tool loop, where Qwen3's format keeps it, and of a conversation that was
+    never recorded: the server sees it, once."""
+    stage = await make_stage(model={"renderer_options": {"enable_thinking": True}})
+    episode = await stage.open()
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "4"}
+    for thought in ("I wonder.", ""):
+        thinking = {**said, "reasoning_content": thought} if thought else said
+        await turn(stage, episode, [USER, thinking, result], tools=[TOOL])
+        seen = stage.renderer.tokenizer.decode(stage.server.requests[-1]["input_ids"])
+        assert seen.count("I wonder.") == bool(thought)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 MOVES = st.lists(
     st.tuples(
-        st.sampled_from(["begin", "ids", "ids", "text", "text", "edit", "repeat"]),
+        st.sampled_from(["begin", "ids", "ids", "text", "text", "edit", "repeat", "same"]),
         st.integers(0, 7),
         st.text(alphabet="ab <\n\u00e9\U0001f600", min_size=1, max_size=6),
-        st.sampled_from([1, 1, 2]),
+        st.sampled_from([1, 2, 3]),
         st.booleans(),
     ),
     min_size=2,
@@ -28,30 +28,36 @@ def path_of(turn, turns) -> list[int]:
     return ids
 
 
-def parent_and_cause(ids: list[int], turns) -> tuple[str | None, str]:
-    """Of all that is recorded, the longest path that `ids` go on with, and what that makes them."""
+def parents_and_causes(ids: list[int], turns) -> dict[str | None, str]:
+    """Of all that is recorded, the longest paths that `ids` go on with, and the cause with each."""
     paths = {turn.turn_id: path_of(turn, turns) for turn in turns}
     able = [one for one, path in paths.items() if len(path) < len(ids) and ids[: len(path)] == path]
     if not able:
-        return None, "new_conversation" if turns else "root"
-    parent = max(able, key=lambda one: len(paths[one]))
-    has_child = any(turn.parent_turn_id == parent for turn in turns)
-    return parent, "resampled" if has_child else "extension"
+        return {None: "new_conversation" if turns else "root"}
+    longest = max(len(paths[one]) for one in able)
+    begun = {turn.parent_turn_id for turn in turns}
+    return {
+        one: "resampled" if one in begun else "extension"
+        for one in able
+        if len(paths[one]) == longest
+    }
 
 
 @given(moves=MOVES)
 @settings(
-    max_examples=20,
+    max_examples=30,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 async def test_a_drawn_prompt_goes_on_with_all_that_it_repeats(stage, moves) -> None:
-    """The server sees the prompt as it is, and its turn the longest recorded path as its parent."""
+    """The server sees the prompt as it is, and its turn the longest recorded path as its parent,
+    also where one answer begins as another does, or is another."""
     numbers, tokenizer = itertools.count(), stage.renderer.tokenizer
 
     def answer(request: dict) -> Script:
-        ids = tokenizer.encode(f" said {next(numbers)}.")
+        number = next(numbers)
+        ids = tokenizer.encode(f" said {number}." if number % 4 == 0 else " a" * (1 + number % 3))
         return Script(ids=ids, finish={"type": "length"})
 
     stage.server.answer = answer
@@ -65,6 +71,8 @@ async def test_a_drawn_prompt_goes_on_with_all_that_it_repeats(stage, moves) -> 
             prompt = [*last, *tokenizer.encode(more)]
         elif turns and kind == "text":
             prompt = tokenizer.decode(last) + more
+        elif turns and kind == "same":
+            prompt = last
         elif turns and kind == "edit":
             where = pick % len(last)
             prompt = [*last[:where], (last[where] + 1) % 256, *last[where + 1 :]]
@@ -80,9 +88,10 @@ async def test_a_drawn_prompt_goes_on_with_all_that_it_repeats(stage, moves) -> 
         assert all(ids == seen[0] for ids in seen)
         told = tokenizer.decode(seen[0]) if isinstance(prompt, str) else seen[0]
         assert told == prompt
-        parent, cause = parent_and_cause(seen[0], turns)
+        causes = parents_and_causes(seen[0], turns)
         for turn in new:
-            assert turn.parent_turn_id == parent
+            assert turn.parent_turn_id == new[0].parent_turn_id
+            cause = causes[turn.parent_turn_id]
             assert turn.branch_cause == (cause if turn.choice_index == 0 else "choice")
             before = path_of(turn, [*turns, turn])
             assert before[: len(before) - len(turn.output_ids)] == seen[0]
