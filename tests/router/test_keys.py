@@ -7,6 +7,9 @@ from msgspec.structs import replace
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
+ADMIN = {"/servers", "/pause", "/resume", "/policy_version"}
+OPEN = {"/health", "/ready", "/metrics"}
+
 
 def assert_final(answer, status: int, code: str) -> None:
     """The refusal is one that no SDK retries."""
@@ -121,3 +124,34 @@ async def test_keys_hold_for_every_router_of_the_run(make_stage, stage) -> None:
     assert answer.status_code == 200
     opening = stage.buffer.openings[episode["episode_id"]]
     stage.buffer.openings[episode["episode_id"]] = replace(opening, deadline_at=0.0)
+
+
+async def test_every_route_is_opened_by_one_kind_of_key(make_stage) -> None:
+    """Agent, runner and admin have a key each: whatever else is on a route, the other two, and a
+    forged one, are 401 there, also where traffic without a key is served."""
+    for unkeyed in ("refuse", "serve"):
+        stage = await make_stage(router={"unkeyed": unkeyed})
+        stage.server.answer = lambda request, stage=stage: stage.script("fine")
+        episode = await stage.open()
+        keys = {
+            "agent": episode["api_key"],
+            "runner": stage.run.keys.runner_key,
+            "admin": stage.run.keys.admin_key,
+            "forged": episode["api_key"][:-1] + "!",
+        }
+        document = (await stage.get("/openapi.json")).json()
+        opened = set()
+        for path, methods in document["paths"].items():
+            if path in OPEN:
+                continue
+            owner = "agent" if "/v1/" in path else "admin" if path in ADMIN else "runner"
+            url = path.format(episode_id=episode["episode_id"], model_id="policy")
+            for method in methods:
+                for role, key in keys.items():
+                    # What would close the episode is refused for its body.
+                    answer = await stage.http.request(
+                        method, url, json={}, headers={"Authorization": f"Bearer {key}"}
+                    )
+                    assert (answer.status_code == 401) == (role != owner), (url, role, answer.text)
+                opened.add(owner)
+        assert opened == {"agent", "runner", "admin"}
