@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import urllib.parse
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import httptools
@@ -27,6 +27,9 @@ _CLOSE = (b"connection", b"close")
 _MAX_HEAD_BYTES = 256 * 1024
 _RECEIVE_S = 60.0
 """A request has this long to arrive, beside what a connection may be idle."""
+_READ_S = 60.0
+"""A client has this long to read some of what it is sent."""
+_MIN_READ_BYTES = HIGH_WATER_LIMIT
 
 
 class ClientRequest(RequestResponseCycle):
@@ -98,6 +101,9 @@ class ClientConnection(HttpToolsProtocol):
         self._begun: ClientRequest | None = None
         """A request whose body is awaited."""
         self._timer: asyncio.TimerHandle | None = None
+        self._reader_timer: asyncio.TimerHandle | None = None
+        """Runs while what was written waits for the client to read it."""
+        self._num_unread_bytes = 0
         self._idle_since = 0.0
         self._is_new = True
         """Nothing has been answered yet."""
@@ -106,16 +112,30 @@ class ClientConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """As uvicorn's; who never says anything is not waited for."""
-        super().connection_made(_Gathering(transport, self.loop))  # type: ignore[arg-type]
+        gathering = _Gathering(transport, self.loop, self._wait_for_reader)
+        super().connection_made(gathering)  # type: ignore[arg-type]
         self._idle_since = self.loop.time()
         self._timer = self.loop.call_later(self.timeout_keep_alive + _RECEIVE_S, self._end_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As uvicorn's."""
         super().connection_lost(exc)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for timer in (self._timer, self._reader_timer):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._reader_timer = None
+
+    def pause_writing(self) -> None:
+        """As uvicorn's, but that a client that reads nothing is not waited for without end."""
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        """As uvicorn's."""
+        super().resume_writing()
+        if self._reader_timer is not None and not self.transport.is_closing():
+            self._reader_timer.cancel()
+            self._reader_timer = None
 
     def data_received(self, data: bytes) -> None:
         """As uvicorn's, but that a head which does not end is not kept."""
@@ -226,6 +246,21 @@ class ClientConnection(HttpToolsProtocol):
         if self._timer is None:
             self._timer = self.loop.call_later(self.timeout_keep_alive, self._end_idle)
 
+    def _wait_for_reader(self) -> None:
+        if self._reader_timer is None:
+            self._num_unread_bytes = self.transport.get_write_buffer_size()
+            self._reader_timer = self.loop.call_later(_READ_S, self._end_unread)
+
+    def _end_unread(self) -> None:
+        """Drop a connection whose client has read next to nothing of what waits for it."""
+        self._reader_timer = None
+        num_read = self._num_unread_bytes - self.transport.get_write_buffer_size()
+        if num_read < _MIN_READ_BYTES:
+            # To close it would be to wait until all is read.
+            self.transport.abort()
+        else:
+            self._wait_for_reader()
+
     def _end_idle(self) -> None:
         """Close a connection that has been idle, or receiving one request, for too long."""
         self._timer = None
@@ -261,18 +296,30 @@ class _Gathering:
     clients leave together too: each alone would wake its client's process anew.
     """
 
-    __slots__ = ("_loop", "_pieces", "_transport")
+    __slots__ = ("_loop", "_num_bytes", "_pieces", "_transport", "_when_unread")
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        when_unread: Callable[[], None],
+    ) -> None:
+        """`when_unread` is called when it is closed and not all was sent: that may be never."""
         self._transport = transport
         self._loop = loop
+        self._when_unread = when_unread
         self._pieces: list[bytes] = []
+        self._num_bytes = 0
 
     def write(self, data: bytes) -> None:
         """As a transport's."""
         if not self._pieces:
             self._loop.call_soon(self._hand_on)
         self._pieces.append(data)
+        self._num_bytes += len(data)
+        if self._num_bytes > HIGH_WATER_LIMIT:
+            # Whoever writes is to notice that nobody reads.
+            self._hand_on()
 
     def write_now(self, data: bytes) -> None:
         """The same without waiting for what else is written, where there is nobody else."""
@@ -285,6 +332,8 @@ class _Gathering:
         """As a transport's."""
         self._hand_on()
         self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._when_unread()
 
     def is_closing(self) -> bool:
         """As a transport's."""
@@ -294,6 +343,6 @@ class _Gathering:
         return getattr(self._transport, name)
 
     def _hand_on(self) -> None:
-        pieces, self._pieces = self._pieces, []
+        pieces, self._pieces, self._num_bytes = self._pieces, [], 0
         if pieces and not self._transport.is_closing():
             self._transport.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))

@@ -1,0 +1,244 @@
+"""Clients that do not read what they are sent, or slowly: on real sockets and both event loops."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+import uvloop
+from fake_server import Script
+
+from outloop.router import connections
+from outloop.router.connections import ClientConnection
+from outloop.router.web import Exchange
+
+Play = Callable[[Coroutine[Any, Any, None]], None]
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def play(request: pytest.FixtureRequest) -> Play:
+    """Runs a coroutine on one of the loops that routers have."""
+
+    def run(work: Coroutine[Any, Any, None]) -> None:
+        with asyncio.Runner(loop_factory=request.param) as runner:
+            runner.run(work)
+
+    return run
+
+
+def request(*more: str) -> bytes:
+    """A request on the wire."""
+    return "\r\n".join(["POST / HTTP/1.1", "host: x", "content-length: 0", *more, "", ""]).encode()
+
+
+def connect(address: tuple[str, int]) -> socket.socket:
+    """A connection with little room for what its client does not read."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(address)
+    client.setblocking(False)
+    return client
+
+
+class Served:
+    """One connection to an app."""
+
+    def __init__(self, client: socket.socket, state: uvicorn.server.ServerState) -> None:
+        self.client = client
+        self._state = state
+
+    async def connection(self) -> ClientConnection:
+        """The server's side of it."""
+        async with asyncio.timeout(60):
+            while not self._state.connections:
+                await asyncio.sleep(0.005)
+        (found,) = self._state.connections
+        return found
+
+    async def over(self) -> None:
+        """Nothing is left of it on the server's side."""
+        async with asyncio.timeout(60):
+            while self._state.connections or self._state.tasks:
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def serving(app: Any, sent: bytes, keep_alive_s: float = 0.2) -> AsyncIterator[Served]:
+    """A client that has sent something and reads nothing."""
+    config = uvicorn.Config(
+        app,
+        http=ClientConnection,
+        lifespan="off",
+        log_config=None,
+        timeout_keep_alive=keep_alive_s,
+    )
+    config.load()
+    loop, state = asyncio.get_running_loop(), uvicorn.server.ServerState()
+    listening = await loop.create_server(
+        lambda: ClientConnection(config, state, {}), "127.0.0.1", 0
+    )
+    client = connect(listening.sockets[0].getsockname())
+    try:
+        await loop.sock_sendall(client, sent)
+        yield Served(client, state)
+    finally:
+        client.close()
+        listening.close()
+        await asyncio.gather(*state.tasks)
+
+
+@pytest.mark.parametrize("more", [(), ("connection: close",)], ids=["kept", "close"])
+@pytest.mark.parametrize("size", [20_000_000, 3_000_000])
+def test_an_answer_that_nobody_reads_is_not_kept(
+    play: Play, monkeypatch: pytest.MonkeyPatch, size: int, more: tuple[str, ...]
+) -> None:
+    """However large it is, and whether or not the connection was to be closed after it."""
+    monkeypatch.setattr(connections, "_READ_S", 0.2)
+
+    async def app(scope, receive, send) -> None:
+        exchange = Exchange(scope, receive, send)
+        await exchange.body()
+        await exchange.answer(200, b"z" * size)
+
+    async def go() -> None:
+        async with serving(app, request(*more)) as served:
+            await served.connection()
+            await served.over()
+
+    play(go())
+
+
+def test_the_little_that_nobody_reads_is_not_kept(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an idle connection, which is closed, less may be left than a transport waits for."""
+    monkeypatch.setattr(connections, "_READ_S", 0.2)
+    seen: list[int] = []
+
+    async def app(scope, receive, send) -> None:
+        exchange = Exchange(scope, receive, send)
+        await exchange.body()
+        await exchange.start_events()
+        transport = scope["outloop.connection"].transport
+        while not transport.get_write_buffer_size():
+            await exchange.send_events(b"z" * 1000, more=True)
+            await asyncio.sleep(0)
+        await exchange.send_events(b"", more=False)
+        seen.append(transport.get_write_buffer_size())
+
+    async def go() -> None:
+        async with serving(app, request()) as served:
+            await served.connection()
+            await served.over()
+
+    play(go())
+    assert 0 < seen[0] < 16384
+
+
+def test_who_reads_none_of_a_stream_is_gone(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream waits for its reader, with little of it in memory, then it is told."""
+    monkeypatch.setattr(connections, "_READ_S", 0.2)
+    most, is_told = 0, False
+
+    async def app(scope, receive, send) -> None:
+        nonlocal most, is_told
+        exchange = Exchange(scope, receive, send)
+        await exchange.body()
+        await exchange.start_events()
+        transport = scope["outloop.connection"].transport
+        while not exchange.is_gone():
+            await exchange.send_events(b"z" * 1000, more=True)
+            most = max(most, transport.get_write_buffer_size())
+        is_told = True
+
+    async def go() -> None:
+        async with serving(app, request()) as served:
+            await served.connection()
+            await served.over()
+
+    play(go())
+    assert is_told
+    assert 0 < most < 200_000
+
+
+def test_who_reads_slowly_is_waited_for(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as some is read each time that it is looked; then no longer."""
+    monkeypatch.setattr(connections, "_READ_S", 3600.0)
+    size, num_read = 30_000_000, 0
+
+    async def app(scope, receive, send) -> None:
+        exchange = Exchange(scope, receive, send)
+        await exchange.body()
+        await exchange.answer(200, b"z" * size)
+
+    async def go() -> None:
+        nonlocal num_read
+        loop = asyncio.get_running_loop()
+        async with serving(app, request(), keep_alive_s=3600.0) as served:
+            connection = await served.connection()
+            async with asyncio.timeout(60):
+                while not connection.flow.write_paused:
+                    await asyncio.sleep(0.005)
+            unread = connection.transport.get_write_buffer_size
+            for _ in range(3):
+                before = unread()
+                async with asyncio.timeout(60):
+                    while unread() > before - 100_000:
+                        num_read += len(await loop.sock_recv(served.client, 65536))
+                connection._end_unread()
+                assert not connection.transport.is_closing()
+            connection._end_unread()
+            await served.over()
+
+    play(go())
+    assert num_read < size
+
+
+async def test_a_turn_whose_reader_stalls_is_there_for_its_retry(
+    make_stage: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream ends, its turn is recorded, and the same request gets it whole."""
+    monkeypatch.setattr(connections, "_READ_S", 0.3)
+    begun = ClientConnection.connection_made
+
+    def begin(connection: ClientConnection, transport: asyncio.Transport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        begun(connection, transport)
+
+    monkeypatch.setattr(ClientConnection, "connection_made", begin)
+    stage = await make_stage(sampling={"max_new_tokens": 2000})
+    stop = stage.renderer.stop_ids[0]
+    ids = [*stage.renderer.tokenizer.encode("said " * 150), stop]
+    stage.server.answer = lambda request: Script(ids=ids, finish={"type": "stop", "matched": stop})
+    episode = await stage.open()
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    wire = json.dumps(body).encode()
+    url = stage.http.base_url
+    head = [
+        "POST /v1/chat/completions HTTP/1.1",
+        "host: x",
+        f"authorization: Bearer {episode['api_key']}",
+        f"content-length: {len(wire)}",
+    ]
+    client = connect((url.host, url.port))
+    loop = asyncio.get_running_loop()
+    with client:
+        await loop.sock_sendall(client, "\r\n".join([*head, "", ""]).encode() + wire)
+        async with asyncio.timeout(60):
+            while not stage.turns(episode) or stage.app.state.parts.service.num_running:
+                await asyncio.sleep(0.01)
+        session = stage.app.state.parts.episodes.known(episode["episode_id"])
+        (job,) = next(iter(session.jobs.values()))
+        async with asyncio.timeout(60):
+            while job.has_client:
+                await asyncio.sleep(0.01)
+    monkeypatch.setattr(connections, "_READ_S", 60.0)
+    headers = {"authorization": f"Bearer {episode['api_key']}"}
+    again = await stage.http.post("/v1/chat/completions", content=wire, headers=headers)
+    assert again.text.endswith("data: [DONE]\n\n")
+    assert again.text.count("data: ") > 100
+    assert len(stage.turns(episode)) == len(stage.server.requests) == 1
