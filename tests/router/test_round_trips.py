@@ -13,7 +13,7 @@ from outloop.buffer.records import Sampling, Turn
 from outloop.router.dialects.table import DIALECTS
 from outloop.router.turns import AnswerHead, CallPlace, Delta, Message, ToolCall, TurnResult
 
-TEXT = st.text(max_size=12)
+TEXT = st.just("") | st.text(max_size=12)
 SAID = st.text(min_size=1, max_size=12)
 ARGUMENTS = st.dictionaries(
     TEXT,
@@ -79,6 +79,8 @@ class Chat:
         return {
             "messages": messages,
             "max_completion_tokens": knobs.max_tokens,
+            # What it was called before; the newer name is the one that holds.
+            "max_tokens": 3,
             "tool_choice": {"type": kind, "function": {"name": name}} if name else kind,
             "parallel_tool_calls": knobs.parallel,
             "tools": [
