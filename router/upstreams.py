@@ -96,12 +96,20 @@ class Upstreams:
         """Answer a request that names an upstream; False when it names none.
 
         Raises:
-            Refusal: 410, the episode has ended; 503, the upstream cannot be reached.
+            Refusal: 401, no episode asks; 410, it has ended; 503, the upstream cannot be reached.
             ClientLeft: the client did not wait.
         """
         name = self._name_in(body)
         if name is None:
             return False
+        if session.opening is None:
+            raise Refusal(
+                401,
+                "invalid_api_key",
+                f"model={name!r} is asked in the name of the run, so with an episode key only; "
+                'router.unkeyed="serve" is for the policy',
+                param="model",
+            )
         session.check_open()
         self._metrics.proxied.labels(name).inc()
         relay = asyncio.create_task(self._relay(exchange, name, body))

@@ -197,6 +197,24 @@ async def test_upstreams_are_for_open_episodes_and_their_failures_are_named(judg
     assert len(judged.judge.asked) == 1
 
 
+async def test_an_upstream_is_for_nobody_without_an_episode(make_stage) -> None:
+    """Where traffic without a key is served, the policy is: the run's own key to an upstream, which
+    may cost money, is not lent to whoever reaches the port."""
+    judge = FakeUpstream()
+    judge.gate.set()
+    async with serving(judge) as url:
+        upstreams = {"judge": {"base_url": f"{url}/v1"}}
+        stage = await make_stage(router={"unkeyed": "serve", "upstreams": upstreams})
+        stage.server.answer = lambda request: stage.script("fine")
+        for key in ("sk-mine", "none"):
+            answer = await ask(stage, {"api_key": key}, "judge")
+            assert (answer.status_code, answer.headers["x-should-retry"]) == (401, "false")
+            assert "episode key" in answer.json()["error"]["message"]
+            assert (await ask(stage, {"api_key": key}, "policy")).status_code == 200
+        assert not judge.asked
+        assert (await ask(stage, await stage.open(), "judge")).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "said"),
     [
