@@ -163,9 +163,9 @@ def make_renderer(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
 
 
 def converse(
-    renderer: PolicyRenderer, model_type: str, *, reasoning: str
+    renderer: PolicyRenderer, model_type: str, *, reasoning: str, hands_back: bool = False
 ) -> tuple[list[Turn], TurnTree]:
-    """Two questions, each answered after a tool was called; reasoning is not handed back."""
+    """Two questions, each answered after a tool was called; reasoning is handed back or not."""
     tree = TurnTree(renderer)
     heard: list[Message] = [Message("system", "Be brief.")]
     turns: list[Turn] = []
@@ -199,7 +199,7 @@ def converse(
         wanted = [("look_up", json.dumps({"word": word}))] if word is not None else []
         assert [(call.name, call.arguments) for call in said.tool_calls] == wanted
         assert (said.text.strip(), said.reasoning) == ("" if word is not None else text, reasoning)
-        return Message("assistant", said.text, "", said.tool_calls)
+        return Message("assistant", said.text, reasoning if hands_back else "", said.tool_calls)
 
     for question in ("What is a lathe?", "And a chisel?"):
         heard.append(Message("user", question))
@@ -239,11 +239,13 @@ def harmony(options: dict, causes: list[str]):
 def test_branches_of_a_tool_conversation(
     make_renderer, model_type, options, reasoning, causes
 ) -> None:
-    """One branch where the format allows it; otherwise the break that is stated, and no more."""
+    """One branch where the format allows it; otherwise the break that is stated, and no more,
+    whether or not the agent hands reasoning back."""
     renderer = make_renderer(model_type, **options)
-    turns, tree = converse(renderer, model_type, reasoning=reasoning)
-    assert [turn.branch_cause for turn in turns] == causes
-    assert tree.num_branches == 1 + causes.count("template")
+    for hands_back in (False, True):
+        turns, tree = converse(renderer, model_type, reasoning=reasoning, hands_back=hands_back)
+        assert [turn.branch_cause for turn in turns] == causes
+        assert tree.num_branches == 1 + causes.count("template")
 
 
 @pytest.mark.parametrize("cut", [1, 3, 1000])

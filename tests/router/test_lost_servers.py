@@ -4,6 +4,7 @@ import asyncio
 import time
 from dataclasses import replace
 
+import openai
 import pytest
 from fake_server import FakeServer, serving
 
@@ -142,3 +143,61 @@ async def test_what_an_empty_answer_says_of_a_version_is_not_believed(make_stage
     assert salts[1] == salts[2] != salts[0]
     (turn,) = stage.turns(episode)
     assert [(s.policy_version, s.start) for s in turn.version_spans] == [(0, 0), (1, 4)]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+async def test_a_stream_is_held_through_a_publish(make_stage, staleness: int) -> None:
+    """A publish aborts a turn whose client has read its beginning, no server may serve for a while,
+    and then the new version does: one text and a turn of both versions, or, where versions may not
+    mix, an error in the stream that says so and no turn. The client is held, not sent away."""
+    stage = await make_stage(staleness=staleness)
+    pool = stage.app.state.parts.pool
+    whole = stage.script("Hello there, my old friend.")
+    stage.server.is_cumulative, stage.server.chunk = False, 5
+
+    def answer(request):
+        if len(stage.server.requests) == 1:
+            stage.buffer.announced = 1
+            stage.buffer.servers = [replace(stage.buffer.servers[0], is_quarantined=True)]
+            return replace(whole, ids=whole.ids[:5], finish={"type": "abort", "message": "x"})
+        stage.server.version = "1"
+        num_seen = len(request["input_ids"]) - len(stage.server.requests[0]["input_ids"])
+        return replace(whole, ids=whole.ids[num_seen:])
+
+    stage.server.answer = answer
+    episode = await stage.open()
+    client = await stage.client(episode, max_retries=0)
+    events = await client.chat.completions.create(**BODY, stream=True)
+    text = ""
+    while not text:
+        text = (await anext(events)).choices[0].delta.content or ""
+    beginning = text
+    rest = asyncio.create_task(collect(events))
+    async with asyncio.timeout(20):
+        while not pool._num_waiting:
+            await asyncio.sleep(0.005)
+    assert not rest.done()
+    assert len(stage.server.requests) == 1
+    stage.buffer.acknowledged = 1
+    stage.buffer.serve(stage.server.url, version=1)
+    await pool.refresh()
+    if staleness == 0:
+        with pytest.raises(openai.APIError, match="was lost after 5 tokens"):
+            await rest
+        assert not stage.turns(episode)
+        return
+    assert beginning + await rest == "Hello there, my old friend."
+    (turn,) = stage.turns(episode)
+    assert turn.output_ids.tolist() == whole.ids
+    spans = [(s.policy_version, s.start, s.end) for s in turn.version_spans]
+    assert spans == [(0, 0, 5), (1, 5, len(whole.ids))]
+    assert turn.loss_spans == ((0, len(whole.ids)),)
+    first, second = stage.server.requests
+    assert second["extra_key"] != first["extra_key"]
+    limits = [one["sampling_params"]["max_new_tokens"] for one in stage.server.requests]
+    assert limits[0] - limits[1] == 5
+
+
+async def collect(events) -> str:
+    """The rest of a stream's text."""
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in events])
