@@ -8,9 +8,9 @@ the client did not get is recorded without loss.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from contextlib import suppress
+from itertools import islice
 
 import structlog
 from msgspec.structs import replace
@@ -30,6 +30,7 @@ from outloop.router.peers import Peers
 from outloop.router.places import Places
 from outloop.router.planning import Planner
 from outloop.router.port import EpisodeBuffer
+from outloop.router.random_ids import random_ids
 from outloop.router.recording import Recorder, Recording
 from outloop.router.refusals import Refusal, as_refusal, stopping
 from outloop.router.rendering import PolicyRenderer
@@ -43,6 +44,7 @@ from outloop.router.wire import NO_WISH, Prompt, Wish
 _RETURN_GRACE_S = 10.0
 """A client that left may come back with a retry this long; then its turn is recorded as masked."""
 _CLIENT_CHECK_S = 0.2
+_TURN_ID_BYTES = 12
 _log = structlog.get_logger()
 
 
@@ -82,6 +84,7 @@ class TurnService:
         self._generator = generator
         self._metrics = metrics
         self._jobs: set[TurnJob] = set()
+        self._new_ids = random_ids(_TURN_ID_BYTES)
         self.is_draining = False
 
     @property
@@ -198,7 +201,7 @@ class TurnService:
                 f"router.num_processes={settings.num_processes}); wait",
                 retry_after_s=1.0,
             )
-        job.turn_ids = tuple(secrets.token_hex(12) for _ in range(request.num_choices))
+        job.turn_ids = tuple(islice(self._new_ids, request.num_choices))
         session.num_turns += request.num_choices
         return True
 
