@@ -51,6 +51,55 @@ class Recording(msgspec.Struct, frozen=True):
     """What a lost attempt had recorded and is now replayed, by choice; (): it was drawn now."""
 
 
+class _Choice:
+    """One choice of a request: what was drawn, and what it says, read when it is first needed."""
+
+    def __init__(
+        self, reader: AnswerReader, common: Recording, index: int, drawn: Drawn, begun: Begun | None
+    ) -> None:
+        self._reader = reader
+        self._begun = begun
+        self.common, self.index, self.drawn = common, index, drawn
+        self.is_text = reader.is_text(common.request, drawn.ids, common.plan, begun)
+        """True: no call is in it. It need not be read to be recorded."""
+        self._stop_text = drawn.matched if isinstance(drawn.matched, str) else None
+        self._answer: Answer | None = None
+        self._result: TurnResult | None = None
+
+    @property
+    def answer(self) -> Answer:
+        """What it says."""
+        if self._answer is None:
+            self._answer = self._reader.read(
+                self.common.request,
+                self.drawn.ids,
+                self.common.plan,
+                self.common.job.turn_ids[self.index],
+                self._stop_text,
+                self._begun,
+            )
+        return self._answer
+
+    def result(self, turn: Turn) -> TurnResult:
+        """What the client is told, `turn` being its record."""
+        if self._result is None:
+            self._result = self._reader.result(
+                self.common.request,
+                turn,
+                self.common.plan,
+                self.answer.message,
+                self._stop_text,
+                self.drawn.tops,
+            )
+        return self._result if self._result.turn is turn else replace(self._result, turn=turn)
+
+    def draft(self, turn: Turn) -> None:
+        """Make that now, and, of an only choice, the client's answer."""
+        result = self.result(turn)
+        if self.common.request.num_choices == 1:
+            self.common.job.draft((result,))
+
+
 class Recorder:
     """Records turns of all episodes."""
 
@@ -80,21 +129,17 @@ class Recorder:
         self, common: Recording, index: int, drawn: Drawn, begun: Begun | None
     ) -> TurnResult:
         """Write one choice down; what is returned is in the buffer, except of unkeyed traffic."""
-        job, session, request, plan = common.job, common.session, common.request, common.plan
-        matched = drawn.matched if isinstance(drawn.matched, str) else None
-        answer = self._reader.read(request, drawn.ids, plan, job.turn_ids[index], matched, begun)
-        turn = self._turn(common, index, drawn, answer)
-        result = self._reader.result(request, turn, plan, answer.message, matched, drawn.tops)
+        session, request, plan = common.session, common.request, common.plan
+        choice = _Choice(self._reader, common, index, drawn, begun)
+        turn = self._turn(choice)
         if session.opening is not None:
-            if request.num_choices == 1:
-                # While Redis writes; nobody gets it before that is acknowledged.
-                asyncio.get_running_loop().call_soon(job.draft, (result,))
+            # While Redis writes; nobody gets it before that is acknowledged.
+            asyncio.get_running_loop().call_soon(choice.draft, turn)
             try:
                 usage = await self._buffer.append_turn(turn)
             except BufferUnavailable:
                 # What was drawn, and perhaps shown, is not thrown away because Redis is restarted.
-                turn, usage = await self._append_late(common, index, drawn, answer, turn)
-                result = replace(result, turn=turn)
+                turn, usage = await self._append_late(choice, turn)
             # Other processes may have recorded turns of this episode.
             session.num_turns = max(session.num_turns, usage.num_turns)
             session.num_tokens = usage.num_tokens
@@ -103,25 +148,24 @@ class Recorder:
                 turn,
                 plan=plan,
                 messages=request.messages if is_told else None,
-                answer=answer.message if is_told else None,
+                answer=choice.answer.message if is_told else None,
                 tools=request.tools,
             )
             self._metrics.count(turn, is_break=plan.is_break, is_replayed=bool(common.again))
         if self._tells:
             self._tell_of(common, turn)
-        return result
+        return choice.result(turn)
 
-    async def _append_late(
-        self, common: Recording, index: int, drawn: Drawn, answer: Answer, turn: Turn
-    ) -> tuple[Turn, EpisodeUsage]:
+    async def _append_late(self, choice: _Choice, turn: Turn) -> tuple[Turn, EpisodeUsage]:
         """Record a turn that Redis did not take at first, and say which one is recorded.
 
         Who asked for it may leave meanwhile: each time it is sent as what it is by then.
         """
+        common = choice.common
 
         async def append() -> tuple[Turn, EpisodeUsage]:
             await self._wait_for_client(common.job, common.session, common.retry_key)
-            now = replace(self._turn(common, index, drawn, answer), finished_at=turn.finished_at)
+            now = replace(self._turn(choice), finished_at=turn.finished_at)
             try:
                 return now, await self._buffer.append_turn(now)
             except Conflict:
@@ -149,17 +193,22 @@ class Recorder:
             traceparent=common.request.traceparent,
         )
 
-    def _turn(self, common: Recording, index: int, drawn: Drawn, answer: Answer) -> Turn:
+    def _turn(self, choice: _Choice) -> Turn:
+        common, index, drawn = choice.common, choice.index, choice.drawn
         session, plan, sampling = common.session, common.plan, common.sampling
         finish: FinishReason = "length" if drawn.finish == "length" else "stop"
-        if answer.message.tool_calls and not (answer.is_cut and finish == "length"):
-            finish = "tool_calls"
+        undelivered_from = None
+        if not choice.is_text:
+            answer = choice.answer
+            undelivered_from = answer.undelivered_from
+            if answer.message.tool_calls and not (answer.is_cut and finish == "length"):
+                finish = "tool_calls"
         is_known = _are_known(drawn.logprobs)
         logprobs = drawn.logprobs if is_known else [0.0] * len(drawn.ids)
         spans, reason = loss_spans(
             num_output=len(drawn.ids),
             num_until_stop=self._renderer.num_until_stop(drawn.ids),
-            undelivered_from=answer.undelivered_from,
+            undelivered_from=undelivered_from,
             is_delivered=not common.job.is_given_up,
             is_behavior_known=sampling.is_plain and is_known,
             purpose=session.opening.purpose if session.opening is not None else "eval",

@@ -94,7 +94,7 @@ class PolicyRenderer:
         allow to continue verbatim.
         """
         *said, last = output_ids or [-1]
-        if last in self._stop_set and self._is_plain(said, prompt_ids):
+        if last in self._stop_set and self.is_plain(said, prompt_ids):
             # Where nothing marks anything, what comes next depends on how the turn ends.
             prompt_ids, output_ids = prompt_ids[max(0, self._last_stop(prompt_ids)) :], [last]
         try:
@@ -132,7 +132,7 @@ class PolicyRenderer:
                 broken stays a call, whose arguments end where they broke.
         """
         ids = self.until_stop(output_ids)
-        if stop_text is None and begun is None and self._is_plain(ids, prompt_ids):
+        if stop_text is None and begun is None and self.is_plain(ids, prompt_ids):
             return Answer(message=Message("assistant", self.tokenizer.decode(ids).strip()))
         try:
             # With its stop id: in harmony it is what closes a call.
@@ -226,6 +226,14 @@ class PolicyRenderer:
             return self._ends_in_reasoning(rest)
         return self._reasons_cached(tuple(rest))
 
+    def is_plain(self, ids: Sequence[int], prompt_ids: list[int]) -> bool:
+        """True if an answer is its text and nothing else, so that there is nothing to parse."""
+        return (
+            self._reads_plainly
+            and self._marking_ids.isdisjoint(ids)
+            and not self.begins_in_reasoning(prompt_ids)
+        )
+
     def until_stop(self, output_ids: list[int]) -> list[int]:
         """`output_ids` before the first stop id."""
         found = [output_ids.index(token) for token in self.stop_ids if token in output_ids]
@@ -268,14 +276,6 @@ class PolicyRenderer:
     def _ends_in_reasoning(self, rest: Sequence[int]) -> bool:
         ids = list(rest)
         return bool(prompt_ends_in_reasoning(self.tokenizer, ids, stop_ids=self._stop_set))
-
-    def _is_plain(self, ids: Sequence[int], prompt_ids: list[int]) -> bool:
-        """True if an answer is its text and nothing else, so that there is nothing to parse."""
-        return (
-            self._reads_plainly
-            and self._marking_ids.isdisjoint(ids)
-            and not self.begins_in_reasoning(prompt_ids)
-        )
 
     def _find_whether_plain(self) -> bool:
         """Whether the format reads an answer as its text where nothing in it marks anything."""
