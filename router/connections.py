@@ -21,6 +21,8 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from outloop.router.refusals import Refusal
+
 CONNECTION = "outloop.connection"
 """Where an ASGI scope holds its ClientRequest."""
 _CLOSE = (b"connection", b"close")
@@ -144,6 +146,19 @@ class ClientConnection(HttpToolsProtocol):
             self._num_head_bytes += len(data)
             if self._num_head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
                 self.send_400_response("The head of the request is too large.")
+
+    def send_400_response(self, msg: str) -> None:
+        """As uvicorn's, in OpenAI's envelope, and not into an answer that has begun."""
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            refusal = Refusal(400, "invalid_http", msg)
+            body = refusal.envelope()
+            pieces = [STATUS_LINE[400]]
+            for name, value in (*self.server_state.default_headers, *refusal.headers(), _CLOSE):
+                pieces += (name, b": ", value, b"\r\n")
+            pieces.append(b"content-type: application/json\r\n")
+            pieces.append(b"content-length: %d\r\n\r\n" % len(body))
+            self.transport.write(b"".join((*pieces, body)))
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         """As uvicorn's, whose scope is made later."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -262,6 +263,55 @@ async def test_a_head_without_end_is_not_kept(piece: bytes) -> None:
             answer = await asyncio.wait_for(reader.read(), 60)
             assert answer.startswith(b"HTTP/1.1 400 ")
         assert num_sent < 100 * len(piece)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"rubbish\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\na: \x00\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 300_000,
+    ],
+)
+async def test_what_is_no_http_is_refused_in_the_envelope(sent: bytes) -> None:
+    """Nothing says which dialect was meant: OpenAI's, and the connection is closed."""
+
+    async def app(scope, receive, send) -> None:
+        with suppress(ClientLeft):
+            await Exchange(scope, receive, send).body()
+
+    async with serving(app) as (reader, writer):
+        writer.write(sent)
+        answer = await asyncio.wait_for(reader.read(), 60)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"\r\nx-should-retry: false" in head
+    assert b"\r\nconnection: close" in head
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+async def test_rubbish_after_a_request_does_not_get_into_its_answer() -> None:
+    """What has begun to be answered ends where the rubbish came."""
+    began, heard = asyncio.Event(), asyncio.Event()
+
+    async def app(scope, receive, send) -> None:
+        exchange = Exchange(scope, receive, send)
+        await exchange.body()
+        await exchange.start_events()
+        await exchange.send_events(b"first", more=True)
+        began.set()
+        await exchange.wait_gone()
+        heard.set()
+
+    async with serving(app) as (reader, writer):
+        writer.write(request(b"body"))
+        await began.wait()
+        writer.write(b"rubbish\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), 60)
+        await asyncio.wait_for(heard.wait(), 60)
+    assert answer.endswith(b"first\r\n")
 
 
 async def test_a_large_head_is_read() -> None:
