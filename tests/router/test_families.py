@@ -162,6 +162,25 @@ def make_renderer(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     return make
 
 
+def turn_of(plan: Plan, drawn: list[int], number: int, said: Message) -> Turn:
+    """The record of a drawn answer."""
+    return Turn(
+        turn_id=f"t{number}",
+        episode_id="e",
+        parent_turn_id=plan.parent.turn.turn_id if plan.parent is not None else None,
+        prompt_ids=np.array(plan.prompt_ids, np.int32),
+        output_ids=np.array(drawn, np.int32),
+        behavior_logprobs=np.zeros(len(drawn), np.float32),
+        version_spans=(VersionSpan(policy_version=0, start=0, end=len(drawn)),),
+        loss_spans=((0, len(drawn)),),
+        sampling=Sampling(temperature=1.0),
+        finish_reason="tool_calls" if said.tool_calls else "stop",
+        branch_cause=plan.cause,
+        started_at=0.0,
+        finished_at=0.0,
+    )
+
+
 def converse(
     renderer: PolicyRenderer, model_type: str, *, reasoning: str, hands_back: bool = False
 ) -> tuple[list[Turn], TurnTree]:
@@ -179,21 +198,7 @@ def converse(
             tools=TOOLS,
             call_prefix=f"call_{len(turns)}_",
         ).message
-        turn = Turn(
-            turn_id=f"t{len(turns)}",
-            episode_id="e",
-            parent_turn_id=plan.parent.turn.turn_id if plan.parent is not None else None,
-            prompt_ids=np.array(plan.prompt_ids, np.int32),
-            output_ids=np.array(drawn, np.int32),
-            behavior_logprobs=np.zeros(len(drawn), np.float32),
-            version_spans=(VersionSpan(policy_version=0, start=0, end=len(drawn)),),
-            loss_spans=((0, len(drawn)),),
-            sampling=Sampling(temperature=1.0),
-            finish_reason="tool_calls" if said.tool_calls else "stop",
-            branch_cause=plan.cause,
-            started_at=0.0,
-            finished_at=0.0,
-        )
+        turn = turn_of(plan, drawn, len(turns), said)
         tree.add(turn, plan=plan, messages=tuple(heard), answer=said, tools=TOOLS)
         turns.append(turn)
         wanted = [("look_up", json.dumps({"word": word}))] if word is not None else []
@@ -407,3 +412,48 @@ def test_glm_calls_are_told_as_they_are_recorded(
         if len(whole) == (len(plays) if parallel else 1):
             assert recorded == whole
             assert told == whole
+
+
+def drawn_calls(model_type: str, words: list[str]) -> str:
+    """Several calls at once as a policy of the family writes them, its stop included."""
+    whole = [drawn_text(model_type, "I should look.", "", word) for word in words]
+    head = whole[0].index(
+        "<tool_call>" if model_type != "deepseek_v3" else "<\uff5ctool\u2581call\u2581begin"
+    )
+    stop = {"qwen3": "<|im_end|>", "glm4_moe": "<|observation|>"}.get(model_type)
+    end = stop or whole[0][whole[0].index("<\uff5ctool\u2581calls\u2581end") :]
+    calls = [one[head:].removesuffix(end) for one in whole]
+    return whole[0][:head] + "\n".join(calls) + end
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+@pytest.mark.parametrize("model_type", ["qwen3", "glm4_moe", "deepseek_v3"])
+def test_calls_at_once_stay_one_branch(make_renderer, model_type: str, order) -> None:
+    """Three calls in one answer, their results handed back in any order: the branch goes on, with
+    every result in the place that the agent gave it, and the next such answer too."""
+    renderer = make_renderer(model_type)
+    tree = TurnTree(renderer)
+    heard: list[Message] = [Message("user", "Look these up.")]
+    turns: list[Turn] = []
+    for number in range(3):
+        words = [f"{word}{number}" for word in ("oak", "elm", "ash")]
+        plan = tree.plan(tuple(heard), TOOLS)
+        drawn = renderer.tokenizer.encode(drawn_calls(model_type, words))
+        answer = renderer.parse(
+            drawn, prompt_ids=plan.prompt_ids, tools=TOOLS, call_prefix=f"call_{number}_"
+        ).message
+        assert [json.loads(call.arguments)["word"] for call in answer.tool_calls] == words
+        assert answer.reasoning == "I should look."
+        turn = turn_of(plan, drawn, number, answer)
+        tree.add(turn, plan=plan, messages=tuple(heard), answer=answer, tools=TOOLS)
+        turns.append(turn)
+        heard.append(Message("assistant", answer.text, "", answer.tool_calls))
+        results = [
+            Message("tool", f"found {words[at]}", tool_call_id=answer.tool_calls[at].id)
+            for at in order
+        ]
+        heard += results
+        told = renderer.tokenizer.decode(tree.plan(tuple(heard), TOOLS).prompt_ids)
+        places = [told.index(result.text) for result in results]
+        assert places == sorted(places)
+    assert [turn.branch_cause for turn in turns] == ["root", "extension", "extension"]
