@@ -2,7 +2,8 @@
 
 Owns: enforce, record and reject; the loss spans of a turn. Does not own: drawing, storing.
 Invariant: every parameter is decided here, never by a server's default; tokens whose behavior
-distribution is unknown, that follow a stop, or that no client received have no loss.
+distribution is unknown, that follow a stop, that no client received or that a version asked for by
+name drew have no loss.
 """
 
 from __future__ import annotations
@@ -154,11 +155,14 @@ def loss_spans(
     undelivered_from: int | None,
     is_delivered: bool,
     is_behavior_known: bool,
+    is_frozen: bool,
     purpose: str,
 ) -> tuple[tuple[tuple[int, int], ...], str]:
     """Ranges of output tokens that may be trained, and why the rest may not."""
     if purpose == "eval":
         return (), "eval"
+    if is_frozen:
+        return (), "frozen"
     if not is_behavior_known:
         return (), "behavior_unknown"
     if not is_delivered:

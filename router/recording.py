@@ -211,6 +211,7 @@ class Recorder:
             undelivered_from=undelivered_from,
             is_delivered=not common.job.is_given_up,
             is_behavior_known=sampling.is_plain and is_known,
+            is_frozen=common.request.policy_version is not None,
             purpose=session.opening.purpose if session.opening is not None else "eval",
         )
         before = common.again[index] if common.again else None

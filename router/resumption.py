@@ -1,8 +1,8 @@
 """Recorded turns of a lost attempt, replayed to the agent that plays it again.
 
 Owns: which recorded turn answers which request. Does not own: loading them (buffer), recording and
-answering (service). Invariant: a recorded turn answers only a request whose ids, sampling and count
-of choices are those it was drawn for, and only once.
+answering (service). Invariant: a recorded turn answers only a request whose ids, sampling, model
+and count of choices are those it was drawn for, and only once.
 """
 
 from __future__ import annotations
@@ -44,14 +44,22 @@ class RecordedTurns:
     def __len__(self) -> int:
         return sum(len(drawn) for some in self._by_prompt.values() for drawn in some)
 
-    def pop(self, prompt: Prompt, sampling: Sampling, num_choices: int) -> tuple[Turn, ...]:
+    def pop(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        num_choices: int,
+        policy_version: int | None = None,
+    ) -> tuple[Turn, ...]:
         """The turns that answer this request, by choice; () when it was not asked before."""
         if not self._by_prompt:
             return ()
         waiting = self._by_prompt.get(_digest(prompt), [])
         for drawn in waiting:
             indices = [turn.choice_index for turn in drawn]
-            if indices == list(range(num_choices)) and all(t.sampling == sampling for t in drawn):
+            if indices == list(range(num_choices)) and all(
+                turn.sampling == sampling and _was_asked_of(turn, policy_version) for turn in drawn
+            ):
                 waiting.remove(drawn)
                 return drawn
         return ()
@@ -92,6 +100,13 @@ def drawn_before(turn: Turn, stop_text: str | None) -> Drawn:
         finish="length" if turn.finish_reason == "length" else "stop",
         matched=stop_text,
     )
+
+
+def _was_asked_of(turn: Turn, policy_version: int | None) -> bool:
+    """True if it was asked of this version by name or, None, of the policy."""
+    if turn.mask_reason != "frozen":
+        return policy_version is None
+    return all(span.policy_version == policy_version for span in turn.version_spans)
 
 
 def _is_undelivered(turn: Turn) -> bool:

@@ -298,7 +298,7 @@ class TurnService:
         if left is not None and left < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=left)
         job.num_prompt_tokens, job.sampling = prompt.num_ids, sampling
-        again = session.recorded.pop(prompt, sampling, request.num_choices)
+        again = session.recorded.pop(prompt, sampling, request.num_choices, request.policy_version)
         if again:
             job.turn_ids = tuple(turn.turn_id for turn in again)
         draws = [

@@ -36,6 +36,35 @@ async def test_a_version_is_drawn_by_a_server_that_holds_it(stage) -> None:
         assert span.policy_version == version
 
 
+async def test_a_version_that_is_asked_for_by_name_is_not_trained(stage) -> None:
+    """A frozen opponent or judge at the agent's own base URL is recorded without loss, also in a
+    stream, as several choices and for a retry; what the policy says before and after it in the same
+    conversation is trained."""
+    stage.server.answer = lambda request: stage.script("fine")
+    episode = await stage.open()
+    path, said = "/v1/chat/completions", {"role": "assistant", "content": "fine"}
+    messages = [{"role": "user", "content": "hi"}]
+    for model, more in (
+        ("policy", {}),
+        ("policy@0", {}),
+        ("policy@0", {"n": 2}),
+        ("policy@0", {"stream": True}),
+        ("policy", {}),
+    ):
+        body = {"model": model, "messages": messages, **more}
+        for headers in ({}, {"x-stainless-retry-count": "1"}):
+            answer = await stage.post(path, body, episode["api_key"], **headers)
+            assert answer.status_code == 200, answer.text
+        messages = [*messages, said, {"role": "user", "content": "more"}]
+    turns = stage.turns(episode)
+    assert [turn.branch_cause for turn in turns].count("extension") == 4
+    masked = [turn.mask_reason for turn in turns if not turn.loss_spans]
+    assert masked == ["frozen"] * 4
+    assert [bool(turn.loss_spans) for turn in turns] == [True, *[False] * 4, True]
+    assert all(turn.behavior_logprobs.all() for turn in turns)
+    assert len(stage.server.requests) == 6
+
+
 @pytest.mark.parametrize("model", ["policy@7", "policy@", "policy@x", "policy@-1", "judge@0", "@0"])
 async def test_a_version_that_no_server_holds_is_refused(stage, model: str) -> None:
     """With the names that are served, for good, and without a turn."""

@@ -170,6 +170,23 @@ async def test_other_sampling_is_another_request(make_stage) -> None:
     assert answer["choices"][0]["message"]["content"] == "warm"
 
 
+async def test_what_a_named_version_said_is_not_replayed_for_the_policy(stage) -> None:
+    """Two players of one prompt, one of them frozen, get their own turns again in whatever order
+    they ask; the frozen one's is still not trained."""
+    stage.says("trained", "frozen", "fresh")
+    lost = await stage.open()
+    hello = [{"role": "user", "content": "hi"}]
+    for model in ("policy", "policy@0"):
+        await say(stage, lost, hello, model=model)
+    again = await resume(stage, lost)
+    for model, text in (("policy@0", "frozen"), ("policy", "trained"), ("policy@0", "fresh")):
+        answer = await say(stage, again, hello, model=model)
+        assert answer["choices"][0]["message"]["content"] == text
+    masked = [(bool(turn.loss_spans), turn.mask_reason) for turn in stage.turns(again)]
+    assert masked == [(False, "frozen"), (True, ""), (False, "frozen")]
+    assert len(stage.server.requests) == 3
+
+
 async def test_what_is_masked_stays_masked_but_for_delivery(make_stage) -> None:
     """Unknown logprobs stay unknown; a turn that nobody received is now delivered and trained."""
     stage = await make_stage()
