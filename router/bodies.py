@@ -6,7 +6,7 @@ also describe it in the OpenAPI document; unknown fields are ignored.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -67,7 +67,7 @@ class EpisodeBody(msgspec.Struct):
     deadline_s: float
     purpose: Purpose
     group_id: str | None = None
-    attempt: int = 0
+    attempt: Annotated[int, msgspec.Meta(ge=0)] = 0
     episode_id: str | None = None
     sampling: dict[str, float] | None = None
     eval_name: str = ""

@@ -51,6 +51,7 @@ _READY_WAIT_S = 2.0
 """A claim waits this long for a version to be acknowledged before it is answered 503."""
 _MAX_ERROR_CHARS = 2000
 _MAX_OUTPUT_CHARS = 8192
+_MAX_DEADLINE_S = 365 * 24 * 3600.0
 _log = structlog.get_logger()
 
 
@@ -152,11 +153,12 @@ class Control:
         """`POST /episodes`: open one episode; idempotent when the caller names it."""
         self._keys.require_runner(exchange.key)
         body = await exchange.decode(_episode)
-        if body.deadline_s <= 0:
+        if not 0 < body.deadline_s <= _MAX_DEADLINE_S:
             raise Refusal(
                 400,
                 "invalid_value",
-                f"deadline_s={body.deadline_s}; more than 0 is allowed",
+                f"deadline_s={body.deadline_s}; more than 0, and at most {_MAX_DEADLINE_S:.0f} "
+                "(a year), is allowed",
                 param="deadline_s",
             )
         _check_purpose(body)

@@ -135,6 +135,23 @@ async def test_what_is_not_known_is_not_found(whole: Whole) -> None:
     await whole.goes_on()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("attempt", -1), ("deadline_s", 1e308), ("deadline_s", 0)]
+)
+async def test_an_opening_that_cannot_be_is_refused_for_good(
+    whole: Whole, name: str, value: float
+) -> None:
+    """Numbers that no attempt and no clock has, of an evaluation too: 400 that names them."""
+    for more in ({"purpose": "eval"}, {"group_id": whole.claims[0]["group_id"]}):
+        opening = {"task_id": "t", "purpose": "train", "deadline_s": 9.0, "attempt": 0, **more}
+        status, error = await whole.send("/episodes", {**opening, name: value})
+        assert (status, name in error["message"]) == (400, True)
+    named = {"purpose": "eval", "eval_name": "x", "task_id": "t", "deadline_s": 9.0}
+    status, error = await whole.send("/episodes", {**named, name: value})
+    assert (status, name in error["message"]) == (400, True)
+    await whole.goes_on()
+
+
 async def test_ids_out_of_vocabulary_are_refused(whole: Whole) -> None:
     """A prompt of ids that the policy does not have never reaches a server."""
     for ids in ([10**6], [-1], [2**31]):
