@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from fake_server import Script
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -48,6 +49,24 @@ async def test_tokens_are_bounded_to_the_last_one(make_stage) -> None:
     read = await closed(stage, episode)
     assert (read["outcome"], read["error"]) == ("truncated", "token_budget_spent")
     assert read["reward"]["value"] == 1.0
+
+
+async def test_choices_share_what_is_left(make_stage) -> None:
+    """Drawn to their limit, the choices of one request spend the budget and no token more."""
+    stage = await make_stage(router={"max_tokens_per_episode": 100})
+    stage.server.answer = lambda request: Script(
+        ids=stage.renderer.tokenizer.encode("x" * 99)[
+            : request["sampling_params"]["max_new_tokens"]
+        ],
+        finish={"type": "length"},
+    )
+    episode = await stage.open()
+    assert (await ask(stage, episode, n=3)).status_code == 200
+    turns = stage.turns(episode)
+    assert len({len(turn.output_ids) for turn in turns}) == 1
+    used = sum(len(turn.prompt_ids) + len(turn.output_ids) for turn in turns)
+    assert 100 - len(turns) < used <= 100
+    check_final(await ask(stage, episode), "token_budget_spent")
 
 
 async def test_a_prompt_that_spends_the_budget_is_not_drawn(make_stage) -> None:

@@ -198,6 +198,32 @@ async def test_a_stream_is_held_through_a_publish(make_stage, staleness: int) ->
     assert limits[0] - limits[1] == 5
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_half_an_answer_under_a_schema_is_drawn_anew(make_stage, stream: bool) -> None:
+    """Another server's grammar would begin anew in the middle: nothing of the half is kept, and a
+    client that has read of it is told that the turn is lost."""
+    stage = await make_stage()
+    half = stage.script('{"number": 7}')
+    stop = {"type": "abort", "message": "x"}
+    scripts = iter([replace(half, ids=half.ids[:4], finish=stop), half])
+    stage.server.answer = lambda request: next(scripts)
+    episode = await stage.open(purpose="eval", group_id=None)
+    client = await stage.client(episode, max_retries=0)
+    form = {"type": "json_object"}
+    asked = client.chat.completions.create(**BODY, response_format=form, stream=stream)
+    if stream:
+        with pytest.raises(openai.APIError, match="was lost after 4 tokens"):
+            await collect(await asked)
+        assert not stage.turns(episode)
+        return
+    assert (await asked).choices[0].message.content == '{"number": 7}'
+    first, second = stage.server.requests
+    assert second["input_ids"] == first["input_ids"]
+    assert second["sampling_params"]["max_new_tokens"] == first["sampling_params"]["max_new_tokens"]
+    (turn,) = stage.turns(episode)
+    assert turn.output_ids.tolist() == half.ids
+
+
 async def collect(events) -> str:
     """The rest of a stream's text."""
     return "".join([chunk.choices[0].delta.content or "" async for chunk in events])

@@ -140,6 +140,23 @@ async def test_a_turn_that_its_router_gives_up_is_drawn_by_who_waits(pair) -> No
     assert len(first.turns(episode)) == 1
 
 
+async def test_who_waits_for_a_turn_that_comes_to_nothing_is_told_no_earlier_one(pair) -> None:
+    """An equal request was answered before; the retry is of the one that its router gave up, which
+    is a sample of its own."""
+    first, other = pair
+    first.says("earlier", "given up", "drawn anew")
+    episode = await first.open()
+    assert text_of(await ask(first, episode)) == "earlier"
+    stayed = await begin(first, episode)
+    again = await retry_elsewhere(first, other, episode)
+    await first.app.state.parts.service.close()
+    assert (await stayed).status_code == 503
+    await until(lambda: len(first.server.requests) == 3)
+    first.server.gate.set()
+    assert text_of(await again) == "drawn anew"
+    assert len(first.turns(episode)) == 2
+
+
 async def test_a_router_that_never_answers_holds_a_retry_up_once(
     stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,27 @@ async def test_a_response_is_gone_on_with_by_its_id(stage) -> None:
     assert path == stage.server.requests[1]["input_ids"] == stage.server.requests[2]["input_ids"]
 
 
+@pytest.mark.parametrize(
+    ("instructions", "cause"),
+    [("Be short.", "extension"), (None, "extension"), ("Be long.", "system_changed")],
+)
+async def test_instructions_are_told_once(stage, instructions, cause: str) -> None:
+    """Going on by id: the same ones, or none, leave the conversation as it is, others stand in the
+    place of the earlier ones."""
+    stage.says("one", "two")
+    episode = await stage.open()
+    client = await stage.client(episode)
+    first = await client.responses.create(model="policy", input="hi", instructions="Be short.")
+    options = {} if instructions is None else {"instructions": instructions}
+    await client.responses.create(
+        model="policy", input="and?", previous_response_id=first.id, **options
+    )
+    told = stage.renderer.tokenizer.decode(stage.server.requests[1]["input_ids"])
+    assert told.count("<|im_start|>system") == 1
+    assert told.startswith(f"<|im_start|>system\n{instructions or 'Be short.'}<|im_end|>")
+    assert [turn.branch_cause for turn in stage.turns(episode)] == ["root", cause]
+
+
 async def test_another_router_goes_on_by_ids_alone(make_stage, renderer) -> None:
     """A process that never heard what was said continues the recorded ids, and then its own."""
     here = await make_stage()

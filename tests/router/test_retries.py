@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from outloop.buffer.errors import BufferUnavailable
+
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -140,3 +142,33 @@ async def test_a_streamed_retry_gets_the_same_stream(stage) -> None:
     assert streams[0] == streams[1]
     assert streams[0][0] == "Hello there, friend."
     assert len(stage.server.requests) == 1
+
+
+async def test_choices_of_which_some_were_recorded_are_drawn_together_again(make_stage) -> None:
+    """Redis took one of two choices and went away: the retry gets two answers to one request, and
+    none of them twice."""
+    stage = await make_stage(router={"buffer_timeout_s": 0})
+    stage.says("a", "b", "c", "d")
+    episode = await stage.open()
+    append = stage.buffer.append_turn
+
+    async def take_one(turn):
+        if turn.choice_index:
+            raise BufferUnavailable("scripted")
+        return await append(turn)
+
+    stage.buffer.append_turn = take_one
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "n": 2}
+    path, key = "/v1/chat/completions", episode["api_key"]
+    refused = await stage.post(path, body, key)
+    assert (refused.status_code, refused.headers["x-should-retry"]) == (503, "true")
+    assert len(stage.turns(episode)) == 1
+    stage.buffer.append_turn = append
+    retry = {"x-stainless-retry-count": "1"}
+    answers = [(await stage.post(path, body, key, **retry)).json() for _ in range(2)]
+    assert answers[0] == answers[1]
+    texts = [choice["message"]["content"] for choice in answers[0]["choices"]]
+    assert sorted(texts) == ["c", "d"]
+    assert len(stage.turns(episode)) == 3
+    other = await make_stage(buffer=stage.buffer)
+    assert (await other.post(path, body, key, **retry)).json() == answers[0]
