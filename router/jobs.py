@@ -26,6 +26,8 @@ class Client(Protocol):
 
 Encode = Callable[[Sequence[TurnResult]], bytes]
 """From results to a plain answer."""
+_NUM_AT_ONCE = 1024
+"""Deltas after which other turns have theirs."""
 Work = Callable[["TurnJob"], Coroutine[Any, Any, None]]
 
 
@@ -178,6 +180,8 @@ class TurnJob:
             while index < len(self.deltas):
                 yield self.deltas[index]
                 index += 1
+                if not index % _NUM_AT_ONCE:
+                    await asyncio.sleep(0)
             if self.is_over:
                 return
             await self._change()

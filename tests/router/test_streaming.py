@@ -1,12 +1,14 @@
 """Incremental text."""
 
 import asyncio
+from itertools import pairwise
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outloop.router.detokenizer import Detokenizer
-from outloop.router.streaming import ContentStream, ReasonedStream
+from outloop.router.jobs import TurnJob
+from outloop.router.streaming import ContentStream, ReasonedStream, Shown
 
 QUICK = settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -131,3 +133,23 @@ async def test_a_stop_string_ends_the_answer_but_stays_in_the_ids(stage) -> None
     assert text == "The sum"
     assert stage.server.requests[0]["sampling_params"]["stop"] == ["Observation:"]
     assert stage.turns(episode)[0].loss_spans == ((0, len(script.ids)),)
+
+
+async def test_a_long_stream_that_is_there_already_lets_others_go_on() -> None:
+    """All of it may be handed on at once to a retry: others have their turns between its pieces."""
+    job = TurnJob(("t",), 0.0)
+    for _ in range(10_000):
+        job.show(0, Shown(text="x"))
+    job.finish(())
+    num_given, seen = 0, []
+
+    async def others() -> None:
+        while num_given < 10_000:
+            seen.append(num_given)
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    async for _ in job.stream():
+        num_given += 1
+    await task
+    assert max(after - before for before, after in pairwise([*seen, 10_000])) <= 2_000
