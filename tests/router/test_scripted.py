@@ -1,10 +1,13 @@
 """Real SDKs, router, Redis and torch server with a scripted policy: what Redis holds is what the
 server was given and drew."""
 
+import asyncio
 import json
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import openai
 import pydantic
 import pytest
@@ -15,6 +18,7 @@ from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.join import init_run
 from outloop.buffer.run import create_run
 from outloop.engine.new_policy import Sizes, write_policy
+from outloop.engine.train.samples import build_samples
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 * 7"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "\\u00e9"}}\n</tool_call>'
@@ -49,7 +53,9 @@ async def scene(scripted, policy: Path, make_run, tmp_path: Path):
     """A run in a Redis of its own."""
     model = {"path": str(policy), "max_context_tokens": CONTEXT}
     with EmbeddedRedis(tmp_path / "redis", max_memory_mb=64) as redis:
-        run = create_run(make_run(model=model).settings, tmp_path / "run", redis.url)
+        run = create_run(
+            make_run(model=model, buffer={"group_size": 2}).settings, tmp_path / "run", redis.url
+        )
         init_run(run)
         async with playing(run, scripted) as found:
             yield found
@@ -119,3 +125,47 @@ async def test_the_check_finds_a_wrong_record(scene, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(scene.server, "seen", [SimpleNamespace(**told)])
         with pytest.raises(AssertionError):
             scene.check_exact(episode)
+
+
+async def test_only_what_the_policy_drew_for_training_reaches_the_trainer(scene) -> None:
+    """Of a group whose episodes also ask the frozen policy, and of evaluations that draw beside it
+    under the same words, the trainer is leased the group alone, and its samples train exactly the
+    ids that the engine drew for the policy's own turns."""
+    scene.says("fine")
+    trained, group = [], [await scene.open() for _ in range(2)]
+    exam = await scene.open(purpose="eval", group_id=None, sampling={"temperature": 0.5})
+    for number, episode in enumerate([*group, exam]):
+        client = openai.AsyncOpenAI(base_url=episode["base_url"], api_key=episode["api_key"])
+        async with client:
+            messages = [{"role": "user", "content": "go"}]
+            for model in ("policy", "policy@0", "policy"):
+                said = await client.chat.completions.create(model=model, messages=messages)
+                messages += [
+                    said.choices[0].message.model_dump(exclude_none=True),
+                    {"role": "user", "content": "on"},
+                ]
+                if model == "policy" and episode is not exam:
+                    trained.append(scene.server.seen[-1])
+        close = {"outcome": "completed", "reward": {"value": float(number)}, "key": f"c{number}"}
+        path = f"/episodes/{episode['episode_id']}/close"
+        assert (await scene.http.post(path, json=close)).status_code == 200
+    reader = scene.reader
+    (lease,) = await asyncio.to_thread(
+        reader.take,
+        1,
+        fence=reader.acquire_fence(),
+        policy_version=0,
+        timeout_s=20.0,
+        on_wait=lambda _: None,
+        should_stop=lambda: False,
+    )
+    found = {one.episode.episode_id: one for one in lease.group.trajectories}
+    assert found.keys() == {episode["episode_id"] for episode in group}
+    samples = [one for t in found.values() for one in build_samples(t, advantage=1.0)]
+    drawn = [sample.token_ids[sample.loss_mask].tolist() for sample in samples]
+    assert sorted(chain(*drawn)) == sorted(chain(*(one.output_ids for one in trained)))
+    given = [sample.behavior_logprobs[sample.loss_mask].tolist() for sample in samples]
+    engine = np.array([*chain(*(one.logprobs for one in trained))], np.float32)
+    assert sorted(chain(*given)) == sorted(engine.tolist())
+    masks = [turn.mask_reason for turn in scene.turns(exam)]
+    assert masks == ["eval"] * 3
