@@ -36,7 +36,7 @@ from outloop.engine.new_policy import (
     config_of,
     initial_weights,
 )
-from outloop.engine.serve.torch_server.engine import Engine
+from outloop.engine.serve.torch_server.engine import Engine, PauseMode
 from outloop.engine.serve.torch_server.grammar import Grammars
 from outloop.engine.serve.torch_server.requests import Running
 from outloop.router.main import serve
@@ -48,9 +48,13 @@ RUNNER_KEY = "ol-runner-x"
 class _Line:
     """What one sequence says, an id at a time."""
 
-    def __init__(self, ids: list[int], vocab_size: int) -> None:
+    def __init__(
+        self, ids: list[int], vocab_size: int, on_taken: Callable[[int], None] | None
+    ) -> None:
         self._rest = deque(ids)
+        self._num_ids = len(ids)
         self._vocab_size = vocab_size
+        self._on_taken = on_taken
 
     def allowed(self) -> np.ndarray:
         found = np.zeros(self._vocab_size, dtype=np.bool_)
@@ -59,6 +63,8 @@ class _Line:
 
     def take(self, token: int) -> None:
         assert token == self._rest.popleft()
+        if self._on_taken is not None:
+            self._on_taken(self._num_ids - len(self._rest))
 
 
 @dataclass
@@ -71,6 +77,20 @@ class ScriptedServer:
     """Said again where no line is left."""
     seen: list[Running] = field(default_factory=list)
     """Every sequence, with what it was given and drew."""
+    engine: Engine | None = None
+    on_taken: Callable[[int], None] | None = None
+    """Called in the engine's thread with the number of ids that a sequence has drawn."""
+
+    def pause_after(self, num_ids: int, mode: PauseMode) -> None:
+        """Have the next sequence drawn up to there, and the engine paused before it goes on."""
+
+        def pause(num_drawn: int) -> None:
+            engine = self.engine
+            if num_drawn == num_ids and engine is not None:
+                self.on_taken = None
+                engine.call(lambda: engine.pause(mode))
+
+        self.on_taken = pause
 
 
 @contextmanager
@@ -85,10 +105,11 @@ def scripted_server(
         ids = server.lines.popleft() if server.lines else server.last
         if ids is None:
             return build(grammars, params, stop_ids)
-        return _Line(ids, grammars._vocab_size)
+        return _Line(ids, grammars._vocab_size, server.on_taken)
 
     def submit_seen(engine: Engine, requests: list[Running]) -> None:
         server.seen += requests
+        server.engine = engine
         submit(engine, requests)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import openai
 import pydantic
@@ -169,3 +170,48 @@ async def test_only_what_the_policy_drew_for_training_reaches_the_trainer(scene)
     assert sorted(chain(*given)) == sorted(engine.tolist())
     masks = [turn.mask_reason for turn in scene.turns(exam)]
     assert masks == ["eval"] * 3
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+async def test_a_stream_is_held_while_its_server_is_paused(scene, mode) -> None:
+    """A client reads a stream whose server is paused in the middle, in each of its ways, and goes
+    on: one text, one turn, every id of it drawn once, and nothing recorded while it is paused."""
+    text = "The answer is told at length. " * 3 + "Done."
+    scene.says(text)
+    (whole,) = scene.server.lines
+    if mode == "abort":
+        scene.server.lines.append(whole[20:])
+    scene.server.pause_after(20, mode)
+    episode = await scene.open()
+    client = openai.AsyncOpenAI(
+        base_url=episode["base_url"], api_key=episode["api_key"], max_retries=0
+    )
+    async with client, httpx.AsyncClient(base_url=scene.server.url) as server:
+        messages = [{"role": "user", "content": "go"}]
+        asked = {"model": "policy", "messages": messages, "stream": True}
+        stream = await client.chat.completions.create(**asked)
+        shown, num_sequences = "", 2 if mode == "abort" else 1
+        async with asyncio.timeout(20):
+            while len(shown) < 15:
+                shown += (await anext(stream)).choices[0].delta.content or ""
+            while len(scene.server.seen) < num_sequences or not scene.server.engine.is_paused:
+                await asyncio.sleep(0.005)
+        rest = asyncio.create_task(collect(stream))
+        assert sum(len(one.output_ids) for one in scene.server.seen) == 20
+        assert not rest.done()
+        assert not scene.turns(episode)
+        await server.post("/continue_generation", json={})
+        assert shown + await rest == text
+    assert len(scene.server.seen) == num_sequences
+    (turn,) = scene.turns(episode)
+    last = scene.server.seen[-1]
+    assert [*turn.prompt_ids, *turn.output_ids] == last.prompt_ids + last.output_ids
+    assert turn.output_ids.tolist() == whole
+    drawn = [*chain(*(one.logprobs for one in scene.server.seen))]
+    assert np.array_equal(turn.behavior_logprobs, np.array(drawn, np.float32))
+    assert turn.loss_spans == ((0, len(whole)),)
+
+
+async def collect(stream) -> str:
+    """The rest of a stream's text."""
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
