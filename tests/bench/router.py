@@ -63,7 +63,9 @@ SOAK_SECONDS_MAX = 900
 SETTLE_S = 6.0
 """Longer than the router keeps idle connections to servers."""
 LONG_TURNS = 128
-NUM_LONG = 64
+NUM_LONG = 32
+NUM_LONG_REPEATS = 5
+NUM_COMPARED = 4
 GROUP_SIZE = 8
 TOKEN_BYTES = 8
 STREAM_SIZES = (1024, 32768)
@@ -272,17 +274,20 @@ class Bench:
         self.figures["cpu_us_streamed_token"] = 1e6 * per_token[large]
 
     async def _long(self) -> None:
-        """CPU of turn 2 and of turn 128, for the same new text."""
-        chats = await self.episodes.open(max(8, NUM_LONG // self.scale))
-        router = self.stage.router
-        await cpu_per_turn(router, chats, 1, checked=True)
-        early = await cpu_per_turn(router, chats, 2, checked=True)
-        say(f"turns 4 to {LONG_TURNS - 2} of {len(chats)} episodes")
-        await cpu_per_turn(router, chats, LONG_TURNS - 4, checked=True)
-        late = await cpu_per_turn(router, chats, 2, checked=True)
-        await self.episodes.close(chats)
-        self.figures["turn128_vs_turn2"] = late / early
-        self.figures["cpu_us_turn128"] = 1e6 * late
+        """CPU of turns at the beginning and at the end of long conversations, for the same new
+        text, one right after the other."""
+        number, router = max(8, NUM_LONG // self.scale), self.stage.router
+        for _ in range(max(1, NUM_LONG_REPEATS // self.scale)):
+            say(f"{LONG_TURNS} turns of {number} episodes")
+            old = await self.episodes.open(number)
+            await cpu_per_turn(router, old, LONG_TURNS - NUM_COMPARED, checked=True)
+            new = await self.episodes.open(number)
+            await cpu_per_turn(router, new, 1, checked=True)
+            self._note("early", await cpu_per_turn(router, new, NUM_COMPARED, checked=True))
+            self._note("late", await cpu_per_turn(router, old, NUM_COMPARED, checked=True))
+            await self.episodes.close([*old, *new])
+        self.figures["turn128_vs_turn2"] = self._ratio("late", "early")
+        self.figures["cpu_us_turn128"] = 1e6 * statistics.median(self.seconds["late"])
 
     async def _soak(self) -> None:
         """Thousands of episodes at once through one fresh process; every turn of each is there."""
