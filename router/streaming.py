@@ -9,6 +9,7 @@ stop string is handed out as text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import StringIO
 from typing import NamedTuple
 
 from outloop.router.calls import CallPiece, CallReader
@@ -45,11 +46,16 @@ class ContentStream:
         self._held = ""
         self._region = "text"
         """text; calls: by tokens; body: the text is a call; parser: nothing more is shown."""
-        self.shown = ""
+        self._shown = StringIO()
+
+    @property
+    def shown(self) -> str:
+        """All that was shown, or known beforehand, of the text."""
+        return self._shown.getvalue()
 
     def begin_after(self, ids: list[int]) -> None:
         """Take ids that the client wrote, before any other: they are known, and shown to nobody."""
-        self.shown = self._detokenizer.add(ids).lstrip()
+        self._shown.write(self._detokenizer.add(ids).lstrip())
 
     def add(self, ids: list[int]) -> Shown:
         """Take new ids; returns what to show now."""
@@ -67,7 +73,7 @@ class ContentStream:
             # What was held back as the possible beginning of a marker is text: the calls begin.
             self._region = "calls"
             rest = self._held.rstrip()
-            self.shown += rest
+            self._shown.write(rest)
             return Shown(text=shown.text + rest, calls=self._calls.add(ids[border:]))
         # A stop, or reasoning. The parser decides about the rest.
         self._region = "parser"
@@ -75,7 +81,7 @@ class ContentStream:
 
     def _read_text(self, text: str) -> Shown:
         self._held += text
-        if not self.shown:
+        if not self._shown.tell():
             self._held = self._held.lstrip()
             if self._calls is not None and self._calls.is_body and self._held.startswith("{"):
                 self._region, held = "body", self._held
@@ -86,7 +92,7 @@ class ContentStream:
         # Trailing white space goes when the content ends here, which is not known yet.
         end = len(self._held[:end].rstrip())
         piece, self._held = self._held[:end], self._held[end:]
-        self.shown += piece
+        self._shown.write(piece)
         return Shown(text=piece)
 
     def _read_body(self, text: str) -> Shown:

@@ -6,7 +6,9 @@ Invariant: pure functions of results; the deltas of a stream concatenate to the 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from io import StringIO
 from typing import Any
 
 import msgspec
@@ -51,8 +53,8 @@ class ChatStream:
         }
         self._wants_usage = request.wants_usage
         self._num_choices = request.num_choices
-        self._shown: dict[int, str] = {}
-        self._reasoned: dict[int, str] = {}
+        self._shown: dict[int, StringIO] = defaultdict(StringIO)
+        self._reasoned: dict[int, StringIO] = defaultdict(StringIO)
         self._called: dict[tuple[int, int], list[str]] = {}
         """Pieces of arguments by choice and call."""
 
@@ -69,17 +71,17 @@ class ChatStream:
         if delta.call is not None:
             return self._call(index, delta.call, delta.text)
         if delta.is_reasoning:
-            self._reasoned[index] = self._reasoned.get(index, "") + delta.text
+            self._reasoned[index].write(delta.text)
             return self._event(index, {"reasoning_content": delta.text})
-        self._shown[index] = self._shown.get(index, "") + delta.text
+        self._shown[index].write(delta.text)
         return self._event(index, {"content": delta.text})
 
     def close(self, results: Sequence[TurnResult]) -> bytes:
         """What was held back, tool calls, finish reasons, usage when asked, and the end."""
         events = []
         for index, result in enumerate(results):
-            message, shown = result.message, self._shown.get(index, "")
-            rest = fields.rest_of(message.reasoning, self._reasoned.get(index, ""))
+            message, shown = result.message, self._shown[index].getvalue()
+            rest = fields.rest_of(message.reasoning, self._reasoned[index].getvalue())
             if rest:
                 events.append(self._event(index, {"reasoning_content": rest}))
             rest = fields.rest_of(message.text, shown)

@@ -7,7 +7,9 @@ Invariant: pure functions of results; the deltas of a stream concatenate to the 
 from __future__ import annotations
 
 import codecs
+from collections import defaultdict
 from collections.abc import Sequence
+from io import StringIO
 from typing import Any
 
 import msgspec
@@ -30,7 +32,7 @@ class CompletionsStream:
     def __init__(self, head: AnswerHead, request: TurnRequest) -> None:
         self._head = _head(head.turn_id, head.started_at, request.model)
         self._wants_usage = request.wants_usage
-        self._shown: dict[int, str] = {}
+        self._shown: dict[int, StringIO] = defaultdict(StringIO)
 
     def open(self) -> bytes:
         """Nothing comes before the text."""
@@ -39,14 +41,14 @@ class CompletionsStream:
     def delta(self, delta: Delta) -> bytes:
         """A piece of text."""
         index = delta.choice_index
-        self._shown[index] = self._shown.get(index, "") + delta.text
+        self._shown[index].write(delta.text)
         return self._event([_choice(index, delta.text, None)])
 
     def close(self, results: Sequence[TurnResult]) -> bytes:
         """What was held back, finish reasons, usage when asked, and the end."""
         events = []
         for index, result in enumerate(results):
-            text, shown = result.message.text, self._shown.get(index, "")
+            text, shown = result.message.text, self._shown[index].getvalue()
             rest = fields.rest_of(text, shown)
             events.append(self._event([_choice(index, rest, result)]))
         if self._wants_usage:

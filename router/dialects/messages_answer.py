@@ -8,6 +8,7 @@ answer, apart from thinking that came after text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import StringIO
 from typing import Any
 
 import msgspec
@@ -46,8 +47,8 @@ class MessagesStream:
     def __init__(self, head: AnswerHead, request: TurnRequest) -> None:
         self._head = head
         self._request = request
-        self._shown = ""
-        self._reasoned = ""
+        self._shown = StringIO()
+        self._reasoned = StringIO()
         self._block: str | None = None
         """The type of the block that is open."""
         self._has_text = False
@@ -66,11 +67,11 @@ class MessagesStream:
         if delta.call is not None:
             return self._call(delta.call, delta.text)
         if not delta.is_reasoning:
-            self._shown += delta.text
+            self._shown.write(delta.text)
             return self._begin("text") + self._delta({"type": "text_delta", "text": delta.text})
         if not self._request.wants_reasoning or self._has_text:
             return b""
-        self._reasoned += delta.text
+        self._reasoned.write(delta.text)
         return self._begin("thinking") + self._think(delta.text)
 
     def close(self, results: Sequence[TurnResult]) -> bytes:
@@ -79,14 +80,14 @@ class MessagesStream:
         events = b""
         for block in _blocks(result, self._request):
             if block["type"] == "text" and not self._called:
-                rest = fields.rest_of(block["text"], self._shown)
+                rest = fields.rest_of(block["text"], self._shown.getvalue())
                 events += self._begin("text")
                 events += self._delta({"type": "text_delta", "text": rest}) if rest else b""
             elif block["type"] == "tool_use":
                 events += self._rest_of_call(block)
             elif block["type"] == "thinking" and not self._has_text and not self._called:
                 # Thinking that came after text has no place any more: the text is block 0.
-                rest = fields.rest_of(block["thinking"], self._reasoned)
+                rest = fields.rest_of(block["thinking"], self._reasoned.getvalue())
                 events += self._begin("thinking") + (self._think(rest) if rest else b"")
         events += self._end()
         usage = {

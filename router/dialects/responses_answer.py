@@ -8,6 +8,7 @@ reasoning that came after text, those of the plain answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import StringIO
 from types import MappingProxyType
 from typing import Any
 
@@ -37,12 +38,12 @@ class ResponsesStream:
     def __init__(self, head: AnswerHead, request: TurnRequest) -> None:
         self._head = head
         self._request = request
-        self._shown = ""
+        self._shown = StringIO()
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
         self._has_text = False
         self._is_saying = False
-        self._reasoned = ""
+        self._reasoned = StringIO()
         self._is_reasoning = False
         self._called: list[tuple[CallPlace, list[str]]] = []
         """Calls so far and the pieces of their arguments; the last one may be open."""
@@ -60,12 +61,12 @@ class ResponsesStream:
         if delta.call is not None:
             return self._call(delta.call, delta.text)
         if not delta.is_reasoning:
-            self._shown += delta.text
-            begun = self._end_reasoning(self._reasoned) + self._begin_text()
+            self._shown.write(delta.text)
+            begun = self._end_reasoning() + self._begin_text()
             return begun + self._text_event("output_text.delta", delta=delta.text)
         if self._has_text:
             return b""
-        self._reasoned += delta.text
+        self._reasoned.write(delta.text)
         return self._begin_reasoning() + self._reasoning_event("delta", delta=delta.text)
 
     def close(self, results: Sequence[TurnResult]) -> bytes:
@@ -80,7 +81,7 @@ class ResponsesStream:
             elif item["type"] == "reasoning" and not self._has_text and not self._called:
                 # Reasoning that came after text has no place any more: the text is item 0.
                 text = item["content"][0]["text"]
-                rest = fields.rest_of(text, self._reasoned)
+                rest = fields.rest_of(text, self._reasoned.getvalue())
                 events += self._begin_reasoning()
                 events += self._reasoning_event("delta", delta=rest) if rest else b""
                 events += self._end_reasoning(text)
@@ -101,7 +102,7 @@ class ResponsesStream:
         text = item["content"][0]["text"]
         events = self._begin_text()
         self._is_saying = False
-        rest = fields.rest_of(text, self._shown)
+        rest = fields.rest_of(text, self._shown.getvalue())
         if rest:
             events += self._text_event("output_text.delta", delta=rest)
         part = item["content"][0]
@@ -124,10 +125,10 @@ class ResponsesStream:
         """More of a call's arguments; the first piece ends what came before."""
         events = b""
         if call.number == len(self._called):
-            events += self._end_reasoning(self._reasoned) + self._end_call()
+            events += self._end_reasoning() + self._end_call()
             if self._is_saying:
                 item = _message_item(self._head.turn_id, None, "completed")
-                events += self._end_text({**item, "content": [_part(self._shown, None)]})
+                events += self._end_text({**item, "content": [_part(self._shown.getvalue(), None)]})
             self._called.append((call, []))
             self._is_calling = True
             begun = {**self._call_item(call, ""), "status": "in_progress"}
@@ -176,9 +177,11 @@ class ResponsesStream:
         added = self._event("response.output_item.added", output_index=len(self._items), item=item)
         return added + self._reasoning_part("added", "")
 
-    def _end_reasoning(self, text: str) -> bytes:
+    def _end_reasoning(self, text: str | None = None) -> bytes:
+        """The end of reasoning that was begun; without `text`, of what was shown of it."""
         if not self._is_reasoning:
             return b""
+        text = self._reasoned.getvalue() if text is None else text
         self._is_reasoning = False
         events = self._reasoning_event("done", text=text) + self._reasoning_part("done", text)
         return events + self._item_done(_reasoning_item(self._head.turn_id, text))
