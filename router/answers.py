@@ -99,14 +99,15 @@ class AnswerReader:
         return KeyedReader(tokenizer, keyed, parse, max_calls=max_calls)
 
     def is_text(
-        self, request: TurnRequest, output_ids: list[int], plan: Plan, begun: Begun | None
+        self, request: TurnRequest, said_ids: list[int], plan: Plan, begun: Begun | None
     ) -> bool:
-        """True if `output_ids` are known to say text and no calls, without being read."""
+        """True if `said_ids`, which have no stop id, are known to say text and no calls, without
+        being read."""
         if request.prompt is not None:
             return True
         if plan.num_forced or begun is not None:
             return False
-        return self._renderer.is_plain(self._renderer.until_stop(output_ids), plan.prompt_ids)
+        return self._renderer.is_plain(said_ids, plan.prompt_ids)
 
     def read(
         self,

@@ -55,12 +55,21 @@ class _Choice:
     """One choice of a request: what was drawn, and what it says, read when it is first needed."""
 
     def __init__(
-        self, reader: AnswerReader, common: Recording, index: int, drawn: Drawn, begun: Begun | None
+        self,
+        reader: AnswerReader,
+        common: Recording,
+        index: int,
+        drawn: Drawn,
+        said_ids: list[int],
+        begun: Begun | None,
     ) -> None:
+        """`said_ids` are those before the first stop id."""
         self._reader = reader
         self._begun = begun
         self.common, self.index, self.drawn = common, index, drawn
-        self.is_text = reader.is_text(common.request, drawn.ids, common.plan, begun)
+        self.num_until_stop = min(len(said_ids) + 1, len(drawn.ids))
+        """Output ids up to and including the first stop id."""
+        self.is_text = reader.is_text(common.request, said_ids, common.plan, begun)
         """True: no call is in it. It need not be read to be recorded."""
         self._stop_text = drawn.matched if isinstance(drawn.matched, str) else None
         self._answer: Answer | None = None
@@ -130,7 +139,8 @@ class Recorder:
     ) -> TurnResult:
         """Write one choice down; what is returned is in the buffer, except of unkeyed traffic."""
         session, request, plan = common.session, common.request, common.plan
-        choice = _Choice(self._reader, common, index, drawn, begun)
+        said_ids = self._renderer.until_stop(drawn.ids)
+        choice = _Choice(self._reader, common, index, drawn, said_ids, begun)
         turn = self._turn(choice)
         if session.opening is not None:
             # While Redis writes; nobody gets it before that is acknowledged.
@@ -207,7 +217,7 @@ class Recorder:
         logprobs = drawn.logprobs if is_known else [0.0] * len(drawn.ids)
         spans, reason = loss_spans(
             num_output=len(drawn.ids),
-            num_until_stop=self._renderer.num_until_stop(drawn.ids),
+            num_until_stop=choice.num_until_stop,
             undelivered_from=undelivered_from,
             is_delivered=not common.job.is_given_up,
             is_behavior_known=sampling.is_plain and is_known,

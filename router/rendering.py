@@ -236,12 +236,11 @@ class PolicyRenderer:
 
     def until_stop(self, output_ids: list[int]) -> list[int]:
         """`output_ids` before the first stop id."""
+        *said, last = output_ids or [-1]
+        if self._stop_set.isdisjoint(said):
+            return said if last in self._stop_set else output_ids
         found = [output_ids.index(token) for token in self.stop_ids if token in output_ids]
         return output_ids[: min(found)] if found else output_ids
-
-    def num_until_stop(self, output_ids: list[int]) -> int:
-        """How many output ids there are up to and including the first stop id."""
-        return min(len(self.until_stop(output_ids)) + 1, len(output_ids))
 
     def _render(
         self,
