@@ -127,7 +127,7 @@ class Front:
 
     async def _identify(self, exchange: Exchange) -> EpisodeSession:
         key, by_path = exchange.key, exchange.path("episode_id")
-        in_path = self._keys.episode_of(by_path)
+        in_path = self._keys.episode_of(by_path) if by_path else None
         if in_path is not None:
             # A client whose own key is fixed has its episode's in the path.
             key, by_path = key if _is_ours(key) else by_path, in_path
@@ -148,7 +148,7 @@ class Front:
                 f"the key that was sent does not open episode {by_path!r}; "
                 "use the base_url and the api_key of the same episode",
             )
-        return await self._episodes.get(episode_id)
+        return self._episodes.known(episode_id) or await self._episodes.get(episode_id)
 
 
 async def _send_stream(
