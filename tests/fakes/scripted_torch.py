@@ -10,7 +10,6 @@ forward passes, sampling, cache, logprobs and streams are the real ones. What th
 and drew is kept where the engine takes it over, behind everything that the router has to do with.
 """
 
-import asyncio
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -22,6 +21,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from live_router import live_router
 from safetensors.numpy import save_file
 from served_policy import publish
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -39,7 +39,6 @@ from outloop.engine.new_policy import (
 from outloop.engine.serve.torch_server.engine import Engine, PauseMode
 from outloop.engine.serve.torch_server.grammar import Grammars
 from outloop.engine.serve.torch_server.requests import Running
-from outloop.router.main import serve
 from outloop.router.rendering import PolicyRenderer
 
 RUNNER_KEY = "ol-runner-x"
@@ -212,20 +211,17 @@ class Scene:
 async def playing(run: Run, server: ScriptedServer, num_tasks: int = 64) -> AsyncIterator[Scene]:
     """The router's own entry point over `run`, whose version 0 `server` serves."""
     run = replace(run, keys=replace(run.keys, runner_key=RUNNER_KEY))
-    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    router = asyncio.create_task(serve(run, stop=stop, on_ready=ready.set_result))
-    await asyncio.wait([router, ready], return_when=asyncio.FIRST_COMPLETED, timeout=60)
-    url = ready.result() if ready.done() else router.result()
-    reader = BufferReader.connect(run)
     key = {"Authorization": f"Bearer {RUNNER_KEY}"}
-    try:
-        async with httpx.AsyncClient(base_url=url, headers=key, verify=False, timeout=60) as http:
+    async with (
+        live_router(run) as url,
+        httpx.AsyncClient(base_url=url, headers=key, verify=False, timeout=60) as http,
+    ):
+        reader = BufferReader.connect(run)
+        try:
             tasks = [{"task_id": f"t{i}", "payload": {}} for i in range(num_tasks)]
             await http.post("/tasks", json={"tasks": tasks, "eval_tasks": []})
             publish(run, server.url)
             renderer = PolicyRenderer(run.settings.model)
             yield Scene(url, server, renderer, reader, http)
-    finally:
-        reader.close()
-        stop.set()
-        await router
+        finally:
+            reader.close()

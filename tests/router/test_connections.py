@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-import uvicorn
+from live_router import accepting
 
 from outloop.router import connections
-from outloop.router.connections import ClientConnection
 from outloop.router.web import ClientLeft, Exchange
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -22,26 +21,10 @@ async def serving(
     app, keep_alive_s: float = 5.0
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to `app`."""
-    config = uvicorn.Config(
-        app,
-        http=ClientConnection,
-        lifespan="off",
-        log_config=None,
-        timeout_keep_alive=keep_alive_s,
-    )
-    config.load()
-    loop = asyncio.get_running_loop()
-    state = uvicorn.server.ServerState()
-    listening = await loop.create_server(
-        lambda: ClientConnection(config, state, {}), "127.0.0.1", 0
-    )
-    try:
-        reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+    async with accepting(app, keep_alive_s) as (address, _):
+        reader, writer = await asyncio.open_connection(*address)
         yield reader, writer
         writer.close()
-    finally:
-        listening.close()
-        await asyncio.gather(*state.tasks)
 
 
 def request(body: bytes = b"", *more: str) -> bytes:

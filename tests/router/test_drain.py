@@ -2,19 +2,18 @@
 
 import asyncio
 import socket
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 from fake_server import FakeServer, Script, serving
+from live_router import live_router
 from served_policy import publish
 
 from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.join import init_run
 from outloop.buffer.run import create_run
-from outloop.router.main import serve
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 OTHER = {"model": "policy", "messages": [{"role": "user", "content": "ho"}]}
@@ -110,19 +109,6 @@ async def test_nobody_waits_for_turns_whose_client_has_left(stage) -> None:
     assert not stage.turns(episode)
 
 
-@asynccontextmanager
-async def router(run, port: int, stop: asyncio.Event):
-    """One router process' entry point in this one; yields when it accepts, ends when it has."""
-    ready = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(run, stop=stop, on_ready=ready.set_result, port=port))
-    await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED, timeout=60)
-    try:
-        yield ready.result() if ready.done() else task.result()
-    finally:
-        stop.set()
-        await task
-
-
 @pytest.fixture
 def live_run(make_run, tmp_path: Path):
     """A run whose routers share a port, in a Redis of its own."""
@@ -152,7 +138,7 @@ async def test_a_stopped_process_leaves_the_port_to_the_others(live_run, rendere
         httpx.AsyncClient(timeout=60, limits=lasting) as keeper,
     ):
         publish(live_run, server_url)
-        first = router(live_run, port, stops[0])
+        first = live_router(live_run, port=port, stop=stops[0])
         url = await first.__aenter__()
         tasks = {"tasks": [{"task_id": "t", "payload": {}}], "eval_tasks": []}
         await http.post(f"{url}/tasks", json=tasks, headers=runner)
@@ -166,7 +152,7 @@ async def test_a_stopped_process_leaves_the_port_to_the_others(live_run, rendere
         async with http.stream("POST", chat, json={**BODY, "stream": True}, headers=key) as stream:
             lines = stream.aiter_lines()
             text = await anext(lines)
-            async with router(live_run, port, stops[1]):
+            async with live_router(live_run, port=port, stop=stops[1]):
                 stops[0].set()
                 ending = asyncio.create_task(first.__aexit__(None, None, None))
                 kept = await _until_refused(keeper, f"{url}/ready")

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import httpx
 import openai
 import pytest
 from fake_server import FakeServer, Script, serving
+from live_router import live_router
 from served_policy import publish
 
 from outloop.buffer.embedded import EmbeddedRedis
@@ -41,19 +41,6 @@ def live_run(make_run, redis_url: str, tmp_path: Path):
     return run
 
 
-@asynccontextmanager
-async def router(run):
-    """The router's own entry point; yields its URL."""
-    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(run, stop=stop, on_ready=ready.set_result))
-    await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED, timeout=20)
-    try:
-        yield ready.result() if ready.done() else task.result()
-    finally:
-        stop.set()
-        await task
-
-
 async def test_from_claim_to_lease(live_run, renderer) -> None:
     """Two episodes of one group are played by the real client and reach the trainer exactly."""
     stop = renderer.stop_ids[0]
@@ -64,7 +51,7 @@ async def test_from_claim_to_lease(live_run, renderer) -> None:
         return Script(ids=ids, finish={"type": "stop", "matched": stop})
 
     server, reader = FakeServer(answer), BufferReader.connect(live_run)
-    async with serving(server) as server_url, router(live_run) as url:
+    async with serving(server) as server_url, live_router(live_run) as url:
         assert reader.parts()["router"]["url"] == url
         async with httpx.AsyncClient(base_url=url, headers=KEY, verify=False) as http:
             tasks = [{"task_id": f"t{i}", "payload": {"q": i}} for i in range(3)]
@@ -123,7 +110,7 @@ async def play(episode: dict) -> None:
 
 async def test_sft_conversations_need_no_server(live_run) -> None:
     """Trajectories are rendered and stored while nothing serves; claims are told to come back."""
-    async with router(live_run) as url, httpx.AsyncClient(base_url=url, headers=KEY) as http:
+    async with live_router(live_run) as url, httpx.AsyncClient(base_url=url, headers=KEY) as http:
         row = {
             "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         }

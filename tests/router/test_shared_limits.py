@@ -1,20 +1,20 @@
 """One key's limits over two routers that meet in a real Redis, with several choices and retries."""
 
 import asyncio
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 from fake_server import FakeServer, Script, serving
+from live_router import live_router
 from served_policy import publish
 
 from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.run import create_run
-from outloop.router.main import serve
 
 LIMITS = {
     "num_processes": 2,
@@ -32,19 +32,6 @@ def live_run(make_run, tmp_path: Path):
         run = replace(run, keys=replace(run.keys, runner_key="ol-runner-x"))
         init_run(run)
         yield run
-
-
-@asynccontextmanager
-async def router(run):
-    """A router's own entry point; yields its URL."""
-    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(run, stop=stop, on_ready=ready.set_result))
-    await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED, timeout=20)
-    try:
-        yield ready.result() if ready.done() else task.result()
-    finally:
-        stop.set()
-        await task
 
 
 class Played:
@@ -82,7 +69,7 @@ async def test_choices_retries_and_other_routers_share_one_keys_limits(live_run,
     server = FakeServer(lambda request: script)
     async with AsyncExitStack() as stack:
         server_url = await stack.enter_async_context(serving(server))
-        urls = [await stack.enter_async_context(router(live_run)) for _ in range(2)]
+        urls = [await stack.enter_async_context(live_router(live_run)) for _ in range(2)]
         http = await stack.enter_async_context(httpx.AsyncClient(timeout=60))
         publish(live_run, server_url)
         tasks = {"tasks": [{"task_id": "t", "payload": {}}], "eval_tasks": []}

@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 import uvloop
 from fake_server import Script
+from live_router import accepting
 
 from outloop.router import connections
 from outloop.router.connections import ClientConnection
@@ -69,26 +70,13 @@ class Served:
 @asynccontextmanager
 async def serving(app: Any, sent: bytes, keep_alive_s: float = 0.2) -> AsyncIterator[Served]:
     """A client that has sent something and reads nothing."""
-    config = uvicorn.Config(
-        app,
-        http=ClientConnection,
-        lifespan="off",
-        log_config=None,
-        timeout_keep_alive=keep_alive_s,
-    )
-    config.load()
-    loop, state = asyncio.get_running_loop(), uvicorn.server.ServerState()
-    listening = await loop.create_server(
-        lambda: ClientConnection(config, state, {}), "127.0.0.1", 0
-    )
-    client = connect(listening.sockets[0].getsockname())
-    try:
-        await loop.sock_sendall(client, sent)
-        yield Served(client, state)
-    finally:
-        client.close()
-        listening.close()
-        await asyncio.gather(*state.tasks)
+    async with accepting(app, keep_alive_s) as (address, state):
+        client = connect(address)
+        try:
+            await asyncio.get_running_loop().sock_sendall(client, sent)
+            yield Served(client, state)
+        finally:
+            client.close()
 
 
 @pytest.mark.parametrize("more", [(), ("connection: close",)], ids=["kept", "close"])
