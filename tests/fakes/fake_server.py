@@ -39,6 +39,8 @@ class FakeServer:
         self.gate = asyncio.Event()
         self.gate.set()
         self.step_gate: asyncio.Event | None = None
+        self.num_rounds = 1
+        """Rounds of the event loop between two pieces: with enough of them each is read alone."""
         self.url = ""
 
     async def __call__(self, scope, receive, send) -> None:
@@ -115,7 +117,8 @@ class FakeServer:
             piece = self._piece(script, 0 if self.is_cumulative else start, end, last=end == total)
             data = b"data: " + json.dumps(piece).encode() + b"\n\n"
             await send({"type": "http.response.body", "body": data, "more_body": True})
-            await asyncio.sleep(0)
+            for _ in range(self.num_rounds):
+                await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _send(self, send, status: int, body: bytes) -> None:
