@@ -91,7 +91,9 @@ class TrainerSettings(BaseModel):
     while training goes on; false: no copy, and training waits until it is written."""
     take_timeout_s: float = Field(300.0, gt=0)
     resume: bool = True
-    device: str = "cpu"
+    device: str = "auto"
+    """auto: CUDA where torch offers it, else the CPU. "cuda:N": the Nth device that the process
+    sees, for one rank; several ranks are placed by `gpus`."""
     layers: Literal["auto", "local", "transformer_engine"] = "auto"
     """auto: Transformer Engine's layers on a GPU where it is importable, else Megatron's local
     ones. Transformer Engine's attention computes in bfloat16."""

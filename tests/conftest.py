@@ -17,6 +17,13 @@ hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.register_profile("search", derandomize=False, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("OUTLOOP_EXAMPLES", "fixed"))
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All but `-m gpu` is about the CPU, on machines that have a GPU too."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 VOCAB_SIZE = 400
 SGLANG_TIMEOUT_S = 300.0
 """It imports for half a minute on an idle machine."""

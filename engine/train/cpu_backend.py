@@ -2,8 +2,8 @@
 
 Owns: every replacement of a name in torch or megatron-core that the CPU path needs; this is the
 only place in the project where an installed package is patched. Does not own: layers (mcore).
-Invariant: does nothing when CUDA is there; refuses any other version of megatron-core, because each
-shim was checked against the lines it stands in for.
+Invariant: where CUDA is, only names that megatron-core uses and lacks are added; refuses any other
+version of megatron-core, because each shim was checked against the lines it stands in for.
 """
 
 from __future__ import annotations
@@ -101,9 +101,12 @@ def install() -> None:
             f"megatron-core=={installed} is installed; {SUPPORTED_VERSION} is allowed. "
             f"Run: pip install megatron-core=={SUPPORTED_VERSION}"
         )
-    if torch.cuda.is_available() or hasattr(torch.cuda, _INSTALLED):
+    if hasattr(torch.cuda, _INSTALLED):
         return
     setattr(torch.cuda, _INSTALLED, True)
+    if torch.cuda.is_available():
+        _name_missing_functions()
+        return
     _replace_cuda_functions()
     _replace_factories()
     _replace_tensor_methods()
@@ -167,7 +170,7 @@ def _replace_tensor_methods() -> None:
 
 
 def _patch_megatron() -> None:
-    """The random-state tracker, names undefined without Transformer Engine, and the Adam step."""
+    """The random-state tracker, undefined names, and exchanges that gloo does not know."""
     from megatron.core.tensor_parallel import random as mcore_random
 
     class CpuRngTracker(mcore_random.CudaRNGStatesTracker):
@@ -196,9 +199,14 @@ def _patch_megatron() -> None:
     mcore_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     mcore_random.CudaRNGStatesTracker = CpuRngTracker
 
+    _name_missing_functions()
+    _patch_token_dispatcher()
+
+
+def _name_missing_functions() -> None:
+    """0.16.1 uses these names without Transformer Engine too, where they are not defined."""
     from megatron.core.transformer.moe import moe_utils
 
-    # 0.16.1 names these without Transformer Engine, where they do not exist.
     for name in (
         "te_general_gemm",
         "fused_permute",
@@ -207,12 +215,11 @@ def _patch_megatron() -> None:
     ):
         if not hasattr(moe_utils, name):
             setattr(moe_utils, name, None)
-    _patch_token_dispatcher(moe_utils)
 
 
-def _patch_token_dispatcher(moe_utils: Any) -> None:
+def _patch_token_dispatcher() -> None:
     """0.16.1 hands all-to-all its sizes as Python numbers only where they come from a GPU."""
-    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

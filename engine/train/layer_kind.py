@@ -11,6 +11,7 @@ from typing import Literal
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings_trainer import TrainerSettings
+from outloop.engine.train.device import device_of
 
 LayerKind = Literal["local", "transformer_engine"]
 
@@ -22,7 +23,7 @@ def choose_layers(
 
     Args:
         wanted: trainer.layers.
-        device: trainer.device.
+        device: what `device_of` chose.
         is_importable: whether Megatron-core could import Transformer Engine.
 
     Raises:
@@ -33,8 +34,8 @@ def choose_layers(
         return "transformer_engine" if is_on_gpu and is_importable else "local"
     if wanted == "transformer_engine" and not is_on_gpu:
         raise SettingsError(
-            f'trainer.layers="transformer_engine" with trainer.device={device!r}: its kernels need '
-            'CUDA; set trainer.device = "cuda", or trainer.layers = "auto"'
+            f'trainer.layers="transformer_engine" on device={device!r}: its kernels need CUDA; '
+            'set trainer.layers = "auto"'
         )
     if wanted == "transformer_engine" and not is_importable:
         raise SettingsError(
@@ -55,5 +56,5 @@ def layers_of(trainer: TrainerSettings) -> LayerKind:
     from megatron.core.models.gpt import gpt_layer_specs
 
     return choose_layers(
-        trainer.layers, device=trainer.device, is_importable=bool(gpt_layer_specs.HAVE_TE)
+        trainer.layers, device=device_of(trainer), is_importable=bool(gpt_layer_specs.HAVE_TE)
     )

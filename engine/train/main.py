@@ -26,6 +26,7 @@ from outloop.engine.publish.transaction import Publisher as TransactionalPublish
 from outloop.engine.train import mcore
 from outloop.engine.train.checkpoint import check_model, latest_checkpoint
 from outloop.engine.train.custom import check_custom
+from outloop.engine.train.device import device_of, gpu_number
 from outloop.engine.train.layer_kind import layers_of
 from outloop.engine.train.loop import RlLoop
 from outloop.engine.train.parallel import check_world
@@ -103,7 +104,10 @@ def _join(run: Run, stack: ExitStack) -> tuple[Work, Phases]:
     )
     _check_files(run, config)
     mcore.join_process_group(
-        seed=settings.run.seed, sizes=config.sizes, timeout_s=trainer.rank_timeout_s
+        seed=settings.run.seed,
+        sizes=config.sizes,
+        timeout_s=trainer.rank_timeout_s,
+        gpu=gpu_number(device_of(trainer)),
     )
     stack.callback(mcore.leave_process_group)
     phases = Phases(
@@ -193,12 +197,7 @@ def check_settings(settings: Settings) -> None:
             f"server.start_timeout_s={settings.server.start_timeout_s}: the other ranks would give "
             "up while rank 0 waits for servers. Raise the first or lower the second."
         )
-    if trainer.device.startswith("cuda") != torch.cuda.is_available():
-        there = "cuda" if torch.cuda.is_available() else "cpu"
-        raise SettingsError(
-            f"trainer.device={trainer.device!r} on a machine where torch offers {there!r}; "
-            f'set trainer.device = "{there}"'
-        )
+    device_of(trainer)
     if trainer.mode == "rl" and settings.model.max_context_tokens > trainer.max_microbatch_tokens:
         raise SettingsError(
             f"model.max_context_tokens={settings.model.max_context_tokens} exceeds "

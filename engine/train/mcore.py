@@ -54,20 +54,25 @@ __all__ = [
 
 
 def join_process_group(
-    *, seed: int, sizes: ParallelSizes | None = None, timeout_s: float = 600.0
+    *,
+    seed: int,
+    sizes: ParallelSizes | None = None,
+    timeout_s: float = 600.0,
+    gpu: int | None = None,
 ) -> None:
     """Join torchrun's group, or make a group of one; idempotent; seeds the random trackers.
 
     Args:
         timeout_s: after which a collective that a rank does not join fails on the others.
+        gpu: which of the CUDA devices that this process sees; None: the one at LOCAL_RANK.
     """
     sizes = sizes or ParallelSizes()
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         timeout = timedelta(seconds=timeout_s)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) if gpu is None else gpu)
         if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
-            if torch.cuda.is_available():
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             dist.init_process_group(backend, timeout=timeout)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
@@ -267,9 +272,12 @@ def _optimizer_parts(optimizer: Any) -> list[Any]:
 
 
 def _fuse_adam(optimizer: Any) -> None:
-    """Have torch update a CPU's weights in one pass over them; Apex and TE do that on a GPU."""
+    """Have torch update weights in one pass over them, without a temporary of the moments' size.
+
+    Apex and Transformer Engine bring an Adam that does.
+    """
     for part in _optimizer_parts(optimizer):
-        if isinstance(part.optimizer, torch.optim.Adam) and not torch.cuda.is_available():
+        if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
 

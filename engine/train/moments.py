@@ -60,11 +60,26 @@ def put_moments(policy: Policy, moments: dict[str, Tensor], *, num_updates: int)
         for parameter, main, where in _owned(part):
             whole = {name: moments[f"{names[id(parameter)]}.{name}"] for name in _NAMES}
             entry = {name: t.flatten()[where].view_as(main).clone() for name, t in whole.items()}
-            # Adam counts in place: a step shared by all parameters would count once for each.
-            part.optimizer.state[main] = entry | {"step": torch.tensor(float(num_updates))}
-        for group in part.optimizer.param_groups:
-            if "step" in group:
+            if _counts_by_parameter(part.optimizer):
+                # Adam counts in place: a step shared by all parameters would count once for each.
+                entry["step"] = torch.tensor(float(num_updates), device=_step_device(part, main))
+            part.optimizer.state[main] = entry
+        if not _counts_by_parameter(part.optimizer):
+            for group in part.optimizer.param_groups:
                 group["step"] = num_updates
+
+
+def _counts_by_parameter(optimizer: Any) -> bool:
+    """torch counts updates in each parameter's state. FusedAdam, Transformer Engine's and Apex',
+    counts in the group, where nothing is before its first step: bias correction would begin anew.
+    """
+    return isinstance(optimizer, torch.optim.Adam)
+
+
+def _step_device(part: Any, main: Tensor) -> torch.device:
+    """Where torch's Adam keeps its counter: with the weights if it is fused, else on the host."""
+    is_fused = any(group.get("fused") for group in part.optimizer.param_groups)
+    return main.device if is_fused else torch.device("cpu")
 
 
 def _owned(part: Any) -> Iterator[tuple[Tensor, Tensor, slice]]:

@@ -86,8 +86,8 @@ def test_layers_are_transformer_engines_where_it_can_run(
 @pytest.mark.parametrize(
     ("device", "is_importable", "sentence"),
     [
-        ("cpu", True, r"trainer.device='cpu'.*need CUDA; set trainer.device"),
-        ("cpu", False, r"trainer.device='cpu'.*need CUDA; set trainer.device"),
+        ("cpu", True, r"device='cpu'.*need CUDA; set trainer.layers"),
+        ("cpu", False, r"device='cpu'.*need CUDA; set trainer.layers"),
         ("cuda", False, r"cannot import transformer_engine.*install transformer-engine"),
     ],
 )

@@ -1,0 +1,122 @@
+"""Devices, and what differs where there is one; all of it shown on a CPU."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import TrainerSettings
+from outloop.engine.train.device import choose_device, gpu_number
+from outloop.engine.train.moments import put_moments
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_gpus", "chosen", "number"),
+    [
+        ("auto", 0, "cpu", None),
+        ("auto", 1, "cuda", None),
+        ("auto", 8, "cuda", None),
+        ("cpu", 0, "cpu", None),
+        ("cuda", 1, "cuda", None),
+        ("cuda:1", 2, "cuda:1", 1),
+    ],
+)
+def test_the_device_is_what_is_there(
+    wanted: str, num_gpus: int, chosen: str, number: int | None
+) -> None:
+    """By default CUDA where it is; a device that is named is that device."""
+    assert TrainerSettings().device == "auto"
+    assert choose_device(wanted, num_gpus=num_gpus) == chosen
+    assert gpu_number(chosen) == number
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_gpus", "num_ranks", "sentence"),
+    [
+        ("cuda", 0, 1, "offers 'cpu' only; set trainer.device = \"auto\""),
+        ("cpu", 1, 1, "hide them from the trainer with CUDA_VISIBLE_DEVICES"),
+        ("cuda:2", 2, 1, 'sees 2 CUDA device.* "cuda:0" to "cuda:1" are allowed'),
+        ("cuda:1", 2, 2, "one device for trainer.num_ranks=2; .* trainer.gpus"),
+        ("tpu", 2, 1, "trainer.device='tpu'; \"auto\""),
+    ],
+)
+def test_a_device_that_cannot_be_had_is_refused(
+    wanted: str, num_gpus: int, num_ranks: int, sentence: str
+) -> None:
+    """With what to change."""
+    with pytest.raises(SettingsError, match=sentence):
+        choose_device(wanted, num_gpus=num_gpus, num_ranks=num_ranks)
+
+
+_ROUTER_WITH_CUDA = """
+import warnings
+import torch
+torch.cuda.is_available = lambda: True
+from outloop.engine.train import cpu_backend
+warnings.simplefilter("ignore")
+cpu_backend.install()
+from megatron.core.transformer.moe import moe_utils
+rows, weight = torch.randn(3, 8), torch.randn(4, 8)
+logits = moe_utils.router_gating_linear(rows, weight, None, torch.float32)
+assert torch.allclose(logits, rows @ weight.t(), atol=1e-6)
+"""
+
+
+def test_experts_are_routed_on_a_gpu_without_transformer_engine() -> None:
+    """megatron-core 0.16.1 uses a name of Transformer Engine in every router, defined or not."""
+    answer = subprocess.run(
+        [sys.executable, "-c", _ROUTER_WITH_CUDA], capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+
+
+class _FusedAdam(torch.optim.Optimizer):
+    """Counts as Transformer Engine's FusedAdam does: in the group, from its first step on."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                state, count = self.state[parameter], group["step"]
+                if not state:
+                    state |= {n: torch.zeros_like(parameter) for n in ("exp_avg", "exp_avg_sq")}
+                state["exp_avg"].lerp_(parameter.grad, 1 - first)
+                state["exp_avg_sq"].lerp_(parameter.grad.square(), 1 - second)
+                mean = state["exp_avg"] / (1 - first**count)
+                size = (state["exp_avg_sq"] / (1 - second**count)).sqrt()
+                parameter -= group["lr"] * mean / (size + group["eps"])
+
+
+def test_a_resumed_fused_adam_counts_on() -> None:
+    """The step after a resume is the step that an uninterrupted optimizer makes."""
+
+    def made() -> tuple[torch.nn.Linear, _FusedAdam]:
+        torch.manual_seed(3)
+        model = torch.nn.Linear(4, 3, bias=False)
+        return model, _FusedAdam([model.weight])
+
+    model, optimizer = made()
+    for _ in range(10):
+        model.weight.grad = torch.ones(3, 4)
+        optimizer.step()
+    fresh, resumed = made()
+    fresh.load_state_dict(model.state_dict())
+    part = SimpleNamespace(
+        optimizer=resumed, get_parameters=lambda: resumed.param_groups[0]["params"]
+    )
+    moments = {f"weight.{name}": t.clone() for name, t in optimizer.state[model.weight].items()}
+    policy: Any = SimpleNamespace(model=fresh, optimizer=part)
+    put_moments(policy, moments, num_updates=10)
+    for weight, each in ((model.weight, optimizer), (fresh.weight, resumed)):
+        weight.grad = torch.ones(3, 4)
+        each.step()
+    torch.testing.assert_close(fresh.weight, model.weight, rtol=0, atol=0)
