@@ -39,7 +39,7 @@ bwrap:
 # SGLang pins other releases than the trainer, so it lives in an environment of its own, in the user's
 # cache and keyed by the pins; a second run finds it there.
 venv-sglang: $(STAMP)
-	TORCH_PIP_ARGS="$(TORCH_PIP_ARGS)" $(BIN)/python -m outloop.engine.serve.sglang.environment
+	TORCH_PIP_ARGS="$(TORCH_PIP_ARGS)" $(BIN)/python -m outloop.engine.serve.sglang.cpu_environment
 
 # Real SGLang on the CPU: the contract suite on one server, beside a mixture of experts and the calculator.
 test-sglang: venv-sglang
@@ -62,7 +62,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --config pyproject.toml
-	$(BIN)/python -m pytest tests/test_size.py
+	$(BIN)/python -m pytest tests/test_names.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .

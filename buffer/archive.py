@@ -18,15 +18,15 @@ from typing import Any
 import redis
 import structlog
 
-from outloop.buffer import codec
-from outloop.buffer.connect import translated
+from outloop.buffer.codec import records_codec
+from outloop.buffer.codec.jsonl import format_line, read_lines
 from outloop.buffer.errors import UNREADABLE, OutloopError, RecordError, SettingsError
-from outloop.buffer.jsonl import format_line, read_lines
-from outloop.buffer.keys import group_prefix
 from outloop.buffer.records import Trajectory
-from outloop.buffer.scripts import SyncScripts
-from outloop.buffer.staging import put_sync, sft_records
-from outloop.buffer.stored import EPISODE_FIELDS, trajectory_from
+from outloop.buffer.redis.client import translated
+from outloop.buffer.redis.keys import group_prefix
+from outloop.buffer.redis.scripts import SyncScripts
+from outloop.buffer.store.episodes import EPISODE_FIELDS, trajectory_from
+from outloop.buffer.store.sft import put_sync, sft_records
 
 _CHUNK = 64
 _CHUNK_BYTES = 8 * 2**20
@@ -73,7 +73,7 @@ class Archive:
         """An imported trajectory, or None."""
         with translated(f"reading episode_id={episode_id}"):
             record: Any = self._client.hget(f"{self._prefix}imported", episode_id)
-        return None if record is None else codec.decode_trajectory(record)
+        return None if record is None else records_codec.decode_trajectory(record)
 
     def write(self, path: Path) -> tuple[int, int]:
         """Write them to `path` as JSONL; (number written, number of damaged ones left out).
@@ -189,7 +189,7 @@ class Archive:
 
 def _decoded(record: bytes) -> Trajectory | OutloopError:
     try:
-        return codec.decode_trajectory(record)
+        return records_codec.decode_trajectory(record)
     except UNREADABLE as error:
         return error
 
@@ -198,7 +198,7 @@ def _chunks(trajectories: Iterator[Trajectory]) -> Iterator[list[tuple[Trajector
     chunk: list[tuple[Trajectory, bytes]] = []
     num_bytes = 0
     for trajectory in trajectories:
-        record = codec.encode_trajectory(trajectory)
+        record = records_codec.encode_trajectory(trajectory)
         chunk.append((trajectory, record))
         num_bytes += len(record)
         if len(chunk) >= _CHUNK or num_bytes >= _CHUNK_BYTES:

@@ -17,9 +17,9 @@ import msgspec
 import redis
 import structlog
 
-from outloop.buffer import codec
 from outloop.buffer.archive import Archive
-from outloop.buffer.connect import connect_sync, translated
+from outloop.buffer.codec import records_codec
+from outloop.buffer.dead_letters import DeadLetters
 from outloop.buffer.errors import (
     UNREADABLE,
     DeadlineExceeded,
@@ -27,11 +27,6 @@ from outloop.buffer.errors import (
     OutloopError,
     RecordError,
 )
-from outloop.buffer.join import check_joinable, init_run
-from outloop.buffer.keys import key, prefix
-from outloop.buffer.leased import LeaseRow, leased_groups
-from outloop.buffer.letters import DeadLetters
-from outloop.buffer.loading import load_sync
 from outloop.buffer.records import (
     CheckpointMark,
     DropReason,
@@ -41,12 +36,17 @@ from outloop.buffer.records import (
     Split,
     Trajectory,
 )
+from outloop.buffer.redis.client import connect_sync, translated
+from outloop.buffer.redis.keys import key, prefix
+from outloop.buffer.redis.run_meta import check_joinable, init_run
+from outloop.buffer.redis.scripts import Clock, SyncScripts
 from outloop.buffer.registry import SyncRegistry
 from outloop.buffer.run import Run
-from outloop.buffer.scripts import Clock, SyncScripts
-from outloop.buffer.staging import sft_records
 from outloop.buffer.stats import stats_from
-from outloop.buffer.weights import TaskWeights
+from outloop.buffer.store.leases import LeaseRow, leased_groups
+from outloop.buffer.store.loading import load_sync
+from outloop.buffer.store.sft import sft_records
+from outloop.buffer.tasks.source_weights import TaskWeights
 
 __all__ = ["BufferReader", "init_run"]
 
@@ -311,7 +311,7 @@ class BufferReader(SyncRegistry):
         """
         for number, record in enumerate(sft_records(self._client, self._prefix)):
             try:
-                trajectory = codec.decode_trajectory(record)
+                trajectory = records_codec.decode_trajectory(record)
             except UNREADABLE as error:
                 _log.error("trajectory_left_out", key=f"sft:{number}", error=str(error))
             else:

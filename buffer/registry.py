@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import redis
 
-from outloop.buffer.connect import translated
 from outloop.buffer.records import ServerEntry
-from outloop.buffer.scripts import AsyncScripts
-from outloop.buffer.tasks import check_id
+from outloop.buffer.redis.client import translated
+from outloop.buffer.redis.scripts import AsyncScripts
+from outloop.buffer.tasks.validation import check_id
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 

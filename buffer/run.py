@@ -17,7 +17,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings, build_settings
-from outloop.buffer.settings_buffer import BufferSettings
+from outloop.buffer.settings.buffer import BufferSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

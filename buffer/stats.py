@@ -11,8 +11,8 @@ from typing import get_args
 
 import redis
 
-from outloop.buffer.connect import translated
 from outloop.buffer.records import DropReason
+from outloop.buffer.redis.client import translated
 
 _COUNTERS: dict[str, tuple[str, str]] = {
     "buffer/groups": ("groups", "groups started since the run began"),

@@ -16,18 +16,8 @@ import msgspec
 import redis.asyncio
 from msgspec.structs import replace
 
-from outloop.buffer import codec
-from outloop.buffer.budgets import BudgetNotes, EpisodeUsage
-from outloop.buffer.channel import Channel
-from outloop.buffer.connect import connect_async, translated
+from outloop.buffer.codec import records_codec
 from outloop.buffer.errors import BufferUnavailable, NotFound, OutloopError, RecordError
-from outloop.buffer.grouped import GroupedScripts
-from outloop.buffer.join import CLOSE_GRACE_S, check_joinable
-from outloop.buffer.keys import key, prefix
-from outloop.buffer.loading import load_async
-from outloop.buffer.mixture import Mixture, TaskSource
-from outloop.buffer.policy import trained_version_bounds
-from outloop.buffer.priorities import priorities_of
 from outloop.buffer.records import (
     Claim,
     ClaimResult,
@@ -42,12 +32,23 @@ from outloop.buffer.records import (
     Trajectory,
     Turn,
 )
+from outloop.buffer.redis.client import connect_async, translated
+from outloop.buffer.redis.keys import key, prefix
+from outloop.buffer.redis.pipelining import GroupedScripts
+from outloop.buffer.redis.pubsub import Channel
+from outloop.buffer.redis.run_meta import CLOSE_GRACE_S, check_joinable
+from outloop.buffer.redis.scripts import AsyncScripts, Clock, refusal
 from outloop.buffer.registry import Runners, decode_servers, encode_facts
 from outloop.buffer.run import Run
-from outloop.buffer.scripts import AsyncScripts, Clock, refusal
-from outloop.buffer.staging import put_async
-from outloop.buffer.stored import named
-from outloop.buffer.tasks import (
+from outloop.buffer.store.budget_notes import BudgetNotes, EpisodeUsage
+from outloop.buffer.store.episodes import named
+from outloop.buffer.store.loading import load_async
+from outloop.buffer.store.sft import put_async
+from outloop.buffer.tasks.mixture import Mixture, TaskSource
+from outloop.buffer.tasks.order import trained_version_bounds
+from outloop.buffer.tasks.priorities import priorities_of
+from outloop.buffer.tasks.source_weights import encode_sources, encode_weights, load_mixture
+from outloop.buffer.tasks.validation import (
     check_id,
     check_sources,
     deadline_of,
@@ -55,7 +56,6 @@ from outloop.buffer.tasks import (
     refuse_overlap,
     tasks_digest,
 )
-from outloop.buffer.weights import encode_sources, encode_weights, load_mixture
 
 _CLAIM_MEMORY_MS = 600_000
 _MAX_CLAIM_COUNT, _TASKS_PER_COMMAND, _CACHED_TASKS = 4096, 512, 8192
@@ -187,13 +187,15 @@ class BufferWriter:
         """Open many in one round trip: for each None, or why it was refused (see open_episode)."""
         words: list[bytes | str | int] = [len(openings)]
         for opening in openings:
-            identity = codec.encode_opening(replace(opening, opened_at=0.0, deadline_at=0.0))
+            identity = records_codec.encode_opening(
+                replace(opening, opened_at=0.0, deadline_at=0.0)
+            )
             words += [
                 opening.episode_id,
                 _member(opening),
                 opening.task_id,
                 identity,
-                codec.encode_opening(opening),
+                records_codec.encode_opening(opening),
                 int((max(opening.deadline_at - opening.opened_at, 0.0) + CLOSE_GRACE_S) * 1000),
             ]
         if not openings:
@@ -223,7 +225,7 @@ class BufferWriter:
             check_id(turn.episode_id, "episode_id"),
             check_id(turn.turn_id, "turn_id"),
             turn.parent_turn_id or "",
-            codec.encode_turn(turn),
+            records_codec.encode_turn(turn),
             *("" if version is None else version for version in trained_version_bounds(turn)),
             int(turn.branch_cause != "extension"),
             *(len(turn.output_ids), len(turn.prompt_ids)),
@@ -241,7 +243,7 @@ class BufferWriter:
             "put_reward",
             episode_id,
             check_id(key, "key"),
-            codec.encode_reward(reward),
+            records_codec.encode_reward(reward),
             repr(float(reward.value)),
             what=f"scoring episode_id={episode_id}",
         )
@@ -280,8 +282,8 @@ class BufferWriter:
             "close",
             episode_id,
             check_id(key, "key"),
-            codec.encode_closure(outcome, failure_kind, reward, error, output),
-            b"" if reward is None else codec.encode_reward(reward),
+            records_codec.encode_closure(outcome, failure_kind, reward, error, output),
+            b"" if reward is None else records_codec.encode_reward(reward),
             "" if reward is None else repr(float(reward.value)),
             (failure_kind or "infrastructure") if is_lost and failure_kind != "agent" else "",
             int(failure_kind == "infrastructure"),
@@ -305,7 +307,7 @@ class BufferWriter:
                     f"trajectory {trajectory.episode.episode_id}: "
                     f"purpose={trajectory.episode.purpose!r}; only 'sft' is allowed here"
                 )
-        records = map(codec.trajectory_parts, trajectories)
+        records = map(records_codec.trajectory_parts, trajectories)
         client, scripts, key = self._client, self._scripts, check_id(key, "key")
         await put_async(client, self._prefix, scripts, records, key=key, final=final)
 
@@ -366,7 +368,7 @@ class BufferWriter:
                 if record is None:
                     raise NotFound(f"{name.decode()} is missing in Redis; it was written in part")
                 with named(name.decode()):
-                    self._tasks[name] = codec.decode_task(record)
+                    self._tasks[name] = records_codec.decode_task(record)
         tasks = [self._tasks[name] for name in names]
         while len(self._tasks) > _CACHED_TASKS:
             self._tasks.popitem(last=False)

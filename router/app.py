@@ -24,29 +24,29 @@ from starlette.routing import Route
 
 from outloop.buffer.errors import BufferUnavailable, OutloopError
 from outloop.buffer.run import Run
-from outloop.router.admin import admin_router
-from outloop.router.control import Control
-from outloop.router.conversations import ConversationRenderer
-from outloop.router.dialects import messages_answer
+from outloop.router.auth import KeyRing
+from outloop.router.buffer_protocol import EpisodeBuffer
+from outloop.router.dialects import messages_response
 from outloop.router.dialects.table import DIALECTS
-from outloop.router.document import describe
-from outloop.router.front import Front
-from outloop.router.generation import Generator
-from outloop.router.keys import KeyRing
+from outloop.router.episodes.episode import Episodes
+from outloop.router.errors import Refusal, as_refusal
+from outloop.router.http.endpoint import Endpoint, Handler, Receive, Scope, Send
+from outloop.router.http.openapi import describe
 from outloop.router.metrics import RouterMetrics
-from outloop.router.models import ModelTable
-from outloop.router.patience import Patience
-from outloop.router.peers import Peers
-from outloop.router.places import Places
-from outloop.router.pool import ServerPool
-from outloop.router.port import EpisodeBuffer
-from outloop.router.refusals import Refusal, as_refusal
-from outloop.router.rendering import PolicyRenderer
-from outloop.router.scores import Scores
-from outloop.router.service import TurnService
-from outloop.router.sessions import Episodes
-from outloop.router.upstreams import Upstream, Upstreams, read_upstreams
-from outloop.router.web import Endpoint, Handler, Receive, Scope, Send
+from outloop.router.peers.concurrency import Places
+from outloop.router.peers.turn_locator import Peers
+from outloop.router.rendering.renderer import PolicyRenderer
+from outloop.router.rendering.sft import ConversationRenderer
+from outloop.router.routes.admin import admin_router
+from outloop.router.routes.model_names import ModelTable
+from outloop.router.routes.rewards import Scores
+from outloop.router.routes.runner import Control
+from outloop.router.routes.turns import Front
+from outloop.router.routes.upstreams import Upstream, Upstreams, read_upstreams
+from outloop.router.servers.generation import Generator
+from outloop.router.servers.pool import ServerPool
+from outloop.router.turns.buffer_retry import Patience
+from outloop.router.turns.service import TurnService
 
 _HOUSEKEEPING_S = 2.0
 _STOP_AGAIN_S = 0.5
@@ -256,7 +256,7 @@ def _endpoints(parts: Parts) -> Mapping[str, Endpoint]:
                 errors=served.errors,
             )
         endpoints[f"{prefix}/v1/messages/count_tokens"] = Endpoint(
-            front.count_tokens, method="POST", metrics=metrics, errors=messages_answer.ERRORS
+            front.count_tokens, method="POST", metrics=metrics, errors=messages_response.ERRORS
         )
         # Anthropic's clients add /v1 to a base URL that, for all others, ends in /v1 already.
         for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/models"):

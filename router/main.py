@@ -24,7 +24,7 @@ from outloop.buffer.run import Run
 from outloop.buffer.settings import RouterSettings
 from outloop.buffer.writer import BufferWriter
 from outloop.router.app import RouterApp, create_app
-from outloop.router.connections import ClientConnection
+from outloop.router.http.protocol import ClientConnection
 
 _BACKLOG = 4096
 _KEEP_ALIVE_S = 75

@@ -182,7 +182,7 @@ def start_sglang_server() -> Iterator[Callable[..., ServerThread]]:
 
     def start(folder: Path, *, max_context_tokens: int = 512, **server: Any) -> ServerThread:
         from outloop.buffer.settings import build_settings
-        from outloop.engine.serve.sglang.supervise import serve_sglang
+        from outloop.engine.serve.sglang.process import serve_sglang
 
         tree = {
             "model": {"path": str(folder), "max_context_tokens": max_context_tokens},

@@ -23,7 +23,7 @@ def _loaded_after(statement: str) -> set[str]:
     [
         ("import outloop.router.main", {"torch", "megatron", "sglang", "transformers"}),
         (
-            "import outloop.envs.runner, outloop.envs.check",
+            "import outloop.envs.runner.runner, outloop.envs.runner.preflight",
             {"torch", "redis", "megatron", "fastapi"},
         ),
         ("import outloop.buffer.reader, outloop.buffer.writer", {"torch", "fastapi", "openai"}),
@@ -60,6 +60,6 @@ def test_the_wheel_holds_the_data_files() -> None:
     """Lua scripts and the typing marker travel with the package."""
     from importlib.resources import files
 
-    names = {p.name for p in files("outloop.buffer").joinpath("scripts").iterdir()}
+    names = {p.name for p in files("outloop.buffer.redis").joinpath("scripts").iterdir()}
     assert any(name.endswith(".lua") for name in names)
     assert files("outloop").joinpath("py.typed").is_file()

@@ -21,7 +21,6 @@ from pathlib import Path
 import structlog
 from rich.console import Console
 
-from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import (
     RANK_KILLED_EXIT_CODE,
     BufferUnavailable,
@@ -30,14 +29,15 @@ from outloop.buffer.errors import (
     SettingsError,
 )
 from outloop.buffer.reader import BufferReader, init_run
+from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import Settings
-from outloop.engine.launch.ports import hold_port
-from outloop.engine.launch.process import PartProcess, part_command
-from outloop.engine.launch.progress import RunProgress
-from outloop.engine.launch.report import draw_curve, result_table
-from outloop.engine.launch.usage import CpuUsage
-from outloop.engine.publish.client import ServerClient
+from outloop.engine.launch.child_process import PartProcess, part_command
+from outloop.engine.launch.console import RunProgress
+from outloop.engine.launch.cpu_usage import CpuUsage
+from outloop.engine.launch.port_reservation import hold_port
+from outloop.engine.launch.run_summary import draw_curve, result_table
+from outloop.engine.publish.server_client import ServerClient
 from outloop.engine.serve.sglang.arguments import check_arguments
 
 _STOP_TIMEOUT_S = 15.0
@@ -218,7 +218,13 @@ def check_before_start(settings: Settings, config_dir: Path) -> None:
     if settings.server.kind == "sglang" and settings.server.num_servers:
         check_arguments(settings)
     answer = subprocess.run(
-        [sys.executable, "-m", "outloop.envs.check", settings.model_dump_json(), str(config_dir)],
+        [
+            sys.executable,
+            "-m",
+            "outloop.envs.runner.preflight",
+            settings.model_dump_json(),
+            str(config_dir),
+        ],
         capture_output=True,
         text=True,
         timeout=300,

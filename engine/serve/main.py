@@ -24,15 +24,15 @@ from outloop.buffer.errors import PartFailed, SettingsError
 from outloop.buffer.registry import advertised_url
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
-from outloop.engine.serve.attach import attach
-from outloop.engine.serve.probe import check_logprobs
+from outloop.engine.serve.external_server import attach
+from outloop.engine.serve.logprob_convention import check_logprobs
 from outloop.engine.serve.registration import Registration
-from outloop.engine.serve.sglang.supervise import serve_sglang
+from outloop.engine.serve.sglang.process import serve_sglang
 from outloop.engine.serve.torch_server.app import PURPOSE, ServerApp
 from outloop.engine.serve.torch_server.config import read_config
-from outloop.engine.serve.torch_server.engine import Engine
 from outloop.engine.serve.torch_server.generate import Progress
-from outloop.engine.serve.torch_server.text import Text
+from outloop.engine.serve.torch_server.scheduler import Engine
+from outloop.engine.serve.torch_server.tokenizer import Text
 from outloop.engine.serve.torch_server.weights import load_weights
 
 _STOP_TIMEOUT_S = 5.0

@@ -19,7 +19,7 @@ from outloop.buffer.errors import DeadlineExceeded
 from outloop.buffer.records import Split
 from outloop.buffer.settings import Settings
 from outloop.buffer.telemetry import MetricsWriter
-from outloop.engine.train.ports import Reader
+from outloop.engine.train.interfaces import Reader
 
 _POLL_S = 0.1
 

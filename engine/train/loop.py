@@ -18,20 +18,20 @@ from outloop.buffer.errors import PublishFailed
 from outloop.buffer.records import Float32, Lease
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
-from outloop.engine.train.batch import Batch, build_batch
-from outloop.engine.train.checkpoint import latest_checkpoint
-from outloop.engine.train.choice import Choice
-from outloop.engine.train.debugging import StepDebugger
+from outloop.engine.train.algorithms.group_replay import KeptGroups
+from outloop.engine.train.checkpoint.acknowledgement import Marks
+from outloop.engine.train.checkpoint.best_checkpoint import Choice
+from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint
+from outloop.engine.train.data.batch_builder import Batch, build_batch
+from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.debug.step_debugger import StepDebugger
 from outloop.engine.train.evaluation import Evaluations
-from outloop.engine.train.kept import KeptGroups
-from outloop.engine.train.marks import Marks
-from outloop.engine.train.ports import Publisher, PublishReport, Reader
-from outloop.engine.train.progress import Progress
-from outloop.engine.train.ranks import Lead
-from outloop.engine.train.report import UpdateReport
-from outloop.engine.train.samples import Sample
-from outloop.engine.train.scoring import Score, with_proximals
-from outloop.engine.train.work import ModelName
+from outloop.engine.train.interfaces import Publisher, PublishReport, Reader
+from outloop.engine.train.ranks.controller import Lead
+from outloop.engine.train.ranks.hang_watchdog import Progress
+from outloop.engine.train.ranks.rank_worker import ModelName
+from outloop.engine.train.step.recompute_logprobs import Score, with_proximals
+from outloop.engine.train.step.update_metrics import UpdateReport
 
 _BUFFER_COUNTERS = ("buffer/dropped_groups", "buffer/replaced_attempts")
 _log = structlog.get_logger()

@@ -22,22 +22,22 @@ from outloop.buffer.reader import BufferReader
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
 from outloop.buffer.telemetry import MetricsWriter
-from outloop.engine.publish.transaction import Publisher as TransactionalPublisher
-from outloop.engine.train import mcore
-from outloop.engine.train.checkpoint import check_model, latest_checkpoint
-from outloop.engine.train.custom import check_custom
-from outloop.engine.train.device import device_of, gpu_number
-from outloop.engine.train.layer_kind import layers_of
+from outloop.engine.publish.publisher import Publisher as TransactionalPublisher
+from outloop.engine.train.algorithms.user_functions import check_custom
+from outloop.engine.train.checkpoint.checkpoint_format import check_model, latest_checkpoint
+from outloop.engine.train.debug.recorded_groups import NoServers, Recording, read_groups
+from outloop.engine.train.interfaces import Publisher, Reader
 from outloop.engine.train.loop import RlLoop
-from outloop.engine.train.parallel import check_world
-from outloop.engine.train.phases import Phases
-from outloop.engine.train.ports import Publisher, Reader
-from outloop.engine.train.progress import Progress
-from outloop.engine.train.ranks import Lead, follow
-from outloop.engine.train.recording import NoServers, Recording, read_groups
-from outloop.engine.train.reference import read_reference_config
+from outloop.engine.train.megatron import model_and_optimizer
+from outloop.engine.train.megatron.device import device_of, gpu_number
+from outloop.engine.train.megatron.layer_kind import layers_of
+from outloop.engine.train.megatron.parallel_config import check_world
+from outloop.engine.train.ranks.controller import Lead, follow
+from outloop.engine.train.ranks.hang_watchdog import Progress
+from outloop.engine.train.ranks.rank_phases import Phases
+from outloop.engine.train.ranks.rank_worker import Work
 from outloop.engine.train.sft import run_sft
-from outloop.engine.train.work import Work
+from outloop.engine.train.step.reference_model import read_reference_config
 
 _log = structlog.get_logger()
 
@@ -96,22 +96,22 @@ def _join(run: Run, stack: ExitStack) -> tuple[Work, Phases]:
     """This rank's place among the others."""
     settings = run.settings
     trainer = settings.trainer
-    config = mcore.read_config(
+    config = model_and_optimizer.read_config(
         settings.model.path,
         trainer.megatron,
         num_ranks=trainer.num_ranks,
         layers=layers_of(trainer),
     )
     _check_files(run, config)
-    mcore.join_process_group(
+    model_and_optimizer.join_process_group(
         seed=settings.run.seed,
         sizes=config.sizes,
         timeout_s=trainer.rank_timeout_s,
         gpu=gpu_number(device_of(trainer)),
     )
-    stack.callback(mcore.leave_process_group)
+    stack.callback(model_and_optimizer.leave_process_group)
     phases = Phases(
-        mcore.rendezvous_store(),
+        model_and_optimizer.rendezvous_store(),
         rank=int(os.environ.get("RANK", "0")),
         num_ranks=trainer.num_ranks,
         beat_s=min(1.0, trainer.rank_timeout_s / 20.0),
@@ -122,7 +122,7 @@ def _join(run: Run, stack: ExitStack) -> tuple[Work, Phases]:
     return work, phases
 
 
-def _check_files(run: Run, config: mcore.PolicyConfig) -> None:
+def _check_files(run: Run, config: model_and_optimizer.PolicyConfig) -> None:
     """Refuse, before a process group is formed, files that do not belong to this model.
 
     Every rank comes to the same sentence by itself.

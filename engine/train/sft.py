@@ -15,9 +15,9 @@ import structlog
 from outloop.buffer.errors import DeadlineExceeded, SettingsError
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
-from outloop.engine.train.ports import Reader
-from outloop.engine.train.ranks import Lead
-from outloop.engine.train.samples import Sample, build_samples
+from outloop.engine.train.data.samples import Sample, build_samples
+from outloop.engine.train.interfaces import Reader
+from outloop.engine.train.ranks.controller import Lead
 
 _POLL_S = 0.1
 _NUM_ROWS = 100

@@ -1,7 +1,7 @@
 """The sandboxes there are, by name, and how each starts a jail.
 
 Owns: command lines of bubblewrap and container engines, refusing what this machine cannot do. Does
-not own: calls (jail), limits inside (inside/). Invariant: what was asked for is what is used, or an
+not own: calls (jail), limits inside (guest/). Invariant: what was asked for is what is used, or an
 error says why not; nothing falls back to less.
 """
 
@@ -20,11 +20,11 @@ from typing import Any, Unpack
 import structlog
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
-from outloop.envs.sandbox.bundle import JAIL_FOLDER, Bundle, boot_argv
+from outloop.envs.sandbox.api import Files, Jail, Limits, Options, RunResult, Sandbox
 from outloop.envs.sandbox.cgroups import Cgroup, find_cgroups
-from outloop.envs.sandbox.jail import Bounds, SupervisedJail
-from outloop.envs.sandbox.process import Launch, SupervisorProcess
-from outloop.envs.sandbox.protocol import Files, Jail, Limits, Options, RunResult, Sandbox
+from outloop.envs.sandbox.guest_bundle import JAIL_FOLDER, Bundle, boot_argv
+from outloop.envs.sandbox.session import Bounds, SupervisedJail
+from outloop.envs.sandbox.supervisor_process import Launch, SupervisorProcess
 
 _log = structlog.get_logger()
 _NOBODY = 65534

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from outloop.envs.sandbox.inside.memory import EVENTS, num_oom_kills
-from outloop.envs.sandbox.protocol import Limits
+from outloop.envs.sandbox.api import Limits
+from outloop.envs.sandbox.guest.memory import EVENTS, num_oom_kills
 
 _OVERHEAD_BYTES = 64 * 2**20
 """For the supervisor and the kernel's own records of a jail."""

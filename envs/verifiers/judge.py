@@ -19,8 +19,8 @@ import aiohttp
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.buffer.records import Task
-from outloop.envs.result import Result
-from outloop.envs.verifiers.fields import end_of
+from outloop.envs.rollout.artifacts import Result
+from outloop.envs.verifiers.task_fields import end_of
 
 _MAX_BODY_BYTES = 4 * 2**20
 _MAX_BACKOFF_S = 8.0

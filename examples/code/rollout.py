@@ -4,9 +4,9 @@ import ast
 
 from agent import write_function
 
-from outloop.envs.result import Result
-from outloop.envs.verifiers.fields import code_of
-from outloop.envs.verifiers.programs import UnitTests
+from outloop.envs.rollout.artifacts import Result
+from outloop.envs.verifiers.code import UnitTests
+from outloop.envs.verifiers.task_fields import code_of
 
 
 def parses(prompt: str, answer: str) -> bool:

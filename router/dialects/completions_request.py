@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from outloop.router.dialects import fields
-from outloop.router.turns import TurnRequest
+from outloop.router.dialects.base import TurnRequest
 
 
 class _StreamOptions(msgspec.Struct):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from outloop.router.dialects import fields
-from outloop.router.turns import Message, ToolCall, TurnRequest
+from outloop.router.dialects.base import Message, ToolCall, TurnRequest
 
 _BETWEEN_TEXTS = "\n"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from outloop.router.dialects import fields
-from outloop.router.turns import Message, ToolCall, TurnRequest
+from outloop.router.dialects.base import Message, ToolCall, TurnRequest
 
 _ROLES: dict[str, Any] = {
     "system": "system",

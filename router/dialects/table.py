@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from outloop.router.dialects import (
-    chat_answer,
     chat_request,
-    completions_answer,
+    chat_response,
     completions_request,
-    messages_answer,
+    completions_response,
     messages_request,
-    responses_answer,
+    messages_response,
     responses_request,
+    responses_response,
 )
-from outloop.router.refusals import OPENAI_ERRORS, ErrorForm
-from outloop.router.turns import Dialect
+from outloop.router.dialects.base import Dialect
+from outloop.router.errors import OPENAI_ERRORS, ErrorForm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +39,8 @@ DIALECTS: Mapping[str, Served] = MappingProxyType(
         "/v1/chat/completions": Served(
             dialect=Dialect(
                 decode=chat_request.decode,
-                encode=chat_answer.encode,
-                stream=chat_answer.ChatStream,
+                encode=chat_response.encode,
+                stream=chat_response.ChatStream,
                 decode_after=chat_request.decode,
             ),
             body=chat_request.ChatRequest,
@@ -49,8 +49,8 @@ DIALECTS: Mapping[str, Served] = MappingProxyType(
         "/v1/completions": Served(
             dialect=Dialect(
                 decode=completions_request.decode,
-                encode=completions_answer.encode,
-                stream=completions_answer.CompletionsStream,
+                encode=completions_response.encode,
+                stream=completions_response.CompletionsStream,
             ),
             body=completions_request.CompletionsRequest,
             summary="One turn of an episode, going on from a text or from ids.",
@@ -58,22 +58,22 @@ DIALECTS: Mapping[str, Served] = MappingProxyType(
         "/v1/responses": Served(
             dialect=Dialect(
                 decode=responses_request.decode,
-                encode=responses_answer.encode,
-                stream=responses_answer.ResponsesStream,
+                encode=responses_response.encode,
+                stream=responses_response.ResponsesStream,
             ),
             body=responses_request.ResponsesRequest,
             summary="One turn of an episode, as response.",
-            errors=responses_answer.ERRORS,
+            errors=responses_response.ERRORS,
         ),
         "/v1/messages": Served(
             dialect=Dialect(
                 decode=messages_request.decode,
-                encode=messages_answer.encode,
-                stream=messages_answer.MessagesStream,
+                encode=messages_response.encode,
+                stream=messages_response.MessagesStream,
             ),
             body=messages_request.MessagesRequest,
             summary="One turn of an episode, as Anthropic message.",
-            errors=messages_answer.ERRORS,
+            errors=messages_response.ERRORS,
         ),
     }
 )

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import click
 
-from outloop.buffer.commands import buffer
-from outloop.buffer.commands_tasks import tasks
+from outloop.buffer.cli.buffer import buffer
+from outloop.buffer.cli.tasks import tasks
 from outloop.buffer.errors import (
     RANK_KILLED_EXIT_CODE,
     OutloopError,
@@ -142,8 +142,8 @@ def new_policy(
     out: Path, conversations: str | None, import_dir: Path | None, seed: int, **sizes: int
 ) -> None:
     """Make a small random policy, its tokenizer trained on conversations, for a laptop."""
-    from outloop.engine.new_policy import Sizes, write_policy
-    from outloop.envs.conversations import read_conversations
+    from outloop.engine.models.random_init import Sizes, write_policy
+    from outloop.envs.tasks.sft_conversations import read_conversations
 
     rows = (
         read_conversations(conversations, setting="--conversations", import_dir=import_dir)
@@ -164,7 +164,7 @@ def new_policy(
 def doctor(run_dir: Path | None) -> None:
     """Say what is installed, what is missing and what this machine can run."""
     if run_dir is not None:
-        from outloop.buffer.commands import show_drift
+        from outloop.buffer.cli.buffer import show_drift
 
         return show_drift(run_dir)
     from outloop.engine.launch.doctor import examine
@@ -230,7 +230,7 @@ def runner(
 ) -> None:
     """Play episodes for a run."""
     from outloop.buffer.run import load_run, load_run_settings, read_secret
-    from outloop.envs.runner import run as run_episodes
+    from outloop.envs.runner.runner import run as run_episodes
 
     settings = load_run_settings(run_dir)
     _configure("runner", settings.telemetry.log_level)
@@ -256,12 +256,12 @@ def trainer(run_dir: Path) -> None:
     num_ranks, rank = run.settings.trainer.num_ranks, os.environ.get("RANK")
     _configure("trainer" if rank is None else f"trainer-{rank}", run.settings.telemetry.log_level)
     if num_ranks > 1 and rank is None:
-        from outloop.engine.launch.ranks import run_ranks
+        from outloop.engine.launch.torchrun import run_ranks
 
         run_ranks(run_dir, num_ranks=num_ranks)
         return
     from outloop.engine.launch.launcher import stop_on_signals
-    from outloop.engine.launch.ranks import as_rank
+    from outloop.engine.launch.torchrun import as_rank
     from outloop.engine.train.main import train as train_policy
 
     with as_rank(), stop_on_signals() as stop:

@@ -36,7 +36,7 @@ def convert(source: Path, out: Path, config: Path | None, max_shard_gb: float) -
     import warnings
 
     warnings.filterwarnings("ignore", module="megatron")
-    from outloop.engine.train import convert as converting
+    from outloop.engine.train.checkpoint import convert as converting
 
     if converting.is_huggingface(source):
         converting.to_megatron(source, out)

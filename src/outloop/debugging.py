@@ -97,7 +97,7 @@ def rollout(config: Path, out: Path, overrides: tuple[str, ...]) -> None:
     from outloop.buffer.settings import load_settings
     from outloop.buffer.telemetry import configure_logging
     from outloop.engine.launch import launcher
-    from outloop.engine.launch.rollout import play_once
+    from outloop.engine.launch.collect_rollouts import play_once
 
     settings = load_settings(config, ("buffer.max_staleness=0", *overrides))
     configure_logging("launcher", settings.telemetry.log_level)
@@ -118,7 +118,7 @@ def replay_step(folder: Path) -> None:
     import warnings
 
     warnings.filterwarnings("ignore", module="megatron")
-    from outloop.engine.train.replay import replay
+    from outloop.engine.train.debug.replay_step import replay
 
     outcomes = replay(folder)
     for index, outcome in enumerate(outcomes):

@@ -35,9 +35,9 @@ from buffer_recovery import measure_recovery_of_parts
 from buffer_sizes import SIZES, SizeBench
 from figures import tell
 
-from outloop.buffer.connect import connect_sync
-from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.reader import BufferReader
+from outloop.buffer.redis.client import connect_sync
+from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.run import Run, create_run
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import (
     Claim,
@@ -27,6 +26,7 @@ from outloop.buffer.records import (
     Turn,
     VersionSpan,
 )
+from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import build_settings
 from outloop.buffer.writer import BufferWriter

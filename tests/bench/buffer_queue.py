@@ -15,12 +15,12 @@ from typing import Any
 from buffer_load import build_turns, make_run, opening_of, start, take, timed
 from figures import say
 
-from outloop.buffer import codec
-from outloop.buffer.connect import connect_sync
-from outloop.buffer.keys import key
+from outloop.buffer.codec import records_codec
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import CheckpointMark, Reward
-from outloop.buffer.scripts import load_script
+from outloop.buffer.redis.client import connect_sync
+from outloop.buffer.redis.keys import key
+from outloop.buffer.redis.scripts import load_script
 from outloop.buffer.writer import BufferWriter
 
 QUEUES = (1_000, 10_000, 100_000)
@@ -103,8 +103,8 @@ class QueueBench:
     async def _fill(self, writer: BufferWriter, num_groups: int) -> None:
         """Real scripts in pipelines: one turn of a few tokens and a reward for every episode."""
         left = GROUP_SIZE * num_groups
-        closure = codec.encode_closure("completed", None, Reward(value=1.0), "")
-        reward = codec.encode_reward(Reward(value=1.0))
+        closure = records_codec.encode_closure("completed", None, Reward(value=1.0), "")
+        reward = records_codec.encode_reward(Reward(value=1.0))
         self.client.script_load(load_script("append_turn").text)
         self.client.script_load(load_script("close").text)
         while left:
@@ -115,7 +115,7 @@ class QueueBench:
             with self.client.pipeline(transaction=False) as pipeline:
                 for opening in openings:
                     e = opening.episode_id
-                    turn = codec.encode_turn(build_turns(e, 16, 1)[0])
+                    turn = records_codec.encode_turn(build_turns(e, 16, 1)[0])
                     words: tuple[Any, ...] = (0, e, f"{e}.0", "", turn, 0, 0, 1, 8, 8)
                     pipeline.evalsha(load_script("append_turn").sha1, 1, self.meta, *words)
                     words = (0, e, "k", closure, reward, "1.0", "", 0)

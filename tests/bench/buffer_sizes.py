@@ -23,11 +23,13 @@ import redis
 from buffer_load import build_trajectory, build_turns, make_run, opening_of, start, take, timed
 from figures import say
 
-from outloop.buffer import codec, connect, leased
-from outloop.buffer.connect import connect_async, connect_sync
-from outloop.buffer.keys import key
+from outloop.buffer.codec import records_codec
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import CheckpointMark, Claim, Opening, Reward, Trajectory, Turn
+from outloop.buffer.redis import client as connect
+from outloop.buffer.redis.client import connect_async, connect_sync
+from outloop.buffer.redis.keys import key
+from outloop.buffer.store import leases as leased
 from outloop.buffer.writer import BufferWriter
 
 SIZES = {"2k": (2048, 2), "16k": (16384, 8), "128k": (131072, 32)}
@@ -54,8 +56,8 @@ class Stopwatch:
         """
         with ExitStack() as stack:
             for module, function, name in (
-                (codec, "trajectory_parts", "encode"),
-                (codec, "decode_turns", "decode"),
+                (records_codec, "trajectory_parts", "encode"),
+                (records_codec, "decode_turns", "decode"),
                 (leased, "trajectory_of", "decode"),
             ):
                 watched = self._timed(getattr(module, function), name)
@@ -103,7 +105,7 @@ class SizeBench:
         self.url = url
         self.num_tokens, self.num_turns = SIZES[name]
         self.sample = build_trajectory("e", self.num_tokens, self.num_turns)
-        self.record = codec.encode_trajectory(self.sample)
+        self.record = records_codec.encode_trajectory(self.sample)
         number = max(GROUP_SIZE, BYTES_PER_SIZE // len(self.record))
         self.num_groups = number // GROUP_SIZE
         self.number = self.num_groups * GROUP_SIZE
@@ -124,7 +126,7 @@ class SizeBench:
         # What the bench itself keeps is not for the buffer's collections to walk through.
         gc.collect()
         gc.freeze()
-        self.records = list(map(codec.encode_trajectory, trajectories))
+        self.records = list(map(records_codec.encode_trajectory, trajectories))
         for repeat in range(NUM_REPEATS):
             say(f"trajectories of {self.name} tokens, round {repeat + 1} of {NUM_REPEATS}")
             watch = Stopwatch()
@@ -260,7 +262,7 @@ class SizeBench:
             turn.prompt_ids.nbytes + turn.output_ids.nbytes + turn.output_ids.nbytes
             for turn in self.sample.turns
         )
-        turns = sum(len(codec.encode_turn(turn)) for turn in self.sample.turns)
+        turns = sum(len(records_codec.encode_turn(turn)) for turn in self.sample.turns)
         return {
             "write_vs_raw": self._ratio(raw_write, "write"),
             "read_vs_raw": self._ratio("raw_lrange", "read"),

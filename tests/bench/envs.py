@@ -35,11 +35,11 @@ from rich.console import Console
 from rich.table import Table
 
 from outloop.buffer.records import Task
-from outloop.envs.result import Result
+from outloop.envs.rollout.artifacts import Result
+from outloop.envs.sandbox.api import Limits
 from outloop.envs.sandbox.backends import BubblewrapSandbox
-from outloop.envs.sandbox.protocol import Limits
-from outloop.envs.verifiers.programs import UnitTests
-from outloop.envs.verifiers.symbolic import Math
+from outloop.envs.verifiers.code import UnitTests
+from outloop.envs.verifiers.math_equivalence import Math
 
 Figures = dict[str, float]
 OUT = Path(__file__).resolve().parents[2] / "runs" / "bench" / "envs.json"

@@ -29,7 +29,7 @@ from figures import say
 from rich.console import Console
 from rich.table import Table
 
-from outloop.envs.clients import Clients
+from outloop.envs.rollout.clients import Clients
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "runs/bench/envs.json"
@@ -69,7 +69,7 @@ RUN = """
 import asyncio, json, resource, sys
 import uvloop
 from outloop.buffer.settings import build_settings
-from outloop.envs.runner import run
+from outloop.envs.runner.runner import run
 
 settings = build_settings(json.loads(sys.argv[1]), source="bench")
 

@@ -21,7 +21,7 @@ from typing import Any
 import uvicorn
 from figures import OUT, say, tell
 
-from outloop.envs.clients import Clients
+from outloop.envs.rollout.clients import Clients
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN_PARTS = {"router", "redis", "runner", "launcher"}

@@ -42,10 +42,10 @@ from torch import Tensor
 from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
-from outloop.engine.publish.plan import TensorSpec, plan_buckets
-from outloop.engine.publish.source import LocalTensors
-from outloop.engine.publish.staging import DeviceBuffer, SharedBuffer
-from outloop.engine.publish.transaction import Publisher, PublishReport
+from outloop.engine.publish.buckets.plan import TensorSpec, plan_buckets
+from outloop.engine.publish.buckets.staging import DeviceBuffer, SharedBuffer
+from outloop.engine.publish.publisher import Publisher, PublishReport
+from outloop.engine.publish.tensor_source import LocalTensors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
 from torch_server_process import ServerProcess

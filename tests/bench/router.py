@@ -50,7 +50,7 @@ from router_report import OUT, report, write
 from router_stage import Program, Stage
 
 from outloop.buffer.run import Run
-from outloop.router.rendering import PolicyRenderer
+from outloop.router.rendering.renderer import PolicyRenderer
 
 NUM_TURNS = 8
 NUM_REPEATS = 7

@@ -23,7 +23,7 @@ from router_package import NUM_TAIL
 
 from outloop.buffer.settings import build_settings
 from outloop.router.main import own_the_process
-from outloop.router.rendering import PolicyRenderer
+from outloop.router.rendering.renderer import PolicyRenderer
 
 _MESSAGE, _END = b'{"role":"user"', b'"}'
 _decode = msgspec.json.Decoder(dict[str, str]).decode

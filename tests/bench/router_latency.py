@@ -17,8 +17,8 @@ from router_load import TOOLS, Connection, Conversation
 from router_mock import NUM_DRAWN
 from router_stage import Stage
 
-from outloop.router.rendering import PolicyRenderer
-from outloop.router.turns import Message
+from outloop.router.dialects.base import Message
+from outloop.router.rendering.renderer import PolicyRenderer
 
 Ask = tuple[str, bytes]
 """Path and body of a request."""

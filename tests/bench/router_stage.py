@@ -23,10 +23,10 @@ from typing import Any
 import psutil
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from outloop.buffer.embedded import EmbeddedRedis
-from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import ServerEntry
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import build_settings
 

@@ -154,8 +154,8 @@ def real_token_share() -> float:
     import torch
 
     warnings.simplefilter("ignore")
-    from outloop.engine.train.layers import pack_row
-    from outloop.engine.train.pack import pack
+    from outloop.engine.train.data.packing import pack
+    from outloop.engine.train.megatron.layers import pack_row
 
     lengths = lengths_of(512, 400, most=8192, seed=1)
     computed = 0

@@ -177,25 +177,27 @@ class Outloop:
 
     def __init__(self, folder: Path, size: Size) -> None:
         from outloop.buffer.settings import Settings
-        from outloop.engine.train import mcore, weights
+        from outloop.engine.train.megatron import import_weights, model_and_optimizer
 
         self._settings = Settings(
             model={"path": folder, "max_context_tokens": size.max_microbatch_tokens},
             trainer={"learning_rate": 1e-4, "max_microbatch_tokens": size.max_microbatch_tokens},
         )
-        mcore.join_process_group(seed=0)
-        config = mcore.read_config(folder, {})
-        self._policy = mcore.build_policy(config, self._settings.trainer, num_updates=100)
-        weights.load_huggingface(self._policy.model, folder)
+        model_and_optimizer.join_process_group(seed=0)
+        config = model_and_optimizer.read_config(folder, {})
+        self._policy = model_and_optimizer.build_policy(
+            config, self._settings.trainer, num_updates=100
+        )
+        import_weights.load_huggingface(self._policy.model, folder)
 
     def step(self, groups: list[Group]) -> dict[str, float]:
         """One update; what is built before the first forward is timed beside it."""
         import torch
 
-        from outloop.engine.train.batch import build_batch
-        from outloop.engine.train.microbatch import build_microbatch
-        from outloop.engine.train.pack import pack
-        from outloop.engine.train.update import rl_update
+        from outloop.engine.train.data.batch_builder import build_batch
+        from outloop.engine.train.data.microbatch import build_microbatch
+        from outloop.engine.train.data.packing import pack
+        from outloop.engine.train.step.policy_update import rl_update
 
         trainer = self._settings.trainer
         before = time.process_time()
@@ -243,8 +245,8 @@ class HuggingFace:
         import torch
 
         from outloop.buffer.settings import Settings
-        from outloop.engine.train.batch import build_batch
-        from outloop.engine.train.pack import pack
+        from outloop.engine.train.data.batch_builder import build_batch
+        from outloop.engine.train.data.packing import pack
 
         settings = Settings(
             model={"path": Path("."), "max_context_tokens": self._limit},

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outloop.buffer.embedded import EmbeddedRedis
-from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import (
     CheckpointMark,
@@ -34,6 +32,8 @@ from outloop.buffer.records import (
     Turn,
     VersionSpan,
 )
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import build_settings
 from outloop.buffer.writer import BufferWriter
@@ -105,7 +105,7 @@ def url(where: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 def put_in_place(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> str:
     """Have both faces of the buffer connect to `twin`; the URL to give them."""
-    for module in ("reader", "join", "writer"):
+    for module in ("reader", "redis.run_meta", "writer"):
         kind = "async" if module == "writer" else "sync"
         client = twin.async_client if module == "writer" else twin.client
         monkeypatch.setattr(

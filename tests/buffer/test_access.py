@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from outloop.buffer.connect import connect_sync
-from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import BufferUnavailable, SettingsError
 from outloop.buffer.reader import BufferReader
+from outloop.buffer.redis.client import connect_sync
+from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.run import Run, load_run
 from outloop.buffer.settings import build_settings
 

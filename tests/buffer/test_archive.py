@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from outloop.buffer.codec.jsonl import format_line, parse_line
 from outloop.buffer.errors import Conflict, RecordError, SchemaMismatch, SettingsError
-from outloop.buffer.jsonl import format_line, parse_line
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import Episode, Reward, Sampling, Trajectory, Turn, VersionSpan
 

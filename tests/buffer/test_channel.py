@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from outloop.buffer.channel import Channel
-from outloop.buffer.connect import connect_async
-from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import BufferUnavailable
+from outloop.buffer.redis.client import connect_async
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.pubsub import Channel
 
 PREFIX = "{channels:0}:"
 TIMEOUT_S = 30.0
@@ -78,7 +78,7 @@ async def test_silence_is_asked_about(
     connect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection on which nothing comes is tried, and goes on being heard."""
-    monkeypatch.setattr("outloop.buffer.channel._SILENCE_S", 0.02)
+    monkeypatch.setattr("outloop.buffer.redis.pubsub._SILENCE_S", 0.02)
     channel, heard = await connect("all")
     await asyncio.sleep(0.1)
     assert channel._is_listening.is_set()

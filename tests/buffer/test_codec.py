@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from outloop.buffer import codec
+from outloop.buffer.codec import records_codec
 from outloop.buffer.errors import RecordError, SchemaMismatch
 from outloop.buffer.records import (
     Episode,
@@ -116,10 +116,10 @@ def _assert_equal_turns(left: Turn, right: Turn) -> None:
 @settings(max_examples=60, deadline=None)
 def test_a_turn_survives_its_bytes(turn: Turn) -> None:
     """Every field, dtype and bit of a turn comes back, and again gives the same bytes."""
-    data = codec.encode_turn(turn)
-    decoded = codec.decode_turn(data)
+    data = records_codec.encode_turn(turn)
+    decoded = records_codec.decode_turn(data)
     _assert_equal_turns(turn, decoded)
-    assert codec.encode_turn(decoded) == data
+    assert records_codec.encode_turn(decoded) == data
 
 
 @given(EPISODES, st.lists(turns(), max_size=3))
@@ -127,7 +127,7 @@ def test_a_turn_survives_its_bytes(turn: Turn) -> None:
 def test_a_trajectory_survives_its_bytes(episode: Episode, some_turns: list[Turn]) -> None:
     """An episode and its turns come back together."""
     trajectory = Trajectory(episode=episode, turns=tuple(some_turns))
-    decoded = codec.decode_trajectory(codec.encode_trajectory(trajectory))
+    decoded = records_codec.decode_trajectory(records_codec.encode_trajectory(trajectory))
     assert decoded.episode == episode
     for left, right in zip(some_turns, decoded.turns, strict=True):
         _assert_equal_turns(left, right)
@@ -139,32 +139,34 @@ def test_small_records_survive_their_bytes(
     opening: Opening, reward: Reward, payload: dict[str, object]
 ) -> None:
     """Openings, rewards, closures and tasks come back."""
-    assert codec.decode_opening(codec.encode_opening(opening)) == opening
-    assert codec.decode_reward(codec.encode_reward(reward)) == reward
-    closure = codec.decode_closure(codec.encode_closure("failed", "agent", reward, "why"))
+    assert records_codec.decode_opening(records_codec.encode_opening(opening)) == opening
+    assert records_codec.decode_reward(records_codec.encode_reward(reward)) == reward
+    closure = records_codec.decode_closure(
+        records_codec.encode_closure("failed", "agent", reward, "why")
+    )
     assert (closure.outcome, closure.failure_kind, closure.error) == ("failed", "agent", "why")
-    assert codec.reward_from_wire(closure.reward) == reward
+    assert records_codec.reward_from_wire(closure.reward) == reward
     task = Task(task_id="t", payload=payload)
-    assert codec.decode_task(codec.encode_task(task)) == task
+    assert records_codec.decode_task(records_codec.encode_task(task)) == task
 
 
 @given(turns(), st.data())
 @settings(max_examples=100, deadline=None)
 def test_damaged_bytes_are_refused_and_nothing_else(turn: Turn, data: st.DataObject) -> None:
     """Whatever happens to the bytes, decoding gives a turn or a typed error."""
-    good = bytearray(codec.encode_turn(turn))
+    good = bytearray(records_codec.encode_turn(turn))
     for _ in range(data.draw(st.integers(1, 4))):
         good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
     bad = bytes(good[: data.draw(st.integers(0, len(good)))])
     with contextlib.suppress(RecordError, SchemaMismatch):
-        codec.decode_turn(bad)
+        records_codec.decode_turn(bad)
 
 
 def test_an_unknown_schema_is_refused_by_both_numbers() -> None:
     """The message names what was written and what this release reads."""
-    data = codec.encode_reward(Reward(value=1.0))
+    data = records_codec.encode_reward(Reward(value=1.0))
     with pytest.raises(SchemaMismatch, match="schema=7, this release reads schema=2"):
-        codec.decode_reward(struct.pack("<H", 7) + data[2:])
+        records_codec.decode_reward(struct.pack("<H", 7) + data[2:])
 
 
 def test_the_form_of_arrays_is_fixed() -> None:
@@ -183,8 +185,8 @@ def test_the_form_of_arrays_is_fixed() -> None:
         started_at=0.0,
         finished_at=0.0,
     )
-    data = codec.encode_turn(turn)
-    assert data[:8] == struct.pack("<HHI", codec.SCHEMA, 0, 5)
+    data = records_codec.encode_turn(turn)
+    assert data[:8] == struct.pack("<HHI", records_codec.SCHEMA, 0, 5)
     assert data[8:20] == struct.pack("<3i", 1, 258, 3)
     assert data[20:28] == struct.pack("<2f", -1.0, 0.0)
     assert msgspec.msgpack.decode(data[28:])[4:9] == [1, 2, True, [[5, 0, 2]], [[0, 2]]]
@@ -192,12 +194,12 @@ def test_the_form_of_arrays_is_fixed() -> None:
 
 def _with_row(turn: Turn, changes: dict[int, object], arrays: bytes) -> bytes:
     """The record of a turn with other fields and other arrays."""
-    data = codec.encode_turn(turn)
+    data = records_codec.encode_turn(turn)
     (num_words,) = struct.unpack_from("<I", data, 4)
     row = msgspec.msgpack.decode(data[8 + 4 * num_words :])
     for index, value in changes.items():
         row[index] = value
-    head = struct.pack("<HHI", codec.SCHEMA, 0, len(arrays) // 4)
+    head = struct.pack("<HHI", records_codec.SCHEMA, 0, len(arrays) // 4)
     return head + arrays + msgspec.msgpack.encode(row)
 
 
@@ -222,9 +224,9 @@ def test_bytes_that_break_a_turns_invariants_are_refused(
     good = replace(good, prompt_ids=good.prompt_ids[:1])
     bad = _with_row(good, changes, arrays)
     with pytest.raises(RecordError, match=sentence):
-        codec.decode_turn(bad)
+        records_codec.decode_turn(bad)
     with pytest.raises(RecordError, match=sentence):
-        codec.decode_turns([codec.encode_turn(good)] * 3 + [bad])
+        records_codec.decode_turns([records_codec.encode_turn(good)] * 3 + [bad])
 
 
 def test_logprobs_whose_sum_overflows_are_not_taken_for_infinity(
@@ -233,7 +235,8 @@ def test_logprobs_whose_sum_overflows_are_not_taken_for_infinity(
     """The quick check looks closer before it refuses."""
     turn = replace(make_turn("e"), behavior_logprobs=np.full(4, -3e38, np.float32))
     np.testing.assert_array_equal(
-        codec.decode_turn(codec.encode_turn(turn)).behavior_logprobs, turn.behavior_logprobs
+        records_codec.decode_turn(records_codec.encode_turn(turn)).behavior_logprobs,
+        turn.behavior_logprobs,
     )
 
 
@@ -241,7 +244,9 @@ def test_many_turns_decode_as_one_by_one(make_turn: Callable[..., Turn]) -> None
     """Small and large records, with and without logprobs, keep their own arrays."""
     many = [make_turn("e", index, num_output=size) for index, size in enumerate((4, 9000, 0, 5, 1))]
     many[3] = replace(many[3], behavior_logprobs=None, version_spans=())
-    for turn, again in zip(many, codec.decode_turns([*map(codec.encode_turn, many)]), strict=True):
+    for turn, again in zip(
+        many, records_codec.decode_turns([*map(records_codec.encode_turn, many)]), strict=True
+    ):
         _assert_equal_turns(turn, again)
         assert not again.output_ids.flags.writeable
         assert again.output_ids.flags.aligned
@@ -257,14 +262,14 @@ def test_arrays_of_another_form_are_stored_like_any(make_turn: Callable[..., Tur
     )
     assert odd.output_ids.flags.c_contiguous
     assert odd.behavior_logprobs.dtype == np.float32
-    assert codec.encode_turn(odd) == codec.encode_turn(turn)
+    assert records_codec.encode_turn(odd) == records_codec.encode_turn(turn)
     gaps_only = replace(turn, prompt_ids=np.repeat(turn.prompt_ids, 2)[::2])
-    assert codec.encode_turn(gaps_only) == codec.encode_turn(turn)
+    assert records_codec.encode_turn(gaps_only) == records_codec.encode_turn(turn)
 
 
 def test_what_was_decoded_is_as_frozen_as_what_was_built(make_turn: Callable[..., Turn]) -> None:
     """It is a Turn whose fields cannot be set, nor its arrays written."""
-    decoded = codec.decode_turn(codec.encode_turn(make_turn("e")))
+    decoded = records_codec.decode_turn(records_codec.encode_turn(make_turn("e")))
     assert type(decoded) is Turn
     with pytest.raises(AttributeError):
         decoded.turn_id = "f"  # type: ignore[misc]
@@ -275,7 +280,7 @@ def test_what_was_decoded_is_as_frozen_as_what_was_built(make_turn: Callable[...
 
 def test_a_reward_that_is_not_finite_is_refused_by_field() -> None:
     """Its value, its components, and those of turns and branches."""
-    head = struct.pack("<HHI", codec.SCHEMA, 0, 0)
+    head = struct.pack("<HHI", records_codec.SCHEMA, 0, 0)
     rows: dict[str, list[object]] = {
         "value=nan": [float("nan"), {}, {}, {}],
         "components.style=inf": [0.0, {"style": float("inf")}, {}, {}],
@@ -284,26 +289,28 @@ def test_a_reward_that_is_not_finite_is_refused_by_field() -> None:
     }
     for sentence, row in rows.items():
         with pytest.raises(RecordError, match=sentence):
-            codec.decode_reward(head + msgspec.msgpack.encode(row))
+            records_codec.decode_reward(head + msgspec.msgpack.encode(row))
 
 
 def test_a_payload_that_is_not_json_is_refused() -> None:
     """Tasks travel as data."""
     with pytest.raises(RecordError, match="task t cannot be stored"):
-        codec.encode_task(Task(task_id="t", payload={"f": print}))
+        records_codec.encode_task(Task(task_id="t", payload={"f": print}))
 
 
 def test_integer_rewards_are_stored_as_floats() -> None:
     """A verifier may return 1; the trainer reads 1.0."""
-    assert codec.decode_reward(codec.encode_reward(Reward(value=1))) == Reward(value=1.0)
+    assert records_codec.decode_reward(records_codec.encode_reward(Reward(value=1))) == Reward(
+        value=1.0
+    )
 
 
 def test_scores_of_turns_survive_and_older_bytes_are_read() -> None:
     """Rewards and closures of a release without turn scores and output have empty ones."""
     reward = Reward(value=1, components={"a": 2}, turns={"t": 0.5}, branches={"u": -1})
-    assert codec.decode_reward(codec.encode_reward(reward)) == reward
-    header = codec.encode_reward(reward)[:8]
+    assert records_codec.decode_reward(records_codec.encode_reward(reward)) == reward
+    header = records_codec.encode_reward(reward)[:8]
     older = header + msgspec.msgpack.encode([1.0, {"a": 2.0}])
-    assert codec.decode_reward(older) == Reward(value=1.0, components={"a": 2.0})
+    assert records_codec.decode_reward(older) == Reward(value=1.0, components={"a": 2.0})
     closure = header + msgspec.msgpack.encode(["completed", None, None, "why"])
-    assert codec.decode_closure(closure).output == ""
+    assert records_codec.decode_closure(closure).output == ""

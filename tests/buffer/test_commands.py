@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import BufferUnavailable, Conflict, NotFound, SettingsError
 from outloop.buffer.records import Reward
+from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.cli import cli
 
 Outloop = Callable[..., str]

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from outloop.buffer.drift import EXPLANATIONS, measure
-from outloop.buffer.embedded import EmbeddedRedis
+from outloop.buffer.branch_report import EXPLANATIONS, measure
 from outloop.buffer.records import Episode, Reward, Trajectory, Turn
+from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.cli import cli
 
 
@@ -69,7 +69,9 @@ def test_costs_are_summed_by_cause(make_turn: Callable[..., Turn]) -> None:
 def test_every_cause_is_explained() -> None:
     """Each explanation is of a cause that the router writes, and says what to do."""
     router = Path(__file__).parents[2] / "router"
-    source = "".join((router / name).read_text() for name in ("branches.py", "recording.py"))
+    source = "".join(
+        (router / name).read_text() for name in ("episodes/turn_tree.py", "turns/recorder.py")
+    )
     for cause in EXPLANATIONS:
         assert f'"{cause}"' in source
     assert all(explanation and advice for explanation, advice in EXPLANATIONS.values())

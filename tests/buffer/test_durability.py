@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import pytest
 
-from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded
 from outloop.buffer.records import Turn
+from outloop.buffer.redis.embedded import EmbeddedRedis
 
 
 @pytest.mark.parametrize("fsync", ["always", "everysec"])

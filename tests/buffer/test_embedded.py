@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from outloop.buffer.connect import connect_sync, translated
-from outloop.buffer.embedded import SERVER_VARIABLE, EmbeddedRedis, find_server
 from outloop.buffer.errors import BufferUnavailable, SettingsError
+from outloop.buffer.redis.client import connect_sync, translated
+from outloop.buffer.redis.embedded import SERVER_VARIABLE, EmbeddedRedis, find_server
 
 
 def _wait_until(is_true: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -50,7 +50,7 @@ def test_data_survives_an_orderly_stop_and_a_kill(tmp_path: Path) -> None:
 
 def test_two_servers_never_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second start is refused while the first server lives, even without its parent."""
-    monkeypatch.setattr("outloop.buffer.embedded._LOCK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("outloop.buffer.redis.embedded._LOCK_TIMEOUT_S", 0.2)
     with (
         EmbeddedRedis(tmp_path),
         pytest.raises(BufferUnavailable, match="in use by another server"),
@@ -124,7 +124,7 @@ def test_no_server_outlives_a_killed_parent(tmp_path: Path) -> None:
     """After kill -9 of the parent the server ends by itself and its folder is free again."""
     code = (
         "import sys, pathlib, signal\n"
-        "from outloop.buffer.embedded import EmbeddedRedis\n"
+        "from outloop.buffer.redis.embedded import EmbeddedRedis\n"
         "server = EmbeddedRedis(pathlib.Path(sys.argv[1])); server.start()\n"
         "print(server.pid, flush=True); signal.pause()\n"
     )

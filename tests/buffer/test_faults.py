@@ -12,9 +12,9 @@ from typing import Any, Literal
 import pytest
 import redis
 
-from outloop.buffer.embedded import SERVER_VARIABLE, EmbeddedRedis, find_server
 from outloop.buffer.errors import BufferUnavailable, Gone, NotFound
 from outloop.buffer.records import Turn
+from outloop.buffer.redis.embedded import SERVER_VARIABLE, EmbeddedRedis, find_server
 
 SPACE_BYTES = 2**18
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from outloop.buffer.budgets import EpisodeUsage
-from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import BufferUnavailable, NotFound
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.store.budget_notes import EpisodeUsage
 
 
 async def open_all(loop) -> list[str]:
@@ -77,7 +77,7 @@ async def test_a_silent_server_is_given_up_and_asked_again_on_another_connection
     loop_on, make_turn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every call fails in time; what comes late is read by nobody, and each turn counts once."""
-    monkeypatch.setattr("outloop.buffer.grouped.SOCKET_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("outloop.buffer.redis.pipelining.SOCKET_TIMEOUT_S", 0.3)
     with EmbeddedRedis(tmp_path / "redis", max_memory_mb=64) as own:
         loop = await loop_on(own.url)
         turns = [make_turn(episode_id) for episode_id in await open_all(loop)]

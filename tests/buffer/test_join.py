@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from outloop.buffer.connect import connect_sync
-from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import BufferUnavailable, SchemaMismatch, SettingsError
-from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import ServerEntry
+from outloop.buffer.redis.client import connect_sync
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import Run
 from outloop.buffer.writer import BufferWriter
 

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from twin import Twin
 
-from outloop.buffer.connect import connect_sync
-from outloop.buffer.embedded import EmbeddedRedis
-from outloop.buffer.jsonl import format_line
-from outloop.buffer.keys import KEYS, KeySpec, group_prefix, prefix, shard_of
+from outloop.buffer.codec.jsonl import format_line
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import Reward, ServerEntry, Task, Trajectory, Turn
-from outloop.buffer.scripts import load_script
+from outloop.buffer.redis.client import connect_sync
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.keys import KEYS, KeySpec, group_prefix, prefix, shard_of
+from outloop.buffer.redis.scripts import load_script
 from outloop.buffer.writer import BufferWriter
 
 CREATES = ("SET", "HSET", "HINCRBY", "RPUSH", "LPUSH", "SADD", "ZADD", "ZINCRBY", "RENAME")
 SCRIPTS = sorted(
     file.name.removesuffix(".lua")
-    for file in files("outloop.buffer.scripts").iterdir()
+    for file in files("outloop.buffer.redis.scripts").iterdir()
     if file.name.endswith(".lua") and file.name not in ("prelude.lua", "transitions.lua")
 )
 LIVES_SHORT = ("10 minutes", "until its end, plus one hour")

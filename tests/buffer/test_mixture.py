@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outloop.buffer.errors import NotFound, RecordError, SettingsError
-from outloop.buffer.mixture import Mixture, TaskSource, WeightsFrom
-from outloop.buffer.policy import task_index
 from outloop.buffer.records import Task
+from outloop.buffer.tasks.mixture import Mixture, TaskSource, WeightsFrom
+from outloop.buffer.tasks.order import task_index
 from outloop.cli import cli
 
 SOURCES = (TaskSource("easy", 3), TaskSource("hard", 5))

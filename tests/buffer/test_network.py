@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import BufferUnavailable
 from outloop.buffer.records import Trajectory, Turn
+from outloop.buffer.redis.embedded import EmbeddedRedis
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
 from bad_wire import BadWire
@@ -120,7 +120,7 @@ async def test_a_server_that_falls_silent_is_given_up_in_time(
     many = [make_trajectory(f"s{index}", num_output=20_000) for index in range(16)]
     wire.delay_s = 60.0
     with monkeypatch.context() as patch:
-        patch.setattr("outloop.buffer.connect.SOCKET_TIMEOUT_S", 0.2)
+        patch.setattr("outloop.buffer.redis.client.SOCKET_TIMEOUT_S", 0.2)
         with pytest.raises(BufferUnavailable, match=r"no answer within 0\.2 s"):
             await loop.writer.put_trajectories(many, key="k", final=True)
     wire.delay_s = 0.0

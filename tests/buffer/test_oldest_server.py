@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outloop.buffer.connect import connect_sync
-from outloop.buffer.embedded import EmbeddedRedis
+from outloop.buffer.redis.client import connect_sync
+from outloop.buffer.redis.embedded import EmbeddedRedis
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "buffer" / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "buffer" / "redis" / "scripts"
 OLDEST = (6, 2)
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from outloop.buffer.keys import KEYS, markdown_table, prefix
-from outloop.buffer.policy import task_index, trained_version_bounds
 from outloop.buffer.records import Turn, VersionSpan
+from outloop.buffer.redis.keys import KEYS, markdown_table, prefix
+from outloop.buffer.tasks.order import task_index, trained_version_bounds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,7 +68,7 @@ def test_only_trained_tokens_make_a_turn_old(
 
 
 def test_the_page_of_keys_is_the_module() -> None:
-    """docs/buffer-keys.md and buffer/keys.py hold the same table."""
+    """docs/buffer-keys.md and buffer/redis/keys.py hold the same table."""
     assert markdown_table() in (ROOT / "docs/buffer-keys.md").read_text()
     assert len({spec.name for spec in KEYS}) == len(KEYS)
     assert prefix("run") == "{run:0}:"
@@ -78,7 +78,7 @@ def test_scripts_use_declared_keys_only() -> None:
     """Every key that a script names is in the table."""
     declared = {spec.name.split(":")[0] for spec in KEYS}
     used: set[str] = set()
-    for script in files("outloop.buffer.scripts").iterdir():
+    for script in files("outloop.buffer.redis.scripts").iterdir():
         if script.name.endswith(".lua"):
             text = script.read_text()
             used |= set(re.findall(r"key\('([a-z_]+):?'", text))
@@ -90,7 +90,7 @@ def test_scripts_use_declared_keys_only() -> None:
 
 def test_every_script_states_its_contract() -> None:
     """Each header names arguments, answer and what it keeps."""
-    for script in files("outloop.buffer.scripts").iterdir():
+    for script in files("outloop.buffer.redis.scripts").iterdir():
         if script.name.endswith(".lua") and script.name not in ("prelude.lua", "transitions.lua"):
             header = script.read_text().split("\n\n")[0:2]
             assert "-- Returns " in "\n".join(header), script.name

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import FenceExpired
+from outloop.buffer.redis.embedded import EmbeddedRedis
 
 
 def _aof(folder: Path) -> Path:

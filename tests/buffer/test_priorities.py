@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outloop.buffer.errors import Conflict, RecordError
-from outloop.buffer.mixture import Mixture, TaskSource, WeightsFrom
-from outloop.buffer.priorities import Priorities, priorities_of
 from outloop.buffer.records import Task
+from outloop.buffer.tasks.mixture import Mixture, TaskSource, WeightsFrom
+from outloop.buffer.tasks.priorities import Priorities, priorities_of
 
 SOURCES = (TaskSource("easy", 3), TaskSource("hard", 5))
 

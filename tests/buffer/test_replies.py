@@ -8,8 +8,8 @@ from contextlib import closing, contextmanager
 import pytest
 import redis
 
-from outloop.buffer.connect import connect_sync, replies
-from outloop.buffer.embedded import EmbeddedRedis
+from outloop.buffer.redis.client import connect_sync, replies
+from outloop.buffer.redis.embedded import EmbeddedRedis
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import NotFound, RecordError, SchemaMismatch
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import Turn
+from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.writer import BufferWriter
 from outloop.cli import cli
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from outloop.buffer.keys import prefix
 from outloop.buffer.reader import BufferReader
+from outloop.buffer.redis.keys import prefix
 
 Mark = Mapping[str, Any]
 """The mark of a checkpoint, as its JSON holds it."""

@@ -24,9 +24,9 @@ from typing import Literal
 
 from audit import check_slots, is_sound, read_held
 
-from outloop.buffer.embedded import EmbeddedRedis
-from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import build_settings
 

@@ -41,9 +41,9 @@ from taps import Tap, append_line, check_moments, points_of, put_on, witness_ste
 from tiny import ROLLOUTS, make_model
 from wires import Wire, forward
 
-from outloop.buffer.embedded import EmbeddedRedis
-from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import Settings, build_settings
 

@@ -24,11 +24,11 @@ _MAX_DESCRIPTORS = 4096
 _MODULES = (
     "outloop.buffer.reader",
     "outloop.engine.launch.launcher",
-    "outloop.engine.launch.ranks",
+    "outloop.engine.launch.torchrun",
     "outloop.engine.serve.main",
     "outloop.engine.serve.torch_server.app",
     "outloop.engine.train.main",
-    "outloop.envs.runner",
+    "outloop.envs.runner.runner",
     "outloop.router.main",
 )
 

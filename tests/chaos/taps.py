@@ -27,13 +27,13 @@ MOMENTS: dict[str, dict[str, str]] = {
         "take": f"{_READER}.take",
         "step": "outloop.engine.train.loop:RlLoop._update",
         "announce": f"{_READER}.announce_version",
-        "publish": "outloop.engine.publish.transaction:Publisher.publish",
-        "bucket": "outloop.engine.train.ranks:Lead.read",
+        "publish": "outloop.engine.publish.publisher:Publisher.publish",
+        "bucket": "outloop.engine.train.ranks.controller:Lead.read",
         "acknowledge_version": f"{_READER}.acknowledge_version",
         "mark_trained": f"{_READER}.mark_trained",
-        "checkpoint": "outloop.engine.train.ranks:Lead.save",
-        "checkpoint_rename": "outloop.engine.train.saving:_sync_to_disk",
-        "checkpoint_cleanup": "outloop.engine.train.checkpoint:remove_old",
+        "checkpoint": "outloop.engine.train.ranks.controller:Lead.save",
+        "checkpoint_rename": "outloop.engine.train.checkpoint.async_writer:_sync_to_disk",
+        "checkpoint_cleanup": "outloop.engine.train.checkpoint.checkpoint_format:remove_old",
         "acknowledge": f"{_READER}.acknowledge",
     },
     "router": {
@@ -43,8 +43,8 @@ MOMENTS: dict[str, dict[str, str]] = {
         "close": f"{_WRITER}.close_episode",
     },
     "runner": {
-        "claim": "outloop.envs.router_client:RouterClient.claim",
-        "close": "outloop.envs.router_client:RouterClient.close_episode",
+        "claim": "outloop.envs.runner.router_client:RouterClient.claim",
+        "close": "outloop.envs.runner.router_client:RouterClient.close_episode",
     },
 }
 """Part -> name -> where the call is."""

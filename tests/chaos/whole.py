@@ -24,7 +24,7 @@ import psutil
 from audit import check_slots, is_sound, read_held, read_marks, slot_of, surviving_groups
 from tiny import ROLLOUTS, make_model
 
-from outloop.buffer.joined import joined
+from outloop.buffer.cli.open_run import joined
 from outloop.buffer.run import load_run
 
 PARTS = ("redis", "router", "runner", "server", "trainer", "trainer", "trainer", "launcher")

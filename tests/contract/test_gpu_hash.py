@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from outloop.engine.publish.gpu_hash import GpuHash
-from outloop.engine.serve.sglang.environment import find_python
+from outloop.engine.publish.verification.sglang_gpu_hash import GpuHash
+from outloop.engine.serve.sglang.cpu_environment import find_python
 
 KNOWN = {
     1: "d7f1f4357db32352",

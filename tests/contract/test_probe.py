@@ -15,8 +15,8 @@ from scored_source import source_of
 from outloop.buffer.errors import PublishFailed
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
-from outloop.engine.publish.probe import probe_prompts
-from outloop.engine.publish.transaction import Publisher
+from outloop.engine.publish.publisher import Publisher
+from outloop.engine.publish.verification.logprob_probe import probe_prompts
 
 PROMPT = [5, 17, 300, 8, 9, 44, 120, 7, 61, 2]
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from outloop.buffer.errors import PublishFailed
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
-from outloop.engine.publish.client import ServerClient
-from outloop.engine.publish.plan import Place, TensorSpec
-from outloop.engine.publish.source import LocalTensors
-from outloop.engine.publish.transaction import Publisher
-from outloop.engine.publish.verify import accounts_for
+from outloop.engine.publish.buckets.plan import Place, TensorSpec
+from outloop.engine.publish.publisher import Publisher
+from outloop.engine.publish.server_client import ServerClient
+from outloop.engine.publish.tensor_source import LocalTensors
+from outloop.engine.publish.verification.accounts import accounts_for
 
 PROMPT = [5, 17, 300, 8, 9, 44, 120, 7, 61, 2]
 

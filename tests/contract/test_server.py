@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from outloop.engine.serve.probe import check_logprobs
+from outloop.engine.serve.logprob_convention import check_logprobs
 
 PROMPT = [5, 17, 300, 8, 9, 44, 120, 7, 61, 2]
 

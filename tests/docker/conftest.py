@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from outloop.buffer.embedded import find_server
-from outloop.engine.new_policy import write_policy
+from outloop.buffer.redis.embedded import find_server
+from outloop.engine.models.random_init import write_policy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
 import user_folder

@@ -17,7 +17,7 @@ import pytest
 import redis
 import yaml
 
-from outloop.buffer.embedded import find_server
+from outloop.buffer.redis.embedded import find_server
 from outloop.buffer.settings import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]

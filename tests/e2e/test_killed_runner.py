@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outloop.buffer.joined import joined
+from outloop.buffer.cli.open_run import joined
 from outloop.buffer.records import Trajectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from outloop.buffer.errors import SettingsError
-from outloop.engine.new_policy import Sizes, renderer_of, write_policy
+from outloop.engine.models.random_init import Sizes, renderer_of, write_policy
 
 ROW = {
     "messages": [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outloop.buffer.settings import Settings, build_settings
-from outloop.envs.runner import run
+from outloop.envs.runner.runner import run
 
 FAKE = Path(__file__).resolve().parents[1] / "fakes/control_router.py"
 

@@ -14,8 +14,8 @@ import pytest
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
-from outloop.envs.check import check_rollout
-from outloop.envs.runner import run
+from outloop.envs.runner.preflight import check_rollout
+from outloop.envs.runner.runner import run
 
 AGENT = """
 import json
@@ -208,7 +208,9 @@ async def test_a_killed_worker_takes_its_programs_with_it(
         while not (folder / "pids").exists() or len((folder / "pids").read_text().split()) < 6:
             await asyncio.sleep(0.02)
     (worker,) = [
-        child for child in psutil.Process().children() if "outloop.envs.worker" in child.cmdline()
+        child
+        for child in psutil.Process().children()
+        if "outloop.envs.runner.worker_main" in child.cmdline()
     ]
     os.kill(worker.pid, signal.SIGKILL)
     await playing

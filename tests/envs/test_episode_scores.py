@@ -9,8 +9,8 @@ import pytest
 
 from outloop.buffer.errors import RecordError, SettingsError
 from outloop.buffer.records import Reward
-from outloop.envs.ending import as_reward
-from outloop.envs.scores import Scores
+from outloop.envs.rollout.episode_result import as_reward
+from outloop.envs.rollout.episode_rewards import Scores
 
 PlayWith = Callable[..., Any]
 

@@ -11,11 +11,11 @@ import pytest
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Task
 from outloop.buffer.settings import Settings
-from outloop.envs.check import check_rollout
-from outloop.envs.loading import import_object
-from outloop.envs.result import Result
-from outloop.envs.rollout import load_rollout
-from outloop.envs.verification import load_verifier
+from outloop.envs.command_agent.verifier import load_verifier
+from outloop.envs.rollout.artifacts import Result
+from outloop.envs.rollout.rollout_function import load_rollout
+from outloop.envs.runner.imports import import_object
+from outloop.envs.runner.preflight import check_rollout
 
 GOOD = """
 import functools
@@ -196,7 +196,13 @@ def test_the_check_is_a_program_with_a_sentence(
     (folder / "user.py").write_text(GOOD)
     answers = [
         subprocess.run(
-            [sys.executable, "-m", "outloop.envs.check", settings.model_dump_json(), str(folder)],
+            [
+                sys.executable,
+                "-m",
+                "outloop.envs.runner.preflight",
+                settings.model_dump_json(),
+                str(folder),
+            ],
             capture_output=True,
             text=True,
             timeout=30,
@@ -223,8 +229,8 @@ def test_the_check_reads_tasks_and_conversations_too(
 
 
 USES_A_VERIFIER = """
-from outloop.envs.result import Result
-from outloop.envs.verifiers.symbolic import Math
+from outloop.envs.rollout.artifacts import Result
+from outloop.envs.verifiers.math_equivalence import Math
 
 right = Math()
 

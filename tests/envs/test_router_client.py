@@ -7,7 +7,7 @@ import pytest
 
 from outloop.buffer.errors import DeadlineExceeded, Gone, SettingsError
 from outloop.buffer.records import Reward, Task
-from outloop.envs.router_client import RouterClient
+from outloop.envs.runner.router_client import RouterClient
 
 TASKS = [Task(task_id="a", payload={"q": 1})]
 

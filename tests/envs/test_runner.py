@@ -12,7 +12,7 @@ import structlog
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
-from outloop.envs.runner import run
+from outloop.envs.runner.runner import run
 
 PlayWith = Callable[..., Any]
 
@@ -284,7 +284,7 @@ async def test_stopping_drains_then_aborts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Short episodes end as they would; long ones are closed as aborted, without a reward."""
-    monkeypatch.setattr("outloop.envs.runner._DRAIN_S", 0.6)
+    monkeypatch.setattr("outloop.envs.runner.runner._DRAIN_S", 0.6)
     router.num_episodes = 4
     (folder / "user.py").write_text(
         "import asyncio\nimport itertools\ncount = itertools.count()\n\n\n"
@@ -353,7 +353,7 @@ def test_malformed_conversations_are_sentences(
     row: str, words: str, folder: Path, make_settings: Callable[..., Settings]
 ) -> None:
     """The row is named by its index."""
-    from outloop.envs.conversations import load_conversations
+    from outloop.envs.tasks.sft_conversations import load_conversations
 
     (folder / "user.py").write_text(
         f"rows = [{{'messages': [{{'role': 'assistant', 'content': 'x'}}]}}, {row}]\n"

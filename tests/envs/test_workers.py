@@ -14,7 +14,7 @@ import pytest
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
-from outloop.envs.runner import run
+from outloop.envs.runner.runner import run
 
 PlayWith = Callable[..., Any]
 
@@ -118,7 +118,9 @@ async def test_a_worker_that_somebody_kills_blames_nobody(
         while not (folder / "gone").exists():
             await asyncio.sleep(0.02)
     workers = [
-        child for child in psutil.Process().children() if "outloop.envs.worker" in child.cmdline()
+        child
+        for child in psutil.Process().children()
+        if "outloop.envs.runner.worker_main" in child.cmdline()
     ]
     assert len(workers) == 1
     os.kill(workers[0].pid, signal.SIGKILL)
@@ -300,7 +302,7 @@ async def test_nothing_outlives_the_runner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stopping cancels what plays, closes it as aborted, and ends every worker."""
-    monkeypatch.setattr("outloop.envs.runner._DRAIN_S", 0.2)
+    monkeypatch.setattr("outloop.envs.runner.runner._DRAIN_S", 0.2)
     (folder / "user.py").write_text(
         "import time\n\n\ndef play(task, episode):\n    time.sleep(600)\n\n\n"
         "def tasks():\n    return [{'question': 'q'}]\n"
@@ -317,13 +319,15 @@ async def test_nothing_outlives_the_runner(
     stop.set()
     await asyncio.wait_for(playing, 20)
     assert router.closed("outcome") == ["aborted"] * 4
-    assert [c for c in psutil.Process().children() if "outloop.envs.worker" in c.cmdline()] == []
+    assert [
+        c for c in psutil.Process().children() if "outloop.envs.runner.worker_main" in c.cmdline()
+    ] == []
 
 
 RUNNER = """
 import asyncio, sys
 from outloop.buffer.settings import build_settings
-from outloop.envs.runner import run
+from outloop.envs.runner.runner import run
 
 env = {"tasks": "user:tasks", "rollout_function_path": "user:play"}
 settings = build_settings({"model": {"path": "."}, "env": env}, source="test")

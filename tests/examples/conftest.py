@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from outloop.buffer.records import Task
-from outloop.engine.new_policy import Sizes, write_policy
-from outloop.envs.clients import Clients
-from outloop.envs.episode import Episode
-from outloop.envs.scores import Scores
+from outloop.engine.models.random_init import Sizes, write_policy
+from outloop.envs.rollout.clients import Clients
+from outloop.envs.rollout.episode import Episode
+from outloop.envs.rollout.episode_rewards import Scores
 
 ROOT = Path(__file__).resolve().parents[2]
 CALCULATOR = ROOT / "examples/calculator"

@@ -18,8 +18,8 @@ from tasks import (
 from tokenizers import Tokenizer
 
 from outloop.buffer.settings import load_settings
-from outloop.engine.new_policy import renderer_of, train_tokenizer
-from outloop.envs.check import check_rollout
+from outloop.engine.models.random_init import renderer_of, train_tokenizer
+from outloop.envs.runner.preflight import check_rollout
 
 CALCULATOR = Path(__file__).resolve().parents[2] / "examples/calculator"
 

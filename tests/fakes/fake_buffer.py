@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from outloop.buffer.budgets import EpisodeUsage
 from outloop.buffer.errors import BufferUnavailable, Conflict, Gone, NotFound
 from outloop.buffer.records import (
     Claim,
@@ -18,6 +17,7 @@ from outloop.buffer.records import (
     ServerEntry,
     Turn,
 )
+from outloop.buffer.store.budget_notes import EpisodeUsage
 
 
 class FakeBuffer:

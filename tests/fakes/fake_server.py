@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import uvicorn
 
-from outloop.router.connections import ClientConnection
+from outloop.router.http.protocol import ClientConnection
 
 
 @dataclass

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from outloop.engine.publish.plan import TensorSpec
-from outloop.engine.publish.source import LocalTensors
+from outloop.engine.publish.buckets.plan import TensorSpec
+from outloop.engine.publish.tensor_source import LocalTensors
 
 
 class InterruptedTensors:

@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 
 from outloop.buffer.run import Run
-from outloop.router.connections import ClientConnection
+from outloop.router.http.protocol import ClientConnection
 from outloop.router.main import serve
 
 

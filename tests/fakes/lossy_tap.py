@@ -8,9 +8,9 @@ import torch
 from tap import Tap
 from torch import Tensor
 
-from outloop.engine.publish.plan import TensorSpec, plan_buckets
-from outloop.engine.publish.sglang_wire import write_bucket
-from outloop.engine.publish.staging import SharedBuffer
+from outloop.engine.publish.buckets.plan import TensorSpec, plan_buckets
+from outloop.engine.publish.buckets.staging import SharedBuffer
+from outloop.engine.publish.flattened_bucket import write_bucket
 
 _BUCKET = "/update_weights_from_tensor"
 

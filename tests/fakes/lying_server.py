@@ -18,11 +18,11 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from outloop.engine.publish.checksum import tensor_checksum
-from outloop.engine.publish.sglang_wire import read_bucket
-from outloop.engine.serve.torch_server.bodies import FromGroupBody
-from outloop.engine.serve.torch_server.groups import UpdateGroups
-from outloop.engine.serve.torch_server.update import UpdateRefused
+from outloop.engine.publish.flattened_bucket import read_bucket
+from outloop.engine.publish.verification.checksum import tensor_checksum
+from outloop.engine.serve.torch_server.schemas import FromGroupBody
+from outloop.engine.serve.torch_server.weight_update import UpdateRefused
+from outloop.engine.serve.torch_server.weight_update_groups import UpdateGroups
 
 PATHS = {
     "pause": "/pause_generation",

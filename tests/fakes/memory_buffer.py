@@ -23,10 +23,10 @@ from outloop.buffer.records import (
 )
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
-from outloop.engine.publish.source import TensorSource
+from outloop.engine.publish.tensor_source import TensorSource
 from outloop.engine.train.loop import RlLoop
-from outloop.engine.train.mcore import Policy
-from outloop.engine.train.ranks import Lead
+from outloop.engine.train.megatron.model_and_optimizer import Policy
+from outloop.engine.train.ranks.controller import Lead
 
 MakeTurn = Callable[..., Turn]
 MakeTrajectory = Callable[..., Trajectory]

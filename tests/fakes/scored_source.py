@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from outloop.engine.publish.source import LocalTensors
+from outloop.engine.publish.tensor_source import LocalTensors
 
 
 def source_of(folder: Path) -> LocalTensors:

@@ -29,17 +29,17 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import Turn
 from outloop.buffer.run import Run
-from outloop.engine.new_policy import (
+from outloop.engine.models.random_init import (
     MARKER_TOKENS,
     SPECIAL_TOKENS,
     Sizes,
     config_of,
     initial_weights,
 )
-from outloop.engine.serve.torch_server.engine import Engine, PauseMode
-from outloop.engine.serve.torch_server.grammar import Grammars
+from outloop.engine.serve.torch_server.constrained_decoding import Grammars
 from outloop.engine.serve.torch_server.requests import Running
-from outloop.router.rendering import PolicyRenderer
+from outloop.engine.serve.torch_server.scheduler import Engine, PauseMode
+from outloop.router.rendering.renderer import PolicyRenderer
 
 RUNNER_KEY = "ol-runner-x"
 

@@ -18,8 +18,8 @@ import torch
 
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
-from outloop.engine.publish.source import LocalTensors
-from outloop.engine.publish.transaction import Publisher
+from outloop.engine.publish.publisher import Publisher
+from outloop.engine.publish.tensor_source import LocalTensors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
 from one_server import OneServer
@@ -124,20 +124,22 @@ def test_megatron_core_on_the_gpu_agrees_with_transformers_and_the_server(
     with warnings.catch_warnings():
         # megatron-core announces at import what it falls back to without Transformer Engine.
         warnings.simplefilter("ignore")
-        from outloop.engine.train import mcore, weights
-        from outloop.engine.train.layers import pack_row
-    mcore.join_process_group(seed=1)
+        from outloop.engine.train.megatron import import_weights, model_and_optimizer
+        from outloop.engine.train.megatron.layers import pack_row
+    model_and_optimizer.join_process_group(seed=1)
     folder = make_model()
     ids, logprobs = _generate(server.url, 1.0)
     tokens = torch.tensor(PROMPT + ids, device="cuda")
     with torch.no_grad():
-        model = mcore.PolicyModel(mcore.read_config(folder, {})).to("cuda")
-        weights.load_huggingface(model, folder)
+        model = model_and_optimizer.PolicyModel(model_and_optimizer.read_config(folder, {})).to(
+            "cuda"
+        )
+        import_weights.load_huggingface(model, folder)
         row = pack_row([len(tokens)], torch.device("cuda"))
         positions = torch.arange(len(tokens), device="cuda")
         ours = model.logits(model(tokens, row, positions)).float()
         theirs = _reference(folder)(tokens[None]).logits[0].float()
-    mcore.leave_process_group()
+    model_and_optimizer.leave_process_group()
     difference = float((ours - theirs).abs().max())
     assert difference <= MAX_LOGIT_DIFFERENCE
     table = torch.log_softmax(ours, -1).cpu().numpy()

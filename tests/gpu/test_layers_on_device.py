@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from outloop.buffer.settings_trainer import TrainerSettings
+from outloop.buffer.settings.trainer import TrainerSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 LENGTHS = [7, 33, 1, 24, 24, 90]
@@ -35,22 +35,22 @@ def build(settings: TrainerSettings) -> Iterator[Build]:
     with warnings.catch_warnings():
         # megatron-core announces at import what it falls back to without Transformer Engine.
         warnings.simplefilter("ignore")
-        from outloop.engine.train import mcore, weights
-        from outloop.engine.train.layer_kind import layers_of
-    mcore.join_process_group(seed=1)
+        from outloop.engine.train.megatron import import_weights, model_and_optimizer
+        from outloop.engine.train.megatron.layer_kind import layers_of
+    model_and_optimizer.join_process_group(seed=1)
 
     def make(folder: Path) -> Any:
-        config = mcore.read_config(folder, {}, layers=layers_of(settings))
-        policy = mcore.build_policy(config, settings, num_updates=1)
-        weights.load_huggingface(policy.model, folder)
+        config = model_and_optimizer.read_config(folder, {}, layers=layers_of(settings))
+        policy = model_and_optimizer.build_policy(config, settings, num_updates=1)
+        import_weights.load_huggingface(policy.model, folder)
         return policy
 
     yield make
-    mcore.leave_process_group()
+    model_and_optimizer.leave_process_group()
 
 
 def _logits(model: Any, samples: list[Tensor]) -> Tensor:
-    from outloop.engine.train.layers import pack_row
+    from outloop.engine.train.megatron.layers import pack_row
 
     lengths = [len(sample) for sample in samples]
     row = pack_row(lengths, torch.device("cuda"), layers=model.config.layers)
@@ -105,7 +105,7 @@ def test_gradients_are_those_of_transformers(
     """Of every parameter, under its Hugging Face name."""
     import transformers
 
-    from outloop.engine.train.exports import Exports
+    from outloop.engine.train.megatron.export_weights import Exports
 
     folder = make_model()
     policy = build(folder)
@@ -126,7 +126,7 @@ def test_gradients_are_those_of_transformers(
 
 def test_weights_come_back_bit_equal(build: Build, make_model: Callable[..., Path]) -> None:
     """Hugging Face -> the trainer's layers -> Hugging Face changes no bit and no name."""
-    from outloop.engine.train.exports import Exports
+    from outloop.engine.train.megatron.export_weights import Exports
 
     folder = make_model()
     before = load_file(folder / "model.safetensors")

@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from outloop.buffer.telemetry import METRICS, MetricsWriter, read_metrics
+from outloop.engine.launch.child_process import PartProcess
+from outloop.engine.launch.console import RunProgress
+from outloop.engine.launch.cpu_usage import CpuUsage
 from outloop.engine.launch.doctor import examine
-from outloop.engine.launch.process import PartProcess
-from outloop.engine.launch.progress import RunProgress
-from outloop.engine.launch.report import draw_curve, read_curve, result_table
-from outloop.engine.launch.usage import CpuUsage
+from outloop.engine.launch.run_summary import draw_curve, read_curve, result_table
 
 
 def python(name: str, code: str, folder: Path) -> PartProcess:
@@ -57,7 +57,7 @@ def test_a_part_dies_with_its_parent(tmp_path: Path) -> None:
     code = textwrap.dedent(f"""
         import sys, signal
         from pathlib import Path
-        from outloop.engine.launch.process import PartProcess
+        from outloop.engine.launch.child_process import PartProcess
         command = [sys.executable, "-c", "import signal; signal.pause()"]
         part = PartProcess("orphan", command, Path({str(tmp_path)!r}) / "orphan.log", {{}})
         print(part.pid, flush=True)

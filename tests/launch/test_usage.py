@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 
-from outloop.engine.launch.usage import CpuUsage
+from outloop.engine.launch.cpu_usage import CpuUsage
 
 # Burns CPU in a child that ends and in one that stays, and hardly any itself.
 PART = """

@@ -20,7 +20,7 @@ from fake_server import FakeServer, Script, serving
 from outloop.buffer.run import Run, RunKeys
 from outloop.buffer.settings import build_settings
 from outloop.router.app import create_app
-from outloop.router.rendering import PolicyRenderer
+from outloop.router.rendering.renderer import PolicyRenderer
 
 SPECIAL = (
     "<|endoftext|>",

@@ -8,9 +8,9 @@ import pytest
 from fake_server import Script
 from served_policy import publish
 
-from outloop.buffer.embedded import EmbeddedRedis
-from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.writer import BufferWriter
 
 

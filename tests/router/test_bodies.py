@@ -6,10 +6,10 @@ import random
 import msgspec
 import pytest
 
+from outloop.router.dialects.base import TurnRequest
 from outloop.router.dialects.table import DIALECTS, Served
-from outloop.router.refusals import Refusal
-from outloop.router.rendering import PolicyRenderer
-from outloop.router.turns import TurnRequest
+from outloop.router.errors import Refusal
+from outloop.router.rendering.renderer import PolicyRenderer
 
 NAMES = (
     *("type", "role", "content", "text", "name", "function", "input", "arguments", "id", "output"),

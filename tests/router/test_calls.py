@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from talkers import Meeting
 
-from outloop.router.answers import AnswerReader
-from outloop.router.branches import Plan
-from outloop.router.turns import Message, TurnRequest
+from outloop.router.dialects.base import Message, TurnRequest
+from outloop.router.episodes.turn_tree import Plan
+from outloop.router.rendering.parsing import AnswerReader
 
 TOOLS = tuple(
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}

@@ -16,8 +16,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from scripted_torch import playing, scripted_server, write_policy_for
 
-from outloop.buffer.embedded import EmbeddedRedis
-from outloop.buffer.join import init_run
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run
 
 PYTHON = os.environ.get("OUTLOOP_CLIENTS_PYTHON", "")

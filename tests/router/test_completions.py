@@ -8,7 +8,7 @@ from fake_server import Script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outloop.router.streaming import RawStream
+from outloop.router.rendering.stream_filter import RawStream
 
 PIECES = (
     "The sum ",

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from live_router import accepting
 
-from outloop.router import connections
-from outloop.router.web import ClientLeft, Exchange
+from outloop.router.http import protocol
+from outloop.router.http.endpoint import ClientLeft, Exchange
 
 OK = b"HTTP/1.1 200 OK\r\n"
 
@@ -207,7 +207,7 @@ async def test_a_request_that_does_not_arrive_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, begun: bytes, num_before: int
 ) -> None:
     """Whatever is missing, also after a whole request; the app, if it was called, is told."""
-    monkeypatch.setattr(connections, "_RECEIVE_S", 0.2)
+    monkeypatch.setattr(protocol, "_RECEIVE_S", 0.2)
     left = []
 
     async def app(scope, receive, send) -> None:
@@ -316,7 +316,7 @@ async def test_a_large_head_is_read() -> None:
 
 async def test_a_slow_request_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes longer than a connection may be idle, then as long to be answered."""
-    monkeypatch.setattr(connections, "_RECEIVE_S", 30.0)
+    monkeypatch.setattr(protocol, "_RECEIVE_S", 30.0)
 
     async def app(scope, receive, send) -> None:
         exchange = Exchange(scope, receive, send)

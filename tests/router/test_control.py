@@ -60,7 +60,7 @@ async def test_eval_claims_carry_their_sampling_and_no_group(stage) -> None:
 
 async def test_claims_wait_for_the_announced_version(stage, monkeypatch) -> None:
     """503 with Retry-After while nothing serves it; the end of the run is told at once."""
-    monkeypatch.setattr("outloop.router.control._READY_WAIT_S", 0.05)
+    monkeypatch.setattr("outloop.router.routes.runner._READY_WAIT_S", 0.05)
     stage.buffer.announced = 5
     await stage.app.state.parts.pool.refresh()
     answer = await stage.post("/tasks/claim", {"key": "k", "count": 1})

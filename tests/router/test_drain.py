@@ -11,8 +11,8 @@ from fake_server import FakeServer, Script, serving
 from live_router import live_router
 from served_policy import publish
 
-from outloop.buffer.embedded import EmbeddedRedis
-from outloop.buffer.join import init_run
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}

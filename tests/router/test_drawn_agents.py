@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from outloop.buffer.records import Episode, Trajectory
-from outloop.engine.train.samples import build_samples
-from outloop.router.rendering import PolicyRenderer
+from outloop.engine.train.data.samples import build_samples
+from outloop.router.rendering.renderer import PolicyRenderer
 
 LLAMA = ("begin_of_text", "start_header_id", "end_header_id", "eot_id", "end_of_text", "eom_id")
 MOVES = st.lists(

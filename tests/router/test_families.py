@@ -14,11 +14,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from outloop.buffer.records import Sampling, Turn, VersionSpan
 from outloop.buffer.settings import build_settings
-from outloop.router.answers import AnswerReader
-from outloop.router.branches import Plan, TurnTree
-from outloop.router.rendering import PolicyRenderer
-from outloop.router.said import Answer
-from outloop.router.turns import Message, TurnRequest
+from outloop.router.dialects.base import Message, TurnRequest
+from outloop.router.episodes.turn_tree import Plan, TurnTree
+from outloop.router.rendering.message import Answer
+from outloop.router.rendering.parsing import AnswerReader
+from outloop.router.rendering.renderer import PolicyRenderer
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 THINK = ("<think>", "</think>")

@@ -7,8 +7,8 @@ import pytest
 from fake_server import Script
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from outloop.router.rendering import PolicyRenderer
-from outloop.router.tokenizer import PolicyTokenizer
+from outloop.router.rendering.renderer import PolicyRenderer
+from outloop.router.rendering.tokenizer import PolicyTokenizer
 
 WORDS = ("\u2581", "\u2581\u2581", "\u2581hello", "\u2581world", "hello", "lo", "\u2581caf\u00e9")
 MARKERS = (

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from outloop.buffer.errors import ServerUnavailable
-from outloop.router.links import Links
+from outloop.router.servers.http_client import Links
 
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = (
@@ -241,7 +241,7 @@ async def test_an_answer_that_nobody_asked_for_ends_the_connection() -> None:
 
 async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for a request longer than servers keep it open is closed, without a request."""
-    monkeypatch.setattr("outloop.router.links._IDLE_S", 0.01)
+    monkeypatch.setattr("outloop.router.servers.http_client._IDLE_S", 0.01)
     async with serving([PLAIN]) as (peer, links):
         assert await ask(peer, links) == b"hello"
         await peer.was_left.wait()

@@ -8,7 +8,7 @@ import openai
 import pytest
 from fake_server import FakeServer, serving
 
-from outloop.router import pool as pool_module
+from outloop.router.servers import pool as pool_module
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outloop.router.dialects import messages_answer, messages_request
-from outloop.router.refusals import Refusal
-from outloop.router.turns import Message, ToolCall
+from outloop.router.dialects import messages_request, messages_response
+from outloop.router.dialects.base import Message, ToolCall
+from outloop.router.errors import Refusal
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 TOOLS = [
@@ -127,7 +127,7 @@ async def test_refusals_come_in_anthropics_envelope(stage, client) -> None:
         await client.messages.create(**HI)
     assert closed.value.status_code == 410
     assert not stage.server.requests
-    event = messages_answer.ERRORS.event(Refusal(503, "full", "wait", retry_after_s=1.0))
+    event = messages_response.ERRORS.event(Refusal(503, "full", "wait", retry_after_s=1.0))
     assert event.startswith(b"event: error\ndata: ")
     assert json.loads(event.partition(b"data: ")[2])["error"]["type"] == "overloaded_error"
 

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from outloop.router.dialects import chat_request, responses_request
-from outloop.router.tokenizer import PolicyTokenizer
+from outloop.router.rendering.tokenizer import PolicyTokenizer
 
 SAID = [{"role": "user", "content": "hi"}]
 

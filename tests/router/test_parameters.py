@@ -2,7 +2,7 @@
 
 import pytest
 
-from outloop.buffer.codec import encode_turn
+from outloop.buffer.codec.records_codec import encode_turn
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 WRONG = (

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from outloop.router import peers
-from outloop.router.peers import Answer, Ask, Left, Over
+from outloop.router.peers import turn_locator
+from outloop.router.peers.turn_locator import Answer, Ask, Left, Over
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 RETRY = {"x-stainless-retry-count": "1"}
@@ -28,7 +28,7 @@ async def until(is_so) -> None:
 def said(stage, kind):
     """What routers have told each other, of one kind."""
     said = [message for name, message in stage.buffer.channel.said if name.startswith("router")]
-    everything = [peers._decode(message) for message in said]
+    everything = [turn_locator._decode(message) for message in said]
     return [message for message in everything if isinstance(message, kind)]
 
 
@@ -161,10 +161,12 @@ async def test_a_router_that_never_answers_holds_a_retry_up_once(
     stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is stopped dead still listens, as far as Redis knows; the deadline decides."""
-    monkeypatch.setattr(peers, "ANSWER_S", 0.1)
+    monkeypatch.setattr(turn_locator, "ANSWER_S", 0.1)
     stage.says("one")
     episode = await stage.open()
-    dead = asyncio.create_task(stage.buffer.channel.listen({peers.EVERYBODY: lambda _: None}))
+    dead = asyncio.create_task(
+        stage.buffer.channel.listen({turn_locator.EVERYBODY: lambda _: None})
+    )
     await asyncio.sleep(0)
     assert text_of(await ask(stage, episode, **RETRY)) == "one"
     dead.cancel()
@@ -174,21 +176,21 @@ async def test_a_router_that_draws_and_falls_silent_is_not_waited_for(
     stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It said that it draws the turn, and then nothing more: the waiting router draws it."""
-    monkeypatch.setattr(peers, "ANSWER_S", 0.1)
-    monkeypatch.setattr(peers, "ROUND_S", 0.05)
+    monkeypatch.setattr(turn_locator, "ANSWER_S", 0.1)
+    monkeypatch.setattr(turn_locator, "ROUND_S", 0.05)
     stage.says("one")
     episode = await stage.open()
     channel, num_told = stage.buffer.channel, 0
 
     def hear(message: bytes) -> None:
         nonlocal num_told
-        asked = peers._decode(message)
+        asked = turn_locator._decode(message)
         if isinstance(asked, Ask) and asked.round <= 3:
             answer = Answer("other", asked.number, asked.round, True)
-            telling.append(channel.publish(f"router:{asked.process}", peers._encode(answer)))
+            telling.append(channel.publish(f"router:{asked.process}", turn_locator._encode(answer)))
 
     telling: list = []
-    listening = asyncio.create_task(channel.listen({peers.EVERYBODY: hear}))
+    listening = asyncio.create_task(channel.listen({turn_locator.EVERYBODY: hear}))
     again = asyncio.create_task(ask(stage, episode, **RETRY))
     while not again.done():
         if telling:
@@ -203,7 +205,7 @@ async def test_a_turn_drawn_elsewhere_for_longer_than_a_turn_may_take_is_given_u
     make_stage, stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait has a deadline: a 503 that may be retried names who waits for whom."""
-    monkeypatch.setattr(peers, "ROUND_S", 0.05)
+    monkeypatch.setattr(turn_locator, "ROUND_S", 0.05)
     other = await make_stage(buffer=stage.buffer, router={"turn_timeout_s": 0.01})
     stage.says("one")
     episode = await stage.open()
@@ -219,7 +221,7 @@ async def test_a_turn_whose_waiting_client_leaves_elsewhere_is_recorded_without_
     pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waited at the other router hung up too: nobody has the answer."""
-    monkeypatch.setattr(peers, "ROUND_S", 0.05)
+    monkeypatch.setattr(turn_locator, "ROUND_S", 0.05)
     first, other = pair
     first.says("one")
     episode = await first.open()
@@ -257,7 +259,7 @@ async def test_an_undelivered_turn_answers_after_a_restart(
 ) -> None:
     """Nobody came back in time: the turn is recorded without loss, and is still the answer to the
     same request, once, by a router that never saw it drawn."""
-    monkeypatch.setattr("outloop.router.service._RETURN_GRACE_S", 0.01)
+    monkeypatch.setattr("outloop.router.turns.service._RETURN_GRACE_S", 0.01)
     stage.says("one", "two")
     episode = await stage.open()
     (await begin(stage, episode)).cancel()
@@ -311,8 +313,8 @@ async def test_rubbish_on_the_channel_is_passed_over(pair) -> None:
     first.says("one", "two")
     episode = await first.open()
     channel = first.buffer.channel
-    for message in (b"", b"\xff", b"\x93\x01\x02\x03", b"{}", peers._encode(Over(7))):
-        await channel.publish(peers.EVERYBODY, message)
+    for message in (b"", b"\xff", b"\x93\x01\x02\x03", b"{}", turn_locator._encode(Over(7))):
+        await channel.publish(turn_locator.EVERYBODY, message)
         for name in {name for hear in channel.listeners for name in hear}:
             await channel.publish(name, message)
     assert text_of(await ask(other, episode, **RETRY)) == "one"

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from outloop.router import places
+from outloop.router.peers import concurrency
 
 LIMIT = 6
 SETTINGS = {"num_processes": 3, "max_concurrent_turns_per_episode": LIMIT}
@@ -121,10 +121,10 @@ async def test_a_router_that_never_answers_has_no_turns(
     routers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is stopped dead is waited for once, with a deadline."""
-    monkeypatch.setattr(places, "ANSWER_S", 0.1)
+    monkeypatch.setattr(concurrency, "ANSWER_S", 0.1)
     first, *_ = routers
     episode = await first.open()
-    first.buffer.channel.listeners.append({places.EVERYBODY: lambda _: None})
+    first.buffer.channel.listeners.append({concurrency.EVERYBODY: lambda _: None})
     first.server.gate.clear()
     running = [begin(first, episode, number) for number in range(LIMIT)]
     await begun(first, LIMIT)
@@ -155,7 +155,7 @@ async def test_rubbish_is_passed_over(routers) -> None:
     first, *_ = routers
     episode = await first.open()
     channel = first.buffer.channel
-    answer = places._encode(places.Running("nobody", 1, 100, True))
+    answer = concurrency._encode(concurrency.Running("nobody", 1, 100, True))
     for message in (b"", b"\xff", b"\x93\x01\x02\x03", answer):
         for name in {name for hear in channel.listeners for name in hear if "places" in name}:
             await channel.publish(name, message)

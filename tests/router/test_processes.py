@@ -17,13 +17,13 @@ import pytest
 from fake_server import FakeServer, Script, serving
 from served_policy import publish
 
-from outloop.buffer.embedded import EmbeddedRedis
-from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run
 from outloop.buffer.writer import BufferWriter
 from outloop.engine.launch.launcher import Launcher, start_routers
-from outloop.router import peers
+from outloop.router.peers import turn_locator
 
 TEXT = "a long answer that is told in many pieces"
 START_TIMEOUT_S = 150.0
@@ -247,7 +247,7 @@ async def test_a_retry_at_another_process_waits_for_the_turn_and_draws_it_when_i
         heard.clear()
         retry = asyncio.create_task(ask(other, **{"x-stainless-retry-count": "1"}))
         # It asks again only when it was told that somebody does.
-        await until(lambda: any(peers._decode(message).round > 1 for message in heard))
+        await until(lambda: any(turn_locator._decode(message).round > 1 for message in heard))
         # Who only listens is never answered for.
         listening.cancel()
         return retry

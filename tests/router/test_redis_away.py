@@ -12,14 +12,14 @@ import pytest
 from bad_wire import BadWire
 from served_policy import publish
 
-from outloop.buffer.budgets import EpisodeUsage
-from outloop.buffer.connect import connect_sync
-from outloop.buffer.embedded import EmbeddedRedis
-from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import Turn
+from outloop.buffer.redis.client import connect_sync
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.run_meta import init_run
+from outloop.buffer.store.budget_notes import EpisodeUsage
 from outloop.buffer.writer import BufferWriter
-from outloop.router import service
+from outloop.router.turns import service
 
 SAID = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'

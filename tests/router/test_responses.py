@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outloop.router.dialects import responses_answer, responses_request
-from outloop.router.refusals import Refusal
-from outloop.router.turns import Message, ToolCall
+from outloop.router.dialects import responses_request, responses_response
+from outloop.router.dialects.base import Message, ToolCall
+from outloop.router.errors import Refusal
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 TOOLS = [
@@ -231,6 +231,6 @@ def test_items_become_the_messages_they_tell(said) -> None:
 
 def test_a_failure_in_a_stream_is_an_event() -> None:
     """The SDK raises on an event of type error."""
-    event = responses_answer.ERRORS.event(Refusal(400, "gone", "it is gone"))
+    event = responses_response.ERRORS.event(Refusal(400, "gone", "it is gone"))
     assert event.startswith(b"event: error\ndata: ")
     assert json.loads(event.partition(b"data: ")[2])["message"] == "it is gone"

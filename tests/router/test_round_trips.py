@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outloop.buffer.records import Sampling, Turn
+from outloop.router.dialects.base import AnswerHead, CallPlace, Delta, Message, ToolCall, TurnResult
 from outloop.router.dialects.table import DIALECTS
-from outloop.router.turns import AnswerHead, CallPlace, Delta, Message, ToolCall, TurnResult
 
 TEXT = st.just("") | st.text(max_size=12)
 SAID = st.text(min_size=1, max_size=12)

@@ -15,11 +15,11 @@ import pytest
 from scripted_torch import playing, scripted_server
 from talkers import Meeting
 
-from outloop.buffer.embedded import EmbeddedRedis
-from outloop.buffer.join import init_run
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run
-from outloop.engine.new_policy import Sizes, write_policy
-from outloop.engine.train.samples import build_samples
+from outloop.engine.models.random_init import Sizes, write_policy
+from outloop.engine.train.data.samples import build_samples
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 * 7"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "\\u00e9"}}\n</tool_call>'

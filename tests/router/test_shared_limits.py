@@ -11,9 +11,9 @@ from fake_server import FakeServer, Script, serving
 from live_router import live_router
 from served_policy import publish
 
-from outloop.buffer.embedded import EmbeddedRedis
-from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run
 
 LIMITS = {

@@ -11,9 +11,9 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
-from outloop.router.governance import decide
+from outloop.router.dialects.base import Message, TurnRequest
 from outloop.router.metrics import RouterMetrics
-from outloop.router.turns import Message, TurnRequest
+from outloop.router.turns.sampling import decide
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 MARKERS = st.sampled_from(

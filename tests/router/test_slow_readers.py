@@ -13,9 +13,9 @@ import uvloop
 from fake_server import Script
 from live_router import accepting
 
-from outloop.router import connections
-from outloop.router.connections import ClientConnection
-from outloop.router.web import Exchange
+from outloop.router.http import protocol
+from outloop.router.http.endpoint import Exchange
+from outloop.router.http.protocol import ClientConnection
 
 Play = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -85,7 +85,7 @@ def test_an_answer_that_nobody_reads_is_not_kept(
     play: Play, monkeypatch: pytest.MonkeyPatch, size: int, more: tuple[str, ...]
 ) -> None:
     """However large it is, and whether or not the connection was to be closed after it."""
-    monkeypatch.setattr(connections, "_READ_S", 0.2)
+    monkeypatch.setattr(protocol, "_READ_S", 0.2)
 
     async def app(scope, receive, send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -104,7 +104,7 @@ def test_the_little_that_nobody_reads_is_not_kept(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an idle connection, which is closed, less may be left than a transport waits for."""
-    monkeypatch.setattr(connections, "_READ_S", 0.2)
+    monkeypatch.setattr(protocol, "_READ_S", 0.2)
     seen: list[int] = []
 
     async def app(scope, receive, send) -> None:
@@ -129,7 +129,7 @@ def test_the_little_that_nobody_reads_is_not_kept(
 
 def test_who_reads_none_of_a_stream_is_gone(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream waits for its reader, with little of it in memory, then it is told."""
-    monkeypatch.setattr(connections, "_READ_S", 0.2)
+    monkeypatch.setattr(protocol, "_READ_S", 0.2)
     most, is_told = 0, False
 
     async def app(scope, receive, send) -> None:
@@ -155,7 +155,7 @@ def test_who_reads_none_of_a_stream_is_gone(play: Play, monkeypatch: pytest.Monk
 
 def test_who_reads_slowly_is_waited_for(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as some is read each time that it is looked; then no longer."""
-    monkeypatch.setattr(connections, "_READ_S", 3600.0)
+    monkeypatch.setattr(protocol, "_READ_S", 3600.0)
     size, num_read = 30_000_000, 0
 
     async def app(scope, receive, send) -> None:
@@ -190,7 +190,7 @@ async def test_a_turn_whose_reader_stalls_is_there_for_its_retry(
     make_stage: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its stream ends, its turn is recorded, and the same request gets it whole."""
-    monkeypatch.setattr(connections, "_READ_S", 0.3)
+    monkeypatch.setattr(protocol, "_READ_S", 0.3)
     begun = ClientConnection.connection_made
 
     def begin(connection: ClientConnection, transport: asyncio.Transport) -> None:
@@ -224,7 +224,7 @@ async def test_a_turn_whose_reader_stalls_is_there_for_its_retry(
         async with asyncio.timeout(60):
             while job.has_client:
                 await asyncio.sleep(0.01)
-    monkeypatch.setattr(connections, "_READ_S", 60.0)
+    monkeypatch.setattr(protocol, "_READ_S", 60.0)
     headers = {"authorization": f"Bearer {episode['api_key']}"}
     again = await stage.http.post("/v1/chat/completions", content=wire, headers=headers)
     assert again.text.endswith("data: [DONE]\n\n")

@@ -6,9 +6,9 @@ from itertools import pairwise
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outloop.router.detokenizer import Detokenizer
-from outloop.router.jobs import TurnJob
-from outloop.router.streaming import ContentStream, ReasonedStream, Shown
+from outloop.router.rendering.detokenizer import Detokenizer
+from outloop.router.rendering.stream_filter import ContentStream, ReasonedStream, Shown
+from outloop.router.turns.in_flight import TurnJob
 
 QUICK = settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from outloop.router.dialects.body_digest import digest
 from outloop.router.dialects.chat_request import decode
-from outloop.router.heard import digest
-from outloop.router.refusals import Refusal
-from outloop.router.wire import Prompt
+from outloop.router.errors import Refusal
+from outloop.router.servers.generate_api import Prompt
 
 _texts = st.text(max_size=12) | st.sampled_from(['"}', "],[", "\\", ",", "]", "\u2028"])
 _messages = st.lists(

@@ -19,7 +19,7 @@ import pytest
 from fake_server import Script
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from outloop.router.rendering import PolicyRenderer
+from outloop.router.rendering.renderer import PolicyRenderer
 
 FOLDER = Path(__file__).parent / "wire_formats"
 WRITES = bool(os.environ.get("OUTLOOP_WRITE_WIRE_FORMATS"))

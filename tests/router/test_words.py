@@ -18,8 +18,8 @@ from tokenizers import (
     trainers,
 )
 
-from outloop.router import words
-from outloop.router.words import WordEncoder, in_ascii
+from outloop.router.rendering import pretokenizer_cache
+from outloop.router.rendering.pretokenizer_cache import WordEncoder, in_ascii
 
 QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -115,7 +115,7 @@ def test_long_words_are_not_kept() -> None:
     assert encoder.num_known == 2
 
 
-def _translated(pattern: str) -> words.Pattern:
+def _translated(pattern: str) -> pretokenizer_cache.Pattern:
     found = in_ascii(pattern)
     assert found is not None
     return found
@@ -182,7 +182,7 @@ def test_other_patterns_are_left_alone(pattern: str) -> None:
 def test_a_wrong_cut_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An encoder that cuts otherwise than its tokenizer is not used."""
     wrong = _translated(QWEN.replace(r"?\p{L}+|", r"?\p{L}|"))
-    monkeypatch.setattr(words, "in_ascii", lambda pattern: wrong)
+    monkeypatch.setattr(pretokenizer_cache, "in_ascii", lambda pattern: wrong)
     assert WordEncoder.of(TOKENIZERS["qwen"]) is None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from outloop.buffer.errors import DeadlineExceeded, SettingsError
 from outloop.buffer.settings import Settings
-from outloop.engine.serve.sglang.environment import find_python, shims_folder
+from outloop.engine.serve.sglang.cpu_environment import find_python, shims_folder
 
 REFUSED_EXIT_CODE = 2
 """Of start.py when SGLang does not know an argument."""
@@ -138,7 +138,7 @@ def _cores_of_ranks(settings: Settings) -> str:
 def _command(settings: Settings, *arguments: str) -> list[str]:
     python = find_python(settings.server.sglang_python)
     # -P: SGLang's modules, not those that lie beside the script.
-    return [str(python), "-P", str(Path(__file__).with_name("start.py")), *arguments]
+    return [str(python), "-P", str(Path(__file__).with_name("entrypoint.py")), *arguments]
 
 
 def _context_tokens(settings: Settings) -> int:

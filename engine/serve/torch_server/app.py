@@ -18,8 +18,10 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
-from outloop.engine.publish.sglang_wire import PayloadRefused, read_bucket
-from outloop.engine.serve.torch_server.bodies import (
+from outloop.engine.publish.flattened_bucket import PayloadRefused, read_bucket
+from outloop.engine.serve.torch_server.generate import GenerateEndpoint
+from outloop.engine.serve.torch_server.scheduler import Engine
+from outloop.engine.serve.torch_server.schemas import (
     AbortBody,
     BeginBody,
     CheckBody,
@@ -31,10 +33,8 @@ from outloop.engine.serve.torch_server.bodies import (
     PauseBody,
     VersionBody,
 )
-from outloop.engine.serve.torch_server.engine import Engine
-from outloop.engine.serve.torch_server.generate import GenerateEndpoint
-from outloop.engine.serve.torch_server.groups import UpdateGroups, in_thread
-from outloop.engine.serve.torch_server.update import UpdateRefused
+from outloop.engine.serve.torch_server.weight_update import UpdateRefused
+from outloop.engine.serve.torch_server.weight_update_groups import UpdateGroups, in_thread
 from outloop.engine.serve.torch_server.weights import WeightsRefused
 
 PURPOSE = "outloop's torch server: for laptops and tests. Use SGLang to serve at speed."

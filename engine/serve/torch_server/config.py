@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outloop.buffer.errors import SettingsError
-from outloop.engine.rope import rotary_parameters
+from outloop.engine.models.rotary import rotary_parameters
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -31,7 +31,7 @@ class ModelConfig:
     head_dim: int
     rms_eps: float
     rope: dict[str, Any]
-    """See `outloop.engine.rope.rotary_parameters`."""
+    """See `outloop.engine.models.rotary.rotary_parameters`."""
     max_positions: int
     is_tied: bool
     has_qk_norm: bool

@@ -17,15 +17,15 @@ from typing import Any
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from outloop.engine.serve.torch_server.engine import Engine, check_lengths
-from outloop.engine.serve.torch_server.grammar import Grammars
-from outloop.engine.serve.torch_server.prompts import prompt_logprobs
+from outloop.engine.serve.torch_server.constrained_decoding import Grammars
+from outloop.engine.serve.torch_server.prompt_logprobs import prompt_logprobs
 from outloop.engine.serve.torch_server.requests import (
     GenerateRequest,
     Running,
     decode_request,
 )
 from outloop.engine.serve.torch_server.sampling import BadRequest
+from outloop.engine.serve.torch_server.scheduler import Engine, check_lengths
 
 _encode = msgspec.json.Encoder().encode
 _JSON = [(b"content-type", b"application/json")]

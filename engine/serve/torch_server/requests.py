@@ -20,7 +20,7 @@ from outloop.engine.serve.torch_server.sampling import (
     SamplingParams,
     Top,
 )
-from outloop.engine.serve.torch_server.text import Text
+from outloop.engine.serve.torch_server.tokenizer import Text
 
 _MAX_TOP_LOGPROBS = 32
 _REFUSED = (

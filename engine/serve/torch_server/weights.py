@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outloop.buffer.errors import SettingsError
-from outloop.engine.publish.checksum import Algorithm
+from outloop.engine.publish.verification.checksum import Algorithm
+from outloop.engine.serve.torch_server.checksums import Sums
 from outloop.engine.serve.torch_server.config import ModelConfig
-from outloop.engine.serve.torch_server.sums import Sums
 
 
 class WeightsRefused(Exception):

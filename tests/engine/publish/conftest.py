@@ -14,7 +14,7 @@ import torch
 from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
-from outloop.engine.publish.transaction import Publisher
+from outloop.engine.publish.publisher import Publisher
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 

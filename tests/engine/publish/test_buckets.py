@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.buckets import Copy, Fed, Filler, Layout, OnCopied
-from outloop.engine.publish.checksum import tensor_checksum
-from outloop.engine.publish.client import ServerClient
-from outloop.engine.publish.copying import copy_hashed
-from outloop.engine.publish.plan import ALIGNMENT, PACKED, Bucket, TensorSpec
-from outloop.engine.publish.source import LocalTensors
-from outloop.engine.publish.staging import DeviceBuffer, SharedBuffer, Staging
+from outloop.engine.publish.buckets.pipeline import Copy, Fed, Filler, Layout, OnCopied
+from outloop.engine.publish.buckets.plan import ALIGNMENT, PACKED, Bucket, TensorSpec
+from outloop.engine.publish.buckets.staging import DeviceBuffer, SharedBuffer, Staging
+from outloop.engine.publish.server_client import ServerClient
+from outloop.engine.publish.tensor_source import LocalTensors
+from outloop.engine.publish.verification.checksum import tensor_checksum
+from outloop.engine.publish.verification.hashed_copy import copy_hashed
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,11 @@ import torch
 from interrupted_tensors import InterruptedTensors
 
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish import build
-from outloop.engine.publish.group import Rendezvous, join_group
-from outloop.engine.publish.source import LocalTensors
-from outloop.engine.serve.torch_server.groups import UpdateGroups
-from outloop.engine.serve.torch_server.update import UpdateRefused
+from outloop.engine.publish.tensor_source import LocalTensors
+from outloop.engine.publish.transports import registry as build
+from outloop.engine.publish.transports.process_group import Rendezvous, join_group
+from outloop.engine.serve.torch_server.weight_update import UpdateRefused
+from outloop.engine.serve.torch_server.weight_update_groups import UpdateGroups
 
 TINY_BUCKET_MB = 0.05
 SHORT_S = 6.0

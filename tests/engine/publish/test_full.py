@@ -11,9 +11,9 @@ import resource, sys
 import torch
 from pathlib import Path
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.disk import Disk
-from outloop.engine.publish.source import LocalTensors
-from outloop.engine.publish.staging import SharedBuffer
+from outloop.engine.publish.transports.disk import Disk
+from outloop.engine.publish.tensor_source import LocalTensors
+from outloop.engine.publish.buckets.staging import SharedBuffer
 
 tensors = {f"t{index}": torch.zeros(50_000) for index in range(4)}
 # The kernel refuses to let any file grow beyond this, as a full disk would.

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.fused import FusedChecksums
-from outloop.engine.publish.gpu_hash import GpuHash
-from outloop.engine.publish.plan import TensorSpec
-from outloop.engine.publish.source import LocalTensors
+from outloop.engine.publish.buckets.plan import TensorSpec
+from outloop.engine.publish.tensor_source import LocalTensors
+from outloop.engine.publish.verification.sglang_gpu_hash import GpuHash
+from outloop.engine.publish.verification.sglang_layout import FusedChecksums
 
 HEAD, NUM_HEADS, NUM_KV_HEADS, HIDDEN, FFN, VOCAB = 4, 4, 2, 16, 24, 40
 ATTENTION, MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."

@@ -67,8 +67,8 @@ def test_lists_that_describe_no_bucket_are_refused(
     names: list[str], dtypes: list[str], shapes: list[list[int]]
 ) -> None:
     """Unequal lengths, unknown dtypes, negative sizes, unaligned starts."""
-    from outloop.engine.serve.torch_server.groups import lay_out
-    from outloop.engine.serve.torch_server.update import UpdateRefused
+    from outloop.engine.serve.torch_server.weight_update import UpdateRefused
+    from outloop.engine.serve.torch_server.weight_update_groups import lay_out
 
     with pytest.raises(UpdateRefused):
         lay_out(names, dtypes, shapes)

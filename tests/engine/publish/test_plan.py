@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outloop.engine.publish.plan import ALIGNMENT, TensorSpec, plan_buckets
+from outloop.engine.publish.buckets.plan import ALIGNMENT, TensorSpec, plan_buckets
 
 SPECS = st.lists(
     st.tuples(

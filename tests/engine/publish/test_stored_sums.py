@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish import copying
-from outloop.engine.publish.checksum import tensor_checksum
-from outloop.engine.publish.copying import copy_hashed, copy_tensor
-from outloop.engine.publish.source import LocalTensors
-from outloop.engine.serve.torch_server.sums import Sums
-from outloop.engine.serve.torch_server.update import UpdateSession
+from outloop.engine.publish.tensor_source import LocalTensors
+from outloop.engine.publish.verification import hashed_copy
+from outloop.engine.publish.verification.checksum import tensor_checksum
+from outloop.engine.publish.verification.hashed_copy import copy_hashed, copy_tensor
+from outloop.engine.serve.torch_server.checksums import Sums
+from outloop.engine.serve.torch_server.weight_update import UpdateSession
 
 PIECE = 1 << 18
 Tensors = dict[str, torch.Tensor]
@@ -54,7 +54,7 @@ def test_what_was_written_is_hashed_and_not_what_was_to_be(
         copyto(target[:-1], source[:-1])
 
     source, target = torch.ones(size), torch.zeros(size)
-    monkeypatch.setattr(copying.np, "copyto", forget_last)
+    monkeypatch.setattr(hashed_copy.np, "copyto", forget_last)
     assert copy_hashed(target, source) == tensor_checksum(target) != tensor_checksum(source)
 
 

@@ -11,10 +11,10 @@ import torch
 from interrupted_tensors import InterruptedTensors
 
 from outloop.buffer.errors import DeadlineExceeded, PublishFailed
-from outloop.engine.publish.plan import TensorSpec, plan_buckets
-from outloop.engine.publish.sglang_wire import write_bucket
-from outloop.engine.publish.source import LocalTensors
-from outloop.engine.publish.staging import SharedBuffer
+from outloop.engine.publish.buckets.plan import TensorSpec, plan_buckets
+from outloop.engine.publish.buckets.staging import SharedBuffer
+from outloop.engine.publish.flattened_bucket import write_bucket
+from outloop.engine.publish.tensor_source import LocalTensors
 
 TINY_BUCKET_MB = 0.05
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from outloop.buffer.records import PolicyState, Sampling
-from outloop.engine.publish.source import LocalTensors
-from outloop.router.generation import Generator
-from outloop.router.pool import ServerPool
-from outloop.router.wire import Prompt
+from outloop.engine.publish.tensor_source import LocalTensors
+from outloop.router.servers.generate_api import Prompt
+from outloop.router.servers.generation import Generator
+from outloop.router.servers.pool import ServerPool
 
 NUM_TURNS = 3
 NUM_TOKENS = 300

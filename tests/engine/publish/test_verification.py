@@ -8,7 +8,7 @@ import torch
 
 from outloop.buffer.errors import PublishFailed, SettingsError
 from outloop.buffer.settings import Settings, build_settings
-from outloop.engine.publish.source import LocalTensors
+from outloop.engine.publish.tensor_source import LocalTensors
 
 GPU = {"kind": "sglang", "device": "cuda"}
 

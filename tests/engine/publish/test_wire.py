@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing import reductions
 
-from outloop.engine.publish.plan import TensorSpec, plan_buckets
-from outloop.engine.publish.sglang_wire import PayloadRefused, read_bucket, write_bucket
-from outloop.engine.publish.staging import SharedBuffer
+from outloop.engine.publish.buckets.plan import TensorSpec, plan_buckets
+from outloop.engine.publish.buckets.staging import SharedBuffer
+from outloop.engine.publish.flattened_bucket import PayloadRefused, read_bucket, write_bucket
 
 
 def _payload(buffer: SharedBuffer, tensors: dict[str, torch.Tensor]) -> str:

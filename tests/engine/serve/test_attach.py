@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import DeadlineExceeded, SettingsError
-from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import ServerEntry
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import build_settings
-from outloop.engine.publish.client import ServerClient
+from outloop.engine.publish.server_client import ServerClient
 from outloop.engine.serve.main import serve
 
 

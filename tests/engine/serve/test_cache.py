@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outloop.engine.serve.torch_server.cache import KVCache
 from outloop.engine.serve.torch_server.config import ModelConfig, read_config
+from outloop.engine.serve.torch_server.kv_cache import KVCache
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from outloop.buffer.errors import SettingsError
-from outloop.engine.serve.torch_server.cache import KVCache
 from outloop.engine.serve.torch_server.config import read_config
-from outloop.engine.serve.torch_server.model import Transformer
+from outloop.engine.serve.torch_server.kv_cache import KVCache
+from outloop.engine.serve.torch_server.transformer import Transformer
 from outloop.engine.serve.torch_server.weights import load_weights
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outloop.buffer.errors import OutloopError, PublishFailed, SettingsError
-from outloop.engine.serve.probe import check_logprobs
+from outloop.engine.serve.logprob_convention import check_logprobs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outloop.buffer.embedded import EmbeddedRedis
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.join import init_run
 from outloop.buffer.reader import BufferReader
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
 from outloop.engine.serve.main import serve

@@ -32,11 +32,11 @@ with warnings.catch_warnings():
     from families import make_family
     from memory_buffer import MakeTrajectory, MakeTurn, MemoryBuffer, RewardOf, Server, Setup, arm
 
-    from outloop.engine.train import mcore, weights
-    from outloop.engine.train.phases import Phases
-    from outloop.engine.train.ranks import Lead
-    from outloop.engine.train.samples import Sample
-    from outloop.engine.train.work import Work
+    from outloop.engine.train.data.samples import Sample
+    from outloop.engine.train.megatron import import_weights, model_and_optimizer
+    from outloop.engine.train.ranks.controller import Lead
+    from outloop.engine.train.ranks.rank_phases import Phases
+    from outloop.engine.train.ranks.rank_worker import Work
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,9 +45,9 @@ def process_group() -> Iterator[None]:
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        mcore.join_process_group(seed=1)
+        model_and_optimizer.join_process_group(seed=1)
         yield
-        mcore.leave_process_group()
+        model_and_optimizer.leave_process_group()
 
 
 @pytest.fixture(scope="session")
@@ -166,15 +166,19 @@ def make_samples() -> Callable[..., list[Sample]]:
 
 
 @pytest.fixture
-def make_policy(tiny_folder: Callable[..., Path]) -> Callable[..., mcore.Policy]:
+def make_policy(tiny_folder: Callable[..., Path]) -> Callable[..., model_and_optimizer.Policy]:
     """A tiny policy with its optimizer: `make_policy(learning_rate=1e-3)`."""
 
-    def make(kind: str = "qwen3", *, num_updates: int = 10, **settings: object) -> mcore.Policy:
+    def make(
+        kind: str = "qwen3", *, num_updates: int = 10, **settings: object
+    ) -> model_and_optimizer.Policy:
         folder = tiny_folder(kind)
-        policy = mcore.build_policy(
-            mcore.read_config(folder, {}), TrainerSettings(**settings), num_updates=num_updates
+        policy = model_and_optimizer.build_policy(
+            model_and_optimizer.read_config(folder, {}),
+            TrainerSettings(**settings),
+            num_updates=num_updates,
         )
-        weights.load_huggingface(policy.model, folder)
+        import_weights.load_huggingface(policy.model, folder)
         return policy
 
     return make
@@ -185,7 +189,10 @@ def make_lead() -> Callable[..., Lead]:
     """A run's rank 0 without followers: `make_lead(run, num_updates=3)`."""
 
     def make(run: Run, *, num_updates: int | None = None) -> Lead:
-        work = Work(run, mcore.read_config(run.settings.model.path, run.settings.trainer.megatron))
+        work = Work(
+            run,
+            model_and_optimizer.read_config(run.settings.model.path, run.settings.trainer.megatron),
+        )
         lead = Lead(work, Phases(None, rank=0, num_ranks=1), num_ranks=1, timeout_s=60.0)
         if num_updates is not None:
             lead.build(num_updates=num_updates)

@@ -27,11 +27,11 @@ with warnings.catch_warnings():
     from outloop.buffer.records import CheckpointMark
     from outloop.buffer.run import Run, load_run
     from outloop.engine.train import main
-    from outloop.engine.train.debugging import StepDebugger
-    from outloop.engine.train.ranks import Lead, follow
-    from outloop.engine.train.samples import Sample
-    from outloop.engine.train.saving import Shards
-    from outloop.engine.train.work import Work
+    from outloop.engine.train.checkpoint.async_writer import Shards
+    from outloop.engine.train.data.samples import Sample
+    from outloop.engine.train.debug.step_debugger import StepDebugger
+    from outloop.engine.train.ranks.controller import Lead, follow
+    from outloop.engine.train.ranks.rank_worker import Work
 
 RANK = int(os.environ["RANK"])
 FOLDER = Path(sys.argv[1])

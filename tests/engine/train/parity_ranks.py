@@ -23,15 +23,15 @@ with warnings.catch_warnings():
     from safetensors.torch import save_file
 
     from outloop.buffer.records import CheckpointMark
-    from outloop.buffer.settings_trainer import TrainerSettings
-    from outloop.engine.train import mcore, weights
-    from outloop.engine.train.checkpoint import latest_checkpoint, load_checkpoint
-    from outloop.engine.train.exports import Exports
-    from outloop.engine.train.hf_folder import HuggingFaceFolder
-    from outloop.engine.train.samples import Sample
-    from outloop.engine.train.saving import begin_save
-    from outloop.engine.train.scoring import score
-    from outloop.engine.train.update import rl_update
+    from outloop.buffer.settings.trainer import TrainerSettings
+    from outloop.engine.models.safetensors_folder import HuggingFaceFolder
+    from outloop.engine.train.checkpoint.async_writer import begin_save
+    from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint, load_checkpoint
+    from outloop.engine.train.data.samples import Sample
+    from outloop.engine.train.megatron import import_weights, model_and_optimizer
+    from outloop.engine.train.megatron.export_weights import Exports
+    from outloop.engine.train.step.policy_update import rl_update
+    from outloop.engine.train.step.recompute_logprobs import score
 
 NUM_UPDATES = 3
 
@@ -66,14 +66,14 @@ def samples_of(seed: int, *, vocab_size: int, count: int = 11) -> list[Sample]:
 def run_case(case: dict[str, Any], folder: Path, *, num_ranks: int) -> None:
     """Some updates in the case's layout; what they measured and the weights they led to."""
     model = Path(case["model"])
-    config = mcore.read_config(model, case.get("megatron", {}), num_ranks=num_ranks)
-    mcore.join_process_group(seed=1, sizes=config.sizes, timeout_s=120.0)
+    config = model_and_optimizer.read_config(model, case.get("megatron", {}), num_ranks=num_ranks)
+    model_and_optimizer.join_process_group(seed=1, sizes=config.sizes, timeout_s=120.0)
     try:
         settings = TrainerSettings(
             **({"learning_rate": 1e-3, "max_microbatch_tokens": 64} | case.get("settings", {}))
         )
-        policy = mcore.build_policy(config, settings, num_updates=10)
-        weights.load_huggingface(policy.model, model)
+        policy = model_and_optimizer.build_policy(config, settings, num_updates=10)
+        import_weights.load_huggingface(policy.model, model)
         exports = Exports(policy.model, message_bytes=MESSAGE_BYTES)
         is_bit_equal = _comes_back(exports, model)
         first = 0
@@ -153,7 +153,11 @@ def _comes_back(exports: Exports, model: Path) -> bool:
 
 
 def _updates(
-    policy: mcore.Policy, settings: TrainerSettings, first: int, count: int, order_seed: int = 0
+    policy: model_and_optimizer.Policy,
+    settings: TrainerSettings,
+    first: int,
+    count: int,
+    order_seed: int = 0,
 ) -> dict[str, Any]:
     rows = []
     vocab_size = policy.config.vocab_size
@@ -176,4 +180,4 @@ if __name__ == "__main__":
     work = Path(sys.argv[1])
     for spec in json.loads((work / "cases.json").read_text()):
         run_case(spec, work, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
-    mcore.leave_process_group()
+    model_and_optimizer.leave_process_group()

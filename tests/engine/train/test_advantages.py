@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outloop.engine.train.advantages import (
+from outloop.engine.train.algorithms.advantages import (
     group_advantages,
     groups_with_signal,
     has_signal,

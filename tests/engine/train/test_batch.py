@@ -6,7 +6,7 @@ import pytest
 
 from outloop.buffer.records import Group, Trajectory, Turn
 from outloop.buffer.settings import Settings
-from outloop.engine.train.batch import build_batch
+from outloop.engine.train.data.batch_builder import build_batch
 
 MakeTurn = Callable[..., Turn]
 MakeTrajectory = Callable[..., Trajectory]

@@ -14,11 +14,11 @@ import torch
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.settings import TrainerSettings
-from outloop.engine.train.checkpoint import latest_checkpoint, load_checkpoint
-from outloop.engine.train.mcore import Policy
-from outloop.engine.train.samples import Sample
-from outloop.engine.train.saving import save_checkpoint
-from outloop.engine.train.update import rl_update
+from outloop.engine.train.checkpoint.async_writer import save_checkpoint
+from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint, load_checkpoint
+from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.megatron.model_and_optimizer import Policy
+from outloop.engine.train.step.policy_update import rl_update
 
 MakePolicy = Callable[..., Policy]
 MakeSamples = Callable[..., list[Sample]]
@@ -136,8 +136,9 @@ import os, signal, sys, warnings
 warnings.simplefilter("ignore")
 from pathlib import Path
 from outloop.buffer.records import CheckpointMark
-from outloop.buffer.settings_trainer import TrainerSettings
-from outloop.engine.train import saving, mcore
+from outloop.buffer.settings.trainer import TrainerSettings
+from outloop.engine.train.checkpoint import async_writer
+from outloop.engine.train.megatron import model_and_optimizer
 
 model, folder, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 mcore.join_process_group(seed=1)

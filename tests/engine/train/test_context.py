@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outloop.engine.train.context import ContextPlace
-from outloop.engine.train.microbatch import Microbatch, build_microbatch
-from outloop.engine.train.samples import Sample
+from outloop.engine.train.data.context_parallel import ContextPlace
+from outloop.engine.train.data.microbatch import Microbatch, build_microbatch
+from outloop.engine.train.data.samples import Sample
 
 CPU = torch.device("cpu")
 

@@ -18,14 +18,14 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.settings import TrainerSettings
 from outloop.converting import convert
-from outloop.engine.train import convert as converting
-from outloop.engine.train.checkpoint import load_checkpoint, read_checkpoint
-from outloop.engine.train.convert import to_huggingface, to_megatron
-from outloop.engine.train.exports import Exports
-from outloop.engine.train.mcore import Policy
-from outloop.engine.train.samples import Sample
-from outloop.engine.train.saving import Shards, ShardStrategy, save_checkpoint
-from outloop.engine.train.update import rl_update
+from outloop.engine.train.checkpoint import convert as converting
+from outloop.engine.train.checkpoint.async_writer import Shards, ShardStrategy, save_checkpoint
+from outloop.engine.train.checkpoint.checkpoint_format import load_checkpoint, read_checkpoint
+from outloop.engine.train.checkpoint.convert import to_huggingface, to_megatron
+from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.megatron.export_weights import Exports
+from outloop.engine.train.megatron.model_and_optimizer import Policy
+from outloop.engine.train.step.policy_update import rl_update
 
 TinyFolder = Callable[..., Path]
 

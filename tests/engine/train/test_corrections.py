@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outloop.engine.train.corrections import correct, correction_metrics
+from outloop.engine.train.algorithms.importance_weights import correct, correction_metrics
 
 KINDS = ["none", "token_tis", "sequence_tis", "token_mis", "sequence_mis"]
 CAP, FLOOR = 1.5, 0.6

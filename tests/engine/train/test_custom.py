@@ -9,13 +9,13 @@ import torch
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
-from outloop.engine.train.advantages import take_advantages
-from outloop.engine.train.custom import advantage_of, check_custom, loss_of
-from outloop.engine.train.losses import ppo_clip
+from outloop.engine.train.algorithms.advantages import take_advantages
+from outloop.engine.train.algorithms.losses import ppo_clip
+from outloop.engine.train.algorithms.user_functions import advantage_of, check_custom, loss_of
+from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.main import check_settings
-from outloop.engine.train.mcore import Policy
-from outloop.engine.train.samples import Sample
-from outloop.engine.train.update import rl_update
+from outloop.engine.train.megatron.model_and_optimizer import Policy
+from outloop.engine.train.step.policy_update import rl_update
 
 CODE = """
 import torch

@@ -14,12 +14,12 @@ from memory_buffer import FAST, Setup
 
 from outloop.buffer.errors import SettingsError, UpdateRefused
 from outloop.debugging import replay_step
-from outloop.engine.train import batch as batch_module
-from outloop.engine.train import dump as dump_module
-from outloop.engine.train.diagnosis import suspects
-from outloop.engine.train.dump import read_dump
-from outloop.engine.train.replay import replay
-from outloop.engine.train.samples import Sample
+from outloop.engine.train.data import batch_builder as batch_module
+from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.debug import step_dump as dump_module
+from outloop.engine.train.debug.bad_gradient_report import suspects
+from outloop.engine.train.debug.replay_step import replay
+from outloop.engine.train.debug.step_dump import read_dump
 
 MakeRun = Callable[..., Setup]
 MakeSamples = Callable[..., list[Sample]]

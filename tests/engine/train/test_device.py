@@ -10,8 +10,8 @@ import torch
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import TrainerSettings
-from outloop.engine.train.device import choose_device, gpu_number
-from outloop.engine.train.moments import put_moments
+from outloop.engine.train.megatron.device import choose_device, gpu_number
+from outloop.engine.train.megatron.optimizer_state import put_moments
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ _ROUTER_WITH_CUDA = """
 import warnings
 import torch
 torch.cuda.is_available = lambda: True
-from outloop.engine.train import cpu_backend
+from outloop.engine.train.megatron import cpu_backend
 warnings.simplefilter("ignore")
 cpu_backend.install()
 from megatron.core.transformer.moe import moe_utils

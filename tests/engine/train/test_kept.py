@@ -13,10 +13,10 @@ from memory_buffer import FAST, Setup
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings, build_settings
-from outloop.engine.train.batch import Batch
-from outloop.engine.train.checkpoint import KEPT
-from outloop.engine.train.kept import KeptGroups
-from outloop.engine.train.samples import Sample
+from outloop.engine.train.algorithms.group_replay import KeptGroups
+from outloop.engine.train.checkpoint.checkpoint_format import KEPT
+from outloop.engine.train.data.batch_builder import Batch
+from outloop.engine.train.data.samples import Sample
 
 MakeRun = Callable[..., Setup]
 MakeSamples = Callable[..., list[Sample]]

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.settings_trainer import TrainerSettings
-from outloop.engine.train import mcore, weights
-from outloop.engine.train.layer_kind import choose_layers, layers_of
-from outloop.engine.train.layers import PackedRow, VarlenAttention, pack_row
-from outloop.engine.train.table import expected_tensors, find_row
+from outloop.buffer.settings.trainer import TrainerSettings
+from outloop.engine.models.weight_map import expected_tensors, find_row
+from outloop.engine.train.megatron import import_weights, model_and_optimizer
+from outloop.engine.train.megatron.layer_kind import choose_layers, layers_of
+from outloop.engine.train.megatron.layers import PackedRow, VarlenAttention, pack_row
 
 TinyFolder = Callable[..., Path]
 LENGTHS = [7, 33, 1, 24, 24, 90]
@@ -54,7 +54,7 @@ class OneByOne(torch.nn.Module):
         return torch.cat([part.transpose(0, 1).flatten(1) for part in parts])
 
 
-def _varlen(model: mcore.PolicyModel) -> list[OneByOne]:
+def _varlen(model: model_and_optimizer.PolicyModel) -> list[OneByOne]:
     """Give the model's layers attention by a kernel; gives the kernels."""
     kernels = []
     for layer in model.decoder.layers:
@@ -128,8 +128,8 @@ def test_kernels_of_variable_length_agree_with_packed_attention(
     """The same logits and embedding gradient, to the rounding of what the kernel is given."""
     torch.manual_seed(3)
     folder = tiny_folder(kind, tied=False)
-    model = mcore.PolicyModel(mcore.read_config(folder, {}))
-    weights.load_huggingface(model, folder)
+    model = model_and_optimizer.PolicyModel(model_and_optimizer.read_config(folder, {}))
+    import_weights.load_huggingface(model, folder)
     ids = torch.randint(0, 400, (sum(LENGTHS),))
     everywhere = torch.arange(sum(LENGTHS))
 
@@ -155,8 +155,8 @@ def test_kernels_of_variable_length_agree_with_packed_attention(
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
 def test_fused_norms_are_known_by_both_names(kind: str, tiny_folder: TinyFolder) -> None:
     """Each parameter under Transformer Engine's names is the same tensors; none is left over."""
-    config = mcore.read_config(tiny_folder(kind, tied=False), {})
-    local = [name for name, _ in mcore.PolicyModel(config).named_parameters()]
+    config = model_and_optimizer.read_config(tiny_folder(kind, tied=False), {})
+    local = [name for name, _ in model_and_optimizer.PolicyModel(config).named_parameters()]
     fused = [
         name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_").replace(
             "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"

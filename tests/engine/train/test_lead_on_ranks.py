@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import Settings
-from outloop.engine.train.checkpoint import latest_checkpoint
-from outloop.engine.train.replay import replay
+from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint
+from outloop.engine.train.debug.replay_step import replay
 
 PROGRAM = Path(__file__).with_name("lead_ranks.py")
 NUM_RANKS = 3

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outloop.engine.train import logprobs as logprobs_module
-from outloop.engine.train.logprobs import logprobs_and_entropies
+from outloop.engine.train.algorithms import token_logprobs as logprobs_module
+from outloop.engine.train.algorithms.token_logprobs import logprobs_and_entropies
 
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -16,18 +16,18 @@ import pytest
 import torch
 import transformers
 
-from outloop.buffer import codec
-from outloop.buffer.embedded import EmbeddedRedis
+from outloop.buffer.codec import records_codec
 from outloop.buffer.errors import Gone
 from outloop.buffer.reader import BufferReader, init_run
 from outloop.buffer.records import Opening, Reward, Sampling, Task, Turn, VersionSpan
+from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.run import Run, create_run, load_run
 from outloop.buffer.settings import Settings
 from outloop.buffer.telemetry import MetricsWriter, read_metrics
 from outloop.buffer.writer import BufferWriter
-from outloop.engine.publish.source import TensorSource
+from outloop.engine.publish.tensor_source import TensorSource
 from outloop.engine.train.loop import RlLoop
-from outloop.engine.train.ranks import Lead
+from outloop.engine.train.ranks.controller import Lead
 
 WAIT_S = 30.0
 
@@ -257,7 +257,7 @@ def test_groups_that_cannot_be_trained_are_dead_letters(
     """Bytes of another release, damage and ids outside the vocabulary stop neither reader nor
     trainer: each group leaves a letter that says which episode and what is wrong with it."""
     drawn, stored = itertools.count(1), itertools.count(1)
-    draw, encode = Server.draw, codec.encode_turn
+    draw, encode = Server.draw, records_codec.encode_turn
 
     def draw_wrongly(server: Server) -> tuple[int, int, float]:
         version, token, logprob = draw(server)
@@ -270,7 +270,7 @@ def test_groups_that_cannot_be_trained_are_dead_letters(
         )
 
     monkeypatch.setattr(Server, "draw", draw_wrongly)
-    monkeypatch.setattr(codec, "encode_turn", store_wrongly)
+    monkeypatch.setattr(records_codec, "encode_turn", store_wrongly)
     rows, stats = train(num_steps=6, staleness=staleness)
     assert [r["train/policy_version"] for r in rows if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
     reader = BufferReader.connect(load_run(tmp_path / "run"))

@@ -9,7 +9,7 @@ from families import make_family
 from memory_buffer import FAST, Setup
 
 from outloop.buffer.errors import SettingsError
-from outloop.engine.train.reference import content_hash
+from outloop.engine.train.step.reference_model import content_hash
 
 MakeRun = Callable[..., Setup]
 RECOMPUTE = {"proximal": "recompute"}

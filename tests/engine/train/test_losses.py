@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outloop.engine.train.losses import (
+from outloop.engine.train.algorithms.losses import (
     cispo,
     denominator,
     gspo,
     kl_loss,
     ppo_clip,
 )
-from outloop.engine.train.samples import Sample
+from outloop.engine.train.data.samples import Sample
 
 
 @given(

@@ -14,9 +14,10 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import Settings
-from outloop.engine.train import cpu_backend, main, mcore
+from outloop.engine.train import main
+from outloop.engine.train.checkpoint.async_writer import save_checkpoint
 from outloop.engine.train.main import check_settings
-from outloop.engine.train.saving import save_checkpoint
+from outloop.engine.train.megatron import cpu_backend, model_and_optimizer
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def join(
     def no_group(**_: Any) -> None:
         raise AssertionError("a process group is formed")
 
-    monkeypatch.setattr(mcore, "join_process_group", no_group)
+    monkeypatch.setattr(model_and_optimizer, "join_process_group", no_group)
 
     def start(kind: str = "qwen3", **trainer: Any) -> None:
         settings = Settings(model={"path": tiny_folder(kind)}, trainer=trainer)
@@ -89,7 +90,7 @@ def test_a_checkpoint_that_does_not_belong_is_refused_first(
     change: dict[str, Any],
     sentence: str,
     join: Callable[..., None],
-    make_policy: Callable[..., mcore.Policy],
+    make_policy: Callable[..., model_and_optimizer.Policy],
     tmp_path: Path,
 ) -> None:
     """One of another model, or of a newer release: before a process group is formed."""

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outloop.buffer.errors import RecordError
-from outloop.engine.train.layers import pack_row
-from outloop.engine.train.pack import cost, deal, imbalance, pack
+from outloop.engine.train.data.packing import cost, deal, imbalance, pack
+from outloop.engine.train.megatron.layers import pack_row
 
 
 @given(lengths=st.lists(st.integers(1, 100), max_size=60), budget=st.integers(100, 400))

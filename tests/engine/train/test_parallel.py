@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from outloop.buffer.errors import SettingsError
-from outloop.engine.train import config
-from outloop.engine.train.parallel import check_world, common_divisors, read_sizes
+from outloop.engine.train.megatron import model_config
+from outloop.engine.train.megatron.parallel_config import check_world, common_divisors, read_sizes
 
 TinyFolder = Callable[..., Path]
 
@@ -71,13 +71,13 @@ def test_sizes_and_options_that_the_model_does_not_allow(
 ) -> None:
     """Each is one sentence, with what divides where something must."""
     with pytest.raises(SettingsError, match=sentence):
-        config.read_config(tiny_folder(kind, tied=False), raw, num_ranks=8)
+        model_config.read_config(tiny_folder(kind, tied=False), raw, num_ranks=8)
 
 
 def test_options_reach_the_part_of_megatron_that_has_them(tiny_folder: TinyFolder) -> None:
     """Gradient buffers, optimizer, or both; the rest is the model's."""
     raw = {"use_distributed_optimizer": True, "bucket_size": 1000, "adam_eps": 1e-6}
-    found = config.read_config(tiny_folder(), raw)
+    found = model_config.read_config(tiny_folder(), raw)
     assert found.ddp_options == {"use_distributed_optimizer": True, "bucket_size": 1000}
     assert found.optimizer_options == {"use_distributed_optimizer": True, "adam_eps": 1e-6}
 
@@ -96,7 +96,7 @@ def test_context_parallelism_goes_with_transformer_engines_layers() -> None:
 def test_the_context_parallel_size_reaches_megatron(tiny_folder: TinyFolder) -> None:
     """Its own configuration has it, and so has the layout of the ranks."""
     raw = {"context_parallel_size": 2, "cp_comm_type": "a2a"}
-    found = config.read_config(tiny_folder(), raw, num_ranks=2, layers="transformer_engine")
+    found = model_config.read_config(tiny_folder(), raw, num_ranks=2, layers="transformer_engine")
     assert (found.context_parallel_size, found.cp_comm_type) == (2, "a2a")
     assert (found.sizes.context, found.sizes.data, found.layers) == (2, 1, "transformer_engine")
 

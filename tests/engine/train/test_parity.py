@@ -19,7 +19,7 @@ import torch
 from families import make_family
 from safetensors.torch import load_file
 
-from outloop.engine.train.convert import to_huggingface
+from outloop.engine.train.checkpoint.convert import to_huggingface
 
 PROGRAM = Path(__file__).with_name("parity_ranks.py")
 MAX_LOSS_GAP = 1e-5

@@ -8,11 +8,11 @@ import pytest
 import torch
 from memory_buffer import FAST, Setup
 
-from outloop.buffer.settings_trainer import TrainerSettings
-from outloop.engine.train.mcore import Policy
-from outloop.engine.train.placement import Placement, torch_optimizers
-from outloop.engine.train.samples import Sample
-from outloop.engine.train.update import rl_update
+from outloop.buffer.settings.trainer import TrainerSettings
+from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.megatron.model_and_optimizer import Policy
+from outloop.engine.train.megatron.offload import Placement, torch_optimizers
+from outloop.engine.train.step.policy_update import rl_update
 
 MakePolicy = Callable[..., Policy]
 MakeSamples = Callable[..., list[Sample]]

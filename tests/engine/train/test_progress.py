@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from outloop.engine.train.progress import Progress
+from outloop.engine.train.ranks.hang_watchdog import Progress
 
 
 class Hang:
@@ -81,7 +81,7 @@ def test_a_process_that_hangs_ends_with_the_sentence(tmp_path: Path) -> None:
         "import sys, threading\n"
         "from pathlib import Path\n"
         "from outloop.cli import _end_hanging\n"
-        "from outloop.engine.train.progress import Progress\n"
+        "from outloop.engine.train.ranks.hang_watchdog import Progress\n"
         "progress = Progress(Path(sys.argv[1]), rank=0, timeout_s=0.2, on_hang=_end_hanging)\n"
         "progress.mark('publish')\n"
         "threading.Event().wait()\n"

@@ -10,8 +10,8 @@ import transformers
 
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import Settings
-from outloop.engine.publish.probe import probe_prompts
-from outloop.engine.train.ranks import Lead
+from outloop.engine.publish.verification.logprob_probe import probe_prompts
+from outloop.engine.train.ranks.controller import Lead
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from outloop.buffer.records import Float32, Group, Sampling, Trajectory, Turn
 from outloop.buffer.settings import Settings
-from outloop.engine.train.batch import build_batch
-from outloop.engine.train.mcore import Policy
-from outloop.engine.train.samples import Sample
-from outloop.engine.train.scoring import score, with_proximals
-from outloop.engine.train.update import rl_update
+from outloop.engine.train.data.batch_builder import build_batch
+from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.megatron.model_and_optimizer import Policy
+from outloop.engine.train.step.policy_update import rl_update
+from outloop.engine.train.step.recompute_logprobs import score, with_proximals
 
 MakeTurn = Callable[..., Turn]
 MakeTrajectory = Callable[..., Trajectory]

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from outloop.buffer.errors import DeadlineExceeded, PartFailed, RankKilled, SettingsError
 from outloop.buffer.records import CheckpointMark
-from outloop.engine.launch.ranks import _what_failed
-from outloop.engine.train import ranks
-from outloop.engine.train.phases import Phases
-from outloop.engine.train.samples import Sample
-from outloop.engine.train.samples_wire import decode_samples, encode_samples
+from outloop.engine.launch.torchrun import _what_failed
+from outloop.engine.train.data.sample_codec import decode_samples, encode_samples
+from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.ranks import controller
+from outloop.engine.train.ranks.rank_phases import Phases
 
 
 def test_samples_survive_their_bytes(make_samples: Callable[..., list[Sample]]) -> None:
@@ -30,20 +30,22 @@ def test_samples_survive_their_bytes(make_samples: Callable[..., list[Sample]]) 
 @pytest.mark.parametrize(
     "command",
     [
-        ranks.Idle(),
-        ranks.End("why"),
-        ranks.Build(3),
-        ranks.Update(b"s", 7),
-        ranks.Update(b"s"),
-        ranks.Scores("reference", b"s"),
-        ranks.Save(4, CheckpointMark(fence=1, group_ids=("g",), next_slot=2, policy_version=3), ""),
-        ranks.Read(["a", "b"]),
+        controller.Idle(),
+        controller.End("why"),
+        controller.Build(3),
+        controller.Update(b"s", 7),
+        controller.Update(b"s"),
+        controller.Scores("reference", b"s"),
+        controller.Save(
+            4, CheckpointMark(fence=1, group_ids=("g",), next_slot=2, policy_version=3), ""
+        ),
+        controller.Read(["a", "b"]),
     ],
 )
 def test_commands_survive_their_bytes(command: Any) -> None:
     """What rank 0 says is what a follower hears."""
     data = msgspec.msgpack.encode(command)
-    assert msgspec.msgpack.decode(data, type=ranks.Command) == command
+    assert msgspec.msgpack.decode(data, type=controller.Command) == command
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ import torch
 from memory_buffer import FAST, Setup
 from msgspec import structs
 
+from outloop.buffer.codec.jsonl import format_line
 from outloop.buffer.errors import RecordError
-from outloop.buffer.jsonl import format_line
 from outloop.buffer.records import Trajectory, Turn
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import load_settings
 from outloop.buffer.telemetry import MetricsWriter
+from outloop.engine.train.debug.recorded_groups import NoServers, Recording, read_groups
 from outloop.engine.train.loop import RlLoop
-from outloop.engine.train.recording import NoServers, Recording, read_groups
 
 MakeRun = Callable[..., Setup]
 MakeTurn = Callable[..., Turn]

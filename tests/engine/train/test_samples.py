@@ -7,7 +7,7 @@ import pytest
 
 from outloop.buffer.errors import RecordError
 from outloop.buffer.records import Sampling, Trajectory, Turn, VersionSpan
-from outloop.engine.train.samples import build_samples, oldest_trained_version
+from outloop.engine.train.data.samples import build_samples, oldest_trained_version
 
 MakeTurn = Callable[..., Turn]
 MakeTrajectory = Callable[..., Trajectory]

@@ -13,12 +13,12 @@ from memory_buffer import FAST, Setup
 from outloop.buffer.errors import CheckpointFailed, DeadlineExceeded
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.settings import TrainerSettings
-from outloop.engine.train import marks, saving
-from outloop.engine.train.checkpoint import latest_checkpoint, load_checkpoint
-from outloop.engine.train.mcore import Policy
-from outloop.engine.train.samples import Sample
-from outloop.engine.train.saving import Shards, begin_save
-from outloop.engine.train.update import rl_update
+from outloop.engine.train.checkpoint import acknowledgement, async_writer
+from outloop.engine.train.checkpoint.async_writer import Shards, begin_save
+from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint, load_checkpoint
+from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.megatron.model_and_optimizer import Policy
+from outloop.engine.train.step.policy_update import rl_update
 
 MakeRun = Callable[..., Setup]
 MARK = CheckpointMark(fence=1, group_ids=("g",), next_slot=1, policy_version=1)
@@ -103,8 +103,8 @@ def test_saving_while_training_can_be_switched_off(
     setup: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is copied, no thread is started, and the next take finds it acknowledged."""
-    monkeypatch.setattr(saving, "_copy", None)
-    monkeypatch.setattr(saving.threading, "Thread", None)
+    monkeypatch.setattr(async_writer, "_copy", None)
+    monkeypatch.setattr(async_writer.threading, "Thread", None)
     made = setup(trainer=EVERY_OTHER | {"trains_while_saving": False})
     take, seen = made.buffer.take, []
 
@@ -168,7 +168,7 @@ def test_a_write_that_never_ends_ends_the_run(
     setup: MakeRun, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sentence says what was written and how long it was waited for."""
-    monkeypatch.setattr(marks, "_POLL_S", 0.01)
+    monkeypatch.setattr(acknowledgement, "_POLL_S", 0.01)
     made = setup(trainer=FAST | {"num_steps": 2, "checkpoint_every": 1, "hang_timeout_s": 0.3})
     with pytest.raises(DeadlineExceeded, match="write the checkpoint of step 1"):
         made.train()

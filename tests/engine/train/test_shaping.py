@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from outloop.buffer.records import Float32, Group, Trajectory, Turn
 from outloop.buffer.settings import Settings
-from outloop.engine.train.batch import build_batch
-from outloop.engine.train.samples import Sample
-from outloop.engine.train.shaping import overlong_penalty
+from outloop.engine.train.algorithms.reward_shaping import overlong_penalty
+from outloop.engine.train.data.batch_builder import build_batch
+from outloop.engine.train.data.samples import Sample
 
 MakeTurn = Callable[..., Turn]
 MakeTrajectory = Callable[..., Trajectory]

@@ -10,15 +10,20 @@ import pytest
 import torch
 
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.settings_trainer import TrainerSettings
-from outloop.engine.train import update as update_module
-from outloop.engine.train.mcore import Policy
-from outloop.engine.train.microbatch import build_microbatch
-from outloop.engine.train.reference import content_hash, load_reference
-from outloop.engine.train.report import UpdateReport
-from outloop.engine.train.samples import Sample
-from outloop.engine.train.scoring import mean_kl, score, with_proximals, with_references
-from outloop.engine.train.update import rl_update
+from outloop.buffer.settings.trainer import TrainerSettings
+from outloop.engine.train.data.microbatch import build_microbatch
+from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.megatron.model_and_optimizer import Policy
+from outloop.engine.train.step import policy_update as update_module
+from outloop.engine.train.step.policy_update import rl_update
+from outloop.engine.train.step.recompute_logprobs import (
+    mean_kl,
+    score,
+    with_proximals,
+    with_references,
+)
+from outloop.engine.train.step.reference_model import content_hash, load_reference
+from outloop.engine.train.step.update_metrics import UpdateReport
 
 MakePolicy = Callable[..., Policy]
 MakeSamples = Callable[..., list[Sample]]

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outloop.buffer.settings import TrainerSettings
-from outloop.engine.train import update as update_module
-from outloop.engine.train.mcore import Policy
-from outloop.engine.train.microbatch import build_microbatch
-from outloop.engine.train.pack import deal
-from outloop.engine.train.samples import Sample
-from outloop.engine.train.update import UpdateReport, rl_update, sft_update
+from outloop.engine.train.data.microbatch import build_microbatch
+from outloop.engine.train.data.packing import deal
+from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.megatron.model_and_optimizer import Policy
+from outloop.engine.train.step import policy_update as update_module
+from outloop.engine.train.step.policy_update import UpdateReport, rl_update, sft_update
 
 MakePolicy = Callable[..., Policy]
 MakeSamples = Callable[..., list[Sample]]

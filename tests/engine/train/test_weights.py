@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import TrainerSettings
-from outloop.engine.train import mcore, weights
-from outloop.engine.train.exports import Exports
-from outloop.engine.train.layers import pack_row
-from outloop.engine.train.samples import Sample
-from outloop.engine.train.update import sft_update
+from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.megatron import import_weights, model_and_optimizer
+from outloop.engine.train.megatron.export_weights import Exports
+from outloop.engine.train.megatron.layers import pack_row
+from outloop.engine.train.step.policy_update import sft_update
 
 TinyFolder = Callable[..., Path]
 FAMILIES = pytest.mark.parametrize(
@@ -32,10 +32,10 @@ FAMILIES = pytest.mark.parametrize(
 )
 
 
-def load(folder: Path) -> mcore.PolicyModel:
+def load(folder: Path) -> model_and_optimizer.PolicyModel:
     """The folder's model on Megatron-core."""
-    model = mcore.PolicyModel(mcore.read_config(folder, {}))
-    weights.load_huggingface(model, folder)
+    model = model_and_optimizer.PolicyModel(model_and_optimizer.read_config(folder, {}))
+    import_weights.load_huggingface(model, folder)
     return model
 
 
@@ -69,8 +69,10 @@ def test_gradients_agree_with_transformers(
         drawn = logprobs.gather(1, ids[1:, None])[:, 0]
         (-drawn[torch.from_numpy(sample.loss_mask[1:])].sum() / count).backward()
     settings = TrainerSettings(max_grad_norm=1e9, max_microbatch_tokens=60)
-    policy = mcore.build_policy(mcore.read_config(folder, {}), settings, num_updates=1)
-    weights.load_huggingface(policy.model, folder)
+    policy = model_and_optimizer.build_policy(
+        model_and_optimizer.read_config(folder, {}), settings, num_updates=1
+    )
+    import_weights.load_huggingface(policy.model, folder)
     sft_update(policy, samples, settings)
     with torch.no_grad():
         for parameter in policy.model.parameters():
@@ -153,7 +155,7 @@ def test_an_unknown_architecture_is_refused(tiny_folder: TinyFolder, tmp_path: P
     config["architectures"] = ["MambaForCausalLM"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SettingsError, match="MambaForCausalLM.*Qwen3ForCausalLM"):
-        mcore.read_config(tmp_path, {})
+        model_and_optimizer.read_config(tmp_path, {})
 
 
 @pytest.mark.parametrize(
@@ -169,10 +171,10 @@ def test_an_unknown_architecture_is_refused(tiny_folder: TinyFolder, tmp_path: P
 def test_upstream_options_are_checked(name: str, sentence: str, tiny_folder: TinyFolder) -> None:
     """An unknown [trainer.megatron] key, or one that the model decides, is refused."""
     with pytest.raises(SettingsError, match=sentence):
-        mcore.read_config(tiny_folder(), {name: 1})
+        model_and_optimizer.read_config(tiny_folder(), {name: 1})
 
 
 def test_an_upstream_option_reaches_megatron(tiny_folder: TinyFolder) -> None:
     """A known [trainer.megatron] key changes Megatron's configuration."""
-    config = mcore.read_config(tiny_folder(), {"init_method_std": 0.5})
+    config = model_and_optimizer.read_config(tiny_folder(), {"init_method_std": 0.5})
     assert config.init_method_std == 0.5

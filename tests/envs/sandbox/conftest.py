@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from outloop.envs.sandbox.api import Limits, Sandbox
 from outloop.envs.sandbox.backends import BubblewrapSandbox
-from outloop.envs.sandbox.protocol import Limits, Sandbox
 
 LIMITS = Limits(wall_s=20, cpu_s=10, memory_bytes=256 * 2**20, max_processes=16)
 

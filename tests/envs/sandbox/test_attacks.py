@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 
 from outloop.envs.sandbox import backends
+from outloop.envs.sandbox.api import Jail, Limits, RunResult
 from outloop.envs.sandbox.backends import BubblewrapSandbox
-from outloop.envs.sandbox.protocol import Jail, Limits, RunResult
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MB = 2**20

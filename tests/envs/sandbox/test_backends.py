@@ -8,6 +8,7 @@ import pytest
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.envs.sandbox import backends, cgroups
+from outloop.envs.sandbox.api import Limits
 from outloop.envs.sandbox.backends import (
     BubblewrapSandbox,
     ContainerSandbox,
@@ -15,7 +16,6 @@ from outloop.envs.sandbox.backends import (
     container_argv,
     open_sandbox,
 )
-from outloop.envs.sandbox.protocol import Limits
 
 LIMITS = Limits(memory_bytes=100 * 2**20, disk_bytes=10 * 2**20, max_processes=5, max_files=7)
 

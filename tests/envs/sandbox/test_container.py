@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from outloop.envs.sandbox.api import Jail, Limits, Program
 from outloop.envs.sandbox.backends import ContainerSandbox
-from outloop.envs.sandbox.protocol import Jail, Limits, Program
 
 pytestmark = [pytest.mark.container, pytest.mark.asyncio(loop_scope="module")]
 MB = 2**20

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from outloop.buffer.errors import SettingsError
+from outloop.envs.sandbox.api import Limits, Program, Sandbox
 from outloop.envs.sandbox.backends import BubblewrapSandbox
-from outloop.envs.sandbox.jail import SupervisedJail
-from outloop.envs.sandbox.protocol import Limits, Program, Sandbox
+from outloop.envs.sandbox.session import SupervisedJail
 
 LIMITS = Limits(wall_s=20, memory_bytes=256 * 2**20, max_processes=16)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from outloop.envs.sandbox.api import Limits
 from outloop.envs.sandbox.backends import BubblewrapSandbox
-from outloop.envs.sandbox.protocol import Limits
 
 MB = 2**20
 LIMITS = Limits(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outloop.buffer.records import Task
-from outloop.envs.result import Result
+from outloop.envs.rollout.artifacts import Result
 
 
 @pytest.fixture

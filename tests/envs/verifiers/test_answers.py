@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from outloop.buffer.errors import EnvironmentFailure
-from outloop.envs.verifiers.answers import Exact, Number, last_number
-from outloop.envs.verifiers.fields import code_of
-from outloop.envs.verifiers.tools import ToolCalls, read_calls
+from outloop.envs.verifiers.task_fields import code_of
+from outloop.envs.verifiers.text import Exact, Number, last_number
+from outloop.envs.verifiers.tool_calls import ToolCalls, read_calls
 
 Judge = Callable[..., Any]
 WEATHER = {"name": "weather", "arguments": {"city": "Bern", "days": 2}}

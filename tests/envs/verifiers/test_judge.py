@@ -9,10 +9,10 @@ import pytest
 from aiohttp import web
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
-from outloop.envs.result import Result
-from outloop.envs.verifiers.answers import Exact
+from outloop.envs.rollout.artifacts import Result
 from outloop.envs.verifiers.judge import Judge, RewardModel
-from outloop.envs.verifiers.weighted import Weighted
+from outloop.envs.verifiers.text import Exact
+from outloop.envs.verifiers.weighted_sum import Weighted
 
 Call = Callable[..., Any]
 

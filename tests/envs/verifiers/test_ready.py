@@ -8,10 +8,10 @@ import pytest
 
 from outloop.buffer.errors import EnvironmentFailure
 from outloop.buffer.records import Task
-from outloop.buffer.settings_env import EnvSettings
-from outloop.envs.result import Result
-from outloop.envs.verification import load_verifier, verify
-from outloop.envs.verifiers import fields
+from outloop.buffer.settings.env import EnvSettings
+from outloop.envs.command_agent.verifier import load_verifier, verify
+from outloop.envs.rollout.artifacts import Result
+from outloop.envs.verifiers import task_fields
 
 
 @pytest.mark.parametrize(
@@ -19,12 +19,12 @@ from outloop.envs.verifiers import fields
 )
 def test_the_runner_takes_every_one(name: str) -> None:
     """Each is callable with (task, result) as settings ask for it."""
-    assert load_verifier(EnvSettings(verifier=f"outloop.envs.verifiers.ready:{name}"))
+    assert load_verifier(EnvSettings(verifier=f"outloop.envs.verifiers.presets:{name}"))
 
 
 async def test_a_verifier_by_its_path_scores() -> None:
     """A reward comes out of the runner's own call."""
-    env = EnvSettings(verifier="outloop.envs.verifiers.ready:number")
+    env = EnvSettings(verifier="outloop.envs.verifiers.presets:number")
     task = Task(task_id="t", payload={"answer": "42"})
     reward = await verify(load_verifier(env), task, Result(answer="I think 42"))
     assert reward.value == 1.0
@@ -33,7 +33,7 @@ async def test_a_verifier_by_its_path_scores() -> None:
 def test_importing_them_loads_nothing_heavy() -> None:
     """Symbolic mathematics and schemas are loaded by workers; redis and torch by nobody here."""
     code = (
-        "import sys, outloop.envs.verifiers.ready, outloop.envs.verifiers.judge\n"
+        "import sys, outloop.envs.verifiers.presets, outloop.envs.verifiers.judge\n"
         "print(*{'sympy', 'math_verify', 'jsonschema', 'redis', 'torch'} & set(sys.modules))"
     )
     answer = subprocess.run(
@@ -44,6 +44,6 @@ def test_importing_them_loads_nothing_heavy() -> None:
 
 async def test_a_full_queue_is_no_answers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits too long for its turn is a failure of the environment, not a wrong answer."""
-    monkeypatch.setattr(fields, "MAX_QUEUE_S", 0.05)
+    monkeypatch.setattr(task_fields, "MAX_QUEUE_S", 0.05)
     with pytest.raises(EnvironmentFailure, match="no jail was free"):
-        await fields.next_free(asyncio.Queue[int](), "jail")
+        await task_fields.next_free(asyncio.Queue[int](), "jail")

@@ -10,9 +10,9 @@ import pytest
 import pytest_asyncio
 
 from outloop.buffer.errors import EnvironmentFailure
-from outloop.envs.verifiers.answers import JsonSchema, Regex
-from outloop.envs.verifiers.symbolic import Math
-from outloop.envs.verifiers.workers import Workers
+from outloop.envs.verifiers.judgement_pool import Workers
+from outloop.envs.verifiers.math_equivalence import Math
+from outloop.envs.verifiers.text import JsonSchema, Regex
 
 Judge = Callable[..., Any]
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -1,0 +1,313 @@
+"""`outloop buffer`: look at a run's buffer and act on what is stuck there.
+
+Owns: the subcommands, their flags and tables. Does not own: anything they do (reader, letters,
+archive, joined). Invariant: importing this module loads neither redis nor numpy; errors are the
+caller's to show.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outloop.buffer.dead_letters import LetterEpisode
+    from outloop.buffer.records import Episode, Opening, Reward, Turn
+
+_RUN = click.option(
+    "--run",
+    "run_dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="Folder of the run, up or not.",
+)
+_FILE = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+
+
+@click.group()
+def buffer() -> None:
+    """Look at a run's episodes, groups and dead letters."""
+
+
+@buffer.command()
+@_RUN
+def stats(run_dir: Path) -> None:
+    """Counters since the run began, and sizes now."""
+    from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.stats import STATS
+
+    with joined(run_dir) as reader:
+        numbers = reader.stats()
+    rows = [(name, f"{numbers[name]:g}", text) for name, text in STATS.items()]
+    _print_table("buffer", ("name", "value", "meaning"), rows)
+
+
+@buffer.command()
+@click.argument("episode")
+@_RUN
+def show(episode: str, run_dir: Path) -> None:
+    """One episode with its turns; imported ones too."""
+    from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.errors import NotFound
+
+    with joined(run_dir) as reader:
+        found = reader.load_episode(episode)
+        imported = reader.archive.find_imported(episode)
+    what: Opening | Episode
+    error = output = ""
+    # The turns of a live episode's hash may have been freed since it was exported.
+    if found is not None and (found.turns or imported is None):
+        what, outcome, reward, turns = found.opening, found.outcome, found.reward, found.turns
+        error, output = found.error, found.output
+    elif imported is not None:
+        what, turns = imported.episode, imported.turns
+        outcome, reward = what.outcome, what.reward
+    else:
+        raise NotFound(
+            f"no episode_id={episode}; episodes are kept until a checkpoint contains their group, "
+            "or the group is dropped"
+        )
+    facts = (what.task_id, what.group_id, what.attempt, what.purpose, outcome or "open")
+    score = None if reward is None else reward.value
+    names = ("task", "group", "attempt", "purpose", "outcome", "reward")
+    _print_table(f"episode {episode}", names, [[*map(_cell, facts), _cell(score)]])
+    _print_scores(reward)
+    _print_turns(turns)
+    if found is not None and found.resumes is not None:
+        click.echo(f"resumes the lost episode {found.resumes}, whose turns it replays where it can")
+    if error:
+        click.echo(f"error: {error}")
+    if output:
+        click.echo(f"the end of what the agent wrote:\n{output}")
+
+
+@buffer.group()
+def dead() -> None:
+    """Groups that were dropped as failed or malformed."""
+
+
+@dead.command("list")
+@_RUN
+def list_letters(run_dir: Path) -> None:
+    """Every dead letter, oldest first."""
+    from outloop.buffer.cli.open_run import joined
+
+    with joined(run_dir) as reader:
+        letters = reader.dead_letters.list_letters()
+    rows = [
+        (x.group_id, _cell(x.slot), x.task_id, x.reason, _time(x.dropped_at), x.error)
+        for x in letters
+    ]
+    _print_table("dead letters", ("group", "slot", "task", "reason", "dropped", "why"), rows)
+
+
+@dead.command("inspect")
+@click.argument("group")
+@_RUN
+@click.option(
+    "--save",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write the bytes of every record, as they are stored, into this folder.",
+)
+def inspect_letter(group: str, run_dir: Path, folder: Path | None) -> None:
+    """One dead letter with its scored episodes."""
+    from outloop.buffer.cli.open_run import joined
+
+    with joined(run_dir) as reader:
+        letter, episodes = reader.dead_letters.read(group)
+    rows = [
+        ("slot", _cell(letter.slot)),
+        ("task", letter.task_id),
+        ("reason", letter.reason),
+        ("why", letter.error),
+        ("last failure", letter.last_failure),
+        ("dropped", _time(letter.dropped_at)),
+        ("attempts", f"{letter.num_scored} of {letter.group_size} scored, {letter.num_replaced} "
+         f"replaced, {letter.num_lost} given up"),
+    ]  # fmt: skip
+    _print_table(f"dead letter {group}", ("field", "value"), rows)
+    for item in episodes:
+        click.echo(f"episode {item.episode_id}, {item.num_bytes} bytes: {item.error or 'whole'}")
+        if item.trajectory is not None:
+            _print_turns(item.trajectory.turns)
+        if folder is not None:
+            _save_records(item, folder)
+
+
+@dead.command("requeue")
+@click.argument("groups", nargs=-1, required=True)
+@_RUN
+def requeue_letters(groups: tuple[str, ...], run_dir: Path) -> None:
+    """Have the slots of dead letters played again, before new ones."""
+    from outloop.buffer.cli.open_run import joined
+
+    with joined(run_dir) as reader:
+        for group_id in groups:
+            reader.dead_letters.requeue(group_id)
+            click.echo(f"{group_id}: its slot is played again")
+
+
+@dead.command("drop")
+@click.argument("groups", nargs=-1, required=True)
+@_RUN
+def drop_letters(groups: tuple[str, ...], run_dir: Path) -> None:
+    """Forget dead letters and their episodes."""
+    from outloop.buffer.cli.open_run import joined
+
+    with joined(run_dir) as reader:
+        for group_id in groups:
+            reader.dead_letters.discard(group_id)
+            click.echo(f"{group_id}: dropped")
+
+
+@buffer.command("export")
+@_FILE
+@_RUN
+def export_file(file: Path, run_dir: Path) -> None:
+    """Write every trajectory that Redis holds to FILE, as JSONL.
+
+    Those that a checkpoint contains were freed and are not among them.
+    """
+    from outloop.buffer.cli.open_run import joined
+
+    with joined(run_dir) as reader:
+        number, damaged = reader.archive.write(file)
+    click.echo(f"{number} trajectories written to {file}, {damaged} damaged ones left out")
+
+
+@buffer.command("import")
+@_FILE
+@_RUN
+@click.option("--skip-bad", is_flag=True, help="Leave out lines that are not trajectories.")
+@click.option("--final", is_flag=True, help="No more trajectories for SFT will come.")
+def import_file(file: Path, run_dir: Path, skip_bad: bool, final: bool) -> None:
+    """Store the trajectories of FILE, as written by export.
+
+    Those with purpose sft are trained if the run is an SFT run; others are kept to be looked at.
+    """
+    from outloop.buffer.cli.open_run import joined
+
+    with joined(run_dir) as reader:
+        report = reader.archive.read(file, skip_bad=skip_bad, final=final)
+    click.echo(
+        f"{report.num_for_sft} trajectories stored for SFT, {report.num_kept} others kept, "
+        f"{report.num_bad} lines left out"
+    )
+
+
+@buffer.command()
+@_RUN
+@click.confirmation_option(prompt="Remove everything that Redis holds of this run?")
+def purge(run_dir: Path) -> None:
+    """Remove a stopped run's data from Redis; its checkpoints stay.
+
+    Started again, the run resumes from its last checkpoint; groups that were not in it are lost.
+    """
+    from outloop.buffer.cli.open_run import purge as purge_run
+
+    click.echo(f"{purge_run(run_dir)} keys removed")
+
+
+def _save_records(item: LetterEpisode, folder: Path) -> None:
+    from urllib.parse import quote
+
+    # Whatever is in an id, it names one folder below this one.
+    own = folder / quote(item.episode_id, safe="").replace(".", "%2E")
+    own.mkdir(parents=True, exist_ok=True)
+    for name, data in item.records.items():
+        (own / name).write_bytes(data)
+    click.echo(f"{len(item.records)} records written to {own}")
+
+
+def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        # What was recorded is shown as it is, not read as markup.
+        table.add_row(*map(Text, row))
+    Console().print(table)
+
+
+def _print_scores(reward: Reward | None) -> None:
+    if reward is None:
+        return
+    rows = [
+        (kind, name, f"{number:g}")
+        for kind, numbers in (
+            ("component", reward.components),
+            ("turn", reward.turns),
+            ("branch", reward.branches),
+        )
+        for name, number in numbers.items()
+    ]
+    if rows:
+        _print_table("scores", ("of", "name", "value"), rows)
+
+
+def _print_turns(turns: Sequence[Turn]) -> None:
+    rows = [
+        (
+            str(number),
+            turn.turn_id,
+            _cell(turn.parent_turn_id),
+            turn.branch_cause,
+            str(len(turn.prompt_ids)),
+            str(len(turn.output_ids)),
+            str(sum(end - start for start, end in turn.loss_spans)),
+            " ".join(sorted({str(span.policy_version) for span in turn.version_spans})),
+            turn.finish_reason,
+            turn.mask_reason,
+        )
+        for number, turn in enumerate(turns)
+    ]
+    names = ("", "turn", "parent", "branch", "prompt", "output", "trained", "versions", "finish",
+             "masked")  # fmt: skip
+    _print_table(f"{len(turns)} turns, in tokens", names, rows)
+
+
+def show_drift(run_dir: Path) -> None:
+    """Print what broke episodes into branches, what it cost, and what to change."""
+    from outloop.buffer.branch_report import measure
+    from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.records import Trajectory
+
+    with joined(run_dir) as reader:
+        drift = measure(t for t in reader.archive.trajectories() if isinstance(t, Trajectory))
+    click.echo(
+        f"{drift.num_episodes} episodes in the buffer, {drift.num_turns} turns, "
+        f"{drift.num_branches} branches ({drift.num_branches / max(1, drift.num_episodes):.2f} an "
+        f"episode); broken branches made {drift.cost_share:.0%} of {drift.num_prompt_tokens} "
+        "prompt tokens necessary"
+    )
+    rows = [
+        (c.cause, str(c.num_turns), str(c.num_episodes), str(c.num_prompt_tokens))
+        for c in drift.costs
+    ]
+    if rows:
+        _print_table("breaks", ("cause", "turns", "episodes", "prompt tokens"), rows)
+    for cost in drift.costs:
+        click.echo(f"{cost.cause}: {cost.explanation}\n  -> {cost.advice}")
+    if not drift.costs:
+        click.echo("every turn continued its episode's one branch")
+    for reason, number in drift.masked.items():
+        click.echo(f"not trained: {number} output tokens, {reason}")
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _time(unix_s: float) -> str:
+    from datetime import UTC, datetime
+
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(sep=" ", timespec="seconds")

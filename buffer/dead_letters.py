@@ -1,0 +1,170 @@
+"""Dead letters: what was dropped because something is wrong, kept to be looked at.
+
+Owns: listing, reading and resolving dead letters. Does not own: writing them, which the script that
+drops a group does. Invariant: the number of letters is bounded by the scripts; a letter can be read
+however damaged its records are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import redis
+
+from outloop.buffer.codec import records_codec
+from outloop.buffer.errors import UNREADABLE, NotFound
+from outloop.buffer.records import DropReason, Trajectory
+from outloop.buffer.redis.client import translated
+from outloop.buffer.redis.keys import group_prefix
+from outloop.buffer.redis.scripts import SyncScripts
+from outloop.buffer.store.episodes import EPISODE_FIELDS, trajectory_from
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeadLetter:
+    """A group that was dropped as failed or malformed."""
+
+    group_id: str
+    slot: int | None
+    """None: the run began anew since, and plays the slot again anyway."""
+    task_id: str
+    """Empty: no episode was opened."""
+    reason: DropReason
+    error: str
+    last_failure: str
+    """What the last attempt without a result said when it was closed; empty if nothing."""
+    dropped_at: float
+    """Unix seconds."""
+    group_size: int
+    num_scored: int
+    num_lost: int
+    num_replaced: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LetterEpisode:
+    """One scored episode of a dead letter."""
+
+    episode_id: str
+    trajectory: Trajectory | None
+    """None: its records are damaged."""
+    error: str
+    """What is wrong with them."""
+    num_bytes: int
+    """Of its turns as they are stored."""
+    records: Mapping[str, bytes]
+    """Everything as it is stored: opening, closure, reward and turn-NUMBER, where there."""
+
+
+class DeadLetters:
+    """The dead letters of one run."""
+
+    def __init__(self, client: redis.Redis, prefix: str, scripts: SyncScripts) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._scripts = scripts
+
+    def list_letters(self) -> tuple[DeadLetter, ...]:
+        """Every letter, oldest first; at most the last 256 are kept."""
+        with translated("listing dead letters"):
+            ids: Any = self._client.lrange(f"{self._prefix}dead", 0, -1)
+            with self._client.pipeline(transaction=False) as pipeline:
+                for group_id in ids:
+                    pipeline.hgetall(self._letter_key(group_id.decode()))
+                rows = pipeline.execute()
+        return tuple(
+            _letter_from(group_id.decode(), fields)
+            for group_id, fields in zip(ids, rows, strict=True)
+            if fields
+        )
+
+    def read(self, group_id: str) -> tuple[DeadLetter, tuple[LetterEpisode, ...]]:
+        """A letter with its scored episodes; only the newest 16 letters still have them.
+
+        Raises:
+            NotFound: no such letter.
+        """
+        name = self._letter_key(group_id)
+        with translated(f"reading dead letter group_id={group_id}"):
+            fields: Any = self._client.hgetall(name)
+            if not fields:
+                raise NotFound(f"no dead letter group_id={group_id}; list them first")
+            ids: Any = self._client.lrange(f"{name}:episodes", 0, -1)
+            with self._client.pipeline(transaction=False) as pipeline:
+                for episode_id in ids:
+                    episode = f"{self._prefix}episode:{episode_id.decode()}"
+                    pipeline.hmget(episode, list(EPISODE_FIELDS))
+                    pipeline.lrange(f"{episode}:turns", 0, -1)
+                stored = iter(pipeline.execute())
+        episodes = [_episode_from(i.decode(), next(stored), next(stored)) for i in ids]
+        return _letter_from(group_id, fields), tuple(episodes)
+
+    def requeue(self, group_id: str) -> None:
+        """Have the letter's slot played again, before new slots, and forget the letter.
+
+        Raises:
+            NotFound: no such letter.
+            Conflict: its slot is played again anyway.
+        """
+        what = f"requeueing dead letter group_id={group_id}"
+        self._scripts.call("resolve_letter", group_id, 1, what=what)
+
+    def discard(self, group_id: str) -> None:
+        """Forget the letter and its episodes; its slot is not played again.
+
+        Raises:
+            NotFound: no such letter.
+        """
+        what = f"dropping dead letter group_id={group_id}"
+        self._scripts.call("resolve_letter", group_id, 0, what=what)
+
+    def _letter_key(self, group_id: str) -> str:
+        return f"{group_prefix(self._prefix, group_id)}dead:{group_id}"
+
+
+def _letter_from(group_id: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
+    text = {name.decode(): value for name, value in fields.items()}
+    return DeadLetter(
+        group_id=group_id,
+        slot=int(text["slot"]) if text["slot"] else None,
+        task_id=text["task_id"].decode(errors="replace"),
+        reason=cast(DropReason, text["reason"].decode()),
+        error=text["sentence"].decode(errors="replace"),
+        last_failure=_failure(text["last_closure"]),
+        dropped_at=int(text["at"]) / 1000,
+        group_size=int(text["size"]),
+        num_scored=int(text["scored"]),
+        num_lost=int(text["lost"]),
+        num_replaced=int(text["replaced"]),
+    )
+
+
+def _failure(closure: bytes) -> str:
+    if not closure:
+        return ""
+    try:
+        said = records_codec.decode_closure(closure)
+    except UNREADABLE as error:
+        return str(error)
+    return f"{said.failure_kind or said.outcome}: {said.error}"
+
+
+def _episode_from(episode_id: str, fields: Any, turns: list[bytes]) -> LetterEpisode:
+    records = {
+        **dict(zip(EPISODE_FIELDS[:3], fields, strict=False)),
+        **{f"turn-{number}": record for number, record in enumerate(turns)},
+    }
+    trajectory, sentence = None, ""
+    try:
+        trajectory = trajectory_from(episode_id, fields, turns)
+    except UNREADABLE as error:
+        sentence = str(error)
+    return LetterEpisode(
+        episode_id=episode_id,
+        trajectory=trajectory,
+        error=sentence,
+        num_bytes=sum(map(len, turns)),
+        records={name: data for name, data in records.items() if data is not None},
+    )

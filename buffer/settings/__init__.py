@@ -1,0 +1,356 @@
+"""The one settings object of a run.
+
+Owns: names, types, defaults and cross-field rules of every setting, and the only reader of TOML
+and of the OUTLOOP_* environment. Does not own: upstream options in the raw tables, which are
+checked by the part that passes them on. Invariant: frozen; unknown keys are refused with the
+nearest known key; cross-field rules refuse and never rewrite.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings.buffer import BufferSettings, check_replay
+from outloop.buffer.settings.env import EnvSettings, EvalSettings, check_choice
+from outloop.buffer.settings.server import ServerSettings
+from outloop.buffer.settings.trainer import TrainerSettings
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunSettings(_Section):
+    """Where a run lives and how it is named."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Folder under `dir` and key prefix in Redis."""
+    dir: Path = Path("runs")
+    seed: int = 0
+    """Task order, weight initialisation and sampling seeds derive from it."""
+    keys_file: Path | None = None
+    """Runner, admin and episode keys, made if not there. None: secrets.json in the run folder."""
+
+
+class ModelSettings(_Section):
+    """The policy as a Hugging Face folder."""
+
+    path: Path
+    """Folder with config.json, model.safetensors and tokenizer.json."""
+    renderer: str = "auto"
+    """Name of a `renderers` family, or auto."""
+    renderer_options: dict[str, Any] = {}
+    name: str = "policy"
+    """What agents send as `model`."""
+    max_context_tokens: int = Field(2048, gt=0)
+
+
+Governance = Literal["enforce", "record", "reject"]
+
+
+class SamplingSettings(_Section):
+    """What trained traffic is sampled with, and what to do about a client that asks otherwise."""
+
+    temperature: float = Field(1.0, gt=0)
+    max_new_tokens: int = Field(256, gt=0)
+    governance: Governance = "enforce"
+    """enforce: the run's value wins. record: the client's wins and is recorded. reject: 400."""
+    governance_by_parameter: dict[str, Governance] = {}
+    """Where it differs for one parameter; `response_format` is recorded unless it is named here:
+    an answer under a grammar is what its agent needs, and is masked."""
+
+    def governance_of(self, parameter: str) -> Governance:
+        """What is done about a client that sets `parameter`."""
+        own = {"response_format": "record", **self.governance_by_parameter}
+        found: Any = own.get(parameter, self.governance)
+        return found
+
+
+class UpstreamSettings(_Section):
+    """Another model, a judge for example: proxied, never recorded or trained."""
+
+    base_url: str = Field(pattern=r"^https?://")
+    model: str | None = None
+    """Its name there; None: the same."""
+    api_key_env: str | None = None
+    """Environment variable that holds its key."""
+
+
+class RouterSettings(_Section):
+    """The OpenAI-compatible front."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """0: any free port."""
+    num_processes: int = Field(1, gt=0)
+    """Router processes that the launcher starts behind one port; `max_queued_turns` is divided
+    among them."""
+    shares_port: bool = False
+    """Processes that are started by hand may listen on one `port`; so may those of `num_processes`.
+    The kernel spreads connections over them."""
+    unkeyed: Literal["refuse", "serve"] = "refuse"
+    """Traffic without an episode key: 401, or served without being recorded for training."""
+    turn_timeout_s: float = Field(120.0, gt=0)
+    buffer_timeout_s: float = Field(30.0, ge=0)
+    """How long a turn waits for a Redis that is away, to be begun and to be recorded; then 503."""
+    drain_timeout_s: float = Field(20.0, ge=0)
+    """How long a router that is stopped goes on with the turns that it has begun."""
+    max_turns_per_episode: int = Field(64, gt=0)
+    max_tokens_per_episode: int | None = Field(None, gt=0)
+    """Ids of all its turns: prompts after their parents', and outputs; none: as many as fit."""
+    max_concurrent_turns_per_episode: int = Field(64, gt=0)
+    """Turns that an episode's key may have drawn at once, by all router processes together."""
+    max_queued_turns: int = Field(4096, gt=0)
+    log_turns: bool = False
+    """Each recorded turn is a line at level info; otherwise at debug."""
+    upstreams: dict[str, UpstreamSettings] = {}
+    """By the name under which agents ask for them."""
+
+
+class PublishSettings(_Section):
+    """How weights reach the servers."""
+
+    transport: Literal["shared_memory", "cuda_ipc", "collective", "disk"] = "shared_memory"
+    """shared_memory, cuda_ipc: servers on this machine, or GPU, read the trainer's staging.
+    collective: servers anywhere join a group with the trainer. disk: they share a file system."""
+    host: str = "127.0.0.1"
+    """collective: the trainer's address, as servers reach it."""
+    fallback: Literal["disk", "none"] = "disk"
+    """How servers are fed that were quarantined; and all, when the transport fails on all."""
+    mode: Literal["in_place", "retract", "abort"] | None = None
+    """What happens to in-flight turns while weights move; none: in_place, abort under a probe."""
+    bucket_mb: float = Field(128.0, gt=0)
+    phase_timeout_s: float = Field(60.0, gt=0)
+    verify: Literal["checksum", "probe", "none"] | None = None
+    """checksum: compare every tensor's bytes on every server. probe: compare the logprobs of a
+    fixed prompt. None: probe for SGLang on a GPU or with experts spread over ranks, else
+    checksum."""
+    probe_tolerance: float | None = Field(None, gt=0)
+    """Mean difference of logprobs, nats; none: 0.01 in float32, 0.25 in bfloat16."""
+
+
+class TelemetrySettings(_Section):
+    """What is written down about the run."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    tensorboard: bool = False
+    no_signal_warning_steps: int = Field(3, gt=0)
+    """Warn when no group had signal for this many steps in a row."""
+
+
+class Settings(BaseSettings):
+    """Every setting of a run; see `load_settings` for where values come from."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix="OUTLOOP_", env_nested_delimiter="__"
+    )
+
+    run: RunSettings = RunSettings()  # type: ignore[call-arg]
+    model: ModelSettings
+    env: EnvSettings = EnvSettings()  # type: ignore[call-arg]
+    buffer: BufferSettings = BufferSettings()  # type: ignore[call-arg]
+    sampling: SamplingSettings = SamplingSettings()  # type: ignore[call-arg]
+    router: RouterSettings = RouterSettings()  # type: ignore[call-arg]
+    server: ServerSettings = ServerSettings()  # type: ignore[call-arg]
+    trainer: TrainerSettings = TrainerSettings()  # type: ignore[call-arg]
+    publish: PublishSettings = PublishSettings()  # type: ignore[call-arg]
+    eval: EvalSettings = EvalSettings()  # type: ignore[call-arg]
+    telemetry: TelemetrySettings = TelemetrySettings()  # type: ignore[call-arg]
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only explicit values: `load_settings` merges file, environment and flags itself."""
+        return (init_settings,)
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Settings:
+        has_take_baseline = (
+            self.trainer.advantage == "reinforce_pp" and self.trainer.advantage_path is None
+        )
+        if self.trainer.mode == "rl" and self.buffer.group_size < 2 and not has_take_baseline:
+            raise ValueError(
+                f"buffer.group_size={self.buffer.group_size} with "
+                f'trainer.advantage="{self.trainer.advantage}" makes every advantage zero; '
+                'set buffer.group_size to 2 or more, or trainer.advantage = "reinforce_pp"'
+            )
+        if self.trainer.mode == "rl" and self.buffer.group_size * self.trainer.groups_per_step < 2:
+            raise ValueError(
+                "buffer.group_size=1 with trainer.groups_per_step=1 leaves an episode nothing to "
+                "be compared with; set trainer.groups_per_step to 2 or more"
+            )
+        check_choice(self.env, self.eval)
+        check_replay(self.buffer, self.trainer)
+        window, taken = self.buffer.take_window, self.trainer.groups_per_step
+        if 0 < window < taken:
+            raise ValueError(
+                f"buffer.take_window={window} is smaller than trainer.groups_per_step={taken}, so "
+                "no batch would ever fit; set it to that or more, or to 0 for none"
+            )
+        if self.server.num_servers == 0 and not self.server.urls and self.trainer.mode == "rl":
+            raise ValueError(
+                "server.num_servers=0 needs server.urls=[...]; "
+                "name the servers to attach to, or set server.num_servers to 1 or more"
+            )
+        if self.publish.transport == "cuda_ipc" and not self.server.device.startswith("cuda"):
+            raise ValueError(
+                f'publish.transport="cuda_ipc" with server.device={self.server.device!r}: a server '
+                'without a GPU cannot map its memory; set publish.transport="shared_memory"'
+            )
+        if self.publish.transport == "cuda_ipc" and self.server.tensor_parallel_size > 1:
+            raise ValueError(
+                f'publish.transport="cuda_ipc" with server.tensor_parallel_size='
+                f"{self.server.tensor_parallel_size}: a staging bucket lies on one GPU; "
+                'set publish.transport="collective"'
+            )
+        self._refuse_server_contradictions()
+        return self
+
+    @property
+    def verification(self) -> Literal["checksum", "probe", "none"]:
+        """`publish.verify`, or what fits the servers."""
+        return self.publish.verify or ("checksum" if self.server.has_checksums else "probe")
+
+    @property
+    def pause_mode(self) -> Literal["in_place", "retract", "abort"]:
+        """`publish.mode`, or what fits the verification."""
+        return self.publish.mode or ("abort" if self.verification == "probe" else "in_place")
+
+    def _refuse_server_contradictions(self) -> None:
+        server = self.server
+        if server.num_servers and server.urls:
+            raise ValueError(
+                f"server.urls={list(server.urls)} with server.num_servers={server.num_servers}; "
+                "set server.num_servers to 0 to attach, or leave urls out to start servers"
+            )
+        if self.verification == "probe" and self.publish.mode not in (None, "abort"):
+            raise ValueError(
+                f"publish.mode={self.publish.mode!r} with verification by a probe, which a server "
+                'answers only while turns would go on too: "abort" is allowed, or publish.verify='
+                '"checksum"'
+            )
+        if server.num_expert_ranks > 1 and self.publish.verify == "checksum":
+            raise ValueError(
+                f'publish.verify="checksum" with server.sglang.ep_size={server.num_expert_ranks}: '
+                "checksums of experts that are spread over ranks are not known; "
+                '"probe" and "none" are allowed'
+            )
+
+    def digest(self) -> str:
+        """SHA-256 of the resolved settings: processes with another digest refuse to join."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_settings(path: Path, overrides: tuple[str, ...] = ()) -> Settings:
+    """The settings of a TOML file, then OUTLOOP_SECTION__KEY, then `section.key=value` overrides.
+
+    Override values are read as TOML and, failing that, as plain strings.
+
+    Raises:
+        SettingsError: missing file, bad TOML, unknown key (the nearest is named), wrong type.
+    """
+    if not path.is_file():
+        raise SettingsError(
+            f"settings file path={str(path)!r} does not exist; give the path of a TOML file, "
+            "for example examples/calculator/run.toml"
+        )
+    try:
+        tree = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"settings file path={str(path)!r} is not TOML: {error}") from error
+    _merge(tree, EnvSettingsSource(Settings)())
+    for override in overrides:
+        _merge(tree, _parse_override(override))
+    if isinstance(env := tree.setdefault("env", {}), dict):
+        env.setdefault("import_dir", path.parent.resolve())
+    return build_settings(tree, source=str(path))
+
+
+def with_overrides(settings: Settings, overrides: tuple[str, ...]) -> Settings:
+    """`settings` with `section.key=value` overrides; raises as load_settings."""
+    tree = settings.model_dump(mode="json")
+    for override in overrides:
+        _merge(tree, _parse_override(override))
+    return build_settings(tree, source="overrides")
+
+
+def build_settings(tree: dict[str, Any], *, source: str) -> Settings:
+    """Check a tree of values and freeze it; `source` names where it came from in errors."""
+    try:
+        return Settings(**tree)
+    except ValidationError as error:
+        raise SettingsError(_sentence(error, source)) from error
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        raise SettingsError(
+            f"--set {override!r} is not section.key=value; for example --set trainer.num_steps=10"
+        )
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for part in reversed(parts):
+        value = {part: value}
+    return value
+
+
+def _merge(into: dict[str, Any], over: dict[str, Any]) -> None:
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = Settings
+    for part in location:
+        info = model.model_fields.get(str(part))
+        annotation = info.annotation if info else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
+
+
+def _sentence(error: ValidationError, source: str) -> str:
+    lines = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            known = _known_keys(item["loc"][:-1])
+            near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            lines.append(f"unknown setting {name}; {hint}allowed here: {', '.join(sorted(known))}")
+        elif item["type"] == "missing":
+            lines.append(f"setting {name} is missing; add it to {source}")
+        elif item["type"] == "value_error":
+            lines.append(str(item["msg"]).removeprefix("Value error, "))
+        else:
+            lines.append(f"{name}={item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
+    return f"{source}: " + "; ".join(lines)

@@ -1,0 +1,125 @@
+"""The settings of the hand-off.
+
+Owns: names, types, defaults and own rules of `[buffer]`. Does not own: where values come from and
+the rules across sections (settings). Invariant: frozen; rules refuse and never rewrite.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from outloop.buffer.settings.trainer import TrainerSettings
+
+_ROUNDING = 1e-9
+"""Of a share in binary: 0.3 of 10 groups is 3."""
+
+
+class BufferSettings(BaseModel):
+    """The Redis hand-off."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    redis_url: str | None = None
+    """None: start an embedded server in the run folder."""
+    redis_password_file: Path | None = None
+    """A file that holds the password of redis_url, which is then written down nowhere else. An ACL
+    user is named in the URL: rediss://user@host:port/0."""
+    redis_ca_file: Path | None = None
+    """TLS (rediss://): certificates of the authorities that redis_url's server is trusted by; None:
+    those of the system."""
+    redis_cert_file: Path | None = None
+    """TLS: our own certificate, for a server that asks for one."""
+    redis_cert_key_file: Path | None = None
+    """TLS: its key."""
+    fsync: Literal["always", "everysec", "no"] = "everysec"
+    max_memory_mb: int = Field(1024, gt=0)
+    group_size: int = Field(8, ge=1)
+    max_staleness: int = Field(1, ge=0)
+    """0: synchronous. 1: one step off-policy. More: fully asynchronous."""
+    lease_s: float = Field(120.0, gt=0)
+    group_deadline_s: float = Field(300.0, gt=0)
+    """How long after its first claim a group seals that is not complete; see `incomplete`."""
+    incomplete: Literal["wait", "train", "drop"] = "train"
+    """A group that lacks scored attempts at its deadline, or for good. train: with what it has, two
+    at least. drop: as failed, with a dead letter. wait: it has no deadline but those of its
+    attempts, and trains with what it has when the last one was given up."""
+    take_window: int = Field(0, ge=0)
+    """A group is taken only if it is fewer slots than this ahead of the oldest open one, so that
+    fast groups do not crowd out slow ones; 0: whatever is ready."""
+    priority_window: int = Field(64, ge=1, le=4096)
+    """Of so many consecutive slots, those of tasks with a higher priority are played first, so that
+    none waits longer than a window; 1: in the order drawn."""
+    drop_zero_signal: bool = True
+    """Drop groups whose rewards are all equal (drop_reason no_signal)."""
+    filter_path: str | None = None
+    """package.module:function, `def keep(group) -> str`: empty to train the group, else why not
+    (drop_reason filtered)."""
+    max_refills: int = Field(0, ge=0)
+    """How often a step takes other groups for those dropped as no_signal or filtered before it
+    trains a smaller batch; 0: never."""
+    replay_share: float = Field(0.0, ge=0, lt=0.5)
+    """At most this share of an update's groups are good ones of earlier steps, trained again; they
+    come on top of the fresh ones. Needs trainer.correction. 0: every group is trained once."""
+    replay_size: int = Field(64, ge=1)
+    """How many groups the trainer keeps for it, in its memory and in every checkpoint."""
+    replay_max_age: int = Field(16, ge=1)
+    """How many steps, of one policy version each, after the one that trained it a group may be
+    trained again."""
+    replay_min_reward: float | None = None
+    """A group is kept only if the reward of its best episode is as high; none: any with signal."""
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> BufferSettings:
+        tls_files = {
+            name: getattr(self, name)
+            for name in ("redis_ca_file", "redis_cert_file", "redis_cert_key_file")
+        }
+        given = [name for name, path in tls_files.items() if path is not None]
+        if given and not (self.redis_url or "").startswith("rediss://"):
+            raise ValueError(
+                f"buffer.{given[0]}={str(tls_files[given[0]])!r} is for TLS, but buffer.redis_url "
+                "does not ask for it; begin it with rediss://, or leave the file out"
+            )
+        if (tls_files["redis_cert_file"] is None) != (tls_files["redis_cert_key_file"] is None):
+            raise ValueError(
+                "buffer.redis_cert_file and buffer.redis_cert_key_file belong together; give both "
+                "or neither"
+            )
+        return self
+
+    def num_replayed(self, num_fresh: int) -> int:
+        """The most r with r / (num_fresh + r) <= replay_share."""
+        return int(num_fresh * self.replay_share / (1.0 - self.replay_share) + _ROUNDING)
+
+
+def check_replay(buffer: BufferSettings, trainer: TrainerSettings) -> None:
+    """Replayed tokens are older than max_staleness allows, so the loss must weigh them.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not buffer.replay_share:
+        return
+    if trainer.mode == "sft":
+        raise ValueError(
+            f'buffer.replay_share={buffer.replay_share} with trainer.mode="sft": conversations '
+            "are repeated by trainer.num_epochs; leave it out"
+        )
+    if trainer.correction == "none":
+        raise ValueError(
+            f'buffer.replay_share={buffer.replay_share} with trainer.correction="none" trains what '
+            "older weights drew as if these had drawn it; set trainer.correction, for example "
+            '"token_tis", and trainer.proximal = "recompute", or buffer.replay_share = 0'
+        )
+    num_fresh = -(-trainer.groups_per_step // trainer.num_updates_per_take)
+    if buffer.num_replayed(num_fresh) == 0:
+        least = math.ceil(1000 / (num_fresh + 1)) / 1000
+        raise ValueError(
+            f"buffer.replay_share={buffer.replay_share} of an update with {num_fresh} fresh groups "
+            f"is less than one group; {least} or more, below 0.5, is allowed, "
+            "or raise trainer.groups_per_step, or set 0"
+        )

@@ -1,0 +1,129 @@
+"""Several lists of tasks played in proportion, with weights that may change while a run goes on.
+
+Owns: which source and which task of it a slot plays. Does not own: where weights are stored and
+changed (weights, scripts), one list's order (policy). Invariant: the task of a slot depends on the
+seed, the sources' sizes and the weights in force at that slot only, so that every router agrees and
+a slot that is played again plays the same task.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from outloop.buffer.errors import RecordError
+from outloop.buffer.tasks.order import task_index
+
+_BLOCK_SLOTS = 4096
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Apart by an odd constant, so that sources of equal size are not played in the same order."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSource:
+    """A list of tasks inside the run's tasks, which hold one source after the other."""
+
+    name: str
+    num_tasks: int
+    weight: float = 1.0
+    """At the beginning of the run."""
+    priority: int = 0
+    """Added to that of each of its tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFrom:
+    """Weights, one for each source, from a slot on."""
+
+    from_slot: int
+    weights: tuple[float, ...]
+
+
+def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
+    """Refuse weights that choose nothing.
+
+    Raises:
+        RecordError: one is negative or not finite, or all are 0.
+    """
+    shown = dict(zip(names, weights, strict=True))
+    if not all(np.isfinite(one) and one >= 0 for one in weights) or not sum(weights) > 0:
+        raise RecordError(f"weights={shown}; finite numbers of 0 or more, not all 0, are allowed")
+
+
+class SlotOrder(Protocol):
+    """A permutation of slots that goes by their tasks."""
+
+    def slot_in_order(self, slot: int, task_index: Callable[[int], int]) -> int:
+        """The slot whose task is played in the place of `slot`."""
+
+
+class Mixture:
+    """The task order of a run with one source or several.
+
+    Args:
+        schedule: by slot, the first from slot 0; not needed for one source.
+        order: which slot's task is played in whose place; None: each its own.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[TaskSource],
+        schedule: Sequence[WeightsFrom],
+        seed: int,
+        order: SlotOrder | None = None,
+    ) -> None:
+        self._order = order
+        self._sizes = [source.num_tasks for source in sources]
+        self._starts = [sum(self._sizes[:index]) for index in range(len(self._sizes))]
+        self._schedule = schedule
+        self._seed = seed
+        self._before: list[npt.NDArray[np.int64]] = [np.zeros(len(sources), np.int64)]
+        """How often each source was drawn before each block."""
+        self._last_block: tuple[int, npt.NDArray[np.intp]] | None = None
+
+    def task_index(self, slot: int) -> int:
+        """The task that `slot` plays: each source goes through its tasks epoch by epoch."""
+        if self._order is not None:
+            slot = self._order.slot_in_order(slot, self._task_index)
+        return self._task_index(slot)
+
+    def _task_index(self, slot: int) -> int:
+        if len(self._sizes) == 1:
+            return task_index(slot, self._sizes[0], self._seed)
+        block, offset = divmod(slot, _BLOCK_SLOTS)
+        while len(self._before) <= block:
+            drawn = self._draw(len(self._before) - 1)
+            counts = np.bincount(drawn, minlength=len(self._sizes))
+            self._before.append(self._before[-1] + counts)
+        drawn = self._draw(block)
+        source = int(drawn[offset])
+        position = int(self._before[block][source] + np.count_nonzero(drawn[:offset] == source))
+        seed = self._seed + (source + 1) * _SEED_STEP
+        return self._starts[source] + task_index(position, self._sizes[source], seed)
+
+    def _draw(self, block: int) -> npt.NDArray[np.intp]:
+        """The source of every slot of a block."""
+        if self._last_block is not None and self._last_block[0] == block:
+            return self._last_block[1]
+        # The raw stream of Philox is fixed, unlike that of numpy's distributions.
+        key = np.array([self._seed % 2**64, block], dtype=np.uint64)
+        points = np.random.Philox(key=key).random_raw(_BLOCK_SLOTS) / 2.0**64
+        first = block * _BLOCK_SLOTS
+        starts = [entry.from_slot for entry in self._schedule]
+        drawn = np.empty(_BLOCK_SLOTS, np.intp)
+        begin = 0
+        while begin < _BLOCK_SLOTS:
+            entry = max(0, bisect_right(starts, first + begin) - 1)
+            following = starts[entry + 1] - first if entry + 1 < len(starts) else _BLOCK_SLOTS
+            end = min(_BLOCK_SLOTS, following)
+            bounds = np.cumsum(self._schedule[entry].weights)
+            chosen = np.searchsorted(bounds, points[begin:end] * bounds[-1], side="right")
+            drawn[begin:end] = np.minimum(chosen, len(bounds) - 1)
+            begin = end
+        self._last_block = (block, drawn)
+        return drawn

@@ -1,0 +1,70 @@
+"""Tasks that are played before others.
+
+Owns: the order of slots by priority, the stored form of priorities. Does not own: which task a slot
+would play without them (mixture). Invariant: the slots of a window are permuted among themselves,
+as a function of the priorities alone: every router agrees, a slot that is played again plays the
+same task, and no task waits longer than a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from outloop.buffer.errors import RecordError
+from outloop.buffer.records import Int32, Task
+from outloop.buffer.tasks.mixture import TaskSource
+
+_LIMIT = 10**9
+
+
+class Priorities:
+    """Higher first, inside consecutive windows of slots.
+
+    Args:
+        values: [num_tasks] int32, by task index.
+        window: slots; at least 1.
+    """
+
+    def __init__(self, values: Int32, window: int) -> None:
+        self._values = values
+        self._window = window
+        self._last: tuple[int, list[int]] | None = None
+
+    def slot_in_order(self, slot: int, task_index: Callable[[int], int]) -> int:
+        """The slot whose task is played in the place of `slot`; equals keep their order."""
+        window, offset = divmod(slot, self._window)
+        if self._last is None or self._last[0] != window:
+            first = window * self._window
+            slots = range(first, first + self._window)
+            urgency = {one: -int(self._values[task_index(one)]) for one in slots}
+            self._last = window, sorted(slots, key=urgency.__getitem__)
+        return self._last[1][offset]
+
+
+def priorities_of(tasks: Sequence[Task], sources: Sequence[TaskSource]) -> bytes:
+    """The stored form: each task's own priority on top of its source's; empty if all are equal.
+
+    Raises:
+        RecordError: one is no whole number within bounds; names the field.
+    """
+    values: list[int] = []
+    for source in sources:
+        base = _checked(source.priority, f"sources: {source.name!r}: priority")
+        for task in tasks[len(values) : len(values) + source.num_tasks]:
+            values.append(base + _checked(task.priority, f"tasks: {task.task_id!r}: priority"))
+    if len(set(values)) <= 1:
+        return b""
+    return np.array(values, dtype="<i4").tobytes()
+
+
+def read_priorities(data: bytes | None, window: int) -> Priorities | None:
+    """What priorities_of gave; None if all tasks are equal."""
+    return Priorities(np.frombuffer(data, dtype="<i4"), window) if data else None
+
+
+def _checked(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _LIMIT:
+        raise RecordError(f"{name}={value!r}; a whole number from -{_LIMIT} to {_LIMIT} is allowed")
+    return value

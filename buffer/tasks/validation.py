@@ -1,0 +1,101 @@
+"""What makes a list of tasks acceptable.
+
+Owns: the checks of a run's tasks and the digest that tells two lists apart. Does not own: their
+order (policy) or storing them (writer). Invariant: the same tasks in the same order have the same
+digest in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from outloop.buffer.codec import records_codec
+from outloop.buffer.errors import RecordError
+from outloop.buffer.records import Task
+from outloop.buffer.tasks.mixture import TaskSource, check_weights
+
+MAX_ID_CHARS = 256
+
+
+def check_id(value: str, name: str) -> str:
+    """`value`, if it can be an id or key.
+
+    Raises:
+        RecordError: it is empty, too long or unprintable; names the field.
+    """
+    if not 1 <= len(value) <= MAX_ID_CHARS:
+        raise RecordError(f"{name} has {len(value)} characters; 1 to {MAX_ID_CHARS} are allowed")
+    if not value.isprintable():
+        raise RecordError(f"{name}={value!r}; only printable characters are allowed")
+    return value
+
+
+def encode_tasks(tasks: Iterable[Task], name: str) -> list[bytes]:
+    """Bytes of each task.
+
+    Raises:
+        RecordError: an id is unusable or used twice, or a payload is not JSON-able.
+    """
+    seen: set[str] = set()
+    records = []
+    for task in tasks:
+        if check_id(task.task_id, f"{name}: task_id") in seen:
+            raise RecordError(f"{name}: task_id={task.task_id!r} is used twice; ids must differ")
+        seen.add(task.task_id)
+        records.append(records_codec.encode_task(task))
+    return records
+
+
+def refuse_overlap(tasks: Iterable[Task], eval_tasks: Iterable[Task]) -> None:
+    """Check that no evaluation task has the payload of a training task.
+
+    Raises:
+        RecordError: names both.
+    """
+    by_content = {msgspec.json.encode(t.payload, order="deterministic"): t for t in tasks}
+    for task in eval_tasks:
+        twin = by_content.get(msgspec.json.encode(task.payload, order="deterministic"))
+        if twin is not None:
+            raise RecordError(
+                f"eval_tasks: task_id={task.task_id!r} has the payload of the training task "
+                f"task_id={twin.task_id!r}; evaluation must not be trained on. Remove it from one"
+            )
+
+
+def check_sources(sources: Sequence[TaskSource], num_tasks: int) -> None:
+    """Check that the sources are the tasks, part by part, with weights that choose something.
+
+    Raises:
+        RecordError: names what is wrong.
+    """
+    names = [source.name for source in sources]
+    if len(set(names)) != len(names):
+        raise RecordError(f"sources={names}; each name once is allowed")
+    sizes = {source.name: source.num_tasks for source in sources}
+    # A run may have evaluation tasks only.
+    if sum(sizes.values()) != num_tasks or (num_tasks and min(sizes.values()) < 1):
+        raise RecordError(
+            f"sources={sizes}, num_tasks={num_tasks}; sizes above 0 that add up are allowed"
+        )
+    check_weights([source.weight for source in sources], names)
+
+
+def deadline_of(task: Task, default_s: float) -> float:
+    """Seconds that an episode of the task may take: its own `deadline_s`, or the run's."""
+    own = task.payload.get("deadline_s")
+    if isinstance(own, int | float) and not isinstance(own, bool) and own > 0:
+        return float(own)
+    return default_s
+
+
+def tasks_digest(lists: Sequence[Sequence[bytes]], priorities: bytes = b"") -> str:
+    """SHA-256 over all encoded tasks, the lengths of their lists, and what orders them."""
+    digest = hashlib.sha256(priorities)
+    for records in lists:
+        digest.update(f"{len(records)}:".encode())
+        for record in records:
+            digest.update(hashlib.sha256(record).digest())
+    return digest.hexdigest()

@@ -1,0 +1,94 @@
+"""The trainer's ranks on one machine, started by torchrun.
+
+Owns: starting them, and making of the first failure the exit code and sentence of the whole. Does
+not own: what ranks do (engine.train), several machines (torchrun itself, see docs/trainer.md).
+Invariant: when this returns or raises, no rank that it started is left; a rank never outlives it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from outloop.buffer.errors import PartFailed, RankKilled, SettingsError
+from outloop.engine.launch.child_process import die_with_parent
+
+SETTINGS_EXIT_CODE = 2
+_STOP_TIMEOUT_S = 55
+"""Within the launcher's own deadline for the trainer."""
+
+
+def run_ranks(run_dir: Path, *, num_ranks: int) -> None:
+    """Run `outloop trainer` as `num_ranks` ranks until they end, or until SIGTERM stops them.
+
+    Raises:
+        SettingsError: a rank refused its settings; its sentence.
+        RankKilled: a rank was ended by a signal that was not ours.
+        PartFailed: a rank failed.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.2,
+        start_method="spawn",
+        shutdown_timeout=_STOP_TIMEOUT_S,
+    )
+    command = ("-u", "-m", "outloop.cli", "trainer", "--run", str(run_dir))
+    try:
+        elastic_launch(config, sys.executable)(*command)
+    except SignalException:
+        # The launcher or a person stopped it: rank 0 has written its checkpoint by now.
+        return
+    except ChildFailedError as error:
+        raise _what_failed(list(error.failures.items())) from None
+
+
+@contextmanager
+def as_rank() -> Iterator[None]:
+    """Around the life of one rank: it ends with torchrun, and leaves its error for it to read."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    die_with_parent(signal.SIGKILL)
+    try:
+        yield
+    except Exception as error:
+        get_error_handler().record_exception(error)
+        raise
+
+
+def _what_failed(failures: Sequence[tuple[int, Any]]) -> Exception:
+    """The first cause among the ranks that failed: the others fail because of it."""
+    for rank, failure in failures:
+        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:
+            return RankKilled(
+                f"trainer rank {rank} was ended by {failure.signal_name()}; "
+                "the run goes on from its last checkpoint when it is started again"
+            )
+    told = [(rank, f) for rank, f in failures if f.exitcode > 0] or list(failures)
+    rank, first = min(told, key=lambda item: (item[1].exitcode != SETTINGS_EXIT_CODE, item[0]))
+    message = first.message
+    if isinstance(message, dict):
+        message = message["message"]
+    kind, _, sentence = str(message).partition(": ")
+    if first.exitcode == SETTINGS_EXIT_CODE:
+        return SettingsError(sentence or kind)
+    return PartFailed(f"trainer rank {rank} ended with exit_code={first.exitcode}: {message}")

@@ -1,0 +1,310 @@
+"""Publishing a policy version: all of it on every server, or that server is quarantined.
+
+Owns: the phases and their order, who is fed how, what is reported. Does not own: how bytes travel
+(transports), which servers exist and what they are said to hold (the registry), when a version is
+announced or acknowledged (trainer). Invariant: a server is said to hold a version only after it
+took every byte, its checksums agreed and it acknowledged the version; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from outloop.buffer.errors import DeadlineExceeded, OutloopError, PublishFailed
+from outloop.buffer.records import ServerEntry
+from outloop.buffer.run import Run
+from outloop.buffer.settings import Settings
+from outloop.engine.publish.buckets.pipeline import Fed
+from outloop.engine.publish.server_client import ServerClient
+from outloop.engine.publish.server_fanout import Fanout, ServerResult
+from outloop.engine.publish.tensor_source import TensorSource
+from outloop.engine.publish.transports.base import Transport
+from outloop.engine.publish.transports.registry import build_transport
+from outloop.engine.publish.verification.accounts import accounts_for
+from outloop.engine.publish.verification.logprob_probe import TOLERANCES, UNVERIFIED, Probe
+
+_POLL_S = 0.05
+_PROBE_TIMEOUT_S = 2.0
+_log = structlog.get_logger()
+
+
+class Registry(Protocol):
+    """Where servers are entered; `outloop.buffer.reader.BufferReader` is one."""
+
+    def servers(self) -> tuple[ServerEntry, ...]: ...
+
+    def set_server_version(
+        self, server_id: str, policy_version: int | None, *, quarantined: bool
+    ) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishReport:
+    """What a publish did and cost; of two transports in one publish, the sums."""
+
+    policy_version: int
+    duration_s: float
+    num_bytes: int
+    """Weight bytes moved to each server."""
+    num_buckets: int
+    peak_extra_bytes: int
+    """The most that staging held at once, beside the model itself."""
+    bucket_bytes: int
+    """Size of the largest bucket; staging holds two at most."""
+    pause_s: float
+    """From the first pause until the last server goes on."""
+    results: tuple[ServerResult, ...]
+
+    @property
+    def quarantined(self) -> tuple[str, ...]:
+        """Ids of the servers that do not hold the version."""
+        return tuple(r.server_id for r in self.results if r.is_quarantined)
+
+    @property
+    def peak_extra_buckets(self) -> float:
+        """`peak_extra_bytes` in buckets."""
+        return self.peak_extra_bytes / max(1, self.bucket_bytes)
+
+
+class Publisher:
+    """Publishes one version after the other; `close` removes what it used."""
+
+    def __init__(self, run: Run, registry: Registry) -> None:
+        settings = run.settings
+        self._settings = settings
+        self._registry = registry
+        self._num_expected = settings.server.num_servers or len(settings.server.urls)
+        self._start_timeout_s = settings.server.start_timeout_s
+        self._has_published = False
+        self._transport = build_transport(run, settings.publish.transport)
+        self._fallback: Transport | None = None
+        if settings.publish.fallback != "none" and settings.publish.transport != "disk":
+            self._fallback = build_transport(run, settings.publish.fallback)
+
+    def close(self) -> None:
+        """Remove shared memory, files and groups."""
+        self._transport.close()
+        if self._fallback is not None:
+            self._fallback.close()
+
+    def publish(self, source: TensorSource, policy_version: int) -> PublishReport:
+        """Make the tensors of `source` every server's weights.
+
+        They are sent in `server.dtype` and must be all of the model. Servers that hold the version
+        already are left alone. In-flight turns are held and go on afterwards by `publish.mode`. A
+        server that fails a phase is entered as quarantined and fed in full by the next publish,
+        through `publish.fallback`; when all fail, they are fed through it at once.
+
+        Raises:
+            DeadlineExceeded: no server is there.
+            PublishFailed: no server took the weights.
+        """
+        entries = self._wait_for_servers()
+        began_at = time.monotonic()
+        pass_of = _Passes(entries, self._registry, self._settings)
+        holders, main, spare = self._divide(entries, policy_version)
+        error: PublishFailed | None = None
+        try:
+            if main:
+                pass_of.feed(self._transport, main, source, policy_version)
+        except PublishFailed as failure:
+            error = failure
+        if self._fallback is not None and not (holders or pass_of.has_any):
+            spare = [entry for entry in entries if _answers(entry)]
+        try:
+            if self._fallback is not None and spare:
+                # Both together would hold more than two buckets.
+                self._transport.release()
+                pass_of.feed(self._fallback, spare, source, policy_version)
+        except PublishFailed as failure:
+            error = error or failure
+        if error is not None and not (holders or pass_of.has_any):
+            raise error
+        self._has_published = True
+        return pass_of.report(policy_version, duration_s=time.monotonic() - began_at)
+
+    def _divide(
+        self, entries: Sequence[ServerEntry], policy_version: int
+    ) -> tuple[list[ServerEntry], list[ServerEntry], list[ServerEntry]]:
+        """Servers that hold the version, those for the transport, those for the fallback."""
+        holders = [
+            e for e in entries if e.policy_version == policy_version and not e.is_quarantined
+        ]
+        rest = [e for e in entries if e not in holders]
+        if self._fallback is None:
+            return holders, rest, []
+        # Latecomers would make the members of a group join another one and back.
+        if self._transport.is_joint and holders:
+            return holders, [], rest
+        main = [e for e in rest if not e.is_quarantined]
+        return holders, main, [e for e in rest if e.is_quarantined]
+
+    def _wait_for_servers(self) -> Sequence[ServerEntry]:
+        """Servers to feed: before the first publish all that are expected, later those there are.
+
+        A server that does not answer is entered as quarantined, unless none does.
+
+        Raises:
+            DeadlineExceeded: none answers within server.start_timeout_s.
+        """
+        deadline = time.monotonic() + self._start_timeout_s
+        while True:
+            entries = self._registry.servers()
+            answering = [entry for entry in entries if _answers(entry)]
+            enough = 1 if self._has_published else self._num_expected
+            is_late = time.monotonic() >= deadline
+            if answering and (len(answering) >= enough or is_late):
+                break
+            if is_late:
+                raise DeadlineExceeded(
+                    who="publisher",
+                    phase="wait for servers",
+                    peer=f"num_servers={enough} ({len(entries)} registered, none answering)",
+                    after_s=self._start_timeout_s,
+                )
+            time.sleep(_POLL_S)
+        for entry in entries:
+            if entry not in answering:
+                _log.warning("server_quarantined", server_id=entry.server_id, phase="reach")
+                self._registry.set_server_version(entry.server_id, None, quarantined=True)
+        return answering
+
+
+class _Passes:
+    """Feeds servers through one transport after the other, and adds up."""
+
+    def __init__(
+        self,
+        entries: Sequence[ServerEntry],
+        registry: Registry,
+        settings: Settings,
+    ) -> None:
+        self._registry = registry
+        self._settings = settings
+        self._probe: Probe | None = None
+        self._kinds = {entry.server_id: entry.kind for entry in entries}
+        self._results = {
+            entry.server_id: ServerResult(server_id=entry.server_id, is_quarantined=False)
+            for entry in entries
+        }
+        self._fed: list[Fed] = []
+        self._pause_s = 0.0
+
+    @property
+    def has_any(self) -> bool:
+        """True once a server was fed."""
+        return bool(self._fed)
+
+    def feed(
+        self,
+        transport: Transport,
+        entries: Sequence[ServerEntry],
+        source: TensorSource,
+        policy_version: int,
+    ) -> None:
+        """All phases on `entries`.
+
+        Raises:
+            PublishFailed: none of them took the weights.
+        """
+
+        def quarantine(server_id: str) -> None:
+            self._registry.set_server_version(server_id, None, quarantined=True)
+
+        settings = self._settings
+        is_summed = settings.verification == "checksum"
+        kinds = [entry.kind for entry in entries] if is_summed else []
+        accounts = accounts_for(
+            kinds,
+            num_ranks=settings.server.tensor_parallel_size,
+            specs=source.specs,
+            is_gpu=settings.server.device != "cpu",
+        )
+        fanout = Fanout(
+            entries, phase_timeout_s=settings.publish.phase_timeout_s, on_failure=quarantine
+        )
+        try:
+            with fanout:
+                if settings.verification == "probe":
+                    tolerance = settings.publish.probe_tolerance
+                    self._probe = self._probe or Probe(
+                        source, tolerance=tolerance or TOLERANCES[settings.server.dtype]
+                    )
+                transport.prepare(source, fanout, accounts)
+                if self._probe is not None:
+                    # Servers must go on to be probed: no turn may come to them meanwhile.
+                    for server_id in fanout.left:
+                        quarantine(server_id)
+                paused_at = time.monotonic()
+                fed = self._move(transport, fanout, policy_version)
+                self._pause_s += time.monotonic() - paused_at
+                for server_id in fanout.left:
+                    self._registry.set_server_version(server_id, policy_version, quarantined=False)
+            self._fed.append(fed)
+        finally:
+            transport.end()
+            self._results |= {result.server_id: result for result in fanout.results}
+
+    def report(self, policy_version: int, *, duration_s: float) -> PublishReport:
+        """What all passes did."""
+        return PublishReport(
+            policy_version=policy_version,
+            duration_s=duration_s,
+            num_bytes=max((fed.num_bytes for fed in self._fed), default=0),
+            num_buckets=sum(fed.num_buckets for fed in self._fed),
+            peak_extra_bytes=max((fed.peak_bytes for fed in self._fed), default=0),
+            bucket_bytes=max((fed.bucket_bytes for fed in self._fed), default=0),
+            pause_s=self._pause_s,
+            results=tuple(self._results.values()),
+        )
+
+    def _move(self, transport: Transport, fanout: Fanout, policy_version: int) -> Fed:
+        """Every phase between pause and the last server that goes on."""
+        mode, version = self._settings.pause_mode, str(policy_version)
+        fanout.run("pause", lambda client, deadline: client.pause(mode, deadline))
+        if self._probe is not None:
+            fanout.run("scramble", ServerClient.scramble)
+        fed = transport.feed(fanout)
+        if self._probe is not None:
+            self._let_probe(self._probe, fanout, version)
+        else:
+            self._compare_checksums(fed, fanout)
+            fanout.run("version", lambda client, deadline: client.set_version(version, deadline))
+            fanout.run("continue", ServerClient.resume)
+        return fed
+
+    def _compare_checksums(self, fed: Fed, fanout: Fanout) -> None:
+        def verify(client: ServerClient, deadline: float) -> None:
+            fed.accounts[self._kinds[client.server_id]].verify(client, deadline)
+
+        if fed.accounts:
+            fanout.run("verify", verify)
+
+    def _let_probe(self, probe: Probe, fanout: Fanout, version: str) -> None:
+        """Go on under a name that is no policy_version: what is drawn before the verdict, by a turn
+        that was on its way, is nobody's version and is thrown away by the router.
+        """
+        name = UNVERIFIED + version
+        fanout.run("version", lambda client, deadline: client.set_version(name, deadline))
+        fanout.run("continue", ServerClient.resume)
+        fanout.run("verify", lambda client, deadline: probe.verify(client, name, deadline))
+        fanout.run("version", lambda client, deadline: client.set_version(version, deadline))
+
+
+def _answers(entry: ServerEntry) -> bool:
+    try:
+        client = ServerClient(entry.server_id, entry.url)
+    except OutloopError:
+        return False
+    try:
+        client.model_info(time.monotonic() + _PROBE_TIMEOUT_S)
+    except OutloopError:
+        return False
+    finally:
+        client.close()
+    return True

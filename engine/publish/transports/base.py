@@ -1,0 +1,222 @@
+"""Handing a model over in buckets.
+
+Owns: the double-buffered pipeline, and the senders whose servers read the trainer's own memory.
+Does not own: the group (collective), folders (disk), phases around it (transaction). Invariant: one
+bucket is filled while the one before is read, and no third is ever held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from outloop.engine.publish.buckets.pipeline import Fed, Filled, Filler, Layout
+from outloop.engine.publish.buckets.plan import ALIGNMENT, Bucket
+from outloop.engine.publish.buckets.staging import Staging
+from outloop.engine.publish.flattened_bucket import PayloadWriter, write_bucket
+from outloop.engine.publish.server_client import ServerClient
+from outloop.engine.publish.server_fanout import Fanout
+from outloop.engine.publish.tensor_source import TensorSource
+from outloop.engine.publish.verification.accounts import Account
+
+
+class Transport(Protocol):
+    """Moves weights; used for one publish after the other."""
+
+    is_joint: bool
+    """One server's failure costs the others time: one that failed or came late is fed apart."""
+
+    def prepare(
+        self, source: TensorSource, fanout: Fanout, accounts: Mapping[str, Account]
+    ) -> None:
+        """What can be done before servers are paused."""
+
+    def feed(self, fanout: Fanout) -> Fed:
+        """Hand over everything that `prepare` was given."""
+
+    def end(self) -> None:
+        """This publish is over, whether or not all of it was fed."""
+
+    def release(self) -> None:
+        """Give memory back that is kept for the next publish."""
+
+    def close(self) -> None:
+        """Remove whatever was used on the way."""
+
+
+class Sender(Protocol):
+    """Lets every server of a fanout have a bucket."""
+
+    alignment: int
+    is_joint: bool
+
+    def connect(self, fanout: Fanout) -> None:
+        """Before servers are paused."""
+
+    def start(self, fanout: Fanout, bucket: Filled) -> None:
+        """Begin to hand over; the bucket's memory stays as it is until `finish`."""
+
+    def finish(self, fanout: Fanout) -> None:
+        """Wait for what `start` began; servers that did not take it fail."""
+
+    def close(self) -> None:
+        """Remove whatever was used on the way."""
+
+
+class Bucketed:
+    """Buckets in two staging buffers, handed over by a sender."""
+
+    def __init__(
+        self, sender: Sender, staging: Staging, *, bucket_bytes: int, dtype: torch.dtype
+    ) -> None:
+        self.is_joint = sender.is_joint
+        self._sender = sender
+        self._staging = staging
+        self._bucket_bytes = bucket_bytes
+        self._dtype = dtype
+        self._layout: Layout | None = None
+        self._filler: Filler | None = None
+        self._fed = Fed({})
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="publish-hash")
+        self._hashed: list[Future[None]] = []
+        """Of the bucket that was filled last."""
+
+    def prepare(
+        self, source: TensorSource, fanout: Fanout, accounts: Mapping[str, Account]
+    ) -> None:
+        """Connect, and fill the first bucket.
+
+        Raises:
+            PublishFailed: nothing to publish, no memory for it, or no server left.
+        """
+        self._fed, self._hashed = Fed(accounts), []
+        self._sender.connect(fanout)
+        specs = source.specs
+        if self._layout is None or self._layout.specs != specs:
+            self._forget_layout()
+            self._layout = Layout(
+                specs,
+                bucket_bytes=self._bucket_bytes,
+                dtype=self._dtype,
+                alignment=self._sender.alignment,
+            )
+        self._filler = Filler(
+            source, self._staging, self._layout, copy=self._fed.copy, on_copied=self._hash
+        )
+        self._filler.fill_first()
+
+    def feed(self, fanout: Fanout) -> Fed:
+        """Open the update, send every bucket, close the update."""
+        assert self._filler is not None
+        filler, fed = self._filler, self._fed
+        fanout.run("begin", self._begin_of(fanout))
+        before: list[Future[None]] = []
+        with closing(filler.filled()) as buckets:
+            for bucket in buckets:
+                if fed.num_buckets:
+                    self._sender.finish(fanout)
+                    _settle(before)
+                self._sender.start(fanout, bucket)
+                before, self._hashed = self._hashed, []
+                fed.count(bucket)
+        self._sender.finish(fanout)
+        _settle(before)
+        fanout.run("end", ServerClient.end_update)
+        fed.peak_bytes, fed.bucket_bytes = filler.peak_bytes, filler.max_bytes
+        return fed
+
+    def end(self) -> None:
+        """End the source's pass, if it was begun."""
+        filler, self._filler = self._filler, None
+        if filler is not None:
+            filler.close()
+        # What is still being hashed is of no use, and reads memory that is about to be written.
+        self._hashing.submit(int).result()
+
+    def _begin_of(self, fanout: Fanout) -> Callable[[ServerClient, float], None]:
+        transactions = {kind: account.transaction for kind, account in self._fed.accounts.items()}
+
+        def begin(client: ServerClient, deadline: float) -> None:
+            kind = fanout.kind_of(client.server_id)
+            client.begin_update(deadline, transaction=transactions.get(kind))
+
+        return begin
+
+    def _hash(self, content: Tensor, places: Bucket) -> None:
+        if not self._fed.is_all_on_the_way:
+            self._hashed.append(self._hashing.submit(self._fed.account, content, places))
+
+    def release(self) -> None:
+        """Give staging back; the next publish takes it anew."""
+        self._forget_layout()
+        self._staging.close()
+
+    def close(self) -> None:
+        """Give staging back and leave what the sender joined."""
+        self._sender.close()
+        self._hashing.shutdown()
+        self._forget_layout()
+        self._staging.close()
+
+    def _forget_layout(self) -> None:
+        if self._layout is not None:
+            self._layout.forget_views()
+        self._layout = None
+
+
+def _settle(hashed: list[Future[None]]) -> None:
+    """Wait until a bucket has been hashed, so that its memory may be written again."""
+    for future in hashed:
+        future.result()
+
+
+class PayloadSender:
+    """Servers on this machine map the bucket: shared memory, or CUDA-IPC when staging is there."""
+
+    alignment = ALIGNMENT
+    is_joint = False
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        """Each server has `num_ranks` tensor-parallel ranks, which all read whole buckets."""
+        self._num_ranks = num_ranks
+        self._in_flight: dict[str, Future[None]] = {}
+        self._writer = PayloadWriter()
+
+    def connect(self, fanout: Fanout) -> None:
+        """Nothing to do."""
+
+    def start(self, fanout: Fanout, bucket: Filled) -> None:
+        """Post the bucket's payload to every server."""
+        self._in_flight = fanout.start(self._post_of(bucket, len(fanout.left)))
+
+    def finish(self, fanout: Fanout) -> None:
+        """Wait for the answers."""
+        started, self._in_flight = self._in_flight, {}
+        fanout.finish("bucket", started)
+
+    def close(self) -> None:
+        """Nothing to remove."""
+
+    def _post_of(self, bucket: Filled, num_servers: int) -> Callable[[ServerClient, float], Any]:
+        if bucket.content.is_cuda:
+            torch.cuda.current_stream(bucket.content.device).synchronize()
+
+            def post_own(client: ServerClient, deadline: float) -> None:
+                # Each reader of a CUDA handle holds a reference of its own.
+                client.update_from_bucket(write_bucket(bucket.content, bucket.places), deadline)
+
+            return post_own
+        num_ranks = self._num_ranks
+        payload = self._writer.write(
+            bucket.content, bucket.places, num_readers=num_servers * num_ranks
+        )
+
+        def post(client: ServerClient, deadline: float) -> None:
+            client.update_from_bucket(payload, deadline, num_ranks=num_ranks)
+
+        return post

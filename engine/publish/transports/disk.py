@@ -1,0 +1,112 @@
+"""A Hugging Face folder that every server reads; for servers that share a file system.
+
+Owns: the folder of a publish, written bucket by bucket. Does not own: phases around it
+(transaction). Invariant: the folder holds the whole model before any server is told of it, and is
+removed when the publish is over; one bucket at a time is held in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from outloop.buffer.errors import PublishFailed
+from outloop.engine.publish.buckets.pipeline import Fed, Filled, Filler, Layout
+from outloop.engine.publish.buckets.plan import ALIGNMENT
+from outloop.engine.publish.buckets.staging import DeviceBuffer, Staging
+from outloop.engine.publish.server_fanout import Fanout
+from outloop.engine.publish.tensor_source import TensorSource
+from outloop.engine.publish.verification.accounts import Account
+
+
+class Disk:
+    """Writes one safetensors file per bucket and lets servers load the folder."""
+
+    is_joint = False
+
+    def __init__(self, folder: Path, *, bucket_bytes: int, dtype: torch.dtype) -> None:
+        """`folder` is where a folder is made for every publish; servers see the same path."""
+        self._root = folder
+        self._bucket_bytes = bucket_bytes
+        self._dtype = dtype
+        self._staging = Staging(DeviceBuffer(torch.device("cpu")))
+        self._folder: Path | None = None
+        self._fed = Fed({})
+
+    def prepare(
+        self, source: TensorSource, fanout: Fanout, accounts: Mapping[str, Account]
+    ) -> None:
+        """Write the folder, before anything is paused.
+
+        Raises:
+            PublishFailed: it cannot be written.
+        """
+        self.end()
+        self._folder = self._root / "incoming"
+        self._fed = Fed(accounts)
+        layout = Layout(
+            source.specs,
+            bucket_bytes=self._bucket_bytes,
+            dtype=self._dtype,
+            alignment=ALIGNMENT,
+        )
+        filler = Filler(
+            source, self._staging, layout, copy=self._fed.copy, on_copied=self._fed.account
+        )
+        try:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True)
+            weight_map: dict[str, str] = {}
+            with closing(filler.filled()) as buckets:
+                for bucket in buckets:
+                    weight_map |= self._write(self._folder, bucket)
+            index = json.dumps({"metadata": {}, "weight_map": weight_map})
+            (self._folder / "model.safetensors.index.json").write_text(index)
+            self._fed.peak_bytes = filler.peak_bytes
+            self._fed.bucket_bytes = filler.max_bytes
+        except (OSError, SafetensorError) as error:
+            folder = str(self._folder)
+            self.end()
+            raise PublishFailed(
+                f"weights cannot be written to folder={folder!r}: {error}"
+            ) from error
+
+    def feed(self, fanout: Fanout) -> Fed:
+        """Let every server load the folder."""
+        folder = str(self._folder)
+        fanout.run("disk", lambda client, deadline: client.update_from_disk(folder, deadline))
+        return self._fed
+
+    def end(self) -> None:
+        """Remove the folder and give the memory back."""
+        self._staging.close()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def release(self) -> None:
+        """No memory is held between publishes."""
+
+    def close(self) -> None:
+        """Remove the folder and give the memory back."""
+        self.end()
+
+    def _write(self, folder: Path, bucket: Filled) -> dict[str, str]:
+        """One file; returns which tensors are in it."""
+        name = f"model-{self._fed.num_buckets:05d}.safetensors"
+        tensors = {
+            place.spec.name: bucket.content[place.start : place.end]
+            .view(place.spec.dtype)
+            .view(place.spec.shape)
+            for place in bucket.places
+        }
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        self._fed.count(bucket)
+        return dict.fromkeys(tensors, name)

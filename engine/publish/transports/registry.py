@@ -1,0 +1,43 @@
+"""Which transport the settings ask for.
+
+Owns: the table of transports. Does not own: how they work. Invariant: every name that
+`publish.transport` allows is built here, and nothing else chooses.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from outloop.buffer.run import Run
+from outloop.engine.publish.buckets.staging import DeviceBuffer, SharedBuffer, Staging
+from outloop.engine.publish.transports.base import Bucketed, PayloadSender, Sender, Transport
+from outloop.engine.publish.transports.broadcast import GroupSender
+from outloop.engine.publish.transports.disk import Disk
+from outloop.engine.publish.transports.per_server import GroupPerServer
+from outloop.engine.publish.transports.process_group import Backend
+
+
+def build_transport(run: Run, name: str) -> Transport:
+    """The transport called `name` in `publish.transport`."""
+    server, publish = run.settings.server, run.settings.publish
+    bucket_bytes = int(publish.bucket_mb * 2**20)
+    num_ranks = server.tensor_parallel_size
+    dtype = torch.float32 if server.dtype == "float32" else torch.bfloat16
+    if name == "disk":
+        return Disk(run.dir / "publish", bucket_bytes=bucket_bytes, dtype=dtype)
+    sender: Sender
+    if name == "cuda_ipc":
+        device = torch.device("cuda", torch.cuda.current_device())
+        sender, staging = PayloadSender(), Staging(DeviceBuffer(device), DeviceBuffer(device))
+    elif name == "collective":
+        backend: Backend = "nccl" if server.device.startswith("cuda") else "gloo"
+        device = torch.device("cuda" if backend == "nccl" else "cpu")
+        join = partial(GroupSender, host=publish.host, backend=backend, num_ranks=num_ranks)
+        # Sending to each server by itself would cost a GPU's link once per server.
+        sender = join() if backend == "nccl" else GroupPerServer(join)
+        staging = Staging(DeviceBuffer(device), DeviceBuffer(device))
+    else:
+        sender, staging = PayloadSender(num_ranks), Staging(SharedBuffer(), SharedBuffer())
+    return Bucketed(sender, staging, bucket_bytes=bucket_bytes, dtype=dtype)

@@ -1,0 +1,160 @@
+"""Whether a server holds what was sent.
+
+Owns: what is kept of a publish to compare with each kind of server. Does not own: how checksums are
+made (checksum, fused), the phases around it (transaction). Invariant: a server passes only if it
+names exactly the parameters that were sent, each with the checksum of the bytes that were sent.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from outloop.buffer.errors import OutloopError, PublishFailed
+from outloop.engine.publish.buckets.plan import Bucket, TensorSpec
+from outloop.engine.publish.server_client import ServerClient
+from outloop.engine.publish.verification.checksum import Algorithm, tensor_checksum
+from outloop.engine.publish.verification.hashed_copy import copy_hashed
+from outloop.engine.publish.verification.sglang_layout import FusedChecksums
+
+_ALGORITHM: Algorithm = "xxh3_128"
+
+
+OnTheWay = Callable[[str, Tensor, Tensor], None]
+"""Copies a tensor (name, target, tensor) and accounts for what was written."""
+
+
+class Account(Protocol):
+    """What was sent, as one kind of server will speak of it."""
+
+    transaction: str | None
+    """Told to the server when its update begins."""
+    on_the_way: OnTheWay | None
+    """In place of `add`; None where it would be waited for too long."""
+
+    def add(self, content: Tensor, places: Bucket) -> None:
+        """A bucket's bytes as sent (uint8), and which tensors lie where."""
+
+    def verify(self, client: ServerClient, deadline: float) -> None:
+        """Ask the server what it holds and compare.
+
+        Raises:
+            PublishFailed: a parameter differs, is missing, or was never sent.
+        """
+
+
+class TorchAccount:
+    """Checksums under Hugging Face names: what the torch server holds."""
+
+    def __init__(self, *, is_gpu: bool = False) -> None:
+        self.transaction: str | None = secrets.token_hex(8)
+        self._sums: dict[str, str] = {}
+        # Bytes on a GPU would be waited for while they are copied out of it.
+        self.on_the_way: OnTheWay | None = None if is_gpu else self._copy
+
+    def add(self, content: Tensor, places: Bucket) -> None:
+        """Keep the checksum of every tensor."""
+        for place in places:
+            sent = content[place.start : place.end]
+            self._sums[place.spec.name] = tensor_checksum(sent, _ALGORITHM)
+
+    def verify(self, client: ServerClient, deadline: float) -> None:
+        """Compare tensor by tensor."""
+        (held,) = client.checksums(_ALGORITHM, deadline, transaction=self.transaction)
+        compare_checksums(client.server_id, self._sums, held)
+
+    def _copy(self, name: str, target: Tensor, tensor: Tensor) -> None:
+        self._sums[name] = copy_hashed(target, tensor)
+
+
+class SGLangAccount:
+    """Checksums of SGLang's fused parameters, rank by rank."""
+
+    def __init__(self, num_ranks: int, specs: Sequence[TensorSpec], *, is_gpu: bool) -> None:
+        self.transaction: str | None = None
+        # SGLang's hash is too slow to wait for.
+        self.on_the_way: OnTheWay | None = None
+        self._sums = FusedChecksums(num_ranks, specs, is_gpu=is_gpu)
+        self._num_ranks = num_ranks
+
+    def add(self, content: Tensor, places: Bucket) -> None:
+        """Add every tensor to the parameter that it is part of."""
+        for place in places:
+            self._sums.add(place.spec, content[place.start : place.end])
+
+    def verify(self, client: ServerClient, deadline: float) -> None:
+        """Compare every rank's parameters.
+
+        A server whose experts are spread over its ranks is told apart from one that holds wrong
+        weights.
+        """
+        try:
+            self._compare(client, deadline)
+        except PublishFailed as error:
+            num_expert_ranks = _expert_ranks_of(client, deadline)
+            if num_expert_ranks == 1:
+                raise
+            raise PublishFailed(
+                f"{client.server_id} has ep_size={num_expert_ranks}: checksums of experts that are "
+                'spread over ranks are not known; set publish.verify to "probe" or "none", or '
+                "start it with ep_size=1"
+            ) from error
+
+    def _compare(self, client: ServerClient, deadline: float) -> None:
+        held = client.checksums(None, deadline)
+        if len(held) != self._num_ranks:
+            raise PublishFailed(
+                f"{client.server_id} has num_ranks={len(held)}; "
+                f"server.tensor_parallel_size={self._num_ranks} is expected"
+            )
+        for sent, of_rank in zip(self._sums.result(), held, strict=True):
+            compare_checksums(client.server_id, sent, of_rank)
+
+
+def accounts_for(
+    kinds: Iterable[str], *, num_ranks: int, specs: Sequence[TensorSpec], is_gpu: bool = False
+) -> dict[str, Account]:
+    """An empty account for each of the servers' kinds; SGLang's have `num_ranks` ranks.
+
+    `specs` are all that will be sent; `is_gpu`: the servers hold their weights on GPUs.
+    """
+    accounts: dict[str, Account] = {}
+    for kind in sorted(set(kinds)):
+        if kind == "sglang":
+            accounts[kind] = SGLangAccount(num_ranks, specs, is_gpu=is_gpu)
+        else:
+            accounts[kind] = TorchAccount(is_gpu=is_gpu)
+    return accounts
+
+
+def _expert_ranks_of(client: ServerClient, deadline: float) -> int:
+    """Over how many ranks the server spreads experts; 1 if it does not say."""
+    try:
+        size = client.server_info(deadline).get("ep_size")
+    except OutloopError:
+        return 1
+    return size if isinstance(size, int) else 1
+
+
+def compare_checksums(server_id: str, sent: dict[str, str], held: dict[str, str]) -> None:
+    """Refuse a server whose weights are not what was sent; both by the server's names.
+
+    Raises:
+        PublishFailed: a parameter differs, is missing, or was never sent.
+    """
+    wrong = sorted(name for name, value in sent.items() if held.get(name, value) != value)
+    missing = sorted(sent.keys() - held.keys())
+    unsent = sorted(held.keys() - sent.keys())
+    for names, what in (
+        (wrong, "differ from what was sent"),
+        (missing, "were sent but are not there"),
+        (unsent, "were never sent"),
+    ):
+        if names:
+            raise PublishFailed(
+                f"{server_id}: {len(names)} tensors {what}, the first is {names[0]!r}; "
+                "the server is fed again by the next publish"
+            )

@@ -1,0 +1,47 @@
+"""Whether a server still answers.
+
+Owns: the question, its deadline, the count of those in a row that were left unanswered. Does not
+own: what follows (attach, sglang/supervise). Invariant: one question at a time, none outlasts its
+deadline, and an answer forgets every silence before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from outloop.buffer.errors import OutloopError
+from outloop.engine.publish.server_client import ServerClient
+
+
+class Watch:
+    """Asks the server at `url` which weights it holds."""
+
+    def __init__(self, server_id: str, url: str, *, timeout_s: float, max_missed: int) -> None:
+        self.url = url
+        self._client = ServerClient(server_id, url)
+        self._timeout_s = timeout_s
+        self._max_missed = max_missed
+        self._num_missed = 0
+
+    @property
+    def is_lost(self) -> bool:
+        """It left `max_missed` questions in a row unanswered."""
+        return self._num_missed >= self._max_missed
+
+    async def weight_version(self) -> str | None:
+        """The version that it says it holds; None if it does not answer in time."""
+        version = await asyncio.to_thread(self._ask)
+        self._num_missed = 0 if version is not None else self._num_missed + 1
+        return version
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def _ask(self) -> str | None:
+        try:
+            info = self._client.model_info(time.monotonic() + self._timeout_s)
+        except OutloopError:
+            return None
+        return str(info.get("weight_version"))

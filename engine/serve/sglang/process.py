@@ -1,0 +1,164 @@
+"""One SGLang server: started, watched, stopped.
+
+Owns: its processes from start to end. Does not own: its arguments (arguments.py), its entry in the
+registry (the caller), starting it again (the launcher, or whoever runs `outloop server`).
+Invariant: when `serve_sglang` returns or raises, none of its processes is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import time
+import uuid
+from asyncio.subprocess import Process
+from collections.abc import Awaitable, Callable
+
+import psutil
+import structlog
+
+from outloop.buffer.errors import DeadlineExceeded, PartFailed, SettingsError
+from outloop.buffer.registry import advertised_url
+from outloop.buffer.settings import Settings
+from outloop.engine.launch.child_process import die_with_parent
+from outloop.engine.launch.port_reservation import hold_port
+from outloop.engine.serve.health import Watch
+from outloop.engine.serve.sglang.arguments import (
+    REFUSED_EXIT_CODE,
+    process_environment,
+    start_command,
+)
+
+_POLL_S = 0.25
+_PROBE_INTERVAL_S = 5.0
+_PROBE_TIMEOUT_S = 10.0
+_MAX_MISSED_PROBES = 6
+_STOP_TIMEOUT_S = 10.0
+_log = structlog.get_logger()
+
+
+async def serve_sglang(
+    settings: Settings,
+    *,
+    stop: asyncio.Event,
+    on_bound: Callable[[str], Awaitable[None]],
+    port: int = 0,
+    advertise: str | None = None,
+) -> None:
+    """Start SGLang, call `on_bound` with its URL when it answers, and watch it until `stop`.
+
+    Raises:
+        SettingsError: there is no SGLang here, or it refuses its arguments.
+        DeadlineExceeded: it did not answer within server.start_timeout_s.
+        PartFailed: it ended by itself, or no longer answers.
+    """
+    if port:
+        await _serve_at(port, settings, stop, on_bound, advertise)
+        return
+    # SGLang binds its port half a minute after it was told which.
+    with hold_port(settings.server.host) as held:
+        await _serve_at(held.getsockname()[1], settings, stop, on_bound, advertise)
+
+
+async def _serve_at(
+    port: int,
+    settings: Settings,
+    stop: asyncio.Event,
+    on_bound: Callable[[str], Awaitable[None]],
+    advertise: str | None,
+) -> None:
+    url = advertised_url(settings.server.host, port, advertise)
+    identity = f"started-{uuid.uuid4().hex[:12]}"
+    command = start_command(settings, port=port, identity=identity)
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=subprocess.DEVNULL,
+        env=process_environment(settings),
+        # SGLang's other processes end when this one does.
+        preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+    )
+    watch = Watch("sglang", url, timeout_s=_PROBE_TIMEOUT_S, max_missed=_MAX_MISSED_PROBES)
+    try:
+        timeout_s = settings.server.start_timeout_s
+        if not await _wait_until_it_answers(timeout_s, process, watch, identity, stop):
+            return
+        await on_bound(url)
+        _log.info("server_ready", url=url, purpose="policy", pid=process.pid)
+        await _watch(process, watch, stop)
+    finally:
+        watch.close()
+        await _end(process)
+
+
+async def _wait_until_it_answers(
+    timeout_s: float, process: Process, watch: Watch, identity: str, stop: asyncio.Event
+) -> bool:
+    """True when it answers, False when told to stop first."""
+    deadline = time.monotonic() + timeout_s
+    while await watch.weight_version() != identity:
+        _check_alive(process)
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                who="server",
+                phase="start",
+                peer=f"SGLang at {watch.url} (pid {process.pid})",
+                after_s=timeout_s,
+            )
+        if await _stopped(stop, _POLL_S):
+            return False
+    return True
+
+
+async def _watch(process: Process, watch: Watch, stop: asyncio.Event) -> None:
+    """Return when `stop` is set.
+
+    Raises:
+        PartFailed: SGLang ended, or did not answer for long.
+    """
+    probe_at = time.monotonic() + _PROBE_INTERVAL_S
+    while not await _stopped(stop, _POLL_S):
+        _check_alive(process)
+        if time.monotonic() < probe_at:
+            continue
+        await watch.weight_version()
+        if watch.is_lost:
+            raise PartFailed(
+                f"SGLang at {watch.url} (pid {process.pid}) left num_probes={_MAX_MISSED_PROBES} "
+                "unanswered, "
+                f"{_PROBE_TIMEOUT_S:.0f} s each; see the log above"
+            )
+        probe_at = time.monotonic() + _PROBE_INTERVAL_S
+
+
+async def _stopped(stop: asyncio.Event, timeout_s: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stop.wait(), timeout_s)
+    return stop.is_set()
+
+
+def _check_alive(process: Process) -> None:
+    code = process.returncode
+    if code is None:
+        return
+    if code == REFUSED_EXIT_CODE:
+        raise SettingsError("SGLang refused its arguments; its sentence is in the log above")
+    raise PartFailed(f"SGLang ended with exit_code={code}; see the log above")
+
+
+async def _end(process: Process) -> None:
+    """Stop SGLang and every process it started: kindly, then by force."""
+    tree: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        tree = psutil.Process(process.pid).children(recursive=True)
+    if process.returncode is None:
+        process.terminate()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+    for child in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    if process.returncode is None:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,100 @@
+"""Request bodies of the torch server's control routes, as SGLang 0.5.23 has them.
+
+Owns: fields and their defaults. Does not own: what they do (app). Invariant: a default is SGLang's
+own; unknown fields are ignored, as there.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+from outloop.engine.publish.verification.checksum import Algorithm
+
+
+class AbortBody(BaseModel):
+    """/abort_request"""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class PauseBody(BaseModel):
+    """/pause_generation"""
+
+    mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+class BeginBody(BaseModel):
+    """/begin_weight_update"""
+
+    selector: Literal["all", "target"] = "all"
+    transaction: str | None = None
+    """Not SGLang's: names what is stored, so that checksums of it are taken meanwhile."""
+
+
+class FromTensorBody(BaseModel):
+    """/update_weights_from_tensor"""
+
+    serialized_named_tensors: list[str]
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
+class FromDiskBody(BaseModel):
+    """/update_weights_from_disk"""
+
+    model_path: str
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+
+
+class VersionBody(BaseModel):
+    """/update_weight_version"""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class CheckBody(BaseModel):
+    """/weights_checker"""
+
+    action: str
+    algorithm: Algorithm = "sha256"
+    """SGLang knows only its own."""
+    transaction: str | None = None
+    """As the update was begun with."""
+
+
+class FromGroupBody(BaseModel):
+    """/update_weights_from_distributed"""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    load_format: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
+class JoinGroupBody(BaseModel):
+    """/init_weights_update_group"""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "nccl"
+
+
+class LeaveGroupBody(BaseModel):
+    """/destroy_weights_update_group"""
+
+    group_name: str = "weight_update_group"

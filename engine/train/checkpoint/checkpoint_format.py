@@ -1,0 +1,201 @@
+"""Checkpoints of the trainer.
+
+Owns: what `checkpoints/step_N/` holds: Megatron's distributed format with weights, moments,
+schedule and random states, the mark of what the weights contain, and kept groups; reading it. Does
+not own: writing it (saving), what Redis makes of the mark (reader), the kept groups' form (kept),
+how an optimizer keeps its moments (moments). Invariant: a folder named step_N is complete or is
+skipped; an older checkpoint is removed only after a newer one is complete; what one layout of ranks
+wrote, any other reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.records import CheckpointMark
+from outloop.engine.train.megatron.model_and_optimizer import Policy, PolicyConfig
+from outloop.engine.train.megatron.optimizer_state import (
+    moments_to_fill,
+    moments_to_save,
+    put_moments,
+)
+
+SCHEMA = 2
+STATE = "state.json"
+KEPT = "kept_groups.msgpack"
+"""Groups kept to be trained again, if the run keeps any."""
+COMPLETE = "COMPLETE"
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    step: int
+    """Steps of the loop that its weights contain."""
+    num_updates: int
+    """Optimizer updates in them."""
+    mark: CheckpointMark
+    model: dict[str, Any]
+    """Shape of the model, for refusing another one's checkpoint."""
+    reference_hash: str = ""
+    """Content hash of the reference model that the run is pinned to; empty: none yet."""
+    layout: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the ranks that wrote it."""
+
+
+def latest_checkpoint(folder: Path) -> Checkpoint | None:
+    """The complete checkpoint with the most steps; incomplete ones are skipped and named."""
+    found = sorted(_steps(folder).items(), reverse=True)
+    for _, path in found:
+        problem = _problem(path)
+        if problem is None:
+            return read_checkpoint(path)
+        _log.warning(
+            "checkpoint_skipped",
+            sentence=f"checkpoint {path} is incomplete ({problem}); the one before it is used",
+        )
+    return None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """What a complete checkpoint says of itself.
+
+    Raises:
+        SettingsError: another release wrote it.
+    """
+    state = json.loads((path / STATE).read_text())
+    if state["schema"] != SCHEMA:
+        raise SettingsError(
+            f"checkpoint {path} has schema={state['schema']}; this release reads {SCHEMA}. Go on "
+            "with the release that wrote it, or start a new run.name"
+        )
+    mark = state["mark"]
+    return Checkpoint(
+        path=path,
+        step=state["step"],
+        num_updates=state["num_updates"],
+        mark=CheckpointMark(**(mark | {"group_ids": tuple(mark["group_ids"])})),
+        model=state["model"],
+        reference_hash=state["reference_hash"],
+        layout=state["layout"],
+    )
+
+
+def check_model(checkpoint: Checkpoint, config: PolicyConfig) -> None:
+    """Refuse a checkpoint of a model of another shape; needs no process group.
+
+    Raises:
+        SettingsError: names what differs.
+    """
+    shape = shape_of(config)
+    if checkpoint.model != shape:
+        other = {k: (v, shape.get(k)) for k, v in checkpoint.model.items() if shape.get(k) != v}
+        raise SettingsError(
+            f"checkpoint {checkpoint.path} is of another model (checkpoint, model.path): {other}; "
+            "start a new run.name, or give the model folder that this run began with"
+        )
+
+
+def load_checkpoint(policy: Policy, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint's weights, moments, schedule position and random states in place.
+
+    Learning rate, decay and betas stay as the settings of this start say. Random states are those
+    of the rank's place, so they come back in the layout that wrote them; in another layout they
+    stay as this start seeded them.
+
+    Raises:
+        SettingsError: the checkpoint is of a model of another shape.
+    """
+    check_model(checkpoint, policy.config)
+    is_same_layout = checkpoint.layout == dataclasses.asdict(policy.config.sizes)
+    wanted = sharded_state(policy, num_updates=checkpoint.num_updates, is_loading=True)
+    if is_same_layout:
+        wanted["random"] = random_states()
+    with warnings.catch_warnings():
+        # Megatron 0.16.1 reads through a function that this torch has deprecated.
+        warnings.simplefilter("ignore", FutureWarning)
+        state = dist_checkpointing.load(wanted, str(checkpoint.path / "shards"))
+    policy.model.load_state_dict(state["model"])
+    if checkpoint.num_updates:
+        put_moments(policy, state["moments"], num_updates=checkpoint.num_updates)
+    policy.scheduler.num_steps = 0
+    policy.scheduler.step(increment=checkpoint.num_updates)
+    if is_same_layout:
+        torch.set_rng_state(state["random"]["torch"])
+        get_cuda_rng_tracker().set_states(state["random"]["megatron"])
+
+
+def random_states() -> ShardedObject:
+    """This rank's own."""
+    states = {"torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
+    return ShardedObject("random", states, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def sharded_state(policy: Policy, *, num_updates: int, is_loading: bool = False) -> dict[str, Any]:
+    """What Megatron saves, or fills; before the first update Adam has no moments."""
+    model = policy.model.sharded_state_dict()
+    if num_updates == 0:
+        return {"model": model}
+    take = moments_to_fill if is_loading else moments_to_save
+    return {"model": model, "moments": take(policy, model)}
+
+
+def shape_of(config: PolicyConfig) -> dict[str, Any]:
+    """What must be equal for a checkpoint to be of a model."""
+    return {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.num_query_groups,
+        "kv_channels": config.kv_channels,
+        "vocab_size": config.vocab_size,
+        "qk_layernorm": config.qk_layernorm,
+        "is_tied": config.is_tied,
+        "add_qkv_bias": config.add_qkv_bias,
+        "num_moe_experts": config.num_moe_experts,
+        "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
+    }
+
+
+def _steps(folder: Path) -> dict[int, Path]:
+    names = [path for path in folder.glob("step_*") if path.name[5:].isdecimal()]
+    return {int(path.name[5:]): path for path in names}
+
+
+def _problem(path: Path) -> str | None:
+    """Why the checkpoint cannot be used, or None."""
+    marker = path / COMPLETE
+    if not marker.is_file():
+        return f"{COMPLETE} is missing"
+    for name, size in json.loads(marker.read_text()).items():
+        part = path / name
+        if not part.is_file() or part.stat().st_size != size:
+            return f"{name} is missing or cut off"
+    return None
+
+
+def remove_old(folder: Path, *, newest: int, keep: int) -> None:
+    """Remove what was begun, and all complete ones but the newest `keep`."""
+    for step, path in sorted(_steps(folder).items(), reverse=True)[keep:]:
+        if step < newest:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".step_*.writing"):
+        shutil.rmtree(path, ignore_errors=True)

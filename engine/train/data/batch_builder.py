@@ -1,0 +1,290 @@
+"""From taken groups to the samples of a step.
+
+Owns: reward statistics of what was taken, which groups are dropped and why, advantages on samples,
+the split of a take into updates. Does not own: Redis (loop), gradients (update). Invariant:
+statistics come before filters; filters keep admission order; a group is trained whole or dropped
+whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from outloop.buffer.errors import RecordError
+from outloop.buffer.records import DropReason, Group, Trajectory
+from outloop.buffer.settings import Settings
+from outloop.engine.train.algorithms.advantages import groups_with_signal, take_advantages
+from outloop.engine.train.algorithms.reward_shaping import (
+    kl_penalty,
+    num_drawn_tokens,
+    overlong_penalty,
+)
+from outloop.engine.train.algorithms.user_functions import advantage_of, filter_of
+from outloop.engine.train.data.samples import Sample, build_samples, oldest_trained_version
+from outloop.engine.train.step.recompute_logprobs import Score, mean_kl, with_references
+
+Episodes = list[tuple[Sample, ...]]
+"""The samples of each scored episode of a group."""
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """What a step trains, what it drops, and what was measured before either was decided."""
+
+    samples: tuple[tuple[Sample, ...], ...]
+    """One tuple for every kept group, in admission order."""
+    group_ids: tuple[str, ...]
+    """The kept groups, in the same order."""
+    best_rewards: tuple[float, ...]
+    """The highest reward in each of them."""
+    dropped: tuple[tuple[str, DropReason], ...]
+    metrics: dict[str, float]
+    sentences: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What is wrong with each group that was dropped as malformed."""
+
+    def updates(self, num_updates: int) -> list[list[Sample]]:
+        """The samples of each of at most `num_updates` updates: whole groups, each in one."""
+        groups = [samples for samples in self.samples if samples]
+        size = max(1, -(-len(groups) // num_updates))
+        chunks = [groups[start : start + size] for start in range(0, len(groups), size)]
+        return [list(chain.from_iterable(chunk)) for chunk in chunks]
+
+
+def build_batch(
+    groups: Sequence[Group],
+    settings: Settings,
+    *,
+    policy_version: int,
+    vocab_size: int,
+    score_reference: Score | None = None,
+) -> Batch:
+    """Measure `groups`, drop what cannot be trained, and build samples from the rest.
+
+    Drops: stale (a trained token is older than policy_version - buffer.max_staleness), failed (no
+    scored episode), no_signal (equal rewards, unless buffer.drop_zero_signal is off), filtered
+    (buffer.filter_path said so), overlong (a sample exceeds trainer.max_microbatch_tokens),
+    malformed (ids outside the vocabulary, or a record that contradicts itself).
+
+    Advantages come from rewards less the overlong penalty and, with trainer.kl = "k1", less the KL
+    penalty. Whether rewards carry signal is decided before the KL penalty, which nearly always
+    differs; statistics over a take include groups that are dropped, without KL penalty.
+
+    Args:
+        score_reference: reference logprobs; needed unless trainer.kl = "none".
+    """
+    ordered = sorted(groups, key=lambda group: group.slot)
+    advantage = advantage_of(settings)
+    penalties = [overlong_penalties(group, settings) for group in ordered]
+    rewards = [
+        [r - penalty for r, penalty in zip(group_rewards(group), taken_off, strict=True)]
+        for group, taken_off in zip(ordered, penalties, strict=True)
+    ]
+    signal = groups_with_signal(rewards, advantage)
+    episodes, dropped, sentences = _sift(
+        ordered, signal, settings, policy_version=policy_version, vocab_size=vocab_size
+    )
+    kl_metrics: dict[str, float] = {}
+    if settings.trainer.kl != "none":
+        assert score_reference is not None
+        kl_metrics = _apply_reference(episodes, rewards, settings, score_reference)
+    advantages = take_advantages(rewards, advantage, signal=signal)
+    samples = {
+        index: _trained(ordered[index], rows, advantages[index], settings)
+        for index, rows in episodes.items()
+    }
+    return Batch(
+        samples=tuple(samples.values()),
+        group_ids=tuple(ordered[index].group_id for index in samples),
+        best_rewards=tuple(max(group_rewards(ordered[index])) for index in samples),
+        dropped=tuple(dropped),
+        metrics=_take_metrics(ordered, signal)
+        | _penalty_metrics(penalties, settings)
+        | kl_metrics
+        | _sample_metrics(list(chain(*samples.values())), policy_version),
+        sentences=sentences,
+    )
+
+
+def scored(group: Group) -> tuple[Trajectory, ...]:
+    """The group's episodes that count in its statistics: those with a reward."""
+    return tuple(t for t in group.trajectories if t.episode.reward is not None)
+
+
+def group_rewards(group: Group) -> list[float]:
+    """Rewards of the scored episodes, each once, zero-turn episodes included."""
+    return [t.episode.reward.value for t in scored(group) if t.episode.reward is not None]
+
+
+def _sift(
+    ordered: Sequence[Group],
+    signal: Sequence[bool],
+    settings: Settings,
+    *,
+    policy_version: int,
+    vocab_size: int,
+) -> tuple[dict[int, Episodes], list[tuple[str, DropReason]], dict[str, str]]:
+    """Samples of the groups that can be trained, by index; why the others cannot, and what is wrong
+    with those that are malformed."""
+    oldest_allowed = policy_version - settings.buffer.max_staleness
+    keep = filter_of(settings)
+    dropped: list[tuple[str, DropReason]] = []
+    episodes: dict[int, Episodes] = {}
+    sentences: dict[str, str] = {}
+    for index, group in enumerate(ordered):
+        rows: Episodes = []
+        reason = _reason_to_drop(group, settings, oldest_allowed, has_signal=signal[index])
+        if reason is None and keep is not None and (sentence := keep(group)):
+            _log.info("group_filtered", group_id=group.group_id, sentence=sentence)
+            reason = "filtered"
+        if reason is None:
+            try:
+                rows = _group_samples(group, settings)
+                reason = _reason_in_samples(list(chain(*rows)), settings, vocab_size)
+            except RecordError as error:
+                _log.warning("group_malformed", group_id=group.group_id, sentence=str(error))
+                sentences[group.group_id], reason = str(error), "malformed"
+        if reason is None:
+            episodes[index] = rows
+        else:
+            dropped.append((group.group_id, reason))
+    return episodes, dropped, sentences
+
+
+def overlong_penalties(group: Group, settings: Settings) -> list[float]:
+    """What each scored episode of the group pays for its length."""
+    trainer = settings.trainer
+    if not trainer.overlong_penalty:
+        return [0.0] * len(scored(group))
+    assert trainer.overlong_max_tokens is not None
+    return [
+        overlong_penalty(
+            num_drawn_tokens(trajectory),
+            max_tokens=trainer.overlong_max_tokens,
+            buffer_tokens=trainer.overlong_buffer_tokens,
+            penalty=trainer.overlong_penalty,
+        )
+        for trajectory in scored(group)
+    ]
+
+
+def _reason_to_drop(
+    group: Group, settings: Settings, oldest_allowed: int, *, has_signal: bool
+) -> DropReason | None:
+    versions = [oldest_trained_version(trajectory) for trajectory in group.trajectories]
+    if any(version is not None and version < oldest_allowed for version in versions):
+        return "stale"
+    if not scored(group):
+        return "failed"
+    if settings.buffer.drop_zero_signal and not has_signal:
+        return "no_signal"
+    return None
+
+
+def _is_masked(trajectory: Trajectory, settings: Settings) -> bool:
+    return settings.trainer.mask_truncated and trajectory.episode.outcome == "truncated"
+
+
+def _group_samples(group: Group, settings: Settings) -> Episodes:
+    """The samples of every scored episode, still without advantages.
+
+    An episode that is left out of the loss has none, unless its reward needs them.
+    """
+    needs_all = settings.trainer.kl == "k1"
+    return [
+        build_samples(trajectory, advantage=0.0)
+        if needs_all or not _is_masked(trajectory, settings)
+        else ()
+        for trajectory in scored(group)
+    ]
+
+
+def _apply_reference(
+    episodes: dict[int, Episodes],
+    rewards: list[list[float]],
+    settings: Settings,
+    score_reference: Score,
+) -> dict[str, float]:
+    """Give samples their reference_logprobs and, for k1, take the KL penalty off `rewards`."""
+    order = [(index, row) for index, rows in episodes.items() for row in range(len(rows))]
+    flat = [sample for index, row in order for sample in episodes[index][row]]
+    marked = iter(with_references(flat, score_reference))
+    penalties = []
+    for index, row in order:
+        samples = tuple(next(marked) for _ in episodes[index][row])
+        episodes[index][row] = samples
+        if settings.trainer.kl == "k1":
+            penalties.append(settings.trainer.kl_coefficient * kl_penalty(samples))
+            rewards[index][row] -= penalties[-1]
+    every = [sample for rows in episodes.values() for sample in chain(*rows)]
+    metrics = {"train/kl": mean_kl(every)}
+    if settings.trainer.kl == "k1":
+        metrics["train/kl_penalty_mean"] = _mean(penalties)
+    return metrics
+
+
+def _trained(
+    group: Group, rows: Episodes, advantages: npt.NDArray[np.float64], settings: Settings
+) -> tuple[Sample, ...]:
+    return tuple(
+        dataclasses.replace(sample, advantage=float(advantage))
+        for trajectory, samples, advantage in zip(scored(group), rows, advantages, strict=True)
+        if not _is_masked(trajectory, settings)
+        for sample in samples
+    )
+
+
+def _reason_in_samples(
+    samples: Sequence[Sample], settings: Settings, vocab_size: int
+) -> DropReason | None:
+    if any(sample.num_tokens > settings.trainer.max_microbatch_tokens for sample in samples):
+        return "overlong"
+    for sample in samples:
+        if (highest := int(sample.token_ids.max())) >= vocab_size:
+            raise RecordError(
+                f"episode_id={sample.episode_id}: token_ids hold id {highest}; ids below the "
+                f"model's vocab_size={vocab_size} are allowed"
+            )
+    return None
+
+
+def _take_metrics(groups: Sequence[Group], signal: Sequence[bool]) -> dict[str, float]:
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = np.array([r for group in groups for r in group_rewards(group)], np.float64)
+    outcomes = [t.episode.outcome for t in trajectories]
+    return {
+        "train/reward_mean": _mean(rewards),
+        "train/reward_std": float(rewards.std()) if len(rewards) else float("nan"),
+        "train/groups_with_signal_share": _mean(signal),
+        "train/episodes": len(trajectories),
+        "train/turns_per_episode": _mean([len(t.turns) for t in trajectories]),
+        "train/branches_per_episode": _mean([len(t.branches()) for t in trajectories]),
+        "train/truncated_share": _mean([outcome == "truncated" for outcome in outcomes]),
+        "train/failed_share": _mean([outcome == "failed" for outcome in outcomes]),
+    }
+
+
+def _penalty_metrics(penalties: Sequence[list[float]], settings: Settings) -> dict[str, float]:
+    if not settings.trainer.overlong_penalty:
+        return {}
+    return {"train/overlong_penalty_mean": _mean(list(chain(*penalties)))}
+
+
+def _sample_metrics(samples: Sequence[Sample], policy_version: int) -> dict[str, float]:
+    staleness = [policy_version - sample.oldest_version for sample in samples]
+    return {
+        "train/samples": len(samples),
+        "train/staleness_mean": _mean(staleness),
+        "train/staleness_max": max(staleness, default=float("nan")),
+    }
+
+
+def _mean(values: Sequence[float] | np.ndarray) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")

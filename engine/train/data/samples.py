@@ -1,0 +1,181 @@
+"""Trajectories to token rows.
+
+Owns: which tokens of an episode are trained, in which row, with which recorded facts.
+Does not own: advantages (advantages), how rows share a microbatch (pack). Invariant: a row is the
+exact concatenation of what the server was given and drew along one branch; every trainable token
+of a trajectory is trained in exactly one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from outloop.buffer.errors import RecordError
+from outloop.buffer.records import Float32, Int32, Trajectory, Turn
+from outloop.buffer.tasks.order import trained_version_bounds
+
+Bool = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One branch as a token row; T is its length.
+
+    Context tokens have loss_mask False, policy_versions -1, temperature 1 and behavior_logprobs 0.
+    """
+
+    episode_id: str
+    group_id: str
+    """Empty for SFT."""
+    branch: int
+    """Index in `Trajectory.branches()`."""
+    token_ids: Int32
+    """[T] int32."""
+    loss_mask: Bool
+    """[T] bool: True = trained."""
+    behavior_logprobs: Float32 | None
+    """[T] float32, log_softmax(logits / temperature) when the token was drawn; None for SFT."""
+    policy_versions: Int32
+    """[T] int32."""
+    temperature: Float32
+    """[T] float32."""
+    advantage: float
+    proximal_logprobs: Float32 | None = None
+    """[T] float32, of the weights before the take's first update; None: behavior_logprobs."""
+    reference_logprobs: Float32 | None = None
+    """[T] float32, of the frozen reference; None without a KL term."""
+    correction: Float32 | None = None
+    """[T] float32, importance weight from behavior to proximal; None: 1."""
+    token_weight: float = 1.0
+    """Factor of every token's loss."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Tokens with loss."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy_version among trained tokens."""
+        return int(self.policy_versions[self.loss_mask].min())
+
+
+def prompt_sample(ids: Sequence[int]) -> Sample:
+    """A row whose logprobs are asked for at every id but the first; never trained."""
+    num = len(ids)
+    return Sample(
+        episode_id="",
+        group_id="",
+        branch=0,
+        token_ids=np.asarray(ids, np.int32),
+        loss_mask=np.arange(num) > 0,
+        behavior_logprobs=None,
+        policy_versions=np.full(num, -1, np.int32),
+        temperature=np.ones(num, np.float32),
+        advantage=0.0,
+    )
+
+
+def build_samples(trajectory: Trajectory, *, advantage: float) -> tuple[Sample, ...]:
+    """One sample for every branch that owns trained tokens.
+
+    A turn that several branches share is trained in the first of them and is context in the
+    others. Tokens whose distribution cannot be rebuilt, because their turn was sampled with a
+    truncated or penalised distribution or at temperature 0, are context everywhere.
+
+    Raises:
+        RecordError: a turn without behavior_logprobs in an episode that is not SFT data.
+    """
+    episode = trajectory.episode
+    if episode.purpose == "eval":
+        raise RecordError(
+            f"episode {episode.episode_id} has purpose='eval'; train and sft are allowed here"
+        )
+    owned: set[str] = set()
+    samples: list[Sample] = []
+    for index, branch in enumerate(trajectory.branches()):
+        new = {turn.turn_id for turn in branch} - owned
+        owned |= new
+        sample = _row(trajectory, index, branch, new, advantage)
+        if sample.loss_mask.any():
+            samples.append(sample)
+    return tuple(samples)
+
+
+def _row(
+    trajectory: Trajectory,
+    index: int,
+    branch: tuple[Turn, ...],
+    trained_turns: set[str],
+    advantage: float,
+) -> Sample:
+    is_sft = trajectory.episode.purpose == "sft"
+    num_tokens = sum(len(turn.prompt_ids) + len(turn.output_ids) for turn in branch)
+    token_ids = np.zeros(num_tokens, np.int32)
+    loss_mask = np.zeros(num_tokens, np.bool_)
+    behavior_logprobs = np.zeros(num_tokens, np.float32)
+    policy_versions = np.full(num_tokens, -1, np.int32)
+    temperature = np.ones(num_tokens, np.float32)
+    position = 0
+    for turn in branch:
+        start = position + len(turn.prompt_ids)
+        end = start + len(turn.output_ids)
+        token_ids[position:start] = turn.prompt_ids
+        token_ids[start:end] = turn.output_ids
+        position = end
+        if turn.turn_id not in trained_turns:
+            continue
+        for low, high in _trainable_spans(turn, is_sft=is_sft):
+            loss_mask[start + low : start + high] = True
+        if is_sft:
+            continue
+        assert turn.behavior_logprobs is not None
+        behavior_logprobs[start:end] = turn.behavior_logprobs
+        temperature[start:end] = turn.sampling.temperature or 1.0
+        for span in turn.attended_spans:
+            policy_versions[start + span.start : start + span.end] = span.policy_version
+    # Nothing predicts the first token of a row.
+    loss_mask[:1] = False
+    if not is_sft:
+        behavior_logprobs[~loss_mask] = 0.0
+        policy_versions[~loss_mask] = -1
+        temperature[~loss_mask] = 1.0
+    return Sample(
+        episode_id=trajectory.episode.episode_id,
+        group_id=trajectory.episode.group_id or "",
+        branch=index,
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        behavior_logprobs=None if is_sft else behavior_logprobs,
+        policy_versions=policy_versions,
+        temperature=temperature,
+        advantage=advantage,
+    )
+
+
+def _trainable_spans(turn: Turn, *, is_sft: bool) -> Iterator[tuple[int, int]]:
+    if not is_sft:
+        if turn.behavior_logprobs is None:
+            raise RecordError(
+                f"turn {turn.turn_id}: behavior_logprobs=None; only episodes with purpose='sft' "
+                "may lack them. Record logprobs with the ids, or send the episode as SFT data."
+            )
+        if not turn.sampling.is_plain:
+            return
+    yield from turn.loss_spans
+
+
+def oldest_trained_version(trajectory: Trajectory) -> int | None:
+    """The oldest policy_version that drew a trainable token; None when there is none."""
+    bounds = (trained_version_bounds(t)[0] for t in trajectory.turns if t.sampling.is_plain)
+    versions = [version for version in bounds if version is not None]
+    return min(versions, default=None)

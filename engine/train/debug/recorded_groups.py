@@ -1,0 +1,174 @@
+"""Groups from a file in place of the buffer, and nobody to publish to: the trainer alone.
+
+Owns: reading exported trajectories as groups, and standing in for the reader's and the publisher's
+calls. Does not own: the file's format (buffer.jsonl), the loop. Invariant: groups are taken in the
+order of the file, each once; a resume goes on after the groups that its checkpoint contains.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from outloop.buffer.codec.jsonl import read_lines
+from outloop.buffer.errors import RecordError
+from outloop.buffer.records import (
+    CheckpointMark,
+    DropReason,
+    EvalProgress,
+    Group,
+    Lease,
+    ServerEntry,
+    Split,
+    Trajectory,
+)
+from outloop.engine.train.data.samples import oldest_trained_version
+
+_MAX_NAMED_LINES = 5
+
+
+def read_groups(path: Path) -> list[Group]:
+    """The training groups of a file of `outloop buffer export`, in its order.
+
+    Raises:
+        RecordError: a line is no trajectory, or there is no training episode; names the lines.
+    """
+    by_id: dict[str, list[Trajectory]] = {}
+    bad: list[tuple[int, Exception]] = []
+    for number, item in read_lines(path):
+        if not isinstance(item, Trajectory):
+            bad.append((number, item))
+        elif item.episode.purpose == "train" and item.episode.group_id is not None:
+            by_id.setdefault(item.episode.group_id, []).append(item)
+    if bad:
+        named = "; ".join(f"line {number}: {error}" for number, error in bad[:_MAX_NAMED_LINES])
+        raise RecordError(f"path={str(path)!r} has {len(bad)} bad lines; mend them: {named}")
+    if not by_id:
+        raise RecordError(
+            f"path={str(path)!r} holds no training episode; export a run that has some with "
+            "outloop buffer export"
+        )
+    return [
+        Group(
+            group_id=group_id,
+            slot=slot,
+            task_id=trajectories[0].episode.task_id,
+            group_size=len(trajectories),
+            trajectories=tuple(trajectories),
+        )
+        for slot, (group_id, trajectories) in enumerate(by_id.items())
+    ]
+
+
+class Recording:
+    """The reader's calls over recorded groups; sets `stop` when none is left."""
+
+    def __init__(self, groups: Sequence[Group], stop: threading.Event) -> None:
+        self._groups = groups
+        self._stop = stop
+        self._next = 0
+
+    def acquire_fence(self) -> int:
+        """The only trainer there is."""
+        return 1
+
+    def take(
+        self,
+        num_groups: int,
+        *,
+        fence: int,
+        policy_version: int,
+        timeout_s: float,
+        on_wait: Callable[[str], None],
+        should_stop: Callable[[], bool],
+    ) -> list[Lease]:
+        """The next groups; fewer at the end of the file, then none and a stop."""
+        groups = self._groups[self._next : self._next + num_groups]
+        self._next += len(groups)
+        if not groups:
+            self._stop.set()
+        return [Lease(group=group, fence=fence, deadline=float("inf")) for group in groups]
+
+    def recover(self, mark: CheckpointMark | None, *, fence: int) -> int:
+        """One below the version to begin with: that of the oldest recorded token, or the mark's."""
+        if mark is not None:
+            self._next = mark.next_slot
+            return mark.policy_version
+        found = (oldest_trained_version(t) for group in self._groups for t in group.trajectories)
+        return min((version for version in found if version is not None), default=0) - 1
+
+    def eval_progress(self, name: str) -> EvalProgress:
+        """Nobody plays."""
+        return EvalProgress(num_done=0, num_total=0, rewards=())
+
+    def servers(self) -> tuple[ServerEntry, ...]:
+        """There are none."""
+        return ()
+
+    def sft_progress(self) -> tuple[int, bool]:
+        """A recording is of RL episodes."""
+        return 0, True
+
+    def sft_trajectories(self) -> Iterator[Trajectory]:
+        """A recording is of RL episodes."""
+        return iter(())
+
+    def stats(self) -> dict[str, float]:
+        """Nothing is counted but what is left."""
+        return {"buffer/ready_groups": float(len(self._groups) - self._next)}
+
+    def renew(self, fence: int) -> None:
+        """Nothing expires."""
+
+    def mark_trained(self, group_ids: Sequence[str], *, fence: int, policy_version: int) -> None:
+        """Nothing is admitted."""
+
+    def drop(self, group_id: str, reason: DropReason, *, fence: int, error: str = "") -> None:
+        """The file keeps what is dropped; the metrics say why."""
+
+    def acknowledge(self, mark: CheckpointMark) -> None:
+        """The checkpoint is all there is."""
+
+    def announce_version(self, policy_version: int, parent: int | None) -> None:
+        """Nobody listens."""
+
+    def acknowledge_version(self, policy_version: int) -> None:
+        """Nobody serves."""
+
+    def request_eval(
+        self,
+        name: str,
+        *,
+        policy_version: int,
+        num_episodes: int,
+        sampling: dict[str, float],
+        split: Split = "validation",
+    ) -> None:
+        """Nobody plays."""
+
+    def set_run_state(self, state: Literal["running", "finished", "failed"]) -> None:
+        """Nobody watches."""
+
+    def report_status(self, part: str, fields: dict[str, str]) -> None:
+        """Nobody watches."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoPublish:
+    """The report of a publish to nobody."""
+
+    duration_s: float = 0.0
+    num_bytes: int = 0
+    pause_s: float = 0.0
+    peak_extra_buckets: float = 0.0
+
+
+class NoServers:
+    """A publisher without servers."""
+
+    def publish(self, source: Any, policy_version: int) -> NoPublish:
+        """Weights stay where they are."""
+        return NoPublish()

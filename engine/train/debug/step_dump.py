@@ -1,0 +1,180 @@
+"""A step on disk, to be made again elsewhere.
+
+Owns: the folder of a dumped step: state before its updates, the samples of each, what they gave.
+Does not own: the checkpoint format (checkpoint), the update itself. Invariant: a replay on the same
+machine and number of threads gives the same loss and gradient norm, bit by bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import Settings, build_settings
+from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint, load_checkpoint
+from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.megatron.model_and_optimizer import Policy
+from outloop.engine.train.step.update_metrics import UpdateReport
+
+SCHEMA = 1
+_FACTS = "step.json"
+_SAMPLES = "samples.npz"
+_ARRAYS = tuple(
+    name
+    for name in Sample.__slots__
+    if name not in ("episode_id", "group_id", "branch", "advantage", "token_weight")
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDump:
+    """What `read_dump` finds."""
+
+    path: Path
+    step: int
+    policy_version: int
+    settings: Settings
+    num_updates: int
+    """Of the learning rate's schedule."""
+    updates: list[list[Sample]]
+    results: list[tuple[float, float]]
+    """(loss, gradient norm) of each update that was made; fewer than updates: one was refused."""
+
+
+class SaveState(Protocol):
+    """Writes all ranks' state into a folder."""
+
+    def __call__(self, folder: Path, *, step: int) -> None: ...
+
+
+class DumpWriter:
+    """Writes one step, on rank 0: before its updates, then what they gave."""
+
+    def __init__(self, path: Path, settings: Settings, *, step: int, policy_version: int) -> None:
+        self._path = path
+        self._settings = settings
+        self._step = step
+        self._version = policy_version
+
+    def write_before(
+        self,
+        save_state: SaveState,
+        updates: Sequence[Sequence[Sample]],
+        *,
+        num_updates: int,
+    ) -> None:
+        """State, by all ranks, and samples."""
+        shutil.rmtree(self._path, ignore_errors=True)
+        self._path.mkdir(parents=True)
+        _write(self._path / _SAMPLES, _pack(updates))
+        save_state(self._path / "state", step=self._step)
+        self.write_results([], sizes=[len(samples) for samples in updates], schedule=num_updates)
+
+    def write_results(
+        self, reports: Sequence[UpdateReport], *, sizes: Sequence[int], schedule: int
+    ) -> None:
+        """What the updates gave so far."""
+        facts = {
+            "schema": SCHEMA,
+            "step": self._step,
+            "policy_version": self._version,
+            "num_updates": schedule,
+            "settings": self._settings.model_dump(mode="json"),
+            "sizes": list(sizes),
+            "results": [(report.loss, report.grad_norm) for report in reports],
+        }
+        _write(self._path / _FACTS, msgspec.json.format(msgspec.json.encode(facts)))
+
+
+def read_dump(path: Path) -> StepDump:
+    """Read what `DumpWriter` wrote.
+
+    Raises:
+        SettingsError: it is no dumped step, or of another release.
+    """
+    try:
+        facts = msgspec.json.decode((path / _FACTS).read_bytes())
+        arrays = np.load(path / _SAMPLES, allow_pickle=False)
+    except (OSError, ValueError, msgspec.DecodeError) as error:
+        raise SettingsError(
+            f"path={str(path)!r} is not a dumped step ({error}); give a folder dumps/step_N of a "
+            "run, written with trainer.dump_steps"
+        ) from error
+    if facts["schema"] != SCHEMA:
+        raise SettingsError(
+            f"path={str(path)!r} has schema={facts['schema']}, this release reads {SCHEMA}"
+        )
+    samples = iter(_unpack(dict(arrays)))
+    return StepDump(
+        path=path,
+        step=facts["step"],
+        policy_version=facts["policy_version"],
+        settings=build_settings(facts["settings"], source=str(path / _FACTS)),
+        num_updates=facts["num_updates"],
+        updates=[[next(samples) for _ in range(size)] for size in facts["sizes"]],
+        results=[(loss, norm) for loss, norm in facts["results"]],
+    )
+
+
+def load_state(policy: Policy, dump: StepDump) -> None:
+    """Put weights, optimizer and schedule where they were before the step.
+
+    Raises:
+        SettingsError: the state is incomplete, or of another model.
+    """
+    found = latest_checkpoint(dump.path / "state")
+    if found is None:
+        raise SettingsError(f"path={str(dump.path / 'state')!r} holds no complete checkpoint")
+    load_checkpoint(policy, found)
+
+
+def _pack(updates: Sequence[Sequence[Sample]]) -> bytes:
+    """Samples as named arrays: strings as fixed-width unicode, no pickles."""
+    samples = [sample for update in updates for sample in update]
+    named: dict[str, Any] = {
+        "episode_id": np.array([s.episode_id for s in samples], np.str_),
+        "group_id": np.array([s.group_id for s in samples], np.str_),
+        "branch": np.array([s.branch for s in samples], np.int64),
+        "advantage": np.array([s.advantage for s in samples], np.float64),
+        "token_weight": np.array([s.token_weight for s in samples], np.float64),
+    }
+    for index, sample in enumerate(samples):
+        for name in _ARRAYS:
+            value = getattr(sample, name)
+            if value is not None:
+                named[f"{name}.{index}"] = value
+    buffer = io.BytesIO()
+    np.savez(buffer, **named)
+    return buffer.getvalue()
+
+
+def _unpack(arrays: dict[str, Any]) -> list[Sample]:
+    names = {item.name for item in dataclasses.fields(Sample)} - set(_ARRAYS)
+    samples = []
+    for index in range(len(arrays["episode_id"])):
+        fields: dict[str, Any] = {name: arrays[name][index].item() for name in names}
+        for name in _ARRAYS:
+            key = f"{name}.{index}"
+            fields[name] = arrays.get(key)
+        samples.append(Sample(**fields))
+    return samples
+
+
+def _write(path: Path, data: bytes) -> None:
+    """The file appears when it is complete."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

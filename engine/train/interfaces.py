@@ -1,0 +1,101 @@
+"""What the trainer needs from the buffer and from publishing.
+
+Owns: the two protocols. Does not own: their implementations (outloop.buffer.reader,
+outloop.engine.publish), which satisfy them structurally. Invariant: the loops use nothing else of
+either, so a small in-memory program can stand in for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, Protocol
+
+from outloop.buffer.records import (
+    CheckpointMark,
+    DropReason,
+    EvalProgress,
+    Lease,
+    ServerEntry,
+    Split,
+    Trajectory,
+)
+from outloop.engine.publish.tensor_source import TensorSource
+
+
+class Reader(Protocol):
+    """The buffer's sync face, as far as the trainer uses it; see docs/hand-offs.md."""
+
+    def acquire_fence(self) -> int: ...
+
+    def take(
+        self,
+        num_groups: int,
+        *,
+        fence: int,
+        policy_version: int,
+        timeout_s: float,
+        on_wait: Callable[[str], None],
+        should_stop: Callable[[], bool],
+    ) -> list[Lease]: ...
+
+    def renew(self, fence: int) -> None: ...
+
+    def mark_trained(
+        self, group_ids: Sequence[str], *, fence: int, policy_version: int
+    ) -> None: ...
+
+    def drop(self, group_id: str, reason: DropReason, *, fence: int, error: str = "") -> None: ...
+
+    def acknowledge(self, mark: CheckpointMark) -> None: ...
+
+    def recover(self, mark: CheckpointMark | None, *, fence: int) -> int: ...
+
+    def announce_version(self, policy_version: int, parent: int | None) -> None: ...
+
+    def acknowledge_version(self, policy_version: int) -> None: ...
+
+    def servers(self) -> tuple[ServerEntry, ...]: ...
+
+    def request_eval(
+        self,
+        name: str,
+        *,
+        policy_version: int,
+        num_episodes: int,
+        sampling: dict[str, float],
+        split: Split = "validation",
+    ) -> None: ...
+
+    def eval_progress(self, name: str) -> EvalProgress: ...
+
+    def sft_progress(self) -> tuple[int, bool]: ...
+
+    def sft_trajectories(self) -> Iterator[Trajectory]: ...
+
+    def set_run_state(self, state: Literal["running", "finished", "failed"]) -> None: ...
+
+    def report_status(self, part: str, fields: dict[str, str]) -> None: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+
+class PublishReport(Protocol):
+    """What a publish cost."""
+
+    @property
+    def duration_s(self) -> float: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def pause_s(self) -> float: ...
+
+    @property
+    def peak_extra_buckets(self) -> float: ...
+
+
+class Publisher(Protocol):
+    """Makes weights available to every server, as one transaction."""
+
+    def publish(self, source: TensorSource, policy_version: int) -> PublishReport: ...

@@ -1,0 +1,170 @@
+"""The whole model under Hugging Face names, gathered from the ranks a few tensors at a time.
+
+Owns: who holds which part, and bringing the parts of a tensor to rank 0. Does not own: what
+becomes of them (publisher, folder). Invariant: all ranks call `gather` with the same names in the
+same order; rank 0 holds only the tensors that it was asked for, or a message of one that is written
+elsewhere, the other ranks nothing new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outloop.engine.models.safetensors_folder import folder_dtype, write_folder
+from outloop.engine.models.weight_map import expected_tensors
+from outloop.engine.publish.buckets.plan import TensorSpec, plan_buckets
+from outloop.engine.train.megatron.import_weights import Part, local_parts, read_part
+from outloop.engine.train.megatron.model_and_optimizer import PolicyModel
+from outloop.engine.train.ranks.collectives import gather_bytes
+
+_BUCKET_BYTES = 64 * 2**20
+_MESSAGE_BYTES = 4 * 2**20
+"""Of a part that another rank holds, received at once."""
+
+
+class _Held(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a tensor that a rank holds."""
+
+    name: str
+    dim: int | None
+    start: int
+    stop: int
+    rank: int = 0
+
+
+class Exports:
+    """Full Hugging Face tensors of a model that is spread over the ranks.
+
+    Made by all ranks together; on one rank nothing is copied.
+    """
+
+    def __init__(self, model: PolicyModel, *, message_bytes: int = _MESSAGE_BYTES) -> None:
+        """`message_bytes`: what rank 0 needs beside the place that a tensor is written to."""
+        self._model = model
+        self._message_bytes = message_bytes
+        self._rank = dist.get_rank()
+        self._parts = {part.name: part for part in local_parts(model)}
+        self._dtype = next(model.parameters()).dtype
+        self._device = next(model.parameters()).device
+        self._held = _who_holds_what(self._parts.values())
+        self._shapes = expected_tensors(model.config)
+        self.specs = tuple(
+            TensorSpec(name=name, shape=shape, dtype=self._dtype)
+            for name, shape in self._shapes.items()
+        )
+        """Every tensor, in the order of a forward pass."""
+
+    def gather(
+        self, names: Sequence[str], into: Sequence[Tensor] | None = None
+    ) -> Iterator[Tensor]:
+        """The tensors of `names`: on rank 0 one after the other, on the others nothing.
+
+        A tensor may be a view of the model's memory: use it before the next update. One that is put
+        together from several ranks is written into its place in `into`, of any dtype, if given.
+        """
+        for index, name in enumerate(names):
+            tensor = self._gather(name, None if into is None else into[index])
+            if tensor is not None:
+                yield tensor
+
+    def read(
+        self, specs: Sequence[TensorSpec], into: Sequence[Tensor] | None = None
+    ) -> Iterator[Tensor]:
+        """`gather` by specs; makes this a `TensorSource` on one rank."""
+        return self.gather([spec.name for spec in specs], into)
+
+    def end(self) -> None:
+        """Nothing is kept between reads."""
+
+    def send(self, names: Sequence[str]) -> None:
+        """What a rank other than 0 does while rank 0 gathers."""
+        for _ in self.gather(names):
+            raise AssertionError("only rank 0 receives")
+
+    def named(self, *, bucket_bytes: int = _BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """Every name and tensor on rank 0; the other ranks call `send_all`."""
+        for names in self.buckets(bucket_bytes):
+            yield from zip(names, self.gather(names), strict=True)
+
+    def send_all(self, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
+        """The other ranks' side of `named`."""
+        for names in self.buckets(bucket_bytes):
+            self.send(names)
+
+    def buckets(self, bucket_bytes: int) -> list[list[str]]:
+        """The names, cut into buckets of at most `bucket_bytes` (a larger tensor has its own)."""
+        return [
+            [place.spec.name for place in bucket]
+            for bucket in plan_buckets(self.specs, bucket_bytes)
+        ]
+
+    def save(self, folder: Path, *, source: Path) -> None:
+        """Write the model as a Hugging Face folder; all ranks take part, rank 0 writes.
+
+        Tensors have the dtype that the configuration in `source` names. The folder appears
+        complete or not at all; one shard of it at a time is in memory.
+        """
+        dtype = folder_dtype(source)
+        if self._rank:
+            self.send_all()
+            return
+        specs = [TensorSpec(name=s.name, shape=s.shape, dtype=dtype) for s in self.specs]
+        write_folder(folder, specs, self.gather, source=source)
+
+    def _gather(self, name: str, place: Tensor | None) -> Tensor | None:
+        senders = self._held[name]
+        mine = self._parts.get(name)
+        if self._rank:
+            if any(held.rank == self._rank for held in senders):
+                assert mine is not None
+                for rows in self._messages(read_part(self._model, mine)):
+                    dist.send(rows.contiguous(), dst=0)
+            return None
+        if mine is not None and mine.dim is None:
+            return read_part(self._model, mine)
+        whole = place
+        if whole is None:
+            whole = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
+        for held in senders:
+            cut = whole
+            if held.dim is not None:
+                cut = whole.narrow(held.dim, held.start, held.stop - held.start)
+            if held.rank == 0:
+                assert mine is not None
+                cut.copy_(read_part(self._model, mine))
+            else:
+                self._receive(cut, held.rank)
+        return whole
+
+    def _receive(self, cut: Tensor, rank: int) -> None:
+        for rows in self._messages(cut):
+            is_fit = rows.is_contiguous() and rows.dtype == self._dtype
+            if is_fit and rows.device == self._device:
+                dist.recv(rows, src=rank)
+            else:
+                message = torch.empty(rows.shape, dtype=self._dtype, device=self._device)
+                dist.recv(message, src=rank)
+                rows.copy_(message)
+
+    def _messages(self, part: Tensor) -> tuple[Tensor, ...]:
+        """Views of the part's rows, cut alike by who sends and who receives: by its shape alone."""
+        row_bytes = part[0].numel() * self._dtype.itemsize
+        return part.split(max(1, self._message_bytes // max(1, row_bytes)))
+
+
+def _who_holds_what(parts: Iterable[Part]) -> dict[str, list[_Held]]:
+    """For every tensor the ranks that send it: of those that hold the same part, the first."""
+    mine = [_Held(part.name, part.dim, part.start, part.stop) for part in parts]
+    found: dict[str, dict[int, _Held]] = {}
+    for rank, data in enumerate(gather_bytes(msgspec.msgpack.encode(mine))):
+        for held in msgspec.msgpack.decode(data, type=list[_Held]):
+            is_empty = held.start == held.stop
+            if not is_empty and held.start not in found.setdefault(held.name, {}):
+                found[held.name][held.start] = msgspec.structs.replace(held, rank=rank)
+    return {name: list(by_start.values()) for name, by_start in found.items()}

@@ -1,0 +1,296 @@
+"""The Megatron-core layers of a policy, Megatron's local ones or Transformer Engine's.
+
+Owns: RMSNorm, rotary position embedding, attention over packed samples, the layer specs.
+Does not own: which of the two (layer_kind), parallel state or the optimizer (mcore). Invariant:
+attention never crosses samples, and a sample's positions start at zero wherever it lies in the row.
+
+Shape letters: T tokens of a row, B samples of a length class, L its padded length, H heads,
+K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from torch import Tensor
+from torch.nn import functional
+
+from outloop.engine.models.rotary import inverse_frequencies
+from outloop.engine.train.megatron.layer_kind import LayerKind
+
+_MAX_PADDING_SHARE = 0.02
+"""Samples share one padded attention call while at most this share of it is padding."""
+_KERNEL_DTYPE = torch.bfloat16
+
+
+@dataclass(kw_only=True)
+class PackedRow(PackedSeqParams):
+    """How samples lie in one packed row of T tokens; travels through Megatron to the attention.
+
+    `classes` groups samples of similar length: each is an index [B, L] into the row, where padding
+    points at position T, one past the end. `order` [T] puts the classes' real tokens back in place.
+    Kernels of variable length need neither: they read `cu_seqlens_q` and `cu_seqlens_kv`
+    [samples + 1] int32, where each sample begins, and last T.
+    """
+
+    positions: Tensor
+    """[T] int64, position of each token in its sample."""
+    classes: tuple[Tensor, ...]
+    order: Tensor
+    num_tokens: int = field(default=0)
+    """T, on this rank."""
+
+    @property
+    def num_padded_tokens(self) -> int:
+        """Tokens that attention computes, its padding included."""
+        return sum(index.numel() for index in self.classes) if self.classes else self.num_tokens
+
+
+def pack_row(
+    lengths: Sequence[int],
+    device: torch.device,
+    *,
+    layers: LayerKind = "local",
+    places: npt.NDArray[np.int64] | None = None,
+) -> PackedRow:
+    """Lay samples of the given lengths behind each other, for the attention of `layers`.
+
+    Args:
+        places: of this rank's tokens in the row, with context parallelism; None: all are here.
+    """
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    classes: list[Tensor] = []
+    order = torch.empty(0, dtype=torch.int64)
+    if layers == "local":
+        classes, order = _length_classes(lengths, starts)
+    # Of the whole row on every rank: the kernels know which part of it a rank has.
+    boundaries = torch.tensor(starts, dtype=torch.int32).to(device)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    is_split = places is not None and len(places) < starts[-1]
+    if places is not None:
+        positions = positions[torch.from_numpy(places)]
+    return PackedRow(
+        qkv_format="thd",
+        positions=positions.to(device),
+        classes=tuple(index.to(device) for index in classes),
+        order=order.to(device),
+        num_tokens=len(positions),
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        # Not every kernel takes the boundaries for those with padding when it splits them.
+        cu_seqlens_q_padded=boundaries if is_split else None,
+        cu_seqlens_kv_padded=boundaries if is_split else None,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+    )
+
+
+def _length_classes(lengths: Sequence[int], starts: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+    """`PackedRow.classes` and `PackedRow.order` of samples that begin at `starts`."""
+    total = starts[-1]
+    by_length = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    classes: list[Tensor] = []
+    seen: list[Tensor] = []
+    begin = 0
+    while begin < len(by_length):
+        longest = lengths[by_length[begin]]
+        end, num_real = begin, 0
+        while end < len(by_length):
+            num_real += lengths[by_length[end]]
+            if num_real < (1.0 - _MAX_PADDING_SHARE) * longest * (end + 1 - begin):
+                break
+            end += 1
+        members = by_length[begin:end]
+        index = torch.full((len(members), longest), total, dtype=torch.int64)
+        for row, sample in enumerate(members):
+            index[row, : lengths[sample]] = torch.arange(starts[sample], starts[sample + 1])
+        classes.append(index)
+        seen.append(index.reshape(-1))
+        begin = end
+    places = torch.cat(seen)
+    real = (places < total).nonzero().squeeze(1)
+    order = torch.empty(total, dtype=torch.int64)
+    order[places[real]] = real
+    return classes, order
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm computed in float32; its weight is marked for sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension; dtype is kept."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class _RowAttention(MegatronModule):
+    """What every attention over a PackedRow has: the frequencies it rotates by, and its row."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        frequencies = inverse_frequencies(config.rope, config.kv_channels)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+
+    def _require_row(self, row: PackedRow | None) -> PackedRow:
+        if not isinstance(row, PackedRow):
+            raise TypeError(f"{type(self).__name__} needs a PackedRow; build one with pack_row")
+        return row
+
+
+class PackedAttention(_RowAttention):
+    """Causal attention over a PackedRow, rotary embedding included.
+
+    Takes query [T, H, D], key and value [T, K, D]; returns [T, H * D]. Rotation happens here, from
+    `positions`, because Megatron's own packed rotation loops over samples in Python.
+    """
+
+    def __init__(self, config: Any, layer_number: int, *unused: Any, **more: Any) -> None:
+        super().__init__(config)
+        self.scale = more.get("softmax_scale") or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedRow | None = None,
+    ) -> Tensor:
+        """Attention of every sample to itself, causally."""
+        row = self._require_row(packed_seq_params)
+        query, key = _rotate(query, key, row.positions, self.inv_freq)
+        parts = []
+        q, k, v = (torch.cat((x, x.new_zeros(1, *x.shape[1:]))) for x in (query, key, value))
+        for index in row.classes:
+            out = functional.scaled_dot_product_attention(
+                q[index].transpose(1, 2),
+                k[index].transpose(1, 2),
+                v[index].transpose(1, 2),
+                is_causal=True,
+                scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+            parts.append(out.transpose(1, 2).reshape(-1, query.shape[1] * query.shape[2]))
+        return torch.cat(parts)[row.order]
+
+
+class VarlenAttention(_RowAttention):
+    """Causal attention over a PackedRow by a kernel that reads where samples begin.
+
+    Takes and returns what PackedAttention does, rotary embedding included. The kernel gets
+    bfloat16, since Transformer Engine has no kernels of variable length for float32; all the rest
+    of a layer keeps its dtype. It is called as Megatron-core calls TEDotProductAttention.
+    """
+
+    def __init__(
+        self, config: Any, layer_number: int, *, kernel: Callable[..., Any], **more: Any
+    ) -> None:
+        super().__init__(config)
+        self.kernel = kernel(config=config, layer_number=layer_number, **more)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedRow | None = None,
+    ) -> Tensor:
+        """Attention of every sample to itself, causally."""
+        row = self._require_row(packed_seq_params)
+        query, key = _rotate(query, key, row.positions, self.inv_freq)
+        out: Tensor = self.kernel(
+            query.to(_KERNEL_DTYPE),
+            key.to(_KERNEL_DTYPE),
+            value.to(_KERNEL_DTYPE),
+            attention_mask,
+            attn_mask_type,
+            attention_bias=attention_bias,
+            packed_seq_params=row,
+        )
+        return out.to(value.dtype).reshape(len(query), -1)
+
+
+def _rotate(query: Tensor, key: Tensor, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, ...]:
+    """Rotary embedding of [T, heads, D] at `positions` [T]."""
+    angles = positions.float()[:, None] * inv_freq
+    angles = torch.cat((angles, angles), dim=-1)
+    cos, sin = angles.cos()[:, None].to(query.dtype), angles.sin()[:, None].to(query.dtype)
+    return query * cos + _rotate_half(query) * sin, key * cos + _rotate_half(key) * sin
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def block_spec(config: Any) -> TransformerBlockSubmodules:
+    """This stage's layers, of the kind that the configuration says."""
+    if config.layers == "transformer_engine":
+        return _transformer_engine_spec(config)
+    return _local_spec(config)
+
+
+def _transformer_engine_spec(config: Any) -> TransformerBlockSubmodules:
+    """Transformer Engine's layers; norms are part of the linear layer that follows them."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
+
+    spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+    )
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = partial(VarlenAttention, kernel=TEDotProductAttention)
+    num_layers = get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=TENorm)
+
+
+def _local_spec(config: Any) -> TransformerBlockSubmodules:
+    """Megatron-core's local layers with our norm and attention."""
+    spec: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    spec.submodules.input_layernorm = RMSNorm
+    spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    num_layers = get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)

@@ -1,0 +1,266 @@
+"""The Megatron configuration of a Hugging Face folder.
+
+Owns: which families are supported and what their config.json means, the raw upstream options and
+where each goes. Does not own: parallel sizes (parallel), process groups (mcore). Invariant: needs
+no process group; a feature that the trainer does not have is refused here, never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outloop.engine.train.megatron import cpu_backend
+
+cpu_backend.install()
+
+import torch  # noqa: E402
+from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from outloop.buffer.errors import SettingsError  # noqa: E402
+from outloop.engine.models.rotary import rotary_parameters  # noqa: E402
+from outloop.engine.models.safetensors_folder import HuggingFaceFolder  # noqa: E402
+from outloop.engine.models.weight_map import check_tensors  # noqa: E402
+from outloop.engine.train.megatron import parallel_config  # noqa: E402
+from outloop.engine.train.megatron.layer_kind import LayerKind  # noqa: E402
+from outloop.engine.train.megatron.parallel_config import ParallelSizes  # noqa: E402
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "Qwen2ForCausalLM": {"add_qkv_bias": True},
+    "Qwen3ForCausalLM": {"qk_layernorm": True},
+    "Qwen3MoeForCausalLM": {"qk_layernorm": True},
+}
+"""Architecture -> what its config.json leaves unsaid. SmolLM2 is a Llama."""
+_REFUSED_FEATURES = {
+    "use_sliding_window": (False, None),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "hidden_act": ("silu", None),
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], None),
+}
+"""config.json field -> values that the trainer has layers for."""
+_FIXED: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": functional.silu,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "params_dtype": torch.float32,
+    "pipeline_dtype": torch.float32,
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+    "cross_entropy_loss_fusion": False,
+    "calculate_per_token_loss": True,
+    "variable_seq_lengths": True,
+    "moe_token_dispatcher_type": "alltoall",
+}
+"""What follows from how this trainer computes: packed rows of any length, gradients summed."""
+_OWNED = frozenset({"fp16", "bf16", "multi_latent_attention", "moe_grouped_gemm"})
+_OWNED_DDP = frozenset(
+    {
+        "average_in_collective",
+        "grad_reduce_in_fp32",
+        "use_megatron_fsdp",
+        "use_custom_fsdp",
+        "num_distributed_optimizer_instances",
+    }
+)
+_OWNED_OPTIMIZER = frozenset(
+    {
+        "optimizer",
+        "lr",
+        "min_lr",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "clip_grad",
+        "params_dtype",
+        "fp16",
+        "bf16",
+    }
+)
+_SPLIT_FIELDS = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+@dataclass
+class PolicyConfig(TransformerConfig):
+    """Megatron's configuration and the facts of the family and the run that it has no field for."""
+
+    rope: dict[str, Any] = field(default_factory=dict)
+    """See `outloop.engine.models.rotary.rotary_parameters`."""
+    vocab_size: int = 0
+    is_tied: bool = False
+    sizes: ParallelSizes = field(default_factory=ParallelSizes)
+    layers: LayerKind = "local"
+    ddp_options: dict[str, Any] = field(default_factory=dict)
+    """Raw options that are fields of Megatron's DistributedDataParallelConfig."""
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
+    """Raw options that are fields of Megatron's OptimizerConfig."""
+
+
+def read_config(
+    model_path: Path,
+    raw: Mapping[str, Any],
+    *,
+    num_ranks: int = 1,
+    has_tensors: bool = True,
+    layers: LayerKind = "local",
+) -> PolicyConfig:
+    """The configuration of a Hugging Face folder, with raw upstream options.
+
+    Args:
+        has_tensors: false for a folder of which only config.json is wanted.
+
+    Raises:
+        SettingsError: unknown architecture, a family feature that is not supported, tensors that
+            are not those of config.json, an unknown option (the nearest field is named), one that
+            the trainer or the model folder decides, or impossible parallel sizes.
+    """
+    fields = _model_fields(model_path)
+    options, ddp, optimizer = _sort_options(raw, owned=_OWNED | set(fields))
+    sizes = parallel_config.read_sizes(raw, num_ranks=num_ranks, layers=layers)
+    has_own_split = any(name in raw for name in _SPLIT_FIELDS)
+    parallel_config.check_model(sizes, fields, has_own_split=has_own_split)
+    _check_overlap(ddp, sizes)
+    if sizes.pipeline == 1:
+        fields["variable_seq_lengths"] = False
+    if sizes.expert_tensor != sizes.tensor or "expert_tensor_parallel_size" in options:
+        options["expert_tensor_parallel_size"] = sizes.expert_tensor
+    try:
+        config = PolicyConfig(
+            **(fields | options),
+            sizes=sizes,
+            layers=layers,
+            ddp_options=ddp,
+            optimizer_options=optimizer,
+        )
+    except (AssertionError, TypeError, ValueError) as error:
+        raise SettingsError(
+            f"megatron-core refuses model.path={str(model_path)!r} with "
+            f"trainer.megatron={dict(raw)!r}: {error}"
+        ) from error
+    if has_tensors:
+        with HuggingFaceFolder(model_path) as folder:
+            check_tensors(folder.shapes, config, f"model.path={str(model_path)!r}")
+    return config
+
+
+def _model_fields(model_path: Path) -> dict[str, Any]:
+    path = model_path / "config.json"
+    if not path.is_file():
+        raise SettingsError(
+            f"model.path={str(model_path)!r} holds no config.json; give a Hugging Face folder"
+        )
+    hf = json.loads(path.read_text())
+    architecture = (hf.get("architectures") or ["none"])[0]
+    if architecture not in FAMILIES:
+        raise SettingsError(
+            f"model.path={str(model_path)!r} has architecture={architecture!r}; allowed: "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    for name, allowed in _REFUSED_FEATURES.items():
+        if hf.get(name) not in allowed:
+            raise SettingsError(
+                f"model.path={str(model_path)!r} has {name}={hf[name]!r} in config.json; this "
+                f"trainer has layers for {name}={allowed[0]!r} only"
+            )
+    heads = hf["num_attention_heads"]
+    fields = _FIXED | {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": hf.get("num_key_value_heads") or heads,
+        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
+        "ffn_hidden_size": hf["intermediate_size"],
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "vocab_size": hf["vocab_size"],
+        "is_tied": bool(hf.get("tie_word_embeddings", False)),
+        "rope": rotary_parameters(hf, str(path)),
+        "num_moe_experts": None,
+    }
+    if hf.get("num_experts"):
+        fields |= {
+            "num_moe_experts": hf["num_experts"],
+            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+            "moe_router_topk": hf["num_experts_per_tok"],
+            # Without renormalisation the weights are the softmax over all experts.
+            "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+        }
+    return fields | FAMILIES[architecture]
+
+
+def _names(config: type) -> set[str]:
+    return {item.name for item in dataclasses.fields(config)}
+
+
+def _sort_options(
+    raw: Mapping[str, Any], *, owned: frozenset[str]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Options of the model, the gradient buffers and the optimizer; a name may be of two."""
+    model: dict[str, Any] = {}
+    ddp: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}
+    places = (
+        (TransformerConfig, model, owned),
+        (DistributedDataParallelConfig, ddp, _OWNED_DDP),
+        (OptimizerConfig, optimizer, _OWNED_OPTIMIZER),
+    )
+    known = set().union(*(_names(kind) for kind, _, _ in places))
+    for name, value in raw.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise SettingsError(
+                f"trainer.megatron.{name} is not a field of megatron-core "
+                f"{cpu_backend.SUPPORTED_VERSION}'s TransformerConfig, "
+                f"DistributedDataParallelConfig or OptimizerConfig{hint}"
+            )
+        for kind, chosen, taken in places:
+            if name not in _names(kind):
+                continue
+            if name in taken:
+                raise SettingsError(
+                    f"trainer.megatron.{name}={value!r}: the model folder or the trainer decides "
+                    "this field; remove it"
+                )
+            chosen[name] = value
+    return model, ddp, optimizer
+
+
+def _check_overlap(ddp: Mapping[str, Any], sizes: ParallelSizes) -> None:
+    if ddp.get("overlap_param_gather") or ddp.get("align_param_gather"):
+        raise SettingsError(
+            "trainer.megatron.overlap_param_gather=true: every step ends with a publish, which "
+            "needs all weights at once, so there is nothing to overlap with; remove it"
+        )
+    if ddp.get("overlap_grad_reduce") and sizes.pipeline > 1:
+        raise SettingsError(
+            "trainer.megatron.overlap_grad_reduce=true with pipeline_model_parallel_size="
+            f"{sizes.pipeline}: not tried with this trainer's loss; remove one of them"
+        )

@@ -1,0 +1,173 @@
+"""What an update measures.
+
+Owns: sums and ratios collected chunk by chunk, and the metrics made of them. Does not own: what is
+differentiated. Invariant: how tokens are split into chunks and microbatches changes no metric
+beyond rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from outloop.engine.train.algorithms.losses import TokenLoss
+from outloop.engine.train.data.microbatch import Targets
+from outloop.engine.train.megatron.parallel_rank import is_reporting_rank
+from outloop.engine.train.ranks.collectives import gather_bytes
+
+
+@dataclass(slots=True)
+class UpdateReport:
+    """What an update measured; sums over trained tokens until `means` is asked."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+    num_tokens: int = 0
+    num_padded_tokens: int = 0
+    num_trained_tokens: int = 0
+    entropy_sum: float = 0.0
+    ratio_sum: float = 0.0
+    ratio_max: float = field(default=0.0, metadata={"merge": max})
+    ratios: list[Tensor] = field(default_factory=list)
+    """policy / behavior of every trained token."""
+    proximal_ratios: list[Tensor] = field(default_factory=list)
+    """policy / recomputed proximal of every trained token."""
+    num_clipped: int = 0
+    num_clipped_low: int = 0
+    imbalance: float = 0.0
+    """Estimated cost of the busiest data-parallel rank over the mean, less one."""
+    gaps: list[Tensor] = field(default_factory=list)
+    """|policy - behavior| logprobs of tokens that the current version drew."""
+
+    def add(
+        self,
+        targets: Targets,
+        result: TokenLoss,
+        policy_logprobs: Tensor,
+        *,
+        policy_version: int,
+    ) -> None:
+        """Measure some trained tokens [N] of an RL update.
+
+        Args:
+            result: their losses, for what was clipped.
+            policy_logprobs: without gradient.
+            policy_version: whose own tokens measure the logprob gap.
+        """
+        assert targets.behavior_logprobs_N is not None
+        ratio = torch.exp(policy_logprobs - targets.behavior_logprobs_N)
+        self.ratio_sum += float(ratio.sum())
+        self.ratio_max = max(self.ratio_max, float(ratio.max()))
+        self.ratios.append(ratio)
+        if targets.proximal_logprobs_N is not None:
+            self.proximal_ratios.append(torch.exp(policy_logprobs - targets.proximal_logprobs_N))
+        self.num_clipped += int(result.is_clipped.sum())
+        self.num_clipped_low += int((result.is_clipped & (result.ratio < 1)).sum())
+        own = targets.policy_versions_N == policy_version
+        if own.any():
+            self.gaps.append((policy_logprobs - targets.behavior_logprobs_N)[own].abs())
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics that SFT and RL share."""
+        return {
+            "train/loss": self.loss,
+            "train/grad_norm": self.grad_norm,
+            "train/learning_rate": self.learning_rate,
+            "train/tokens": self.num_tokens,
+            "train/trained_tokens": self.num_trained_tokens,
+            "train/padding_share": 1.0 - self.num_tokens / max(1, self.num_padded_tokens),
+            "train/imbalance": self.imbalance,
+        }
+
+    def last_metrics(self) -> dict[str, float]:
+        """What a take's last update says that its first, whose ratios begin at 1, does not."""
+        known = self.metrics() | self.policy_metrics()
+        return {name.replace("/", "/last_", 1): known[name] for name in _OF_THE_LAST}
+
+    def policy_metrics(self) -> dict[str, float]:
+        """The metrics that compare the policy with the behavior policy."""
+        count = max(1, self.num_trained_tokens)
+        gap = torch.cat(self.gaps) if self.gaps else torch.empty(0)
+        low, high = _percentiles(self.ratios)
+        metrics = {
+            "train/entropy": self.entropy_sum / count,
+            "train/ratio_mean": self.ratio_sum / count,
+            "train/ratio_max": self.ratio_max,
+            "train/ratio_p01": low,
+            "train/ratio_p99": high,
+            "train/clip_share": self.num_clipped / count,
+            "train/clip_low_share": self.num_clipped_low / count,
+            "train/clip_high_share": (self.num_clipped - self.num_clipped_low) / count,
+            "train/logprob_gap_mean": float(gap.mean()) if len(gap) else float("nan"),
+            "train/logprob_gap_max": float(gap.max()) if len(gap) else float("nan"),
+        }
+        if self.proximal_ratios:
+            ratios = torch.cat(self.proximal_ratios)
+            metrics["train/proximal_ratio_mean"] = float(ratios.mean())
+            metrics["train/proximal_ratio_max"] = float(ratios.max())
+        return metrics
+
+
+_OF_THE_LAST = (
+    "train/clip_share",
+    "train/clip_low_share",
+    "train/clip_high_share",
+    "train/ratio_p01",
+    "train/ratio_p99",
+    "train/ratio_max",
+    "train/grad_norm",
+)
+
+
+def merge_reports(report: UpdateReport) -> UpdateReport:
+    """The sum of the data-parallel shares, on every rank; before the step is reported.
+
+    Each share is told by one rank: the one whose report is kept, see `is_reporting_rank`.
+    """
+    mine = _encode(report) if is_reporting_rank() else b""
+    shares = [_decode(data) for data in gather_bytes(mine) if data]
+    merged: dict[str, Any] = {}
+    for item in dataclasses.fields(UpdateReport):
+        values = [getattr(share, item.name) for share in shares]
+        if isinstance(values[0], list):
+            merged[item.name] = [part for value in values for part in value]
+        else:
+            merged[item.name] = item.metadata.get("merge", sum)(values)
+    return UpdateReport(**merged)
+
+
+def _encode(report: UpdateReport) -> bytes:
+    """Numbers as they are, lists of tensors as float32 bytes."""
+    return msgspec.msgpack.encode(
+        {
+            item.name: torch.cat(value).float().cpu().numpy().tobytes()
+            if isinstance(value := getattr(report, item.name), list) and value
+            else value
+            for item in dataclasses.fields(report)
+        }
+    )
+
+
+def _decode(data: bytes) -> UpdateReport:
+    values: dict[str, Any] = msgspec.msgpack.decode(data)
+    for name, value in values.items():
+        if isinstance(value, bytes):
+            values[name] = [torch.frombuffer(bytearray(value), dtype=torch.float32)]
+    return UpdateReport(**values)
+
+
+def _percentiles(parts: Sequence[Tensor]) -> tuple[float, float]:
+    """1st and 99th percentile; NaN without values."""
+    values = torch.cat(list(parts)) if parts else torch.empty(0)
+    if not len(values):
+        return float("nan"), float("nan")
+    low, high = np.quantile(values.float().cpu().numpy(), [0.01, 0.99])
+    return float(low), float(high)

@@ -1,0 +1,193 @@
+"""An agent that is a program: `env.agent_command`, one process tree per episode.
+
+Owns: the episode's folder and environment, whose failure a program's end is. Does not own: running
+it (program, keeper), scoring it (verification).
+Invariant: whatever way the program ended, its processes and its folder are gone when `play`
+returns, and its output is in the ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from outloop.buffer.errors import EnvironmentFailure, RecordError, SettingsError
+from outloop.buffer.records import Outcome, Reward, Task
+from outloop.buffer.settings.env import EnvSettings
+from outloop.envs.command_agent import command
+from outloop.envs.command_agent.verifier import (
+    VerifierTimeout,
+    deadline_share,
+    load_verifier,
+    verify,
+)
+from outloop.envs.rollout.artifacts import Result
+from outloop.envs.rollout.episode import Episode
+from outloop.envs.rollout.episode_result import Ending, failed, without_reward
+from outloop.envs.rollout.rollout_function import Rollout, load_rollout
+
+_SETTING = "env.agent_command"
+_READY_S = 5.0
+_OWN_PLACEHOLDERS = ("task_file", "episode_dir", "episode_id", "task_id", "base_url")
+_MAX_OUTPUT_CHARS = 8000
+
+
+class AgentFailed(Exception):
+    """An agent program did not end as it should."""
+
+
+def load_player(env: EnvSettings) -> Rollout:
+    """What plays the run's episodes: the rollout function, or the agent command.
+
+    Raises:
+        SettingsError: neither or both are given, or the one that is given cannot be used.
+    """
+    if env.agent_command is None:
+        return load_rollout(env)
+    if env.rollout_function_path is not None:
+        raise SettingsError(
+            f"{_SETTING}={env.agent_command!r} and env.rollout_function_path="
+            f"{env.rollout_function_path!r} are both given; leave one out"
+        )
+    agent = CommandAgent(env)
+    return Rollout(
+        kind="async", call=agent.play, name=f"{_SETTING}={env.agent_command!r}", owner=agent
+    )
+
+
+class CommandAgent:
+    """Plays an episode by starting the program."""
+
+    def __init__(self, env: EnvSettings) -> None:
+        assert env.agent_command is not None
+        self._line = command.CommandLine(
+            env.agent_command, setting=_SETTING, import_dir=env.import_dir
+        )
+        self._verifier = load_verifier(env)
+        self._env = env
+
+    async def tear_down(self) -> None:
+        """Have the verifier end what it started."""
+        await self._verifier.tear_down()
+
+    def check_tasks(self, tasks: tuple[Task, ...]) -> None:
+        """Refuse placeholders that no task fills.
+
+        Raises:
+            SettingsError: names the nearest field.
+        """
+        fields: set[str] = set(tasks[0].payload) if tasks else set()
+        for task in tasks:
+            fields &= task.payload.keys()
+        self._line.check([*_OWN_PLACEHOLDERS, *sorted(fields - set(self._env.hidden_task_fields))])
+
+    async def play(self, task: Task, episode: Episode) -> Ending:
+        """Start the program, wait for its end or a limit, and have the verifier score it."""
+        folder = Path(tempfile.mkdtemp(prefix="outloop-episode-"))
+        try:
+            return await self._play(task, episode, folder)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _play(self, task: Task, episode: Episode, folder: Path) -> Ending:
+        shown = {k: v for k, v in task.payload.items() if k not in self._env.hidden_task_fields}
+        task_file = folder / "task.json"
+        task_file.write_text(json.dumps({"task_id": task.task_id, **shown}))
+        files = {"task_file": str(task_file), "episode_dir": str(folder)}
+        words = self._line.words(
+            {
+                **shown,
+                **files,
+                "episode_id": episode.episode_id,
+                "task_id": task.task_id,
+                "base_url": episode.base_url,
+            }
+        )
+        env = self._env
+        limits = command.Limits(
+            deadline_share(env, episode.deadline),
+            env.agent_memory_mb,
+            env.max_output_bytes,
+            env.max_kept_bytes,
+        )
+        ran = await command.run(
+            words,
+            limits,
+            env=command.environment(
+                {
+                    **episode.environ(),
+                    "OUTLOOP_TASK_FILE": files["task_file"],
+                    "OUTLOOP_EPISODE_DIR": files["episode_dir"],
+                }
+            ),
+            folder=self._line.folder,
+        )
+        return await self._judge(task, episode, ran, folder)
+
+    async def _judge(self, task: Task, episode: Episode, ran: command.Ran, folder: Path) -> Ending:
+        output = f"{ran.stdout}\n{ran.stderr}".strip()[-_MAX_OUTPUT_CHARS:]
+        outcome: Outcome = "completed"
+        error: AgentFailed | None = None
+        if ran.reason:
+            error, outcome = AgentFailed(_limit_sentence(ran, self._env)), "truncated"
+        elif ran.exit_code != 0:
+            if not await _is_router_ready(episode.base_url):
+                lost = ConnectionError(
+                    f"the agent ended with exit_code={ran.exit_code} while the router was away"
+                )
+                return failed(lost, "infrastructure", output=output)
+            last = ran.stderr.strip().splitlines()[-1:] or [""]
+            error = AgentFailed(f"the agent ended with exit_code={ran.exit_code}: {last[0][:300]}")
+            outcome = "failed"
+        result = Result(
+            answer=ran.stdout.strip(),
+            exit_code=ran.exit_code,
+            reason=ran.reason,
+            stdout=ran.stdout,
+            stderr=ran.stderr,
+            folder=folder,
+        )
+        try:
+            reward = await verify(self._verifier, task, result)
+        except VerifierTimeout as late:
+            worst = Reward(value=self._env.failure_reward)
+            return failed(error or late, "agent", reward=worst, outcome="failed", output=output)
+        except (RecordError, EnvironmentFailure) as bad:
+            if error is not None:
+                worst = Reward(value=self._env.failure_reward)
+                return failed(error, "agent", reward=worst, outcome=outcome, output=output)
+            if isinstance(bad, RecordError):
+                return without_reward(bad, output=output)
+            return failed(bad, "environment", output=output)
+        if error is not None:
+            return failed(error, "agent", reward=reward, outcome=outcome, output=output)
+        return Ending(outcome="completed", reward=reward, output=output)
+
+
+def _limit_sentence(ran: command.Ran, env: EnvSettings) -> str:
+    setting = {
+        "time": "it took too long; raise env.episode_deadline_s",
+        "memory": f"it held {ran.memory_mb:.0f} MB; raise env.agent_memory_mb="
+        f"{env.agent_memory_mb:g}",
+        "output": f"it wrote more than env.max_output_bytes={env.max_output_bytes}",
+    }
+    return f"the agent was ended: {setting[ran.reason]}"
+
+
+async def _is_router_ready(base_url: str) -> bool:
+    """Whether the episode's own endpoint is up: if not, the agent is not to blame."""
+    parts = urlsplit(base_url)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_READY_S)) as session,
+            session.get(f"{parts.scheme}://{parts.netloc}/health") as answer,
+        ):
+            return answer.status < 500
+    except (aiohttp.ClientError, TimeoutError):
+        return False

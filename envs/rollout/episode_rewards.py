@@ -1,0 +1,96 @@
+"""What a rollout function says about an episode while it plays: `episode.score(...)`.
+
+Owns: collecting scores of the episode, its components, turns and branches. Does not own: what
+`play` returns (ending), which turns there are (router).
+Invariant: a score that this run cannot use is refused where it is given, with what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outloop.buffer.errors import RecordError, SettingsError
+from outloop.buffer.records import Reward
+from outloop.envs.rollout.episode_result import as_reward
+
+_NO_REWARD = (
+    "no reward: {what} returned None and episode.score(...) was not called; a finite number is "
+    "allowed: return a float, or call episode.score(value)"
+)
+
+
+class Scores:
+    """The scores of one episode so far."""
+
+    def __init__(self, *, takes_turns: bool, weights: Mapping[str, float]) -> None:
+        self._takes_turns = takes_turns
+        self._weights = weights
+        self._value: float | None = None
+        self._components: dict[str, float] = {}
+        self._turns: dict[str, float] = {}
+        self._branches: dict[str, float] = {}
+
+    def add(
+        self,
+        value: float | None,
+        turn: object | None,
+        branch: object | None,
+        components: Mapping[str, float],
+    ) -> None:
+        """Remember a score; a later one of the same name replaces it.
+
+        Raises:
+            RecordError: a number is not finite, or the call says nothing.
+            SettingsError: turns and branches are not scored in this run.
+        """
+        if turn is not None or branch is not None:
+            self._add_part(value, turn, branch)
+            return
+        if value is None and not components:
+            raise RecordError(
+                "episode.score() says nothing; give a value, components by name, or a turn"
+            )
+        # Checks every number before any is kept.
+        checked = Reward(value=0.0 if value is None else value, components=dict(components))
+        if value is not None:
+            self._value = checked.value
+        self._components |= checked.components
+
+    def _add_part(self, value: float | None, turn: object | None, branch: object | None) -> None:
+        name = turn if turn is not None else branch
+        if not self._takes_turns:
+            raise SettingsError(
+                "episode.score(turn=..., branch=...): the trainer gives one advantage per episode; "
+                'score the episode only, or set env.turn_scores="record" to keep such scores for '
+                "reading"
+            )
+        answer_id = name if isinstance(name, str) else getattr(name, "id", None)
+        if not isinstance(answer_id, str) or value is None or (turn is None) == (branch is None):
+            raise RecordError(
+                f"episode.score(value={value!r}, turn={turn!r}, branch={branch!r}): a value and "
+                "either a turn or a branch are allowed, by the answer of the model call or its id"
+            )
+        scores = self._turns if turn is not None else self._branches
+        scores[answer_id] = Reward(value=value).value
+
+    def reward(self, returned: Any, what: str) -> Reward:
+        """The episode's reward: what was returned, or what was scored.
+
+        Raises:
+            RecordError: neither is there, or it is no finite number.
+        """
+        if returned is not None:
+            given = as_reward(returned, self._weights)
+        elif self._value is not None:
+            given = Reward(value=self._value)
+        elif self._components:
+            given = as_reward(self._components, self._weights)
+        else:
+            raise RecordError(_NO_REWARD.format(what=what))
+        return Reward(
+            value=given.value,
+            components=given.components | self._components,
+            turns=given.turns | self._turns,
+            branches=given.branches | self._branches,
+        )

@@ -1,0 +1,147 @@
+"""What plays episodes: the user's function or class, told apart by its signature.
+
+Owns: which forms are allowed, and the sentence for each that is not. Does not own: importing
+(loading), calling (play).
+Invariant: what `load_rollout` returns can be called as its kind says; nothing has been called yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings.env import EnvSettings
+from outloop.envs.runner.imports import import_object, tear_down
+
+Kind = Literal["async", "blocking", "batch"]
+_SETTING = "env.rollout_function_path"
+_PLAY = "`async def play(task, episode) -> float`"
+_BATCH = "`async def rollout(tasks, context) -> None`"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """How episodes are played.
+
+    `async`: `await call(task, episode)`. `blocking`: `call(task, episode)`, in a thread. `batch`:
+    `await call(tasks, context)` plays many.
+    """
+
+    kind: Kind
+    call: Callable[..., Any]
+    name: str
+    """For sentences."""
+    owner: Any = None
+    """The instance of the user's class, which may have set_up and tear_down."""
+
+    async def set_up(self) -> None:
+        """Call the owner's `set_up`, if it has one."""
+        method = getattr(self.owner, "set_up", None)
+        if method is not None and inspect.isawaitable(answer := method()):
+            await answer
+
+    async def tear_down(self) -> None:
+        """Call the owner's `tear_down`; of a function, those of the verifiers that it names."""
+        await tear_down(self.owner if hasattr(self.owner, "tear_down") else self.call)
+
+
+def load_rollout(env: EnvSettings) -> Rollout:
+    """The rollout function of a run.
+
+    Raises:
+        SettingsError: not given, not importable, or of a form that is not allowed.
+    """
+    path = env.rollout_function_path
+    if path is None:
+        raise SettingsError(
+            f"{_SETTING} is missing; name {_PLAY} as package.module:function in the settings "
+            "file or by --rollout-function-path, or give a program by --agent-command"
+        )
+    named = f"{_SETTING}={path!r}"
+    target = import_object(path, setting=_SETTING, import_dir=env.import_dir)
+    if inspect.isclass(target):
+        return _from_class(target, named)
+    return Rollout(kind=_kind_of(target, named), call=target, name=named)
+
+
+def _from_class(target: type, named: str) -> Rollout:
+    methods = [name for name in ("play", "rollout") if callable(getattr(target, name, None))]
+    if len(methods) != 1:
+        raise SettingsError(
+            f"{named} is a class with {' and '.join(methods) or 'neither play nor rollout'}; one "
+            "method `async def play(self, task, episode)` or `async def rollout(self, tasks, "
+            "context)` is allowed, and set_up(self) and tear_down(self) if there is state"
+        )
+    try:
+        inspect.signature(target).bind()
+    except TypeError as error:
+        raise SettingsError(
+            f"{named} is a class whose constructor cannot be called without arguments: {error}; "
+            "give them defaults, or read them in set_up(self)"
+        ) from error
+    except ValueError:  # a class without a Python constructor has no signature to read
+        pass
+    owner = _make(target, named)
+    call = getattr(owner, methods[0])
+    return Rollout(
+        kind=_kind_of(call, f"{named}, method {methods[0]}"), call=call, name=named, owner=owner
+    )
+
+
+def _make(target: type, named: str) -> Any:
+    try:
+        return target()
+    except Exception as error:  # the user's constructor may raise anything
+        raise SettingsError(
+            f"{named}: its constructor raised {type(error).__name__}: {error}; move what may fail "
+            "into set_up(self)"
+        ) from error
+
+
+def _kind_of(function: Any, named: str) -> Kind:
+    if not callable(function):
+        raise SettingsError(
+            f"{named} is a {type(function).__name__}; a function {_PLAY} is allowed"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"{named} has no signature to check; write {_PLAY}") from error
+    names = [*signature.parameters]
+    if "rollout_id" in names and "args" in names:
+        raise SettingsError(
+            f"{named} has slime's signature {signature}; {_BATCH} is allowed, and "
+            "docs/coming-from-slime.md says how one becomes the other"
+        )
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise SettingsError(
+            f"{named} has the signature {signature}, which cannot be called with (task, episode): "
+            f"{error}; {_PLAY} is allowed, or {_BATCH}"
+        ) from error
+    is_batch = _is_batch(names, f"{named} has the signature {signature}")
+    inner = function.func if isinstance(function, functools.partial) else function
+    call = inspect.unwrap(inner if inspect.isroutine(inner) else type(inner).__call__)
+    if inspect.isasyncgenfunction(call) or inspect.isgeneratorfunction(call):
+        raise SettingsError(f"{named} is a generator; return the reward, do not yield it")
+    if is_batch and not inspect.iscoroutinefunction(call):
+        raise SettingsError(f"{named} is a blocking function; {_BATCH} is allowed")
+    if is_batch:
+        return "batch"
+    return "async" if inspect.iscoroutinefunction(call) else "blocking"
+
+
+def _is_batch(names: list[str], named: str) -> bool:
+    """By the names of the first two parameters: (tasks, context) plays a batch."""
+    says_batch = [names[0] == "tasks", len(names) > 1 and names[1] == "context"]
+    if any(says_batch) and not all(says_batch):
+        raise SettingsError(
+            f"{named}, which is neither (task, episode) nor (tasks, context); name the parameters "
+            f"of {_PLAY} or of {_BATCH}"
+        )
+    return all(says_batch)

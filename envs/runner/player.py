@@ -1,0 +1,209 @@
+"""Plays episodes by the user's function, in whichever process this is.
+
+Owns: deadlines, threads for functions that block, and turning what a function did into an ending.
+Does not own: claiming and closing (runner), processes (worker), the verifier's meaning.
+Invariant: every job given to `play` or `play_batch` gets exactly one ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import structlog
+
+from outloop.buffer.errors import RecordError, SettingsError
+from outloop.buffer.records import Outcome, Reward, Task
+from outloop.buffer.settings.env import EnvSettings
+from outloop.envs.rollout.clients import Clients
+from outloop.envs.rollout.episode import Episode
+from outloop.envs.rollout.episode_result import Ending, failed, without_reward
+from outloop.envs.rollout.episode_rewards import Scores
+from outloop.envs.rollout.rollout_function import Rollout
+from outloop.envs.runner.crash_attribution import Marker, episode_number
+from outloop.envs.runner.failures import kind_of
+from outloop.envs.runner.worker_protocol import Job
+
+_CANCEL_S = 2.0
+_log = structlog.get_logger()
+
+
+class Player:
+    """Plays the episodes of one process.
+
+    Args:
+        marker: where running episodes are marked; None: nowhere.
+        on_stuck: called with how many threads are in blocking calls past their deadline.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        env: EnvSettings,
+        *,
+        max_episodes: int,
+        marker: Marker | None = None,
+        on_stuck: Callable[[int], None] = lambda num_stuck: None,
+    ) -> None:
+        self.rollout = rollout
+        self.env = env
+        self.max_episodes = max_episodes
+        if rollout.kind == "blocking":
+            self.max_episodes = min(max_episodes, env.max_blocking_episodes)
+        self._clients = Clients(
+            max_connections=2 * max_episodes + 16, timeout_s=env.episode_deadline_s
+        )
+        self._threads = _Threads(self.max_episodes, marker)
+        self._num_stuck = 0
+        self._on_stuck = on_stuck
+
+    async def close(self) -> None:
+        """Close clients; threads that hang are left behind."""
+        self._threads.close()
+        await self._clients.close()
+
+    def open(self, job: Job) -> Episode:
+        """The episode of a job."""
+        claim = job.opened.claim
+        return Episode(
+            episode_id=job.opened.episode_id,
+            task=claim.task,
+            purpose=claim.purpose,
+            base_url=job.opened.base_url,
+            api_key=job.opened.api_key,
+            deadline=job.deadline,
+            metadata={
+                "group_id": claim.group_id or "",
+                "attempt": str(claim.attempt),
+                "eval_name": claim.eval_name,
+            },
+            clients=self._clients,
+            scores=Scores(
+                takes_turns=self.env.turn_scores == "record", weights=self.env.reward_weights
+            ),
+        )
+
+    async def play(self, job: Job) -> Ending:
+        """Play one episode to its end or its deadline."""
+        return await self.play_by(self.rollout.call, self.open(job), job.number)
+
+    async def play_by(self, function: Callable[..., Any], episode: Episode, number: int) -> Ending:
+        """Play `episode` by `function(task, episode)`, a coroutine function or one that blocks."""
+        episode_number.set(number)
+        limit_s = max(0.0, episode.deadline - time.time())
+        # The function gets a copy: what it writes into the payload stays in its episode.
+        task = replace(episode.task, payload=dict(episode.task.payload))
+        playing = self._start(function, task, episode, number)
+        try:
+            await asyncio.wait({playing}, timeout=limit_s)
+        finally:
+            expired = not playing.done()
+            if expired:
+                await self._give_up(playing, episode.episode_id)
+        if expired:
+            error = TimeoutError(
+                f"play took longer than {limit_s:.1f} s; finish earlier, or raise "
+                "env.episode_deadline_s"
+            )
+            return self.ending_of(error, episode, outcome="truncated")
+        found = _error_of(playing)
+        if found is not None:
+            return self.ending_of(found, episode)
+        return self.scored(playing.result(), episode)
+
+    def scored(self, returned: Any, episode: Episode) -> Ending:
+        """The ending of an episode that played to its end; an Ending is what it is already."""
+        if isinstance(returned, Ending):
+            return returned
+        try:
+            reward = episode.scores.reward(returned, "play")
+        except RecordError as error:
+            return without_reward(error)
+        return Ending(outcome="completed", reward=reward)
+
+    def ending_of(
+        self, error: BaseException, episode: Episode, outcome: Outcome = "failed"
+    ) -> Ending:
+        """The ending of an episode that `error` ended."""
+        if isinstance(error, RecordError):
+            return without_reward(error)
+        if isinstance(error, SettingsError):
+            return replace(failed(error, "environment"), is_refused=True)
+        kind = "agent" if outcome == "truncated" else kind_of(error, episode.base_url)
+        reward = Reward(value=self.env.failure_reward) if kind == "agent" else None
+        return failed(error, kind, reward=reward, outcome=outcome)
+
+    def _start(
+        self, function: Callable[..., Any], task: Task, episode: Episode, number: int
+    ) -> asyncio.Future[Any]:
+        if self.rollout.kind != "blocking":
+            return asyncio.ensure_future(function(task, episode))
+        return self._threads.start(function, task, episode, number)
+
+    async def _give_up(self, playing: asyncio.Future[Any], episode_id: str) -> None:
+        """Cancel what is still playing; what will not be cancelled is left behind."""
+        if self.rollout.kind == "blocking":
+            self._num_stuck += 1
+            playing.add_done_callback(self._came_back)
+            self._on_stuck(self._num_stuck)
+            return
+        playing.cancel()
+        await asyncio.wait({playing}, timeout=_CANCEL_S)
+        if not playing.done():
+            _log.warning(
+                "play_ignores_cancellation",
+                episode_id=episode_id,
+                note="it goes on in the background; let asyncio.CancelledError pass through play",
+            )
+            playing.add_done_callback(_error_of)
+        else:
+            _error_of(playing)
+
+    def _came_back(self, playing: asyncio.Future[Any]) -> None:
+        self._num_stuck -= 1
+        self._on_stuck(self._num_stuck)
+        _error_of(playing)
+
+
+class _Threads:
+    """Threads for functions that block, each with a cell of the marker."""
+
+    def __init__(self, num_threads: int, marker: Marker | None) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="play")
+        self._marker = marker
+        self._cells: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for index in range(num_threads):
+            self._cells.put(index)
+
+    def start(
+        self, function: Callable[..., Any], task: Task, episode: Episode, number: int
+    ) -> asyncio.Future[Any]:
+        context = contextvars.copy_context()
+        call = self._pool.submit(context.run, self._run, function, task, episode, number)
+        return asyncio.wrap_future(call)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, function: Callable[..., Any], task: Task, episode: Episode, number: int) -> Any:
+        if self._marker is None:
+            return function(task, episode)
+        cell = self._cells.get()
+        self._marker.in_thread(cell, number)
+        try:
+            return function(task, episode)
+        finally:
+            self._marker.in_thread(cell, 0)
+            self._cells.put(cell)
+
+
+def _error_of(playing: asyncio.Future[Any]) -> BaseException | None:
+    if playing.cancelled():
+        return RuntimeError("play was cancelled from inside")
+    return playing.exception()

@@ -1,0 +1,50 @@
+"""`python -m outloop.envs.runner.preflight SETTINGS_JSON`: is the user's side of a run all right?
+
+Owns: the exit code (0 or 2) and the last line of stderr, which is the sentence to show.
+Does not own: the checks themselves. Invariant: starts nothing and talks to nobody; it is a process
+of its own, so that importing the user's code disturbs nobody else.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import Settings, build_settings
+from outloop.envs.command_agent.agent import CommandAgent, load_player
+from outloop.envs.tasks.sft_conversations import load_conversations
+from outloop.envs.tasks.task_files import load_run_tasks
+
+
+def check_rollout(settings: Settings) -> None:
+    """Load everything that the runner will load, and drop it again.
+
+    Raises:
+        SettingsError: one line that says what to change.
+    """
+    if settings.trainer.mode == "sft":
+        for _ in load_conversations(settings):
+            pass
+        return
+    env = settings.env
+    if env.num_runners == 0 and env.rollout_function_path is None and env.agent_command is None:
+        return
+    load_player(env)
+    found = load_run_tasks(settings)
+    if env.agent_command is not None:
+        CommandAgent(env).check_tasks(found.tasks + found.eval_tasks)
+
+
+def main(arguments: list[str]) -> int:
+    """Check the settings given as JSON; a sentence goes to stderr when they are wrong."""
+    try:
+        check_rollout(build_settings(json.loads(arguments[0]), source="settings"))
+    except SettingsError as error:
+        sys.stderr.write(f"{' '.join(str(error).split())}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,308 @@
+"""One worker process, seen from the runner: its socket, its jobs, and what its death means.
+
+Owns: starting it, handing it jobs, telling who made it stall or crash. Does not own: how many there
+are and when one is replaced (workers).
+Invariant: every job given to it is resolved once; an episode is blamed only if its code was running
+when the process died of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import structlog
+
+from outloop.buffer.errors import DeadlineExceeded, PartFailed, SettingsError
+from outloop.buffer.records import Reward
+from outloop.envs.rollout.episode_result import Ending
+from outloop.envs.rollout.rollout_function import Kind
+from outloop.envs.runner import worker_protocol
+from outloop.envs.runner.crash_attribution import Marker
+
+_STOP_S = 3.0
+_KILL_S = 5.0
+_STACKS_S = 10.0
+_MAX_STACK_BYTES = 65536
+_FRAME = re.compile(r'File "([^"]+)", line (\d+).*\n')
+_HEAD = re.compile(r"(?:Current thread \S+|Stack) \(most recent call first\):\n")
+_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that somebody sent; the episode that ran then did nothing."""
+_NOT_THEIRS = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[1]))
+_log = structlog.get_logger()
+
+
+class WorkerProcess:
+    """A started process; `ready` before it may be given jobs.
+
+    Args:
+        on_change: called when it may have become free, or more of its threads hang.
+    """
+
+    def __init__(
+        self, begin: worker_protocol.Begin, failure_reward: float, on_change: Callable[[], None]
+    ) -> None:
+        self._begin = begin
+        self._failure_reward = failure_reward
+        self._on_change = on_change
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._marker = Marker.create()
+        self._stacks = bytearray()
+        self._has_place = asyncio.Event()
+        self._jobs: dict[int, asyncio.Future[Ending]] = {}
+        self._reading: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[worker_protocol.Ready] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._beats = (-1, time.monotonic())
+        self._stall_s = 0.0
+        self.died = asyncio.Event()
+        self.is_retired = False
+        self.num_batches = 0
+        self.num_stuck = 0
+        self.max_episodes = 0
+        self.ready_at = 0.0
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 before it was started."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def num_jobs(self) -> int:
+        """Episodes that it plays now."""
+        return len(self._jobs)
+
+    @property
+    def num_free(self) -> int:
+        """Episodes that it could play besides."""
+        if not self.ready_at or self.is_retired or self.died.is_set():
+            return 0
+        return max(0, self.max_episodes - self.num_jobs - self.num_stuck)
+
+    async def start(self, timeout_s: float) -> Kind:
+        """Start it and wait until it has loaded the user's code.
+
+        Raises:
+            SettingsError: the user's code cannot be used.
+            PartFailed: it ended before it was ready.
+            DeadlineExceeded: it took longer than `timeout_s`.
+        """
+        ours, theirs = socket.socketpair()
+        stacks, their_stacks = os.pipe()
+        os.set_blocking(stacks, False)
+        asyncio.get_running_loop().add_reader(stacks, self._take_stacks, stacks)
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "outloop.envs.runner.worker_main"),
+            *(str(theirs.fileno()), str(self._marker.descriptor), str(their_stacks)),
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), self._marker.descriptor, their_stacks),
+            start_new_session=True,
+        )
+        theirs.close()
+        os.close(their_stacks)
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._reading = asyncio.create_task(self._read(reader))
+        self._send(self._begin)
+        done, _ = await asyncio.wait({self._ready}, timeout=timeout_s)
+        if not done:
+            raise DeadlineExceeded(
+                who="runner", phase="set_up", peer=f"worker pid={self.pid}", after_s=timeout_s
+            )
+        ready = self._ready.result()
+        self.max_episodes = ready.max_episodes
+        self.ready_at = time.monotonic()
+        self._beats = (-1, self.ready_at)
+        return ready.kind
+
+    def play(
+        self, jobs: tuple[worker_protocol.Job, ...], endings: list[asyncio.Future[Ending]]
+    ) -> None:
+        """Hand it jobs; each ending is set once."""
+        for job, ending in zip(jobs, endings, strict=True):
+            self._jobs[job.number] = ending
+        self.num_batches += 1
+        self._send(worker_protocol.Play(jobs))
+
+    def stalled_for(self) -> float:
+        """Seconds since its event loop last turned, as far as this was asked before."""
+        beats = self._marker.beats
+        if beats != self._beats[0]:
+            self._beats = (beats, time.monotonic())
+        return time.monotonic() - self._beats[1]
+
+    def memory_mb(self) -> float:
+        """Private memory as its limit (RLIMIT_DATA) counts it; 0 when it is gone."""
+        try:
+            return psutil.Process(self.pid).memory_info().data / 2**20
+        except psutil.Error:
+            return 0.0
+
+    async def kill_stalled(self) -> None:
+        """Take its loop's stack, then kill it; the episode that holds its loop is to blame."""
+        self._stall_s = self.stalled_for()
+        self._signal(signal.SIGUSR1)
+        # It writes its stack line by line, and nothing says that it is complete.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_place.wait(), _STACKS_S)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """End it at once."""
+        self._signal(signal.SIGKILL)
+        await asyncio.wait_for(self.died.wait(), _KILL_S)
+
+    async def stop(self) -> None:
+        """Have it cancel what it plays, tear down and end; killed when it does not."""
+        if self._process is None:
+            return
+        if not self.died.is_set():
+            with suppress(ConnectionError, RuntimeError):
+                self._send(worker_protocol.Stop())
+            try:
+                await asyncio.wait_for(self.died.wait(), _STOP_S)
+            except TimeoutError:
+                await self.kill()
+        assert self._reading is not None
+        await self._reading
+
+    def _send(self, message: worker_protocol.ToWorker) -> None:
+        assert self._writer is not None
+        self._writer.write(worker_protocol.frame(message))
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        assert self._process is not None
+        assert self._writer is not None
+        while (data := await worker_protocol.read_frame(reader)) is not None:
+            self._heard(worker_protocol.from_worker.decode(data))
+        self._writer.close()
+        try:
+            code = await asyncio.wait_for(self._process.wait(), _KILL_S)
+        except TimeoutError:
+            self._signal(signal.SIGKILL)
+            code = await self._process.wait()
+        if not self._ready.done():
+            self._ready.set_exception(
+                PartFailed(f"a worker process ended with exit_code={code} before it was ready")
+            )
+        self._settle(code)
+        self._marker.close()
+        self.died.set()
+
+    def _take_stacks(self, descriptor: int) -> None:
+        try:
+            data = os.read(descriptor, _MAX_STACK_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            asyncio.get_running_loop().remove_reader(descriptor)
+            os.close(descriptor)
+        elif len(self._stacks) < _MAX_STACK_BYTES:
+            self._stacks += data
+            if self._frames(are_theirs=True):
+                self._has_place.set()
+
+    def _heard(self, message: worker_protocol.FromWorker) -> None:
+        if isinstance(message, worker_protocol.Ready):
+            self._ready.set_result(message)
+        elif isinstance(message, worker_protocol.Refused):
+            self._ready.set_exception(SettingsError(message.sentence))
+        elif isinstance(message, worker_protocol.Ended):
+            ending = self._jobs.pop(message.number, None)
+            if ending is not None and not ending.done():
+                ending.set_result(message.ending)
+        elif isinstance(message, worker_protocol.Played):
+            self.num_batches -= 1
+        else:
+            self.num_stuck = message.num_threads
+        self._on_change()
+
+    def _settle(self, code: int) -> None:
+        """Resolve what it was playing when it died."""
+        guilty = self._guilty(code)
+        how, place = self._how(code), self._place()
+        for number, ending in self._jobs.items():
+            if ending.done():
+                continue
+            if number in guilty:
+                ending.set_result(
+                    Ending(
+                        outcome="failed",
+                        failure_kind="agent",
+                        reward=Reward(value=self._failure_reward),
+                        error=f"the rollout function {how}{f' at {place}' if place else ''}",
+                        error_type="WorkerDied",
+                        place=place,
+                        trace=self._stack_text()[:4000],
+                    )
+                )
+            else:
+                ending.set_result(
+                    Ending(
+                        outcome="failed",
+                        failure_kind="infrastructure",
+                        error=f"its worker process died: another episode {how}"
+                        if guilty
+                        else f"its worker process died: it {how}",
+                        error_type="WorkerDied",
+                    )
+                )
+        if self._jobs:
+            _log.warning(
+                "worker_died",
+                exit_code=code,
+                num_episodes=len(self._jobs),
+                num_to_blame=len(guilty),
+                place=place,
+            )
+        self._jobs.clear()
+
+    def _guilty(self, code: int) -> frozenset[int]:
+        if self._stall_s:
+            return frozenset({self._marker.running_in_loop()}) - {0}
+        if -code in _OUTSIDE:
+            return frozenset()
+        running = self._marker.running() or frozenset(self._jobs)
+        return running if len(running) == 1 else frozenset()
+
+    def _how(self, code: int) -> str:
+        if self._stall_s:
+            return (
+                f"blocked its event loop for {self._stall_s:.0f} s; await what blocks, wrap it in "
+                "asyncio.to_thread, or write a plain `def play(task, episode)`; it stood"
+            )
+        if code < 0:
+            return f"ended its process by {signal.Signals(-code).name}"
+        return f"ended its process with exit_code={code}"
+
+    def _stack_text(self) -> str:
+        return self._stacks.decode(errors="replace")
+
+    def _place(self) -> str:
+        frames = self._frames(are_theirs=True) or self._frames(are_theirs=False)
+        return frames[0] if frames else ""
+
+    def _frames(self, *, are_theirs: bool) -> list[str]:
+        """Where the thread in question stands, innermost first; perhaps only in the user's code."""
+        current = ["", *_HEAD.split(self._stack_text())[1:]][-1]
+        return [
+            f"{file}:{line}"
+            for file, line in _FRAME.findall(current)
+            if not (are_theirs and file.startswith(_NOT_THEIRS))
+        ]

@@ -1,0 +1,109 @@
+"""What a runner and its worker processes say to each other.
+
+Owns: the messages, their frames, and reading and writing them on a socket. Does not own: what they
+lead to (workers, worker).
+Invariant: a frame is four bytes of length and MessagePack of one message; nothing else, and no key
+but those of single episodes, crosses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+
+import msgspec
+
+from outloop.buffer.errors import OutloopError
+from outloop.envs.rollout.episode_result import Ending
+from outloop.envs.rollout.rollout_function import Kind
+from outloop.envs.runner.router_client import OpenedClaim
+
+_HEADER = struct.Struct("<I")
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One episode to play."""
+
+    number: int
+    """Above 0; names the episode in the shared marker."""
+    opened: OpenedClaim
+    deadline: float
+    """Unix seconds."""
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """To a worker, first: what it plays with."""
+
+    env: str
+    """EnvSettings as JSON."""
+    max_episodes: int
+    log_level: str
+
+
+class Play(msgspec.Struct, frozen=True, tag=True):
+    """To a worker: play these; several are one batch of a whole-rollout function."""
+
+    jobs: tuple[Job, ...]
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """To a worker: cancel what is playing, tear down and end."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """From a worker: it can play."""
+
+    kind: Kind
+    max_episodes: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """From a worker: the user's code cannot be used; it ends."""
+
+    sentence: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """From a worker: an episode is over."""
+
+    number: int
+    ending: Ending
+
+
+class Played(msgspec.Struct, frozen=True, tag=True):
+    """From a worker: the function that played a batch returned."""
+
+
+class Stuck(msgspec.Struct, frozen=True, tag=True):
+    """From a worker: so many of its threads are in blocking calls past their deadline."""
+
+    num_threads: int
+
+
+ToWorker = Begin | Play | Stop
+FromWorker = Ready | Refused | Ended | Played | Stuck
+_encoder = msgspec.msgpack.Encoder()
+to_worker = msgspec.msgpack.Decoder(ToWorker)
+from_worker = msgspec.msgpack.Decoder(FromWorker)
+
+
+def frame(message: ToWorker | FromWorker) -> bytes:
+    """The bytes of a message.
+
+    Raises:
+        OutloopError: it holds what MessagePack cannot, for example an integer above 64 bits.
+    """
+    try:
+        data = _encoder.encode(message)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise OutloopError(f"a task cannot be handed to a worker process: {error}") from error
+    return _HEADER.pack(len(data)) + data
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """The next message's bytes; None when the other side is gone."""
+    try:
+        (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None

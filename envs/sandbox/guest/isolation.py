@@ -1,0 +1,208 @@
+"""What keeps one program of a jail away from the rest of it: namespaces, user ids, or nothing.
+
+Owns: where a program's files are, whom it may signal, what is left of it afterwards. Does not own:
+what it may use (program), what surrounds the jail (backends). Invariant: after `end` no process of
+the program is alive, except in a PlainRoom, which stops only what stayed in its process group.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from outloop.envs.sandbox.guest import seccomp, syscalls
+
+_BOX = "/box"
+_FIRST_UID, _NUM_UIDS = 20_000, 40_000
+"""Users of containers: below 65,536, which is what engines map, and chosen anew for each."""
+
+
+class NamespaceRoom:
+    """Own pid, mount and ipc namespaces for each program; needs CAP_SYS_ADMIN in the jail."""
+
+    temporary = "/tmp"
+    is_counted_by_user = True
+
+    def __init__(self, disk_bytes: int, max_files: int) -> None:
+        self._filter = seccomp.build()
+        self._disk = (disk_bytes, max_files)
+        self._is_kept_open = False
+        with open("/proc/sys/user/max_user_namespaces", "w") as file:
+            file.write("0")
+
+    def open_kept(self) -> None:
+        """In the supervisor: mount what calls that keep files share."""
+        if not self._is_kept_open:
+            self._is_kept_open = True
+            syscalls.own_mounts()
+            _mount_box(*self._disk)
+
+    def fork(self) -> int:
+        """Start the program's init, pid 1 of its own namespace."""
+        return syscalls.clone(syscalls.CLONE_NEWPID | syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC)
+
+    def enter(self, index: int, is_kept: bool, disk_bytes: int, max_files: int) -> str:
+        """In the init: mount what the program may see; returns the workspace's path."""
+        if not is_kept:
+            _mount_box(disk_bytes, max_files)
+        flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC
+        syscalls.mount("proc", "/proc", "proc", flags)
+        return "/work"
+
+    def confine(self, index: int) -> None:
+        """In the program: give up every right over the jail."""
+        syscalls.drop_capabilities()
+        syscalls.forbid_new_privileges()
+        if self._filter is not None:
+            seccomp.load(self._filter)
+
+    def end(self, index: int, pid: int) -> None:
+        """In the init: kill whatever the program left behind, at once."""
+        try:
+            os.kill(-1, syscalls.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def clean(self, index: int) -> None:
+        """In the supervisor, after the init has gone: nothing, its mounts went with it."""
+
+
+class UserRoom:
+    """Own user id for each program; the supervisor is root of a container."""
+
+    temporary = ""
+    is_counted_by_user = True
+
+    def __init__(self, disk_bytes: int, max_files: int) -> None:
+        os.chmod(_BOX, 0o711)
+        # Other containers' users are the same to the kernel, which counts processes by user.
+        self._uid = _FIRST_UID + int.from_bytes(os.urandom(4), "big") % _NUM_UIDS
+
+    def open_kept(self) -> None:
+        """Nothing: its folders are made by the calls themselves."""
+
+    def fork(self) -> int:
+        """Start the program's init, which stays root."""
+        return os.fork()
+
+    def enter(self, index: int, is_kept: bool, disk_bytes: int, max_files: int) -> str:
+        """Make the workspace of this program's user; returns its path."""
+        root = f"{_BOX}/{index}-{'kept' if is_kept else 'fresh'}"
+        if not os.path.isdir(root):
+            os.mkdir(root, 0o700)
+            os.chown(root, self._uid + index, self._uid + index)
+        return root
+
+    def confine(self, index: int) -> None:
+        """Become the program's user."""
+        os.setgroups([])
+        os.setresgid(*[self._uid + index] * 3)
+        os.setresuid(*[self._uid + index] * 3)
+        syscalls.forbid_new_privileges()
+
+    def end(self, index: int, pid: int) -> None:
+        """Kill every process of the program's user."""
+        killer = os.fork()
+        if killer == 0:
+            try:
+                self.confine(index)
+                os.kill(-1, syscalls.SIGKILL)
+            except OSError:
+                pass
+            os._exit(0)
+        os.waitpid(killer, 0)
+
+    def clean(self, index: int) -> None:
+        """Kill what outlived its init, and remove its files and shared memory."""
+        self.end(index, 0)
+        _remove(f"{_BOX}/{index}-fresh")
+        for name in os.listdir("/dev/shm"):
+            path = f"/dev/shm/{name}"
+            if os.lstat(path).st_uid == self._uid + index:
+                _remove(path)
+
+
+class PlainRoom:
+    """No wall at all: a folder, a process group and resource limits."""
+
+    temporary = ""
+    is_counted_by_user = False
+
+    def __init__(self, disk_bytes: int, max_files: int) -> None:
+        import tempfile
+
+        self._root = tempfile.mkdtemp(prefix="outloop-plain-")
+
+    def open_kept(self) -> None:
+        """Nothing: its folders are made by the calls themselves."""
+
+    def fork(self) -> int:
+        """Start the program's init."""
+        return os.fork()
+
+    def enter(self, index: int, is_kept: bool, disk_bytes: int, max_files: int) -> str:
+        """The workspace; returns its path."""
+        root = f"{self._root}/{index}-{'kept' if is_kept else 'fresh'}"
+        os.makedirs(root, exist_ok=True)
+        return root
+
+    def confine(self, index: int) -> None:
+        """Nothing is given up."""
+        syscalls.forbid_new_privileges()
+
+    def end(self, index: int, pid: int) -> None:
+        """Kill the program's process group."""
+        if pid:
+            try:
+                os.killpg(pid, syscalls.SIGKILL)
+            except OSError:
+                pass
+
+    def clean(self, index: int) -> None:
+        """Remove the program's files."""
+        _remove(f"{self._root}/{index}-fresh")
+
+    def close(self) -> None:
+        """Remove what was kept."""
+        _remove(self._root)
+
+
+Room = NamespaceRoom | UserRoom | PlainRoom
+ROOMS: dict[str, type[Room]] = {"namespaces": NamespaceRoom, "users": UserRoom, "plain": PlainRoom}
+
+
+def set_limits(
+    *, cpu_s: int, memory_bytes: int, disk_bytes: int, num_processes: int, is_counted: bool
+) -> None:
+    """Resource limits of the calling process and its children; 0 bytes of memory: no limit."""
+    limits = {
+        resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),
+        resource.RLIMIT_FSIZE: (disk_bytes, disk_bytes),
+        resource.RLIMIT_NOFILE: (256, 256),
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_MSGQUEUE: (0, 0),
+    }
+    if memory_bytes:
+        limits[resource.RLIMIT_AS] = (memory_bytes, memory_bytes)
+    if is_counted:
+        limits[resource.RLIMIT_NPROC] = (num_processes, num_processes)
+    for name, (soft, hard) in limits.items():
+        ceiling = resource.getrlimit(name)[1]
+        if ceiling != resource.RLIM_INFINITY:
+            soft, hard = min(soft, ceiling), min(hard, ceiling)
+        resource.setrlimit(name, (soft, hard))
+
+
+def _mount_box(disk_bytes: int, max_files: int) -> None:
+    flags = syscalls.MS_NOSUID | syscalls.MS_NODEV
+    options = f"size={disk_bytes},nr_inodes={max_files + 8},mode=0755"
+    syscalls.mount("tmpfs", _BOX, "tmpfs", flags, options)
+    for name, target in (("work", "/work"), ("tmp", "/tmp"), ("shm", "/dev/shm")):
+        os.mkdir(f"{_BOX}/{name}", 0o755)
+        syscalls.mount(f"{_BOX}/{name}", target, "", syscalls.MS_BIND)
+
+
+def _remove(path: str) -> None:
+    """Remove a tree of any depth: rm walks it with open folders, so no path is too long."""
+    if os.path.lexists(path):
+        os.spawnv(os.P_WAIT, "/bin/rm", ["rm", "-rf", "--", path])

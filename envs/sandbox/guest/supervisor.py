@@ -1,0 +1,236 @@
+"""The first program of a jail: takes calls, forks a program for each, and answers.
+
+Owns: the time, the output and the memory that a call may use, and its end. Does not own: what is
+called (sandbox), how a program is confined (program, rooms). Invariant: holds no right to anything
+outside of its jail; answers every call once, within its wall time and a little.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+
+from outloop.envs.sandbox.guest import framing, isolation, memory, program, syscalls
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # imported in every jail, these would be a quarter of its start
+    from collections.abc import Callable
+    from types import TracebackType
+
+_TICK_MS = 50
+_DRAIN_S = 0.2
+_DISCARD_FACTOR = 16
+"""A program that writes this many times what is kept is ended."""
+
+
+class _Running:
+    """One program of the call that is under way."""
+
+    def __init__(self, pid: int, status: int, out: int, err: int) -> None:
+        self.pid = pid
+        self.streams = {out: bytearray(), err: bytearray(), status: bytearray()}
+        self.status, self.out, self.err = status, out, err
+        self.num_written = {out: 0, err: 0}
+        self.open = set(self.streams)
+        self.is_reaped = False
+        self.ended = ""
+
+    def kill(self, why: str) -> None:
+        """End it if it runs; the first reason is the one that counts."""
+        if not self.is_reaped:
+            self.ended = self.ended or why
+            os.kill(self.pid, syscalls.SIGKILL)
+
+    def take(self, fd: int, output_bytes: int) -> None:
+        """Read once from a stream that has something."""
+        chunk = os.read(fd, 65536)
+        if not chunk:
+            self.open.discard(fd)
+        elif fd == self.status:
+            self.streams[fd] += chunk
+        else:
+            self.num_written[fd] += len(chunk)
+            self.streams[fd] += chunk[: max(0, output_bytes - len(self.streams[fd]))]
+            if self.num_written[fd] > _DISCARD_FACTOR * max(output_bytes, 4096):
+                self.kill("output")
+
+
+class Supervisor:
+    """Serves calls on descriptors 0 and 1 until the other side has gone."""
+
+    def __init__(self, room: isolation.Room, killed: memory.Killed) -> None:
+        self._room = room
+        self._killed = killed
+
+    def serve(self) -> None:
+        """Answer calls; leaves by `Become` in a forked program, otherwise at the end of input."""
+        while True:
+            try:
+                head = program.receive(0)
+            except EOFError:
+                return
+            is_kept, *numbers = (int(field) for field in head)
+            if is_kept:
+                self._room.open_kept()
+            program.send(1, self._call(*numbers))
+
+    def _call(
+        self, num_programs: int, wall_ms: int, output_bytes: int, memory_bytes: int
+    ) -> list[bytes]:
+        started = time.monotonic()
+        num_killed = self._killed.count()
+        # Bare numbers: an object would close them when a forked program leaves these frames.
+        link = _socketpair() if num_programs == 2 else []
+        running: list[_Running] = []
+        for index in range(num_programs):
+            own = link[index] if link else None
+            others = [fd for fd in link if fd != own]
+            others += [fd for one in running for fd in one.streams]
+            running.append(self._start(index, own, others))
+        for fd in link:
+            os.close(fd)
+
+        def is_too_much() -> bool:
+            # The kernel kills one process of those that together took too much; the call is over.
+            return self._killed.count() > num_killed or bool(
+                memory_bytes and memory.resident_bytes() > memory_bytes
+            )
+
+        self._watch(running, time.monotonic() + wall_ms / 1000, output_bytes, is_too_much)
+        if self._killed.count() > num_killed:
+            for one in running:
+                one.ended = one.ended or "memory"
+        fields = []
+        for index, one in enumerate(running):
+            fields += self._answer(one, output_bytes, time.monotonic() - started)
+            self._room.clean(index)
+        return fields
+
+    def _start(self, index: int, link: int | None, others: list[int]) -> _Running:
+        (status, its_status), (out, its_out), (err, its_err) = (os.pipe() for _ in range(3))
+        pid = self._room.fork()
+        if pid == 0:
+            for fd in [*others, status, out, err]:
+                os.close(fd)
+            program.init(self._room, index, (its_status, its_out, its_err), link)
+        for fd in (its_status, its_out, its_err):
+            os.close(fd)
+        one = _Running(pid, status, out, err)
+        # Once it has said that it read its message, descriptor 0 is ours again.
+        if os.read(status, 1) != b"+":
+            one.streams[err] += os.read(status, 2000)
+            one.ended = "refused"
+        return one
+
+    def _watch(
+        self,
+        running: list[_Running],
+        deadline: float,
+        output_bytes: int,
+        is_too_much: Callable[[], bool],
+    ) -> None:
+        """Until every program has ended, by itself or by a limit."""
+        owners = {fd: one for one in running for fd in one.open}
+        poll = select.poll()
+        for fd in owners:
+            poll.register(fd, select.POLLIN)
+        poll.register(0, 0)
+        while not all(one.is_reaped for one in running):
+            left_ms = 1000 * (deadline - time.monotonic())
+            why = "wall_time" if left_ms <= 0 else ""
+            for fd, _ in poll.poll(max(1.0, min(_TICK_MS, left_ms))):
+                if fd == 0:
+                    os._exit(0)  # Nobody waits for an answer; the jail ends with us.
+                owners[fd].take(fd, output_bytes)
+                if fd not in owners[fd].open:
+                    poll.unregister(fd)
+            why = why or ("memory" if is_too_much() else "")
+            for one in running:
+                if why:
+                    one.kill(why)
+                self._reap(one)
+                if running[0].is_reaped:
+                    one.kill("partner")
+        for one in running:
+            self._drain(one, output_bytes)
+
+    def _reap(self, one: _Running) -> None:
+        # The status stream ends with the init, so that a wait here is due.
+        if not one.is_reaped and one.status not in one.open:
+            os.waitpid(one.pid, 0)
+            one.is_reaped = True
+
+    def _drain(self, one: _Running, output_bytes: int) -> None:
+        """What is still in the pipes; a process that holds one open is not waited for."""
+        deadline = time.monotonic() + _DRAIN_S
+        for fd in [one.out, one.err]:
+            while fd in one.open and time.monotonic() < deadline:
+                if not select.select([fd], [], [], 0)[0]:
+                    break
+                one.take(fd, output_bytes)
+        for fd in one.streams:
+            os.close(fd)
+
+    def _answer(self, one: _Running, output_bytes: int, wall_s: float) -> list[bytes]:
+        report = bytes(one.streams[one.status])
+        fields = framing.unpack(report[8:]) if report[:1] == b"\0" else []
+        if report and not fields:  # words: the init itself failed
+            one.streams[one.err] += report
+        ended = one.ended or ("exited" if fields else "killed")
+        is_cut = any(number > output_bytes for number in one.num_written.values())
+        body = [
+            ended.encode(),
+            b"%d" % int(1000 * wall_s),
+            b"%d" % is_cut,
+            bytes(one.streams[one.out]),
+            bytes(one.streams[one.err]),
+            *fields,
+        ]
+        return [framing.pack(body)]
+
+
+def _socketpair() -> list[int]:
+    import _socket
+
+    return [end.detach() for end in _socket.socketpair()]
+
+
+def main(kind: str, disk_bytes: int, max_files: int, events: int) -> Callable[[], None]:
+    """Serve; returns in a forked program with the function that runs its script."""
+    room = isolation.ROOMS[kind](disk_bytes, max_files)
+    killed = memory.Killed(events, isinstance(room, isolation.UserRoom))
+    try:
+        Supervisor(room, killed).serve()
+    except program.Become as become:
+        argv = become.argv
+        return lambda: _run_script(argv)
+    if isinstance(room, isolation.PlainRoom):
+        room.close()
+    os._exit(0)
+
+
+def _run_script(argv: list[str]) -> None:
+    """What `python SCRIPT ...` does, in the interpreter that is already there."""
+    sys.argv = argv
+    sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+    module = type(sys)("__main__")
+    module.__dict__.update(__file__=argv[0], __builtins__=__builtins__)
+    sys.modules["__main__"] = module
+    try:
+        with open(argv[0], "rb") as file:
+            source = file.read()
+    except OSError as error:
+        sys.exit(f"python: can't open file {argv[0]!r}: {error.strerror}")
+    sys.excepthook = _show_own_frames
+    exec(compile(source, argv[0], "exec"), module.__dict__)
+
+
+def _show_own_frames(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print a traceback that begins at the script, as if python had started it."""
+    while trace is not None and trace.tb_frame.f_code.co_filename != sys.argv[0]:
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)

@@ -1,0 +1,78 @@
+"""The supervisor's code as files that a jail can be given.
+
+Owns: a folder with the compiled package and the jail's /etc/passwd. Does not own: running it.
+Invariant: the folder is this user's own, readable for all and writable for nobody else; closing
+removes it.
+"""
+
+from __future__ import annotations
+
+import py_compile
+import shutil
+import tempfile
+from pathlib import Path
+
+from outloop.envs.sandbox import guest
+from outloop.envs.sandbox.api import Limits
+from outloop.envs.sandbox.guest import framing
+
+JAIL_FOLDER = "/outloop"
+_PASSWD = "agent:x:1000:1000:agent:/work:/bin/sh\n"
+
+
+class Bundle:
+    """A copy of the package `guest`, as source and compiled."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="outloop-jail-", ignore_cleanup_errors=True
+        )
+        self.path = Path(self._folder.name)
+        self.path.chmod(0o755)
+        package = self.path
+        for name in guest.__name__.split("."):
+            package = package / name
+            package.mkdir()
+            package.chmod(0o755)
+            (package / "__init__.py").touch()
+        for source in Path(guest.__file__).parent.glob("*.py"):
+            copy = package / source.name
+            shutil.copyfile(source, copy)
+            copy.chmod(0o644)
+            # Valid whatever the time stamps: a jail may see them otherwise.
+            mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+            py_compile.compile(str(copy), invalidation_mode=mode, doraise=True)
+        (package / "__pycache__").chmod(0o755)
+        for compiled in (package / "__pycache__").iterdir():
+            compiled.chmod(0o644)
+        passwd = self.path / "passwd"
+        passwd.write_text(_PASSWD)
+        passwd.chmod(0o644)
+
+    def close(self) -> None:
+        """Remove it."""
+        self._folder.cleanup()
+
+
+def boot_argv(
+    python: str,
+    folder: str,
+    room: str,
+    limits: Limits,
+    *,
+    extra: tuple[str, ...] = (),
+    events: int = -1,
+) -> list[str]:
+    """The command that starts the supervisor: as little of Python as can be.
+
+    `events`: a descriptor it inherits, of the file in which the kernel counts what it killed in
+    the jail's group. The supervisor says that it is there before it imports what it needs, so that
+    both sides go on at once.
+    """
+    code = (
+        f"import os; os.write(1, {framing.pack([b'ready'])!r})\n"
+        f"import sys; sys.path[:0] = [{folder!r}]; sys.path += {list(extra)!r}\n"
+        "from outloop.envs.sandbox.guest.supervisor import main\n"
+        f"main({room!r}, {limits.disk_bytes}, {limits.max_files}, {events})()"
+    )
+    return [python, "-I", "-S", "-X", "utf8", "-c", code]

@@ -1,0 +1,173 @@
+"""One supervisor process and the line to it.
+
+Owns: starting it, a message there and back within a deadline, its end. Does not own: its command
+line (backends), what messages mean (jail). Invariant: after `close` the process is gone and reaped,
+and with it, where the kernel has namespaces, everything in the jail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from outloop.buffer.errors import EnvironmentFailure
+from outloop.envs.sandbox.guest import framing
+
+_MAX_ERROR_BYTES = 2000
+_LEAVE_S = 2.0
+ENVIRON = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
+"""What every program of ours or of a policy begins with."""
+
+
+class JailLost(EnvironmentFailure):
+    """The supervisor ended, or did not answer in time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """How a supervisor is started."""
+
+    argv: Sequence[str]
+    user: int | None = None
+    """Numeric user and group to become first; None: stay."""
+    inherits_environ: bool = False
+    """True: the command is told by variables where its engine is."""
+    pass_fds: Sequence[int] = ()
+    """Descriptors of ours that it inherits under their numbers."""
+    end_argv: Sequence[str] = ()
+    """A command that ends what killing the process alone would leave behind."""
+    start_timeout_s: float = 30.0
+
+
+class SupervisorProcess:
+    """A started supervisor."""
+
+    def __init__(
+        self, launch: Launch, process: subprocess.Popen[bytes], line: socket.socket
+    ) -> None:
+        self._launch = launch
+        self._process = process
+        self._line = line
+
+    @property
+    def pid(self) -> int:
+        """Of the outermost process."""
+        return self._process.pid
+
+    @classmethod
+    async def start(cls, launch: Launch) -> SupervisorProcess:
+        """Start it and wait until it is ready.
+
+        Raises:
+            EnvironmentFailure: with what it wrote to stderr.
+        """
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            process = await asyncio.to_thread(_popen, launch, theirs)
+        except OSError as error:
+            ours.close()
+            raise EnvironmentFailure(
+                f"the sandbox could not start {launch.argv[0]!r}: {error}"
+            ) from error
+        finally:
+            theirs.close()
+        started = cls(launch, process, ours)
+        try:
+            await started.receive(launch.start_timeout_s)
+        except JailLost as error:
+            await started.close()
+            raise EnvironmentFailure(
+                f"the sandbox did not start: {error}; docs/sandbox.md says what each backend needs"
+            ) from error
+        except asyncio.CancelledError:
+            await started.close()
+            raise
+        return started
+
+    async def send(self, data: bytes) -> None:
+        """Write whole messages.
+
+        Raises:
+            JailLost: the supervisor has gone.
+        """
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._line, data)
+        except OSError as error:
+            raise JailLost(f"the supervisor in the jail has gone: {error}") from error
+
+    async def receive(self, timeout_s: float) -> list[bytes]:
+        """The next message.
+
+        Raises:
+            JailLost: the supervisor has gone, or did not answer within `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                body = await self._read(framing.body_length(await self._read(8)))
+            return framing.unpack(body)
+        except TimeoutError as error:
+            raise JailLost(
+                f"the sandbox waited {timeout_s:.1f} s for the supervisor in the jail; it is ended"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise JailLost(
+                f"the supervisor in the jail has gone: {error}; {self._last_words()}"
+            ) from error
+
+    async def _read(self, length: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        data = bytearray()
+        while len(data) < length:
+            chunk = await loop.sock_recv(self._line, min(2**20, length - len(data)))
+            if not chunk:
+                raise ValueError(f"end after {len(data)} of {length} bytes")
+            data += chunk
+        return bytes(data)
+
+    def _last_words(self) -> str:
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        words = self._process.stderr.read(_MAX_ERROR_BYTES) or b""
+        return " ".join(words.decode(errors="replace").split())
+
+    async def close(self) -> None:
+        """Kill and reap it, with everything in the jail."""
+        self._line.close()
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        # The supervisor leaves when its line ends, and takes the jail with it.
+        try:
+            self._process.wait(_LEAVE_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+        if self._launch.end_argv:
+            subprocess.run(self._launch.end_argv, capture_output=True, check=False, timeout=60)
+
+
+def _popen(launch: Launch, line: socket.socket) -> subprocess.Popen[bytes]:
+    # An extra group of the runner's could open files that the user cannot.
+    groups: list[int] | None = None if launch.user is None else []
+    return subprocess.Popen(
+        list(launch.argv),
+        stdin=line.fileno(),
+        stdout=line.fileno(),
+        stderr=subprocess.PIPE,
+        pass_fds=launch.pass_fds,
+        start_new_session=True,
+        env=None if launch.inherits_environ else ENVIRON,
+        cwd="/",
+        user=launch.user,
+        group=launch.user,
+        extra_groups=groups,
+    )

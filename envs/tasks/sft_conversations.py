@@ -1,0 +1,88 @@
+"""Conversations for SFT: read, checked, and handed to the router as messages.
+
+Owns: the shape of a row and the batches in which rows travel. Does not own: rendering (router).
+Invariant: the same rows are sent under the same keys, so a runner that is started again, or a
+second one, adds nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import Settings
+from outloop.envs.runner.router_client import RouterClient
+from outloop.envs.tasks.task_files import content_hash, read_rows
+
+_BATCH_ROWS = 128
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_log = structlog.get_logger()
+
+
+def load_conversations(settings: Settings) -> Iterator[dict[str, Any]]:
+    """Rows {"messages", "tools"?, "metadata"?} of env.conversations, one after the other.
+
+    Raises:
+        SettingsError: no source, no row, or a row of another shape (named by line or index).
+    """
+    source, setting = settings.env.conversations, "env.conversations"
+    if source is None:
+        raise SettingsError(
+            'trainer.mode="sft" needs env.conversations; give a JSONL file, '
+            "or package.module:function that returns {messages, tools} rows"
+        )
+    return read_conversations(source, setting=setting, import_dir=settings.env.import_dir)
+
+
+def read_conversations(
+    source: str, *, setting: str, import_dir: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Checked rows of a JSONL file or of what package.module:function returns.
+
+    Raises:
+        SettingsError: no row, or a row of another shape (named by line or index).
+    """
+    empty = True
+    for place, row in read_rows(source, setting=setting, import_dir=import_dir):
+        _check_row(row, place)
+        empty = False
+        yield row
+    if empty:
+        raise SettingsError(f"{setting}={source!r} gives no row; at least one is needed")
+
+
+async def submit_conversations(settings: Settings, router: RouterClient) -> int:
+    """Post every conversation, the last batch marked as final; returns how many were accepted."""
+    rows = load_conversations(settings)
+    batch = list(itertools.islice(rows, _BATCH_ROWS))
+    num_accepted = index = 0
+    while batch:
+        following = list(itertools.islice(rows, _BATCH_ROWS))
+        num_accepted += await router.put_trajectories(
+            batch, key=f"sft-{index}-{content_hash(batch)[:16]}", final=not following
+        )
+        batch, index = following, index + 1
+    _log.info("conversations_sent", num_accepted=num_accepted)
+    return num_accepted
+
+
+def _check_row(row: object, place: str) -> None:
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise SettingsError(
+            f"{place}: {str(row)[:80]!r} holds no list of messages; "
+            '{"messages": [...], "tools": [...]} is allowed'
+        )
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+            raise SettingsError(
+                f"{place}: messages[{number}]={str(message)[:80]!r} has no role among "
+                f"{', '.join(sorted(_ROLES))}"
+            )
+    if not any(message["role"] == "assistant" for message in messages):
+        raise SettingsError(f"{place}: no assistant message, so there is nothing to learn from")

@@ -1,0 +1,340 @@
+"""Tasks of a run: where they come from, what identifies them, and how they are split.
+
+Owns: reading JSONL files and iterables, content hashes, splits, the refusal of overlaps.
+Does not own: the order in which tasks are played (buffer). Invariant: a task_id names one content;
+no task is both trained and evaluated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.records import Task
+from outloop.buffer.settings import Settings
+from outloop.buffer.settings.env import EnvSettings
+from outloop.buffer.tasks.mixture import TaskSource
+from outloop.envs.runner.imports import import_folders, import_object
+
+_log = structlog.get_logger()
+_ID_CHARS = 32
+
+
+def content_hash(content: object) -> str:
+    """SHA-256 of JSON-able content, the same for key order, spacing and Unicode composition."""
+    text = json.dumps(_normalised(content), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def split_of(content: object, shares: Mapping[str, float]) -> str:
+    """Which split `content` belongs to: by its hash alone, so no order or seed can move it.
+
+    `shares` are relative sizes in a fixed order, e.g. {"train": 8, "validation": 1, "test": 1}.
+    """
+    if not shares or min(shares.values()) < 0 or sum(shares.values()) <= 0:
+        raise SettingsError(
+            f"shares={dict(shares)}; non-negative sizes with a sum above 0 are allowed"
+        )
+    point = int(content_hash(content)[:13], 16) / 16**13 * sum(shares.values())
+    for name, share in shares.items():
+        point -= share
+        if point < 0:
+            return name
+    return list(shares)[-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunTasks:
+    """What a run plays: its sources one after the other, and what is evaluated."""
+
+    tasks: tuple[Task, ...]
+    eval_tasks: tuple[Task, ...]
+    sources: tuple[TaskSource, ...]
+    num_test_tasks: int = 0
+    """The last of `eval_tasks`: the test split, where the run reports on it."""
+
+
+def load_run_tasks(settings: Settings) -> RunTasks:
+    """Training and evaluation tasks of a run.
+
+    Raises:
+        SettingsError: a source is missing, malformed (with its line), empty, or both overlap.
+    """
+    env = settings.env
+    lists = _load_sources(settings)
+    eval_tasks: tuple[Task, ...] = ()
+    num_test_tasks = 0
+    if env.eval_tasks is not None:
+        if env.split is not None:
+            raise SettingsError(
+                f"env.split={env.split} and env.eval_tasks={env.eval_tasks!r} are both given; "
+                "leave one out"
+            )
+        eval_tasks = load_tasks(env.eval_tasks, setting="env.eval_tasks", import_dir=env.import_dir)
+    elif env.split is not None:
+        # Before mixing: a content falls into the same split in whichever source it is.
+        lists, held_out = _split(lists, env)
+        eval_tasks = held_out[env.eval_split]
+        if settings.eval.chooses_checkpoint:
+            eval_tasks, num_test_tasks = _both(held_out, env)
+    elif settings.eval.every > 0:
+        raise SettingsError(
+            f"eval.every={settings.eval.every} needs env.eval_tasks or env.split; give held-out "
+            "tasks, or set eval.every to 0"
+        )
+    _refuse_repeats(lists)
+    tasks = tuple(task for some in lists.values() for task in some)
+    _refuse_overlap(tasks, eval_tasks)
+    mixed = {} if isinstance(env.tasks, str) or env.tasks is None else env.tasks
+    sources = tuple(
+        TaskSource(name, len(some), mixed[name].weight, mixed[name].priority)
+        if name in mixed
+        else TaskSource(name, len(some))
+        for name, some in lists.items()
+    )
+    return RunTasks(
+        tasks=tasks, eval_tasks=eval_tasks, sources=sources, num_test_tasks=num_test_tasks
+    )
+
+
+def _load_sources(settings: Settings) -> dict[str, tuple[Task, ...]]:
+    env = settings.env
+    if not env.tasks:
+        raise SettingsError(
+            "env.tasks is missing; give a JSONL file, or package.module:function that returns tasks"
+        )
+    if isinstance(env.tasks, str):
+        loaded = load_tasks(env.tasks, setting="env.tasks", import_dir=env.import_dir)
+        return {"tasks": loaded}
+    weights = {name: source.weight for name, source in env.tasks.items()}
+    if sum(weights.values()) <= 0:
+        raise SettingsError(f"env.tasks: weights={weights}; at least one above 0 is needed")
+    return {
+        name: load_tasks(
+            source.source, setting=f"env.tasks.{name}.source", import_dir=env.import_dir
+        )
+        for name, source in env.tasks.items()
+    }
+
+
+def _split(
+    lists: dict[str, tuple[Task, ...]], env: EnvSettings
+) -> tuple[dict[str, tuple[Task, ...]], dict[str, tuple[Task, ...]]]:
+    """The training split of each source, and the others of all together, by name."""
+    shares: dict[str, float] = {
+        name: env.split.get(name, 0.0) if env.split else 0.0
+        for name in ("train", "validation", "test")
+    }
+    parts: dict[str, dict[str, list[Task]]] = {name: {} for name in shares}
+    for name, some in lists.items():
+        for task in some:
+            chosen = split_of(task.payload, shares)
+            parts[chosen].setdefault(name, []).append(task)
+    for name in lists:
+        if name not in parts["train"]:
+            raise SettingsError(
+                f"env.split={env.split} leaves no training task of env.tasks {name!r}, which has "
+                f"{len(lists[name])}; give more tasks, or a larger train share"
+            )
+    held_out = {
+        split: tuple({t.task_id: t for some in parts[split].values() for t in some}.values())
+        for split in ("validation", "test")
+    }
+    return {name: tuple(some) for name, some in parts["train"].items()}, held_out
+
+
+def _both(held_out: dict[str, tuple[Task, ...]], env: EnvSettings) -> tuple[tuple[Task, ...], int]:
+    """Validation and then test tasks, and how many of the second."""
+    for split, some in held_out.items():
+        if not some:
+            raise SettingsError(
+                f"eval.chooses_checkpoint=true: env.split={env.split} leaves no task for {split}; "
+                "give more tasks, or a larger share of it"
+            )
+    return held_out["validation"] + held_out["test"], len(held_out["test"])
+
+
+def _refuse_repeats(lists: dict[str, tuple[Task, ...]]) -> None:
+    """Refuse a task in two sources: it would be played twice as often as its weight says."""
+    owners: dict[str, str] = {}
+    for name, some in lists.items():
+        for task in some:
+            other = owners.setdefault(task.task_id, name)
+            if other != name:
+                raise SettingsError(
+                    f"env.tasks: task_id={task.task_id!r} is in {other!r} and in {name!r}; "
+                    "keep it in one, and give different tasks different ids"
+                )
+
+
+def load_tasks(source: str, *, setting: str, import_dir: Path | None) -> tuple[Task, ...]:
+    """Tasks of a JSONL file or of `package.module:function`; equal contents are one task.
+
+    A row is a JSON object: either {"task_id", "payload"}, or the payload itself. Without a
+    task_id the id is the content's hash.
+
+    Raises:
+        SettingsError: the row is named by file and line, or by its index.
+    """
+    tasks: dict[str, Task] = {}
+    num_repeated = 0
+    for place, row in read_rows(source, setting=setting, import_dir=import_dir):
+        task = _task(row, place)
+        known = tasks.setdefault(task.task_id, task)
+        if known is not task:
+            num_repeated += 1
+            if content_hash(known.payload) != content_hash(task.payload):
+                raise SettingsError(
+                    f"{place}: task_id={task.task_id!r} names another task already; "
+                    "give each task its own id, or leave task_id out"
+                )
+    if not tasks:
+        raise SettingsError(f"{setting}={source!r} gives no task; at least one is needed")
+    if num_repeated:
+        _log.warning("repeated_tasks", setting=setting, num_repeated=num_repeated)
+    return tuple(tasks.values())
+
+
+def read_rows(source: str, *, setting: str, import_dir: Path | None) -> Iterator[tuple[str, Any]]:
+    """(place, row) of a JSONL file or of an imported iterable; `place` is for error sentences.
+
+    Raises:
+        SettingsError: no such file or function, a line that is not JSON, not an iterable.
+    """
+    path = _find_file(source, import_dir)
+    if path is not None:
+        yield from _read_jsonl(path)
+        return
+    if ":" not in source or source.endswith((".jsonl", ".json")):
+        where = " or ".join(str(folder) for folder in import_folders(import_dir))
+        raise SettingsError(
+            f"{setting}={source!r}: there is no such file in {where}; "
+            "give a JSONL file, or package.module:function"
+        )
+    found = import_object(source, setting=setting, import_dir=import_dir)
+    try:
+        rows = found() if callable(found) else found
+        if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
+            raise SettingsError(
+                f"{setting}={source!r} gives a {type(rows).__name__}; "
+                "an iterable of dicts is allowed"
+            )
+        for index, row in enumerate(rows):
+            yield f"{setting}={source!r}, item {index}", row
+    except SettingsError:
+        raise
+    except Exception as error:  # the user's function may raise anything
+        raise SettingsError(
+            f"{setting}={source!r} raised {type(error).__name__}: {error}; "
+            "call it by itself and mend it"
+        ) from error
+
+
+def _find_file(source: str, import_dir: Path | None) -> Path | None:
+    for folder in import_folders(import_dir):
+        path = folder / source
+        if path.is_file():
+            return path
+    return None
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        lines = enumerate(file, start=1)
+        while True:
+            try:
+                number, line = next(lines)
+            except StopIteration:
+                return
+            except UnicodeDecodeError as error:
+                raise SettingsError(f"{path}: not UTF-8 text: {error}; save it as UTF-8") from error
+            if not line.strip():
+                continue
+            place = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise SettingsError(
+                    f"{place}: not JSON ({error.msg} at column {error.colno}): "
+                    f"{line.strip()[:80]!r}; write one JSON object per line"
+                ) from error
+            yield place, row
+
+
+def _task(row: object, place: str) -> Task:
+    if isinstance(row, Task):
+        row = {"task_id": row.task_id, "payload": row.payload, "priority": row.priority}
+    if not isinstance(row, Mapping) or not all(isinstance(key, str) for key in row):
+        raise SettingsError(
+            f"{place}: {str(row)[:80]!r} is a {type(row).__name__}; "
+            'an object is allowed, for example {"question": "12*7"}'
+        )
+    fields = dict(row)
+    task_id = fields.pop("task_id", None)
+    priority = 0
+    if set(fields) in ({"payload"}, {"payload", "priority"}):
+        priority, fields = fields.get("priority", 0), fields["payload"]
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise SettingsError(f"{place}: priority={priority!r}; a whole number is allowed")
+    if not isinstance(fields, dict) or not fields:
+        raise SettingsError(f"{place}: payload={fields!r}; a non-empty object is allowed")
+    try:
+        digest = content_hash(fields)
+        json.dumps(fields, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(
+            f"{place}: the task cannot be written as JSON ({error}); "
+            "use strings, numbers, lists and objects"
+        ) from error
+    deadline_s = fields.get("deadline_s", 1.0)
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or deadline_s <= 0:
+        raise SettingsError(
+            f"{place}: deadline_s={deadline_s!r}; the seconds that an episode of this task may "
+            "take, above 0, are allowed"
+        )
+    if task_id is None:
+        task_id = digest[:_ID_CHARS]
+    if not isinstance(task_id, str) or not 0 < len(task_id) <= 200:
+        raise SettingsError(
+            f"{place}: task_id={task_id!r}; a string of 1 to 200 characters is allowed"
+        )
+    return Task(task_id=task_id, payload=fields, priority=priority)
+
+
+def _refuse_overlap(tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> None:
+    trained = {content_hash(task.payload): task for task in tasks}
+    shared = [task for task in eval_tasks if content_hash(task.payload) in trained]
+    if shared:
+        raise SettingsError(
+            f"{len(shared)} of {len(eval_tasks)} tasks of env.eval_tasks are in env.tasks too, for "
+            f"example payload={str(shared[0].payload)[:120]}; evaluation tasks must be held out: "
+            "split them by outloop.envs.tasks.task_files.split_of"
+        )
+    ids = {task.task_id for task in tasks}
+    for task in eval_tasks:
+        if task.task_id in ids:
+            raise SettingsError(
+                f"task_id={task.task_id!r} is in env.tasks and env.eval_tasks with different "
+                "contents; give each task its own id, or leave task_id out"
+            )
+
+
+def _normalised(content: object) -> object:
+    if isinstance(content, str):
+        return " ".join(unicodedata.normalize("NFC", content).split())
+    if isinstance(content, Mapping):
+        return {str(key): _normalised(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_normalised(value) for value in content]
+    if isinstance(content, float) and math.isfinite(content) and content.is_integer():
+        return int(content)
+    return content

@@ -1,0 +1,222 @@
+"""Code judged by what it does: unit tests in another process, or input and expected output.
+
+Owns: which files go into which jail, reading the verdict. Does not own: jails (sandbox), the two
+sides of a test (isolated_unit_tests/). Invariant: the code under test never shares a process, a
+file system or a user's reach with the tests, the expected outputs or the verdict; it can only
+answer calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from outloop.buffer.errors import EnvironmentFailure
+from outloop.buffer.records import Task
+from outloop.envs.rollout.artifacts import Result
+from outloop.envs.sandbox.api import Jail, Limits, Program, RunResult, Sandbox
+from outloop.envs.sandbox.backends import open_sandbox
+from outloop.envs.verifiers import isolated_unit_tests
+from outloop.envs.verifiers.task_fields import code_of, field_of, next_free
+
+_PACKAGE = Path(isolated_unit_tests.__file__).parent
+_MAX_CALLS = 500
+"""Then a jail is replaced: nothing in it lives for ever."""
+
+
+class _Jails:
+    """Open jails, one for each core, used by turns; made when first needed."""
+
+    def __init__(self, make_sandbox: Callable[[], Sandbox], limits: Limits) -> None:
+        self._make_sandbox = make_sandbox
+        self._limits = limits
+        self._sandbox: Sandbox | None = None
+        self._free: asyncio.Queue[tuple[AsyncExitStack, Jail, int] | None] | None = None
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[Jail]:
+        """A jail that nobody else uses now."""
+        if self._free is None:
+            self._sandbox = self._make_sandbox()
+            self._free = asyncio.Queue()
+            for _ in range(os.cpu_count() or 1):
+                self._free.put_nowait(None)
+        assert self._sandbox is not None
+        free = self._free
+        held = await next_free(free, "jail")
+        try:
+            if held is None:
+                stack = AsyncExitStack()
+                held = (stack, await stack.enter_async_context(self._sandbox.jail(self._limits)), 0)
+            stack, jail, num_calls = held
+            yield jail
+            held = (stack, jail, num_calls + 1)
+            if num_calls >= _MAX_CALLS:
+                held = None
+                await stack.aclose()
+        except BaseException:
+            if held is not None:
+                await held[0].aclose()
+            held = None
+            raise
+        finally:
+            if free is self._free:
+                free.put_nowait(held)
+            elif held is not None:  # closed meanwhile
+                await held[0].aclose()
+
+    async def close(self) -> None:
+        """End those that nobody uses."""
+        while self._free is not None and not self._free.empty():
+            held = self._free.get_nowait()
+            if held is not None:
+                await held[0].aclose()
+        if self._sandbox is not None:
+            await self._sandbox.close()
+        self._free = self._sandbox = None
+
+
+class _JudgesPrograms:
+    def __init__(
+        self, *, sandbox: str | Sandbox = "bubblewrap", limits: Limits | None = None
+    ) -> None:
+        self._limits = limits or Limits(wall_s=10.0, cpu_s=10)
+        self._jails = _Jails(
+            lambda: open_sandbox(sandbox) if isinstance(sandbox, str) else sandbox, self._limits
+        )
+
+    async def tear_down(self) -> None:
+        """End the jails."""
+        await self._jails.close()
+
+
+class UnitTests(_JudgesPrograms):
+    """The answer's code passes the task's tests.
+
+    `field`: source that asserts, or a list of such. A source that defines `check(candidate)`, as
+    HumanEval's do, has it called with `entry_point_field`. Code that does not define the entry
+    point is taken as the continuation of `prompt_field`; other definitions there are the tests'
+    too.
+    """
+
+    def __init__(
+        self,
+        *,
+        field: str = "test",
+        entry_point_field: str = "entry_point",
+        prompt_field: str = "prompt",
+        gives_part: bool = False,
+        sandbox: str | Sandbox = "bubblewrap",
+        limits: Limits | None = None,
+    ) -> None:
+        super().__init__(sandbox=sandbox, limits=limits)
+        self._field = field
+        self._entry_point_field = entry_point_field
+        self._prompt_field = prompt_field
+        self._gives_part = gives_part
+
+    async def __call__(self, task: Task, result: Result) -> float:
+        """1.0 or 0.0, or with `gives_part` the share of the tests that passed.
+
+        Raises:
+            EnvironmentFailure: the tests are no Python, or no jail can be had.
+        """
+        tests = field_of(task, self._field, object)
+        sources = [str(test) for test in tests] if isinstance(tests, list) else [str(tests)]
+        entry_point = str(task.payload.get(self._entry_point_field, ""))
+        prompt = str(task.payload.get(self._prompt_field, ""))
+        is_code = bool(entry_point) and f"def {entry_point}" in prompt
+        job = {
+            "before": [prompt] if is_code else [],
+            "tests": sources,
+            "entry_point": entry_point,
+            "calls_check": any("def check(" in source for source in sources),
+        }
+        code = code_of(result.answer)
+        if is_code and f"def {entry_point}" not in code:
+            code = f"{prompt}\n{code}"
+        async with self._jails.one() as jail:
+            tested, _ = await jail.run_pair(_tests_side(job), _code_side(code), self._limits)
+        verdict = _verdict(tested)
+        if "broken" in verdict:
+            raise EnvironmentFailure(
+                f"task_id={task.task_id!r}: its tests cannot be run: {verdict['broken']}"
+            )
+        share = int(str(verdict.get("passed", 0))) / max(1, len(sources))
+        return share if self._gives_part else float(share == 1.0)
+
+
+class InputOutput(_JudgesPrograms):
+    """The answer is a program whose output for each of the task's inputs is the expected one.
+
+    `field`: a list of {"input", "output"}; white space at the ends of lines does not count. The
+    expected outputs stay in this process.
+    """
+
+    def __init__(
+        self,
+        *,
+        field: str = "cases",
+        gives_part: bool = False,
+        sandbox: str | Sandbox = "bubblewrap",
+        limits: Limits | None = None,
+    ) -> None:
+        super().__init__(sandbox=sandbox, limits=limits)
+        self._field = field
+        self._gives_part = gives_part
+
+    async def __call__(self, task: Task, result: Result) -> float:
+        """1.0 or 0.0, or with `gives_part` the share of the cases that came out right."""
+        cases = field_of(task, self._field, list)
+        files = {"main.py": code_of(result.answer).encode(errors="replace")}
+        num_right = 0
+        async with self._jails.one() as jail:
+            for case in cases:
+                ran = await jail.run(
+                    files, ("python", "main.py"), self._limits, stdin=str(case["input"]).encode()
+                )
+                is_right = ran.is_ok and _lines(ran.stdout) == _lines(str(case["output"]).encode())
+                num_right += is_right
+                if not is_right and not self._gives_part:
+                    break
+        share = num_right / max(1, len(cases))
+        return share if self._gives_part else float(share == 1.0)
+
+
+def _tests_side(job: dict[str, object]) -> Program:
+    files = _side("verdict_process") | {"job.json": json.dumps(job)}
+    return Program(command=("python", "main.py"), files=files, collect=("verdict.json",))
+
+
+def _code_side(code: str) -> Program:
+    files = _side("candidate_process") | {"code.txt": code.encode(errors="replace")}
+    return Program(command=("python", "main.py"), files=files)
+
+
+def _side(name: str) -> dict[str, bytes | str]:
+    files: dict[str, bytes | str] = {
+        "main.py": f"from isolated_unit_tests.{name} import main\n\nmain()\n"
+    }
+    for module in ("__init__", "serialization", name):
+        files[f"isolated_unit_tests/{module}.py"] = (_PACKAGE / f"{module}.py").read_bytes()
+    return files
+
+
+def _verdict(tested: RunResult) -> dict[str, object]:
+    """What the tests' side wrote; nothing when a limit ended it first."""
+    data = tested.files.get("verdict.json")
+    if data is not None:
+        verdict: dict[str, object] = json.loads(data)
+        return verdict
+    if tested.ended == "exited":
+        words = tested.stderr.decode(errors="replace")[-400:]
+        return {"broken": f"their process ended with exit_code={tested.exit_code}: {words}"}
+    return {}
+
+
+def _lines(data: bytes) -> list[bytes]:
+    return [line.rstrip() for line in data.rstrip().splitlines()]

@@ -1,0 +1,75 @@
+"""The process of the code under test: loads it and does what the tests ask of it.
+
+Owns: objects that do not cross. Does not own: tests, which it never sees, and verdicts. Invariant:
+it is wholly in the hands of the code that it loads; whatever it says is a value, and no more.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from .serialization import Line, decode, encode
+
+_MAX_ITEMS = 100_000
+
+
+def main() -> None:
+    """Load code.txt and serve descriptor 3."""
+    line = Line(3)
+    kept: list[object] = []
+    module = types.ModuleType("candidate")
+    sys.modules["candidate"] = module
+
+    def keep(value: object) -> int:
+        kept.append(value)
+        return len(kept) - 1
+
+    def find(number: int) -> object:
+        return kept[number]
+
+    try:
+        with open("code.txt", encoding="utf-8", errors="surrogateescape") as file:
+            exec(compile(file.read(), "candidate.py", "exec"), module.__dict__)
+        names = [name for name in vars(module) if not name.startswith("__")]
+        line.send({"names": names})
+    except BaseException as error:  # noqa: BLE001 - all that the code raises is an answer
+        line.send({"raised": [type(error).__name__, str(error)[:1000]]})
+        return
+    while True:
+        try:
+            asked = line.receive()
+        except EOFError:
+            return
+        try:
+            line.send(_serve(module, asked, keep, find))
+        except BaseException as error:  # noqa: BLE001 - all that the code raises is an answer
+            line.send({"raised": [type(error).__name__, str(error)[:1000]]})
+
+
+def _serve(
+    module: types.ModuleType,
+    asked: Any,
+    keep: Callable[[Any], int],
+    find: Callable[[int], Any],
+) -> object:
+    target: Any = find(asked["on"]) if asked["on"] is not None else module
+    for name in asked["path"]:
+        target = getattr(target, name)
+    if asked["do"] == "get":
+        return {"value": encode(target, keep)}
+    if asked["do"] == "list":
+        items = []
+        for item in target:
+            items.append(item)
+            if len(items) > _MAX_ITEMS:
+                raise OverflowError(f"more than {_MAX_ITEMS} items")
+        return {"value": encode(items, keep)}
+    arguments = decode(asked["arguments"], find)
+    names = decode(asked["names"], find)
+    before = asked["arguments"]
+    value = encode(target(*arguments, **names), keep)
+    after = encode(arguments, keep)
+    return {"value": value, "changed": None if after == before else after}

@@ -1,0 +1,181 @@
+"""Worker processes for judgements that may never end.
+
+Owns: starting workers, one job each at a time, their deadline, replacing them. Does not own: what
+a job is (worker). Invariant: a worker past its deadline is killed and never used again; the next
+job of its slot finds a new one, forked with everything imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+
+from outloop.buffer.errors import DeadlineExceeded, EnvironmentFailure
+from outloop.envs.verifiers.task_fields import next_free
+
+_START_S = 120.0
+_MAX_ANSWER_BYTES = 2**20
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """What a worker says about one job."""
+
+    value: str | None = None
+    error: str = ""
+    """The job itself is wrong (a pattern, a schema, an expected answer), whoever answers it."""
+
+
+class Workers:
+    """A pool, started by its first job in the event loop that makes it.
+
+    Args:
+        num_workers: jobs at the same time; None: as many as there are cores.
+        preload: modules that the workers find imported.
+        memory_bytes: address space of each.
+    """
+
+    def __init__(
+        self,
+        num_workers: int | None = None,
+        *,
+        preload: Sequence[str] = (),
+        memory_bytes: int = 2 * 2**30,
+    ) -> None:
+        self._num_workers = num_workers or os.cpu_count() or 1
+        self._options = [str(memory_bytes), *preload]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._idle: asyncio.Queue[socket.socket | None] = asyncio.Queue()
+        self._starting: asyncio.Lock | None = None
+        self._num_busy = 0
+        self.num_replaced = 0
+
+    async def call(self, job: Sequence[str], *, timeout_s: float) -> str | None:
+        """The job's value; None too when it takes longer than `timeout_s` or kills its worker.
+
+        Raises:
+            EnvironmentFailure: the job is wrong, or no worker can be started.
+        """
+        await self._start()
+        line = await next_free(self._idle, "worker")
+        self._num_busy += 1
+        template = self._process
+        try:
+            if line is None:
+                line = self._fork()
+            async with asyncio.timeout(timeout_s):
+                judged = await _ask(line, job)
+        except (TimeoutError, OSError, EOFError) as error:
+            self._give_up(line)
+            line = None
+            if template is None or template.poll() is not None:
+                raise EnvironmentFailure("the verifier's worker template has gone") from error
+            return None
+        except BaseException:
+            self._give_up(line)
+            line = None
+            raise
+        finally:
+            self._num_busy -= 1
+            self._idle.put_nowait(line)
+        if judged.error:
+            raise EnvironmentFailure(f"the verifier cannot judge: {judged.error}")
+        return judged.value
+
+    async def _start(self) -> None:
+        self._starting = self._starting or asyncio.Lock()
+        async with self._starting:
+            if self._process is not None and self._process.poll() is None:
+                return
+            self._close_lines()
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            command = [
+                sys.executable,
+                "-m",
+                "outloop.envs.verifiers.judgement_worker",
+                *self._options,
+            ]
+            self._process = await asyncio.to_thread(
+                subprocess.Popen, command, stdin=theirs.fileno()
+            )
+            theirs.close()
+            self._control = ours
+            try:
+                async with asyncio.timeout(_START_S):
+                    answer = await asyncio.get_running_loop().sock_recv(ours, 1)
+            except TimeoutError as error:
+                await self.close()
+                raise DeadlineExceeded(
+                    who="verifier", phase="start", peer="the worker template", after_s=_START_S
+                ) from error
+            if answer != b"+":
+                code = await asyncio.to_thread(self._process.wait)
+                raise EnvironmentFailure(
+                    f"the verifier's workers did not start (exit_code={code}): one of "
+                    f"{self._options[1:]} cannot be imported; install outloop[verifiers]"
+                )
+            for _ in range(self._num_workers - self._num_busy):
+                self._idle.put_nowait(None)
+
+    def _fork(self) -> socket.socket:
+        """A new worker and the line to it."""
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+        theirs.close()
+        return ours
+
+    def _give_up(self, line: socket.socket | None) -> None:
+        """Close a worker's line: its template kills a worker whose line has closed."""
+        if line is not None:
+            line.close()
+            self.num_replaced += 1
+
+    async def close(self) -> None:
+        """Stop the template and every worker."""
+        process, self._process = self._process, None
+        self._close_lines()
+        if process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, 5)
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+    def _close_lines(self) -> None:
+        """Give up the template and every idle worker."""
+        while not self._idle.empty():
+            line = self._idle.get_nowait()
+            if line is not None:
+                line.close()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+
+async def _ask(line: socket.socket, job: Sequence[str]) -> Judgement:
+    loop = asyncio.get_running_loop()
+    data = msgspec.json.encode(list(job))
+    await loop.sock_sendall(line, len(data).to_bytes(8, "big") + data)
+    length = int.from_bytes(await _read(line, 8), "big")
+    if length > _MAX_ANSWER_BYTES:
+        raise EOFError(f"an answer of length={length}")
+    return msgspec.json.decode(await _read(line, length), type=Judgement)
+
+
+async def _read(line: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        chunk = await asyncio.get_running_loop().sock_recv(line, length - len(data))
+        if not chunk:
+            raise EOFError(f"the worker ended after {len(data)} of {length} bytes")
+        data += chunk
+    return bytes(data)

@@ -1,0 +1,195 @@
+"""The processes behind `Workers`: a template that forks, and the workers, which judge.
+
+Owns: what each job computes, the limits of a worker. Does not own: deadlines (workers: a closed
+line is a death sentence). Invariant: a worker can write no file, and, unless root runs it, start no
+process; no job ends the template.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from outloop.envs.verifiers.judgement_pool import Judgement
+
+_RIGHT, _WRONG = "right", "wrong"
+
+
+def judge_regex(pattern: str, answer: str) -> Judgement:
+    """The first group of the last match, or the whole of it; nothing without a match."""
+    last = None
+    for match in _compiled(pattern).finditer(answer):
+        last = match
+    if last is None:
+        return Judgement()
+    return Judgement(value=last[1] or "" if last.re.groups else last[0])
+
+
+def judge_json_schema(schema: str, answer: str) -> Judgement:
+    """ "valid" if the answer is JSON that the schema allows."""
+    import jsonschema
+
+    try:
+        validator = _validator(schema)
+    except jsonschema.SchemaError as error:
+        return Judgement(error=f"the schema is none: {error.message}")
+    try:
+        is_valid = validator.is_valid(json.loads(answer))
+    except (ValueError, RecursionError):
+        is_valid = False
+    return Judgement(value="valid" if is_valid else "invalid")
+
+
+def judge_math(expected: str, answer: str) -> Judgement:
+    """Whether the answer is mathematically the expected one."""
+    import math_verify
+
+    gold = _gold(expected)
+    if not gold:
+        return Judgement(error=f"expected={expected!r} holds nothing that math-verify can read")
+    given = math_verify.parse(answer, parsing_timeout=None)
+    is_right = math_verify.verify(list(gold), given, timeout_seconds=None)
+    return Judgement(value=_RIGHT if is_right else _WRONG)
+
+
+JOBS: dict[str, Callable[..., Judgement]] = {
+    "regex": judge_regex,
+    "json_schema": judge_json_schema,
+    "math": judge_math,
+}
+
+
+@lru_cache(maxsize=256)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+@lru_cache(maxsize=256)
+def _validator(schema: str) -> Any:
+    import jsonschema
+
+    content = json.loads(schema)
+    kind = jsonschema.validators.validator_for(content)
+    kind.check_schema(content)
+    return kind(content)
+
+
+@lru_cache(maxsize=4096)
+def _gold(expected: str) -> tuple[Any, ...]:
+    import math_verify
+
+    marked = expected if "\\boxed" in expected or "$" in expected else f"${expected}$"
+    return tuple(math_verify.parse(marked, parsing_timeout=None))
+
+
+def warm_up(modules: list[str]) -> None:
+    """Import, and judge once: the first symbolic comparison costs what a hundred later ones do."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    for name in modules:
+        importlib.import_module(name)
+    if "math_verify" in modules:
+        judge_math(r"\frac{x^2-1}{2}", r"\boxed{\frac{(x-1)(x+1)}{2}}")
+        judge_math(r"\{1,2\}", r"$\{2,1\}$ and 0.5 and 1,234")
+
+
+class Template:
+    """Forks a worker for every line it is given, and ends those whose line has closed."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self._memory_bytes = memory_bytes
+        self._control = socket.socket(fileno=0)
+        self._poll = select.poll()
+        self._workers: dict[int, tuple[int, int, int]] = {}
+        """By line and by pidfd: pid, line and pidfd."""
+
+    def serve(self) -> None:
+        """Until the other side has gone."""
+        self._poll.register(0, select.POLLIN)
+        self._control.sendall(b"+")
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == 0:
+                    data, lines, _, _ = socket.recv_fds(self._control, 1, 1)
+                    if not data:
+                        return
+                    self._fork(lines[0])
+                else:
+                    self._end(fd)
+
+    def _fork(self, line: int) -> None:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._become_worker(line)
+            finally:
+                os._exit(1)
+        pidfd = os.pidfd_open(pid)
+        self._workers[line] = self._workers[pidfd] = (pid, line, pidfd)
+        self._poll.register(line, 0)
+        self._poll.register(pidfd, select.POLLIN)
+
+    def _end(self, fd: int) -> None:
+        """One of a worker's two descriptors says that it is over."""
+        found = self._workers.get(fd)
+        if found is None:
+            return
+        pid, *both = found
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for key in both:
+            self._poll.unregister(key)
+            del self._workers[key]
+            os.close(key)
+
+    def _become_worker(self, line: int) -> None:
+        for fd in [0, *self._workers]:
+            os.close(fd)
+        for name, most in (
+            (resource.RLIMIT_AS, self._memory_bytes),
+            (resource.RLIMIT_FSIZE, 0),
+            (resource.RLIMIT_NPROC, 0),
+            (resource.RLIMIT_CORE, 0),
+        ):
+            resource.setrlimit(name, (most, most))
+        work(socket.socket(fileno=line))
+
+
+def work(line: socket.socket) -> None:
+    """Judge jobs until the line closes."""
+    stream = line.makefile("rwb")
+    while head := stream.read(8):
+        job, *arguments = msgspec.json.decode(stream.read(int.from_bytes(head, "big")))
+        try:
+            judgement = JOBS[job](*arguments)
+        except Exception as error:  # noqa: BLE001 - libraries raise anything on hostile text
+            judgement = Judgement()
+            os.write(2, f"{job}: {type(error).__name__} counts as wrong\n".encode())
+        data = msgspec.json.encode(judgement)
+        stream.write(len(data).to_bytes(8, "big") + data)
+        stream.flush()
+
+
+def main(arguments: list[str]) -> None:
+    """Run as `python -m ... MEMORY_BYTES MODULE ...`, with its socket on descriptor 0."""
+    warnings.simplefilter("ignore")
+    memory_bytes, *modules = arguments
+    warm_up(modules)
+    Template(int(memory_bytes)).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,39 @@
+"""Mathematical answers, judged by math-verify in worker processes.
+
+Owns: which fields are compared, the deadline. Does not own: mathematics (math-verify), processes
+(workers). Invariant: no answer takes longer than its deadline or holds another up for longer.
+"""
+
+from __future__ import annotations
+
+from outloop.buffer.records import Task
+from outloop.envs.rollout.artifacts import Result
+from outloop.envs.verifiers.judgement_pool import Workers
+from outloop.envs.verifiers.task_fields import end_of, text_of
+
+
+class Math:
+    """The answer equals the task's: fractions and decimals, sets, intervals, expressions, \\boxed.
+
+    An answer that cannot be judged within `timeout_s` is wrong.
+    """
+
+    def __init__(
+        self, *, field: str = "answer", timeout_s: float = 5.0, num_workers: int | None = None
+    ) -> None:
+        self._field = field
+        self._timeout_s = timeout_s
+        self.workers = Workers(num_workers, preload=("math_verify",))
+
+    async def __call__(self, task: Task, result: Result) -> float:
+        """1.0 or 0.0.
+
+        Raises:
+            EnvironmentFailure: the task's answer is no mathematics, or math-verify is missing.
+        """
+        job = ("math", text_of(task, self._field), end_of(result.answer))
+        return float(await self.workers.call(job, timeout_s=self._timeout_s) == "right")
+
+    async def tear_down(self) -> None:
+        """Stop the workers."""
+        await self.workers.close()

@@ -1,0 +1,118 @@
+"""Tool calls: reading them out of an answer and comparing them with what a task allows.
+
+Owns: the written forms that are understood, and what counts as the same call. Does not own: running
+tools. Invariant: nothing in an answer raises; what cannot be read is no call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from outloop.buffer.records import Task
+from outloop.envs.rollout.artifacts import Result
+from outloop.envs.verifiers.task_fields import end_of, field_of
+
+_TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+Call = tuple[str, Mapping[str, object]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCalls:
+    """The answer makes the task's tool calls, and no others.
+
+    The task's field is a list of {"name", "arguments"}, or of {NAME: {ARGUMENT: [allowed, ...]}} as
+    the Berkeley function calling leaderboard writes its possible answers ("" there allows to leave
+    the argument out).
+    """
+
+    field: str = "tool_calls"
+    is_ordered: bool = False
+    gives_part: bool = False
+    """True: the share of the expected calls, less the calls that nobody asked for."""
+
+    def __call__(self, task: Task, result: Result) -> float:
+        """1.0 or 0.0, or the share."""
+        expected = field_of(task, self.field, list)
+        made = read_calls(result.answer)
+        if self.is_ordered:
+            num_right = sum(_allows(one, call) for one, call in zip(expected, made, strict=False))
+        else:
+            num_right = _num_matched(expected, made)
+        most = max(len(expected), len(made), 1)
+        share = num_right / most if expected or made else 1.0
+        return share if self.gives_part else float(share == 1.0)
+
+
+def read_calls(answer: str) -> list[Call]:
+    """Calls written as JSON (one or a list, in OpenAI's or the plain form) or between tags."""
+    text = end_of(answer)
+    tagged = _TAGGED.findall(text)
+    values = [_json(part) for part in tagged] if tagged else [_json(text)]
+    found = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    return [call for item in found if (call := _call(item)) is not None]
+
+
+def _json(text: str) -> object:
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value
+
+
+def _call(item: object) -> Call | None:
+    if isinstance(item, dict) and isinstance(item.get("function"), dict):
+        item = item["function"]
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+        return None
+    arguments = item.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _json(arguments)
+    return (item["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def _num_matched(expected: Sequence[object], made: Sequence[Call]) -> int:
+    """The most calls that can be paired: a call may fit several of the expected."""
+    partner: dict[int, int] = {}
+
+    def place(one: int, seen: set[int]) -> bool:
+        for index, call in enumerate(made):
+            if index in seen or not _allows(expected[one], call):
+                continue
+            seen.add(index)
+            if index not in partner or place(partner[index], seen):
+                partner[index] = one
+                return True
+        return False
+
+    return sum(place(one, set()) for one in range(len(expected)))
+
+
+def _allows(expected: object, call: Call) -> bool:
+    name, arguments = call
+    if not isinstance(expected, dict):
+        return False
+    plain = _call(expected)
+    if plain is not None:
+        return plain[0] == name and _same(plain[1], arguments)
+    allowed = expected.get(name)
+    if not isinstance(allowed, dict) or not set(arguments) <= set(allowed):
+        return False
+    return all(
+        any(_same(value, arguments[key]) for value in values) if key in arguments else "" in values
+        for key, values in allowed.items()
+    )
+
+
+def _same(one: object, other: object) -> bool:
+    """Equal as JSON: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one == other

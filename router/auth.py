@@ -1,0 +1,82 @@
+"""Who may do what: runner key, admin key and the keys of episodes.
+
+Owns: minting and checking keys. Does not own: whether an episode is open. Invariant: every
+comparison takes the same time whatever the key; an episode key opens one episode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from functools import lru_cache
+
+from outloop.buffer.run import RunKeys
+from outloop.router.errors import Refusal
+
+_PREFIX = "ol-ep-"
+_EPISODE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_SIGNATURE_CHARS = 40
+_CACHED_SIGNATURES = 8192
+
+
+class KeyRing:
+    """The run's keys."""
+
+    def __init__(self, keys: RunKeys) -> None:
+        self._runner = keys.runner_key.encode()
+        self._admin = keys.admin_key.encode()
+        self._secret = keys.episode_secret.encode()
+        # Every request of an episode is checked against the same signature.
+        self._sign = lru_cache(maxsize=_CACHED_SIGNATURES)(self._sign_anew)
+
+    def episode_key(self, episode_id: str) -> str:
+        """The key of one episode; the same for every router of the run."""
+        return f"{_PREFIX}{episode_id}-{self._sign(episode_id)}"
+
+    def episode_of(self, key: str) -> str | None:
+        """The episode that `key` opens, or None when it is no valid episode key."""
+        if not key.startswith(_PREFIX) or not key.isascii():
+            return None
+        episode_id, _, signature = key[len(_PREFIX) :].rpartition("-")
+        expected = self._sign(episode_id)
+        return episode_id if hmac.compare_digest(signature, expected) else None
+
+    def require_runner(self, key: str) -> None:
+        """Refuse anything but the runner key."""
+        self._require(key, self._runner, "runner")
+
+    def require_admin(self, key: str) -> None:
+        """Refuse anything but the admin key."""
+        self._require(key, self._admin, "admin")
+
+    def _sign_anew(self, episode_id: str) -> str:
+        return hmac.digest(self._secret, episode_id.encode(), hashlib.sha256).hex()[
+            :_SIGNATURE_CHARS
+        ]
+
+    def _require(self, key: str, expected: bytes, role: str) -> None:
+        if not hmac.compare_digest(key.encode(), expected):
+            raise Refusal(
+                401,
+                "invalid_api_key",
+                f"this route needs the {role} key as `Authorization: Bearer KEY`; "
+                f"{'no key was sent' if not key else 'the key that was sent is another one'}",
+            )
+
+
+def check_episode_id(episode_id: str) -> str:
+    """`episode_id`, if it may name an episode.
+
+    Raises:
+        Refusal: 400.
+    """
+    if not _EPISODE_ID.fullmatch(episode_id):
+        raise Refusal(
+            400,
+            "invalid_value",
+            f"episode_id={episode_id[:140]!r}; 1 to 128 letters, digits, `.`, `_` and `-` "
+            "are allowed. Leave it out to have one made.",
+            param="episode_id",
+        )
+    return episode_id

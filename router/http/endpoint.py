@@ -1,0 +1,233 @@
+"""Requests and answers on raw ASGI.
+
+Owns: bodies, headers, keys in headers, the envelope around every failure. Does not own: routes.
+Invariant: an endpoint answers exactly once, whatever happens in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+
+from outloop.buffer.errors import OutloopError
+from outloop.router.errors import OPENAI_ERRORS, ErrorForm, Refusal, as_refusal, body_too_large
+from outloop.router.http.compression import decoded
+from outloop.router.http.protocol import CONNECTION, ClientRequest
+from outloop.router.metrics import RouterMetrics
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
+
+_MAX_BODY_BYTES = 64 * 1024 * 1024
+_log = structlog.get_logger()
+T = TypeVar("T")
+
+
+class ClientLeft(OutloopError):
+    """The client closed the connection before its request was complete."""
+
+
+class Exchange:
+    """One request and its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self.receive = receive
+        self._send = send
+        self._request: ClientRequest | None = scope.get(CONNECTION)
+        """None where the server is not ours."""
+        self.is_started = False
+        self._is_gone = False
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+
+    @property
+    def key(self) -> str:
+        """The bearer key, or `x-api-key`; empty when none was sent."""
+        value = self.headers.get(b"authorization", b"").decode("latin-1")
+        scheme, _, key = value.partition(" ")
+        if scheme.lower() == "bearer" and key:
+            return key.strip()
+        return self.headers.get(b"x-api-key", b"").decode("latin-1")
+
+    @property
+    def base_url(self) -> str:
+        """Where the client reached us, without a trailing slash."""
+        host = self.headers.get(b"host", b"").decode("latin-1")
+        if not host:
+            host = "{}:{}".format(*self.scope["server"])
+        return f"{self.scope['scheme']}://{host}"
+
+    def path(self, name: str) -> str:
+        """A path parameter; empty when the route has none of that name."""
+        return str(self.scope.get("path_params", {}).get(name, ""))
+
+    async def body(self) -> bytes:
+        """The whole request body, as it was before the client compressed it.
+
+        Raises:
+            Refusal: 413, it is too large; 415 and 400, it is compressed as nothing here reads it.
+            ClientLeft: the client closed the connection.
+        """
+        whole = self._request.take_body() if self._request is not None else None
+        if whole is None:
+            whole = await self._receive_body()
+        encoding = self.headers.get(b"content-encoding")
+        return whole if encoding is None else await decoded(whole, encoding, _MAX_BODY_BYTES)
+
+    async def _receive_body(self) -> bytes:
+        pieces: list[bytes] = []
+        size = 0
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft("the client left while its request was read")
+            piece = message.get("body", b"")
+            size += len(piece)
+            if size > _MAX_BODY_BYTES:
+                raise body_too_large(_MAX_BODY_BYTES)
+            pieces.append(piece)
+            if not message.get("more_body", False):
+                return b"".join(pieces) if len(pieces) > 1 else piece
+
+    async def decode(self, decoder: msgspec.json.Decoder[T]) -> T:
+        """The body as the decoder's type.
+
+        Raises:
+            Refusal: 400, not JSON or not of that type.
+        """
+        try:
+            return decoder.decode(await self.body())
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Refusal(400, "invalid_value", f"the body is not valid: {error}") from error
+
+    async def answer(self, status: int, body: bytes, headers: Headers | None = None) -> None:
+        """Send a complete answer."""
+        self.is_started = True
+        if self._request is not None:
+            await self._request.respond(status, (JSON, *(headers or ())), body)
+            return
+        length = (b"content-length", str(len(body)).encode())
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [JSON, length, *(headers or ())],
+            }
+        )
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Begin an answer that comes in pieces."""
+        self.is_started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def start_events(self) -> None:
+        """Begin an answer of server-sent events."""
+        await self.start(
+            200,
+            [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+            ],
+        )
+
+    def is_gone(self) -> bool:
+        """True if the client has closed the connection, as far as is known now.
+
+        Only after the body was read and before the answer is complete. Where the server does not
+        say, `receive` is begun and given up at once: a task for every request that waits for it
+        would cost as much as the rest.
+        """
+        if self._request is not None:
+            return self._request.is_gone()
+        if self._is_gone:
+            return True
+        step = self.receive().__await__()
+        try:
+            next(step)
+        except StopIteration as got:
+            self._is_gone = got.value["type"] == "http.disconnect"
+        else:
+            step.close()
+        return self._is_gone
+
+    async def wait_gone(self) -> None:
+        """Return when the client has closed the connection."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    async def send_events(self, body: bytes, *, more: bool) -> None:
+        """Send events; `more=False` ends the answer."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _without_key(path: str) -> str:
+    """What of a path a log may show: an episode may stand in it by its key."""
+    return f"/episodes/*/{path.split('/', 3)[-1]}" if path.startswith("/episodes/") else path
+
+
+def _too_deep() -> Refusal:
+    return Refusal(
+        400,
+        "nested_too_deeply",
+        "the body holds JSON that nests hundreds of levels deep; send that part as text",
+    )
+
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+class Endpoint:
+    """A handler as an ASGI app that turns every failure into an envelope."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        method: str,
+        metrics: RouterMetrics,
+        errors: ErrorForm = OPENAI_ERRORS,
+    ) -> None:
+        self._handler = handler
+        self._errors = errors
+        self._method = method
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            if scope["method"] != self._method:
+                raise Refusal(
+                    405,
+                    "method_not_allowed",
+                    f"{scope['method']} {scope['path']} is not served; use {self._method}",
+                )
+            await self._handler(exchange)
+        except ClientLeft:
+            return
+        except OutloopError as error:
+            await self._refuse(exchange, as_refusal(error))
+        except RecursionError:
+            # Of a decoder: how deeply a body nests is its sender's choice, so sending it again
+            # would not help.
+            await self._refuse(exchange, _too_deep())
+        except Exception:  # noqa: BLE001 - the process boundary: the client gets a 500, we the trace
+            _log.exception("request_failed", path=_without_key(scope["path"]))
+            await self._refuse(
+                exchange,
+                Refusal(500, "internal_error", "the router failed; see its log", retry_after_s=1.0),
+            )
+
+    async def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
+        self._metrics.refusals.labels(refusal.code).inc()
+        if exchange.is_started:
+            await exchange.send_events(self._errors.event(refusal), more=False)
+        else:
+            body = self._errors.envelope(refusal)
+            await exchange.answer(refusal.status, body, refusal.headers())

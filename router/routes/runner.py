@@ -1,0 +1,366 @@
+"""The runner's routes: tasks, claims, episodes, rewards, trajectories.
+
+Owns: their bodies and answers. Does not own: admission, groups, state (buffer). Invariant: every
+route may be called again with the same key and does its work once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import msgspec
+import structlog
+
+from outloop.buffer.errors import DeadlineExceeded, Gone, OutloopError, RecordError
+from outloop.buffer.records import (
+    Claim,
+    ClaimResult,
+    Opening,
+    Task,
+    Turn,
+)
+from outloop.buffer.tasks.mixture import TaskSource
+from outloop.router.auth import KeyRing, check_episode_id
+from outloop.router.buffer_protocol import EpisodeBuffer
+from outloop.router.episodes.episode import Episodes
+from outloop.router.errors import Refusal, stopping
+from outloop.router.http.endpoint import Exchange
+from outloop.router.metrics import RouterMetrics
+from outloop.router.rendering.sft import ConversationRenderer
+from outloop.router.routes.rewards import Scores
+from outloop.router.routes.schemas import (
+    ClaimBody,
+    CloseBody,
+    EpisodeBody,
+    HeartbeatBody,
+    RewardBody,
+    TasksBody,
+    TrajectoriesBody,
+)
+from outloop.router.servers.pool import ServerPool
+from outloop.router.turns.sampling import check_episode_sampling
+from outloop.router.turns.service import TurnService
+
+_READY_WAIT_S = 2.0
+"""A claim waits this long for a version to be acknowledged before it is answered 503."""
+_MAX_ERROR_CHARS = 2000
+_MAX_OUTPUT_CHARS = 8192
+_MAX_DEADLINE_S = 365 * 24 * 3600.0
+_log = structlog.get_logger()
+
+
+_tasks = msgspec.json.Decoder(TasksBody)
+_claim = msgspec.json.Decoder(ClaimBody)
+_heartbeat = msgspec.json.Decoder(HeartbeatBody)
+_episode = msgspec.json.Decoder(EpisodeBody)
+_reward = msgspec.json.Decoder(RewardBody)
+_close = msgspec.json.Decoder(CloseBody)
+_trajectories = msgspec.json.Decoder(TrajectoriesBody)
+
+
+class Control:
+    """Handlers of the runner's routes."""
+
+    def __init__(
+        self,
+        *,
+        buffer: EpisodeBuffer,
+        keys: KeyRing,
+        pool: ServerPool,
+        episodes: Episodes,
+        service: TurnService,
+        conversations: ConversationRenderer,
+        metrics: RouterMetrics,
+        scores: Scores,
+    ) -> None:
+        self._buffer = buffer
+        self._keys = keys
+        self._pool = pool
+        self._episodes = episodes
+        self._service = service
+        self._conversations = conversations
+        self._metrics = metrics
+        self._scores = scores
+
+    async def tasks(self, exchange: Exchange) -> None:
+        """`POST /tasks`: register the run's tasks; the same content again is nothing new."""
+        self._keys.require_runner(exchange.key)
+        body = await exchange.decode(_tasks)
+        tasks, eval_tasks = (
+            [Task(task_id=x.task_id, payload=x.payload, priority=x.priority) for x in group]
+            for group in (body.tasks, body.eval_tasks)
+        )
+        sources = [
+            TaskSource(one.name, one.num_tasks, one.weight, one.priority) for one in body.sources
+        ]
+        if not 0 <= body.num_test_tasks <= len(eval_tasks):
+            raise RecordError(
+                f"num_test_tasks={body.num_test_tasks}; at most the {len(eval_tasks)} eval_tasks, "
+                "of which they are the last, are allowed"
+            )
+        num_test_tasks = body.num_test_tasks
+        await self._buffer.register_tasks(tasks, eval_tasks, sources, num_test_tasks=num_test_tasks)
+        await _answer(exchange, {"num_tasks": len(tasks), "num_eval_tasks": len(eval_tasks)})
+
+    async def claim(self, exchange: Exchange) -> None:
+        """`POST /tasks/claim`: what to play now; 503 until the announced version is served."""
+        self._keys.require_runner(exchange.key)
+        if self._service.is_draining:
+            raise stopping()
+        body = await exchange.decode(_claim)
+        if body.count < 1:
+            raise Refusal(
+                400, "invalid_value", f"count={body.count}; 1 or more is allowed", param="count"
+            )
+        result = await self._claim(body)
+        opened: list[Opening | None] = [None] * len(result.claims)
+        if body.open:
+            opened = await self._open_claims(body.key, result.claims)
+        claims = [
+            {
+                "task": {"task_id": claim.task.task_id, "payload": claim.task.payload},
+                "purpose": claim.purpose,
+                "group_id": claim.group_id,
+                "attempt": claim.attempt,
+                "deadline_s": claim.deadline_s,
+                "sampling": claim.sampling,
+                "eval_name": claim.eval_name,
+                "resumes": claim.resumes,
+                "episode": self._handle(exchange, opening) if opening is not None else None,
+            }
+            for claim, opening in zip(result.claims, opened, strict=True)
+            if opening is not None or not body.open
+        ]
+        await _answer(
+            exchange,
+            {"claims": claims, "reason": result.reason, "retry_after_s": result.retry_after_s},
+        )
+
+    async def heartbeat(self, exchange: Exchange) -> None:
+        """`POST /runners/heartbeat`: a runner is there; for how long it may be silent."""
+        self._keys.require_runner(exchange.key)
+        body = await exchange.decode(_heartbeat)
+        max_silence_s = await self._buffer.runners.heartbeat(body.runner_id)
+        await _answer(exchange, {"max_silence_s": max_silence_s})
+
+    async def open(self, exchange: Exchange) -> None:
+        """`POST /episodes`: open one episode; idempotent when the caller names it."""
+        self._keys.require_runner(exchange.key)
+        body = await exchange.decode(_episode)
+        if not 0 < body.deadline_s <= _MAX_DEADLINE_S:
+            raise Refusal(
+                400,
+                "invalid_value",
+                f"deadline_s={body.deadline_s}; more than 0, and at most {_MAX_DEADLINE_S:.0f} "
+                "(a year), is allowed",
+                param="deadline_s",
+            )
+        _check_purpose(body)
+        check_episode_sampling(body.sampling, body.purpose)
+        if body.episode_id is None:
+            episode_id = f"ep-{secrets.token_hex(10)}"
+        else:
+            episode_id = check_episode_id(body.episode_id)
+        now = time.time()
+        opening = Opening(
+            episode_id=episode_id,
+            task_id=body.task_id,
+            group_id=body.group_id,
+            attempt=body.attempt,
+            purpose=body.purpose,
+            deadline_at=now + body.deadline_s,
+            sampling=body.sampling,
+            eval_name=body.eval_name,
+            metadata=body.metadata,
+            opened_at=now,
+        )
+        # Whether its attempt was lost before is known to the buffer alone.
+        (error,) = await self._open([opening], {episode_id})
+        if error is not None:
+            raise error
+        await _answer(exchange, self._handle(exchange, opening))
+
+    async def read(self, exchange: Exchange) -> None:
+        """`GET /episodes/{id}`: opening, turns, outcome and reward."""
+        self._keys.require_runner(exchange.key)
+        episode_id = exchange.path("episode_id")
+        loaded = await self._buffer.load_episode(episode_id)
+        if loaded is None:
+            raise _no_episode(episode_id)
+        await _answer(
+            exchange,
+            {
+                "opening": msgspec.to_builtins(loaded.opening),
+                "turns": [_turn(turn) for turn in loaded.turns],
+                "is_closed": loaded.is_closed,
+                "outcome": loaded.outcome,
+                "failure_kind": loaded.failure_kind,
+                "reward": msgspec.to_builtins(loaded.reward),
+                "error": loaded.error,
+                "output": loaded.output,
+                "resumes": loaded.resumes,
+            },
+        )
+
+    async def reward(self, exchange: Exchange) -> None:
+        """`POST /episodes/{id}/reward`: score an episode; 410 when its group has sealed."""
+        self._keys.require_runner(exchange.key)
+        body = await exchange.decode(_reward)
+        episode_id = exchange.path("episode_id")
+        reward = await self._scores.reward(episode_id, body)
+        await self._buffer.put_reward(episode_id, reward, key=body.key)
+        await _answer(exchange, {})
+
+    async def close(self, exchange: Exchange) -> None:
+        """`POST /episodes/{id}/close`: end an episode; the same key twice is one close."""
+        self._keys.require_runner(exchange.key)
+        body = await exchange.decode(_close)
+        episode_id = exchange.path("episode_id")
+        reward = None
+        if body.reward is not None:
+            reward = await self._scores.reward(episode_id, body.reward)
+        session = self._episodes.known(episode_id)
+        if session is not None and not session.is_closed:
+            session.is_closed = True
+            await self._service.end(session)
+        body = await self._service.budgets.settle(episode_id, body)
+        result = await self._buffer.close_episode(
+            episode_id,
+            outcome=body.outcome,
+            failure_kind=body.failure_kind,
+            reward=reward,
+            error=body.error[:_MAX_ERROR_CHARS],
+            key=body.key,
+            output=body.output[-_MAX_OUTPUT_CHARS:],
+        )
+        if session is not None:
+            if session.tree.nodes:
+                self._metrics.branches_per_episode.observe(session.tree.num_branches)
+            self._episodes.forget(session)
+        await _answer(exchange, {"counted": result.counted, "sealed_group": result.sealed_group})
+
+    async def trajectories(self, exchange: Exchange) -> None:
+        """`POST /trajectories`: conversations for SFT, rendered turn by turn."""
+        self._keys.require_runner(exchange.key)
+        body = await exchange.decode(_trajectories)
+        # Rendering a batch takes long; other requests go on meanwhile.
+        trajectories = await asyncio.to_thread(
+            self._conversations.render_all,
+            [(bytes(one.messages), bytes(one.tools), one.metadata) for one in body.trajectories],
+            body.key,
+        )
+        await self._buffer.put_trajectories(trajectories, key=body.key, final=body.final)
+        await _answer(exchange, {"num_accepted": len(trajectories)})
+
+    async def _claim(self, body: ClaimBody) -> ClaimResult:
+        state = self._pool.state
+        if state is None or state.run_state == "running":
+            try:
+                await self._pool.wait_until(
+                    self._may_claim, timeout_s=_READY_WAIT_S, who="router", phase="claim"
+                )
+            except DeadlineExceeded as error:
+                raise Refusal(503, "not_ready", str(error), retry_after_s=0.5) from error
+        return await self._buffer.claim(key=body.key, count=body.count, runner_id=body.runner_id)
+
+    def _may_claim(self) -> bool:
+        state = self._pool.state
+        return self._pool.is_ready or (state is not None and state.run_state != "running")
+
+    async def _open_claims(self, key: str, claims: Sequence[Claim]) -> list[Opening | None]:
+        """Open an episode per claim; None for an attempt that was replaced meanwhile."""
+        now = time.time()
+        openings = [
+            Opening(
+                episode_id=_claimed_episode_id(key, index),
+                task_id=claim.task.task_id,
+                group_id=claim.group_id,
+                attempt=claim.attempt,
+                purpose=claim.purpose,
+                deadline_at=now + claim.deadline_s,
+                sampling=claim.sampling,
+                eval_name=claim.eval_name,
+                opened_at=now,
+            )
+            for index, claim in enumerate(claims)
+        ]
+        resumed = {o.episode_id for o, c in zip(openings, claims, strict=True) if c.resumes}
+        errors = await self._open(openings, resumed)
+        opened: list[Opening | None] = []
+        for opening, error in zip(openings, errors, strict=True):
+            if error is not None and not isinstance(error, Gone):
+                raise error
+            if error is not None:
+                _log.info("claim_not_opened", group_id=opening.group_id, reason=str(error))
+            opened.append(opening if error is None else None)
+        return opened
+
+    async def _open(
+        self, openings: Sequence[Opening], to_load: AbstractSet[str]
+    ) -> tuple[OutloopError | None, ...]:
+        """Open episodes; those of `to_load` are read from the buffer when they first speak."""
+        errors = await self._buffer.open_episodes(openings)
+        for opening, error in zip(openings, errors, strict=True):
+            if error is None and self._episodes.known(opening.episode_id) is None:
+                self._metrics.episodes.inc()
+                if opening.episode_id not in to_load:
+                    self._episodes.add(opening)
+        return errors
+
+    def _handle(self, exchange: Exchange, opening: Opening) -> dict[str, str]:
+        """What an agent needs to speak."""
+        return {
+            "episode_id": opening.episode_id,
+            "base_url": f"{exchange.base_url}/v1",
+            "api_key": self._keys.episode_key(opening.episode_id),
+        }
+
+
+def _claimed_episode_id(key: str, index: int) -> str:
+    """The same for every router and every repetition of a claim."""
+    return f"ep-{hashlib.blake2b(f'{key}{chr(0)}{index}'.encode(), digest_size=12).hexdigest()}"
+
+
+def _check_purpose(body: EpisodeBody) -> None:
+    if body.purpose == "sft" or (body.purpose == "eval" and body.group_id is not None):
+        raise Refusal(
+            400,
+            "invalid_value",
+            f"purpose={body.purpose!r} with group_id={body.group_id!r}; train episodes are opened "
+            "with a group, eval episodes without one, SFT conversations go to /trajectories",
+            param="purpose",
+        )
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    logprobs = turn.behavior_logprobs
+    return {
+        "turn_id": turn.turn_id,
+        "parent_turn_id": turn.parent_turn_id,
+        "choice_index": turn.choice_index,
+        "prompt_ids": turn.prompt_ids.tolist(),
+        "output_ids": turn.output_ids.tolist(),
+        "behavior_logprobs": logprobs.tolist() if logprobs is not None else None,
+        "version_spans": msgspec.to_builtins(turn.version_spans),
+        "loss_spans": turn.loss_spans,
+        "mask_reason": turn.mask_reason,
+        "sampling": msgspec.to_builtins(turn.sampling),
+        "finish_reason": turn.finish_reason,
+        "branch_cause": turn.branch_cause,
+        "started_at": turn.started_at,
+        "finished_at": turn.finished_at,
+    }
+
+
+def _no_episode(episode_id: str) -> Refusal:
+    return Refusal(404, "episode_not_found", f"there is no episode episode_id={episode_id!r}")
+
+
+async def _answer(exchange: Exchange, body: dict[str, Any]) -> None:
+    await exchange.answer(200, msgspec.json.encode(body))

@@ -1,0 +1,315 @@
+"""Which server draws the next turn.
+
+Owns: the router's view of servers, their load, and waiting for one. Does not own: server
+processes, weights, whose turn is next (queueing). Invariant: a turn goes only to a server that is
+registered, not quarantined, at the acknowledged (or the newer, announced) version, and has not as
+many as it draws at once; every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+
+from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded
+from outloop.buffer.records import PolicyState, ServerEntry
+from outloop.router.buffer_protocol import EpisodeBuffer
+from outloop.router.errors import Refusal
+from outloop.router.servers.fair_queue import FairQueue, Ticket
+
+REFRESH_S = 0.25
+_REFRESH_WHILE_WAITED_FOR_S = 0.02
+_MAX_SUSPENDED_S = 2.0
+LEFT_GRACE_S = 5.0
+"""A server that has left the registry may finish its turns for so long; it may never answer."""
+_AFFINITY_SLACK = 4
+"""An episode, and then its task, stays on its server while that has at most this many turns more
+than another."""
+_MAX_TASKS = 8192
+"""Tasks whose last server is remembered."""
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Whose:
+    """The episode that a turn is of, and its task."""
+
+    episode_id: str = ""
+    task_id: str = ""
+
+
+NOBODY = Whose()
+
+
+@dataclass(slots=True)
+class Server:
+    """One server as this router sees it."""
+
+    entry: ServerEntry
+    policy_version: int | None
+    num_in_flight: int = 0
+    num_failures: int = 0
+    suspended_until: float = 0.0
+    """Monotonic seconds; no turns before."""
+
+
+class ServerPool:
+    """Servers of the run; `run` keeps them up to date."""
+
+    def __init__(self, buffer: EpisodeBuffer, *, max_in_flight: int | None = None) -> None:
+        """`max_in_flight`: turns that each server draws at once; more wait here."""
+        self._buffer = buffer
+        self._max_in_flight = max_in_flight
+        self._queue: FairQueue[Server] = FairQueue()
+        self._task_servers: OrderedDict[str, str] = OrderedDict()
+        self._servers: dict[str, Server] = {}
+        self._changed = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._num_waiting = 0
+        self.state: PolicyState | None = None
+        self.on_left: Callable[[str], None] | None = None
+        """Hears the URL of each server that has left the registry and did not come back soon."""
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """Every registered server."""
+        return tuple(self._servers.values())
+
+    @property
+    def num_in_flight(self) -> int:
+        """Turns that are being drawn now."""
+        return sum(server.num_in_flight for server in self._servers.values())
+
+    @property
+    def versions(self) -> frozenset[int]:
+        """Versions that some server may draw with now."""
+        return frozenset(
+            server.policy_version
+            for server in self._servers.values()
+            if server.policy_version is not None and self._may_serve(server)
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """True once a server has acknowledged the announced version."""
+        state = self.state
+        return (
+            state is not None
+            and state.announced_version is not None
+            and state.acknowledged_version == state.announced_version
+            and any(self._may_serve(server) for server in self._servers.values())
+        )
+
+    async def run(self) -> None:
+        """Follow the registry until cancelled; a buffer that is away is asked again."""
+        while True:
+            await self.refresh_if_possible()
+            self._hurry.clear()
+            if self._num_waiting:
+                await asyncio.sleep(_REFRESH_WHILE_WAITED_FOR_S)
+                continue
+            try:
+                async with asyncio.timeout(REFRESH_S):
+                    await self._hurry.wait()
+            except TimeoutError:
+                continue
+
+    async def refresh(self) -> None:
+        """Read the registry once."""
+        state = await self._buffer.policy_state()
+        self.state = state
+        known = {entry.server_id for entry in state.servers}
+        for gone in self._servers.keys() - known:
+            url = self._servers.pop(gone).entry.url
+            asyncio.get_running_loop().call_later(LEFT_GRACE_S, self._leave, url)
+        for entry in state.servers:
+            server = self._servers.get(entry.server_id)
+            if server is None:
+                self._servers[entry.server_id] = Server(entry, entry.policy_version)
+                continue
+            if server.entry.url != entry.url:
+                server.num_failures, server.suspended_until = 0, 0.0
+            server.entry, server.policy_version = entry, entry.policy_version
+        self._changed.set()
+        self._queue.serve(self._take)
+
+    async def refresh_if_possible(self) -> None:
+        """Read the registry once; what is known stays if the buffer is away."""
+        try:
+            await self.refresh()
+        except BufferUnavailable as error:
+            _log.warning("policy_state_unavailable", error=str(error))
+
+    async def wait_until(
+        self, is_true: Callable[[], bool], *, timeout_s: float, who: str, phase: str
+    ) -> None:
+        """Wait until `is_true` holds after some refresh.
+
+        Raises:
+            DeadlineExceeded: `timeout_s` has passed.
+        """
+        if is_true():
+            return
+        deadline = time.monotonic() + timeout_s
+        self._num_waiting += 1
+        self._hurry.set()
+        try:
+            while not is_true():
+                remaining = deadline - time.monotonic()
+                self._changed.clear()
+                try:
+                    await asyncio.wait_for(self._changed.wait(), max(0.0, remaining))
+                except TimeoutError:
+                    raise DeadlineExceeded(
+                        who=who, phase=phase, peer=self.describe(), after_s=timeout_s
+                    ) from None
+        finally:
+            self._num_waiting -= 1
+
+    async def acquire(
+        self,
+        preferred: str | None,
+        whose: Whose = NOBODY,
+        *,
+        timeout_s: float,
+        policy_version: int | None = None,
+    ) -> Server:
+        """The least loaded server that may serve, `preferred` if it is not much busier.
+
+        Without a preferred one, the last that served the task, whose prompt it may have cached.
+        The caller gives it back with `release`. With `policy_version`, one that holds it. Turns
+        that wait are served in rotation of their episodes.
+
+        Raises:
+            DeadlineExceeded: none could serve for `timeout_s`.
+            Refusal: 404, no server holds `policy_version`.
+        """
+
+        choose = partial(self._choose, preferred, whose, policy_version)
+        server = choose() if not self._queue else None
+        if server is not None:
+            self._take(server)
+        else:
+            server = await self._wait_for_one(Ticket(whose.episode_id, choose), timeout_s)
+        if whose.task_id and preferred is None:
+            self._task_servers[whose.task_id] = server.entry.server_id
+            self._task_servers.move_to_end(whose.task_id)
+            if len(self._task_servers) > _MAX_TASKS:
+                self._task_servers.popitem(last=False)
+        return server
+
+    async def _wait_for_one(self, ticket: Ticket[Server], timeout_s: float) -> Server:
+        self._queue.add(ticket)
+        self._num_waiting += 1
+        self._hurry.set()
+        try:
+            self._queue.serve(self._take)
+            await asyncio.wait([ticket.granted], timeout=timeout_s)
+        except asyncio.CancelledError:
+            if ticket.granted.done() and ticket.granted.exception() is None:
+                self.release(ticket.granted.result(), policy_version=None)
+            raise
+        finally:
+            self._queue.remove(ticket)
+            self._num_waiting -= 1
+        if not ticket.granted.done():
+            raise DeadlineExceeded(
+                who="router", phase="choose a server", peer=self.describe(), after_s=timeout_s
+            )
+        return ticket.granted.result()
+
+    def _leave(self, url: str) -> None:
+        if self.on_left is not None and all(s.entry.url != url for s in self._servers.values()):
+            self.on_left(url)
+
+    def _take(self, server: Server) -> None:
+        server.num_in_flight += 1
+
+    def release(self, server: Server, *, policy_version: int | None) -> None:
+        """Give a server back; `policy_version` is what it answered with, None if it did not."""
+        server.num_in_flight -= 1
+        if policy_version is not None:
+            server.num_failures = 0
+            server.policy_version = policy_version
+        if self._queue:
+            self._queue.serve(self._take)
+
+    def suspend(self, server: Server, reason: str) -> None:
+        """Send nothing to a server that failed for a moment, longer each time."""
+        server.num_failures += 1
+        # No float holds what doubles a thousand times.
+        pause_s = min(0.1 * 2 ** min(server.num_failures - 1, 8), _MAX_SUSPENDED_S)
+        server.suspended_until = time.monotonic() + pause_s
+        _log.warning(
+            "server_failed",
+            server_id=server.entry.server_id,
+            url=server.entry.url,
+            reason=reason,
+            suspended_s=pause_s,
+        )
+
+    def describe(self) -> str:
+        """Who could serve and why it does not, for error messages."""
+        if not self._servers:
+            return "a server to register (none has)"
+        state = self.state
+        announced = state.announced_version if state else None
+        parts = [
+            f"{s.entry.server_id} (policy_version={s.policy_version}, "
+            f"is_quarantined={s.entry.is_quarantined}, num_failures={s.num_failures}, "
+            f"num_in_flight={s.num_in_flight})"
+            for s in self._servers.values()
+        ]
+        return f"a server at announced_version={announced}: {', '.join(parts)}"
+
+    def _may_serve(self, server: Server) -> bool:
+        state = self.state
+        return (
+            state is not None
+            and state.acknowledged_version is not None
+            and not server.entry.is_quarantined
+            and server.policy_version is not None
+            and server.policy_version in (state.acknowledged_version, state.announced_version)
+        )
+
+    def _choose(
+        self, preferred: str | None, whose: Whose, policy_version: int | None
+    ) -> Server | None:
+        if policy_version is not None and policy_version not in self.versions:
+            raise version_gone(policy_version)
+        preferred = preferred or self._task_servers.get(whose.task_id)
+        now, limit = time.monotonic(), self._max_in_flight
+        best: Server | None = None
+        liked: Server | None = None
+        for server in self._servers.values():
+            number = server.num_in_flight
+            if (
+                server.suspended_until <= now
+                and (limit is None or number < limit)
+                and self._may_serve(server)
+                and policy_version in (None, server.policy_version)
+            ):
+                if best is None or number < best.num_in_flight:
+                    best = server
+                if server.entry.server_id == preferred:
+                    liked = server
+        if liked is None or best is None:
+            return best
+        return liked if liked.num_in_flight <= best.num_in_flight + _AFFINITY_SLACK else best
+
+
+def version_gone(policy_version: int) -> Refusal:
+    """The refusal of a turn that asked for weights which no server has any more."""
+    return Refusal(
+        404,
+        "model_not_found",
+        f"policy_version={policy_version} is held by no server any more; leave the version out",
+        param="model",
+    )

@@ -1,0 +1,110 @@
+"""From a request to the ids that the server is given.
+
+Owns: finding what a request goes on with, also after another router process recorded it, and the
+beginning of an answer that the client forces or writes. Does not own: matching (branches),
+rendering, sampling. Invariant: a plan's ids come after recorded ids; what cannot go on is rendered
+in full or refused.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from outloop.buffer.settings import SamplingSettings
+from outloop.router.dialects.base import Message, TurnRequest
+from outloop.router.episodes.episode import Episodes, EpisodeSession
+from outloop.router.episodes.turn_tree import Plan
+from outloop.router.errors import Refusal
+from outloop.router.rendering.renderer import PolicyRenderer
+from outloop.router.turns.sampling import is_honoured
+
+
+class Planner:
+    """Plans turns of all episodes."""
+
+    def __init__(
+        self, renderer: PolicyRenderer, episodes: Episodes, sampling: SamplingSettings
+    ) -> None:
+        self._renderer = renderer
+        self._episodes = episodes
+        self._sampling = sampling
+
+    async def plan(self, session: EpisodeSession, request: TurnRequest) -> tuple[TurnRequest, Plan]:
+        """The plan of a request, and the request with its whole conversation.
+
+        Raises:
+            Refusal: 400, the conversation cannot be rendered, or names a turn that is not known.
+        """
+        if request.after is not None:
+            request, plan = await self._go_on(session, request, request.after)
+        else:
+            plan = await self._match(session, request)
+        if request.prefill:
+            if self._renderer.begins_in_reasoning(plan.prompt_ids):
+                # The format has the policy think first: what was begun is no thought.
+                begun = (*request.messages, Message("assistant", request.prefill))
+                request = replace(request, messages=begun, prefill="")
+                return request, await self._match(session, request)
+            ids = self._renderer.tokenizer.encode(request.prefill)
+            plan = replace(plan, cause="prefill") if plan.is_break else plan
+            plan = replace(plan, prompt_ids=plan.prompt_ids + ids, num_forced=len(ids))
+        elif request.forces_call and is_honoured("tool_choice", session.opening, self._sampling):
+            ids = self._renderer.forced_ids(request.tools, request.tool_choice)
+            plan = replace(plan, prompt_ids=plan.prompt_ids + ids, num_forced=len(ids))
+        return request, plan
+
+    def find_forced(self, plan: Plan, request: TurnRequest) -> Plan:
+        """The plan of a recorded turn, with the beginning of its answer marked again."""
+        if request.prefill:
+            ids = self._renderer.tokenizer.encode(request.prefill)
+        elif request.forces_call:
+            ids = self._renderer.forced_ids(request.tools, request.tool_choice)
+        else:
+            return plan
+        is_begun = plan.prompt_ids[-len(ids) :] == ids
+        return replace(plan, num_forced=len(ids)) if is_begun else plan
+
+    async def _match(self, session: EpisodeSession, request: TurnRequest) -> Plan:
+        def plan() -> Plan:
+            if request.prompt is not None:
+                return session.tree.plan_prompt(request.prompt)
+            return session.tree.plan(request.messages, request.tools)
+
+        found = plan()
+        # Another router process may have recorded the turn that this continues: the whole history
+        # is known here only where it ends in an answer of ours.
+        is_sure = not found.is_root if request.prompt is not None else found.said_after is not None
+        if not is_sure and _has_history(request) and await self._episodes.refresh(session):
+            found = plan()
+        return found
+
+    async def _go_on(
+        self, session: EpisodeSession, request: TurnRequest, turn_id: str
+    ) -> tuple[TurnRequest, Plan]:
+        tree = session.tree
+        if turn_id not in tree.nodes:
+            await self._episodes.refresh(session)
+        node = tree.nodes.get(turn_id)
+        before = tree.conversation_after(node) if node is not None else None
+        new = request.messages
+        if before is not None:
+            if new[0].role == "system" and before[0].role == "system":
+                before, new = [new[0], *before[1:]], new[1:]
+            whole = replace(request, messages=(*before, *new))
+            return whole, await self._match(session, whole)
+        plan = tree.plan_after(node, new, request.tools) if node is not None else None
+        if plan is None:
+            raise Refusal(
+                400,
+                "previous_response_not_found",
+                f"previous_response_id={turn_id!r} is no answer of this episode, or what was said "
+                "before it is not known here any more; send the whole conversation as `input`",
+                param="previous_response_id",
+            )
+        return request, plan
+
+
+def _has_history(request: TurnRequest) -> bool:
+    return request.prompt is not None or any(
+        message.role == "assistant" for message in request.messages
+    )
