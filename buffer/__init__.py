@@ -1,0 +1,1 @@
+"""The hand-off between the parts, through Redis."""

@@ -1,0 +1,1 @@
+"""Tasks, the programs that play them, the verifiers that score them."""

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible front: an asynchronous process between agents and inference servers."""

@@ -1,0 +1,1 @@
+"""Episodes, leases and conversations as Redis holds them."""

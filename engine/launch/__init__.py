@@ -1,0 +1,1 @@
+"""Start, place, watch and stop the parts of a run."""

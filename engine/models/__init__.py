@@ -1,0 +1,1 @@
+"""What a model family is: weight names and layouts, Hugging Face folders, random weights."""

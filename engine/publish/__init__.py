@@ -1,0 +1,1 @@
+"""A policy version from the trainer to every server, as a transaction."""

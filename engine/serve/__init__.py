@@ -1,0 +1,1 @@
+"""One inference server: SGLang, or the torch server for laptops."""

@@ -1,0 +1,1 @@
+"""The trainer: take groups, build a batch, update the policy, publish, checkpoint."""

@@ -1,0 +1,1 @@
+"""An agent that is a command line, and what scores it."""

@@ -1,0 +1,1 @@
+"""A rollout function, the episode it plays, and the result."""

@@ -1,0 +1,1 @@
+"""The process that claims tasks and plays episodes."""

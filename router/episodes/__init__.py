@@ -1,0 +1,1 @@
+"""What this process knows of an episode: its turn tree, budgets and replayed turns."""

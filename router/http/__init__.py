@@ -1,0 +1,1 @@
+"""Bytes to exchange and back: limits, compression, the OpenAPI document."""

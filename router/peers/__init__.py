@@ -1,0 +1,1 @@
+"""The run's other router processes, reached over Redis."""

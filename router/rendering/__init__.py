@@ -1,0 +1,1 @@
+"""Messages to token ids, and generated ids back to messages."""

@@ -1,0 +1,1 @@
+"""Which URL does what: turns, runner, admin, upstream models."""

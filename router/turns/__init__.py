@@ -1,0 +1,1 @@
+"""One turn from request to record."""

@@ -1,0 +1,1 @@
+"""Tensors packed into buckets of bounded size."""

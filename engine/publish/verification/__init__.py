@@ -1,0 +1,1 @@
+"""Proof that a server holds the weights that were published."""

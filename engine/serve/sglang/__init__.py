@@ -1,0 +1,1 @@
+"""SGLang as a server of a run."""

@@ -1,0 +1,1 @@
+"""Advantages, losses and corrections, each with its source."""

@@ -1,0 +1,1 @@
+"""Checkpoints: their format, writing beside training, and what they acknowledge."""

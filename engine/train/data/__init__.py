@@ -1,0 +1,1 @@
+"""Groups of episodes to samples, and samples to packed rows."""

@@ -1,0 +1,1 @@
+"""Tools that repeat or explain one step."""

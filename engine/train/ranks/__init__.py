@@ -1,0 +1,1 @@
+"""The processes of the trainer, and what they exchange."""

@@ -1,0 +1,1 @@
+"""One optimizer update, and the logprobs that it needs."""
