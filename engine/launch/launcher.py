@@ -48,6 +48,12 @@ _PARTS_THAT_END = frozenset({"trainer", "runner"})
 SETTINGS_EXIT_CODE = 2
 """Of a part that was refused its settings: starting it again would change nothing."""
 _WATCH_INTERVAL_S = 0.25
+_MODEL_FILES = {
+    "config.json": "config.json",
+    "tokenizer.json": "tokenizer.json",
+    "model.safetensors": "model*.safetensors",
+}
+"""What a model folder must hold: the name for the user, and the pattern that finds it."""
 _RESTARTABLE = frozenset({"router", "runner", "server"})
 """Parts that keep nothing: a new process joins where the old one left off."""
 
@@ -205,12 +211,11 @@ def check_before_start(settings: Settings, config_dir: Path) -> None:
     Raises:
         SettingsError: with the sentence that says what to change.
     """
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        if not (settings.model.path / name).is_file() and not list(
-            settings.model.path.glob("model*.safetensors")
-        ):
+    folder = settings.model.path
+    for name, pattern in _MODEL_FILES.items():
+        if not any(path.is_file() for path in folder.glob(pattern)):
             raise SettingsError(
-                f"model.path={str(settings.model.path)!r} holds no {name}; "
+                f"model.path={str(folder)!r} holds no {name}; "
                 "give a Hugging Face folder with config.json, tokenizer.json and model.safetensors"
             )
     if settings.server.num_servers == 0 and not settings.server.urls:

@@ -13,11 +13,14 @@ import psutil
 import pytest
 from rich.console import Console
 
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import Settings
 from outloop.buffer.telemetry import METRICS, MetricsWriter, read_metrics
 from outloop.engine.launch.child_process import PartProcess
 from outloop.engine.launch.console import RunProgress
 from outloop.engine.launch.cpu_usage import CpuUsage
 from outloop.engine.launch.doctor import examine
+from outloop.engine.launch.launcher import check_before_start
 from outloop.engine.launch.run_summary import draw_curve, read_curve, result_table
 
 
@@ -174,3 +177,16 @@ def test_doctor_finds_this_machine_fit() -> None:
     out = io.StringIO()
     assert examine(Console(file=out, width=160)) == 0
     assert "make demo" in out.getvalue()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("weights", ["model.safetensors", "model-00001-of-00002.safetensors"])
+def test_a_model_folder_that_lacks_a_file_is_refused(
+    name: str, weights: str, tmp_path: Path
+) -> None:
+    """Each file is missed by its name, though the others are there."""
+    for other in ("config.json", "tokenizer.json", weights):
+        (tmp_path / other).write_text("{}")
+    (tmp_path / (weights if name == "model.safetensors" else name)).unlink()
+    with pytest.raises(SettingsError, match=f"holds no {name}"):
+        check_before_start(Settings(model={"path": tmp_path}), tmp_path)

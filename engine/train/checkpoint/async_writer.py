@@ -306,7 +306,7 @@ def begin_save(
         "step": step,
         "num_updates": num_updates,
         "mark": dataclasses.asdict(mark),
-        "model": checkpoint_format.shape_of(policy.config),
+        "model": policy.config.described,
         "reference_hash": reference_hash,
         "layout": dataclasses.asdict(policy.config.sizes),
     }

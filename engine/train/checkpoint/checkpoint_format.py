@@ -34,7 +34,7 @@ from outloop.engine.train.megatron.optimizer_state import (
     put_moments,
 )
 
-SCHEMA = 2
+SCHEMA = 3
 STATE = "state.json"
 KEPT = "kept_groups.msgpack"
 """Groups kept to be trained again, if the run keeps any."""
@@ -53,7 +53,7 @@ class Checkpoint:
     """Optimizer updates in them."""
     mark: CheckpointMark
     model: dict[str, Any]
-    """Shape of the model, for refusing another one's checkpoint."""
+    """What its folder said of it, for refusing another model's checkpoint."""
     reference_hash: str = ""
     """Content hash of the reference model that the run is pinned to; empty: none yet."""
     layout: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -99,14 +99,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_model(checkpoint: Checkpoint, config: PolicyConfig) -> None:
-    """Refuse a checkpoint of a model of another shape; needs no process group.
+    """Refuse a checkpoint of another model; needs no process group.
 
     Raises:
         SettingsError: names what differs.
     """
-    shape = shape_of(config)
-    if checkpoint.model != shape:
-        other = {k: (v, shape.get(k)) for k, v in checkpoint.model.items() if shape.get(k) != v}
+    described = config.described
+    names = checkpoint.model.keys() | described.keys()
+    other = {
+        name: (checkpoint.model.get(name), described.get(name))
+        for name in sorted(names)
+        if checkpoint.model.get(name) != described.get(name)
+    }
+    if other:
         raise SettingsError(
             f"checkpoint {checkpoint.path} is of another model (checkpoint, model.path): {other}; "
             "start a new run.name, or give the model folder that this run began with"
@@ -121,7 +126,7 @@ def load_checkpoint(policy: Policy, checkpoint: Checkpoint) -> None:
     stay as this start seeded them.
 
     Raises:
-        SettingsError: the checkpoint is of a model of another shape.
+        SettingsError: the checkpoint is of another model.
     """
     check_model(checkpoint, policy.config)
     is_same_layout = checkpoint.layout == dataclasses.asdict(policy.config.sizes)
@@ -155,24 +160,6 @@ def sharded_state(policy: Policy, *, num_updates: int, is_loading: bool = False)
         return {"model": model}
     take = moments_to_fill if is_loading else moments_to_save
     return {"model": model, "moments": take(policy, model)}
-
-
-def shape_of(config: PolicyConfig) -> dict[str, Any]:
-    """What must be equal for a checkpoint to be of a model."""
-    return {
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.ffn_hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_query_groups": config.num_query_groups,
-        "kv_channels": config.kv_channels,
-        "vocab_size": config.vocab_size,
-        "qk_layernorm": config.qk_layernorm,
-        "is_tied": config.is_tied,
-        "add_qkv_bias": config.add_qkv_bias,
-        "num_moe_experts": config.num_moe_experts,
-        "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
-    }
 
 
 def _steps(folder: Path) -> dict[int, Path]:

@@ -130,7 +130,7 @@ def to_megatron(source: Path, out: Path) -> None:
             "step": 0,
             "num_updates": 0,
             "mark": {"fence": 0, "group_ids": [], "next_slot": 0, "policy_version": 0},
-            "model": checkpoint_format.shape_of(skeleton.config),
+            "model": skeleton.config.described,
             "reference_hash": "",
             "layout": {},
         }

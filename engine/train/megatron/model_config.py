@@ -116,6 +116,8 @@ class PolicyConfig(TransformerConfig):
     is_tied: bool = False
     sizes: ParallelSizes = field(default_factory=ParallelSizes)
     layers: LayerKind = "local"
+    described: dict[str, Any] = field(default_factory=dict)
+    """Everything that the model folder and its family decide, as JSON has it."""
     ddp_options: dict[str, Any] = field(default_factory=dict)
     """Raw options that are fields of Megatron's DistributedDataParallelConfig."""
     optimizer_options: dict[str, Any] = field(default_factory=dict)
@@ -155,6 +157,7 @@ def read_config(
             **(fields | options),
             sizes=sizes,
             layers=layers,
+            described=_described(fields),
             ddp_options=ddp,
             optimizer_options=optimizer,
         )
@@ -213,6 +216,12 @@ def _model_fields(model_path: Path) -> dict[str, Any]:
             "moe_aux_loss_coeff": 0.0,
         }
     return fields | FAMILIES[architecture]
+
+
+def _described(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that differ between model folders; a new one is among them without being named."""
+    by_family = set().union(*FAMILIES.values())
+    return {name: fields[name] for name in fields if name not in _FIXED or name in by_family}
 
 
 def _names(config: type) -> set[str]:

@@ -8,11 +8,14 @@ for, and the phase: one that shows no sign of life, else one that is behind.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch.distributed as dist
 
 from outloop.buffer.errors import (
     DeadlineExceeded,
@@ -23,7 +26,8 @@ from outloop.buffer.errors import (
 )
 
 _FAILURE = "outloop/failure"
-_COLLECTIVE_WORDS = ("timed out", "timeout", "connection", "gloo", "nccl", "peer", "process group")
+_GLOO_TRANSPORT = re.compile(r"\[\S*gloo/transport/\S+\] |Application timeout caused pair closure")
+"""How gloo's errors begin, which have no type of their own."""
 
 _NUM_BEATS = 4
 """Signs of life that a rank may miss on a busy machine before it is called silent."""
@@ -176,5 +180,5 @@ class Phases:
 
 
 def _is_collective(error: Exception) -> bool:
-    text = str(error).lower()
-    return any(word in text for word in _COLLECTIVE_WORDS)
+    """Whether a collective failed because another rank did not take part."""
+    return isinstance(error, dist.DistError) or bool(_GLOO_TRANSPORT.match(str(error)))

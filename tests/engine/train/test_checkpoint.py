@@ -1,6 +1,7 @@
 """Checkpoints: a resumed update equals an uninterrupted one, and partial ones are skipped."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,13 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.settings import TrainerSettings
 from outloop.engine.train.checkpoint.async_writer import save_checkpoint
-from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint, load_checkpoint
+from outloop.engine.train.checkpoint.checkpoint_format import (
+    check_model,
+    latest_checkpoint,
+    load_checkpoint,
+)
 from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.megatron import model_and_optimizer
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.step.policy_update import rl_update
 
@@ -126,6 +132,36 @@ def test_another_models_checkpoint_is_refused(make_policy: MakePolicy, tmp_path:
         load_checkpoint(make_policy("llama"), found)
 
 
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"rope_theta": 5e5}, "rope"),
+        ({"rms_norm_eps": 1e-5}, "layernorm_epsilon"),
+        ({"num_experts_per_tok": 3}, "moe_router_topk"),
+        ({"norm_topk_prob": False}, "moe_router_pre_softmax"),
+    ],
+)
+def test_a_checkpoint_of_equal_shapes_but_another_model_is_refused(
+    changed: dict[str, float], name: str, tiny_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Every tensor would fit, and every answer would be wrong."""
+    source, other = tiny_folder("qwen3_moe", tied=False), tmp_path / "other"
+    shutil.copytree(source, other)
+    described = json.loads((other / "config.json").read_text())
+    described.pop("rope_parameters", None)
+    (other / "config.json").write_text(json.dumps(described | changed))
+    settings = TrainerSettings()
+    policy = model_and_optimizer.build_policy(
+        model_and_optimizer.read_config(source, {}), settings, num_updates=1
+    )
+    save_checkpoint(policy, tmp_path / "checkpoints", step=1, mark=mark(1), keep=1)
+    found = latest_checkpoint(tmp_path / "checkpoints")
+    assert found is not None
+    check_model(found, model_and_optimizer.read_config(source, {}))
+    with pytest.raises(SettingsError, match=f"of another model .*{name}"):
+        check_model(found, model_and_optimizer.read_config(other, {}))
+
+
 def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
     """A fresh run starts from the model folder."""
     assert latest_checkpoint(tmp_path / "checkpoints") is None
@@ -137,12 +173,12 @@ warnings.simplefilter("ignore")
 from pathlib import Path
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.settings.trainer import TrainerSettings
-from outloop.engine.train.checkpoint import async_writer
+from outloop.engine.train.checkpoint.checkpoint_format import async_writer
 from outloop.engine.train.megatron import model_and_optimizer
 
 model, folder, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 mcore.join_process_group(seed=1)
-policy = mcore.build_policy(mcore.read_config(model, {}), TrainerSettings(), num_updates=1)
+policy = model_and_optimizer.build_policy(model_and_optimizer.read_config(model, {}), TrainerSettings(), num_updates=1)
 mark = CheckpointMark(fence=1, group_ids=(), next_slot=0, policy_version=1)
 saving.save_checkpoint(policy, folder, step=1, mark=mark, keep=1)
 original, calls = os.fsync, []
@@ -192,5 +228,5 @@ def test_a_checkpoint_of_another_release_is_refused(
     (path / "state.json").write_text(text)
     sizes = json.loads((path / "COMPLETE").read_text())
     (path / "COMPLETE").write_text(json.dumps(sizes | {"state.json": len(text)}))
-    with pytest.raises(SettingsError, match="schema=9; this release reads 2"):
+    with pytest.raises(SettingsError, match="schema=9; this release reads 3"):
         latest_checkpoint(tmp_path)

@@ -1,5 +1,6 @@
 """Rank 0 and its followers: commands, samples as bytes, and who is named when one does not come."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,22 @@ def two() -> tuple[Phases, Phases]:
     return Phases(store, rank=0, num_ranks=2), Phases(store, rank=1, num_ranks=2)
 
 
+def gone() -> RuntimeError:
+    """What gloo raises when the other rank's process has ended."""
+    return RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:11653: "
+        "Connection reset by peer. This is typically caused by a remote worker hanging"
+    )
+
+
+def late() -> RuntimeError:
+    """What gloo raises when the other rank does not come before the deadline."""
+    return RuntimeError(
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting "
+        "3000ms for recv operation to complete"
+    )
+
+
 def fail_in(phases: Phases, phase: str, error: Exception) -> None:
     """A rank in whose phase something fails."""
     with phases.enter(phase):
@@ -70,14 +87,14 @@ def test_a_rank_that_waits_in_vain_names_whom_and_where(two: tuple[Phases, Phase
     with first.enter("tell"):
         pass
     with pytest.raises(DeadlineExceeded, match=r"rank 0 .*'update' .*rank 1 \(in phase='build'"):
-        fail_in(first, "update", RuntimeError("Timed out waiting 1000ms for recv"))
+        fail_in(first, "update", late())
     assert second is not None
 
 
 def test_a_rank_that_is_gone_is_named(two: tuple[Phases, Phases]) -> None:
     """A connection that breaks without a word: the run may be started again."""
     with pytest.raises(RankKilled, match=r"rank 0 lost another rank .*rank 1 \(not started"):
-        fail_in(two[0], "update", RuntimeError("Connection closed by peer [127.0.0.1]"))
+        fail_in(two[0], "update", gone())
 
 
 def test_the_sentence_of_the_rank_that_failed_first_is_told(two: tuple[Phases, Phases]) -> None:
@@ -85,7 +102,7 @@ def test_the_sentence_of_the_rank_that_failed_first_is_told(two: tuple[Phases, P
     with pytest.raises(ValueError, match="NaN"):
         fail_in(two[1], "update", ValueError("NaN in layer 3"))
     with pytest.raises(PartFailed, match=r"rank 1 failed in phase='update': .*NaN in layer 3"):
-        fail_in(two[0], "update", RuntimeError("Connection closed by peer"))
+        fail_in(two[0], "update", gone())
 
 
 def test_a_refusal_of_one_rank_is_that_of_all(two: tuple[Phases, Phases]) -> None:
@@ -93,7 +110,26 @@ def test_a_refusal_of_one_rank_is_that_of_all(two: tuple[Phases, Phases]) -> Non
     with pytest.raises(SettingsError):
         fail_in(two[1], "load", SettingsError("lacks a tensor"))
     with pytest.raises(SettingsError, match="lacks a tensor"):
-        fail_in(two[0], "load", RuntimeError("gloo: connection reset"))
+        fail_in(two[0], "load", gone())
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "expected a connection string, got ''",
+        "the user's timeout is negative",
+        "peer review says: shape mismatch",
+        "CUDA error: out of memory while allocating NCCL buffers of 0 bytes",
+    ],
+)
+def test_an_error_of_this_rank_is_not_taken_for_anothers_death(
+    sentence: str, two: tuple[Phases, Phases]
+) -> None:
+    """Words of an error decide nothing: the other ranks learn whose error it is."""
+    with pytest.raises(RuntimeError, match="^" + re.escape(sentence) + "$"):
+        fail_in(two[0], "update", RuntimeError(sentence))
+    with pytest.raises(PartFailed, match="rank 0 failed in phase='update'"):
+        fail_in(two[1], "update", dist.DistNetworkError("The client socket has failed"))
 
 
 class _Failure:
