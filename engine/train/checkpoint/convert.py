@@ -10,20 +10,31 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import io
 import pickle
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any, cast
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.torch import MCoreMetadata
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -58,6 +69,25 @@ from outloop.engine.train.megatron import model_and_optimizer
 _DESCRIPTION = "huggingface"
 """Folder in a converted checkpoint with config.json and tokenizer."""
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_INDEX_TYPES: dict[tuple[str, str], Any] = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        MCoreMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+        _MEM_FORMAT_ENCODING,
+        _StorageInfo,
+        torch.Size,
+        torch.serialization._get_layout,
+        PosixPath,
+    )
+}
+"""What an index is made of, beside torch's dtypes."""
 _NO_WEIGHTS = ("optimizer.", "random", "rng_state", "rerun_state", "opt_param_scheduler")
 """Beginnings of keys that are not of the model."""
 
@@ -267,10 +297,7 @@ class _Checkpoint:
             SettingsError: it cannot be read.
         """
         self._reader = FileSystemReader(folder)
-        try:
-            metadata = self._reader.read_metadata()
-        except (OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            raise SettingsError(f"checkpoint {folder} cannot be read: {error!r}") from error
+        metadata = _read_index(folder / ".metadata")
         self._reader.set_up_storage_reader(metadata, True)
         self._entries = {
             key: entry
@@ -288,6 +315,52 @@ class _Checkpoint:
         into = cast(LoadPlanner, _Into(whole.view(sizes)))
         self._reader.read_data(LoadPlan(items), into).wait()
         return whole
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Builds the records of a checkpoint's index and nothing else.
+
+    torch and Megatron pickle the index, so whoever made a checkpoint could name any function in it;
+    the tensors' files are read by torch with `weights_only`.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class or constant, if it is of an index.
+
+        Raises:
+            UnpicklingError: it is not.
+        """
+        found = _INDEX_TYPES.get((module, name))
+        if found is None and module == "torch":
+            found = getattr(torch, name, None) if name.isidentifier() else None
+            found = found if isinstance(found, torch.dtype) else None
+        if found is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+        return found
+
+
+def _read_index(path: Path) -> Metadata:
+    """The index of a distributed checkpoint; nothing that it names is called.
+
+    Raises:
+        SettingsError: it cannot be read, names what does not belong into an index, or a file that
+            does not lie beside it.
+    """
+    try:
+        metadata = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
+    except Exception as error:
+        raise SettingsError(f"checkpoint index {path} cannot be read: {error!r}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise SettingsError(f"checkpoint index {path} holds no index but {type(metadata)!r}")
+    for info in metadata.storage_data.values():
+        if Path(info.relative_path).name != info.relative_path:
+            raise SettingsError(
+                f"checkpoint index {path} names the file {info.relative_path!r}; names of files "
+                "beside it are allowed"
+            )
+    if getattr(metadata, "storage_meta", None) is None:
+        metadata.storage_meta = StorageMeta()
+    return metadata
 
 
 class _Into:

@@ -2,6 +2,9 @@
 
 import gc
 import json
+import os
+import pickle
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,6 +165,59 @@ def test_what_cannot_be_converted_is_refused(tiny_folder: TinyFolder, tmp_path: 
     answer = CliRunner().invoke(convert, [str(tmp_path), str(tmp_path / "out")])
     assert isinstance(answer.exception, SettingsError)
     assert "neither a Hugging Face folder" in str(answer.exception)
+
+
+class Hostile:
+    """An object whose reading calls a function."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize("function", [os.mkdir, getattr, torch.load, subprocess.Popen, eval])
+def test_a_hostile_checkpoint_runs_no_code(
+    function: Callable[..., object], tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    """Its index names a function; the conversion refuses it, and nothing was called."""
+    to_megatron(tiny_folder(), tmp_path / "given")
+    made = tmp_path / "made"
+    arguments: dict[Any, tuple[object, ...]] = {
+        getattr: (Hostile(os.mkdir, str(made)), "real"),
+        subprocess.Popen: (["mkdir", str(made)],),
+        eval: (f"__import__('os').mkdir({str(made)!r})",),
+    }
+    hostile = Hostile(function, *arguments.get(function, (str(made),)))
+    (tmp_path / "given/shards/.metadata").write_bytes(pickle.dumps({"weights": hostile}))
+    with pytest.raises(SettingsError, match="which no index needs"):
+        to_huggingface(tmp_path / "given", tmp_path / "out")
+    assert not made.exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_index_names_only_files_beside_it(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """A checkpoint that was given does not decide which of this machine's files are read."""
+    to_megatron(tiny_folder(), tmp_path / "given")
+    path = tmp_path / "given/shards/.metadata"
+    index = pickle.loads(path.read_bytes())
+    for info in index.storage_data.values():
+        info.relative_path = "../../" + info.relative_path
+    path.write_bytes(pickle.dumps(index))
+    with pytest.raises(SettingsError, match="files beside it are allowed"):
+        to_huggingface(tmp_path / "given", tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", [b"", b"rubbish", pickle.dumps([1]), b"\x80\x04" + b"(" * 999])
+def test_an_index_that_is_none_is_one_sentence(
+    content: bytes, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    """Whatever lies in its place."""
+    to_megatron(tiny_folder(), tmp_path / "given")
+    (tmp_path / "given/shards/.metadata").write_bytes(content)
+    with pytest.raises(SettingsError, match="checkpoint index"):
+        to_huggingface(tmp_path / "given", tmp_path / "out")
 
 
 def live_bytes() -> int:
