@@ -8,8 +8,10 @@ took every byte, its checksums agreed and it acknowledged the version; every wai
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,7 +32,13 @@ from outloop.engine.publish.verification.logprob_probe import TOLERANCES, UNVERI
 
 _POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0
+_PROBE_AGAIN_S = 30.0
+"""After which a quarantined server that did not answer is asked again."""
 _log = structlog.get_logger()
+
+
+def _ignore(sentence: str) -> None:
+    """Nobody wants to know what a publish waits for."""
 
 
 class Registry(Protocol):
@@ -81,6 +89,8 @@ class Publisher:
         self._num_expected = settings.server.num_servers or len(settings.server.urls)
         self._start_timeout_s = settings.server.start_timeout_s
         self._has_published = False
+        self._silent_since: dict[str, float] = {}
+        """Quarantined servers that did not answer, and when they were last asked."""
         self._transport = build_transport(run, settings.publish.transport)
         self._fallback: Transport | None = None
         if settings.publish.fallback != "none" and settings.publish.transport != "disk":
@@ -92,7 +102,13 @@ class Publisher:
         if self._fallback is not None:
             self._fallback.close()
 
-    def publish(self, source: TensorSource, policy_version: int) -> PublishReport:
+    def publish(
+        self,
+        source: TensorSource,
+        policy_version: int,
+        *,
+        on_wait: Callable[[str], None] = _ignore,
+    ) -> PublishReport:
         """Make the tensors of `source` every server's weights.
 
         They are sent in `server.dtype` and must be all of the model. Servers that hold the version
@@ -100,11 +116,14 @@ class Publisher:
         server that fails a phase is entered as quarantined and fed in full by the next publish,
         through `publish.fallback`; when all fail, they are fed through it at once.
 
+        Args:
+            on_wait: called with a sentence at every poll while no server is there.
+
         Raises:
             DeadlineExceeded: no server is there.
             PublishFailed: no server took the weights.
         """
-        entries = self._wait_for_servers()
+        entries = self._wait_for_servers(on_wait)
         began_at = time.monotonic()
         pass_of = _Passes(entries, self._registry, self._settings)
         holders, main, spare = self._divide(entries, policy_version)
@@ -115,7 +134,7 @@ class Publisher:
         except PublishFailed as failure:
             error = failure
         if self._fallback is not None and not (holders or pass_of.has_any):
-            spare = [entry for entry in entries if _answers(entry)]
+            spare = _answering(entries)
         try:
             if self._fallback is not None and spare:
                 # Both together would hold more than two buckets.
@@ -144,7 +163,7 @@ class Publisher:
         main = [e for e in rest if not e.is_quarantined]
         return holders, main, [e for e in rest if e.is_quarantined]
 
-    def _wait_for_servers(self) -> Sequence[ServerEntry]:
+    def _wait_for_servers(self, on_wait: Callable[[str], None]) -> Sequence[ServerEntry]:
         """Servers to feed: before the first publish all that are expected, later those there are.
 
         A server that does not answer is entered as quarantined, unless none does.
@@ -155,7 +174,7 @@ class Publisher:
         deadline = time.monotonic() + self._start_timeout_s
         while True:
             entries = self._registry.servers()
-            answering = [entry for entry in entries if _answers(entry)]
+            answering = self._reachable(entries)
             enough = 1 if self._has_published else self._num_expected
             is_late = time.monotonic() >= deadline
             if answering and (len(answering) >= enough or is_late):
@@ -167,11 +186,36 @@ class Publisher:
                     peer=f"num_servers={enough} ({len(entries)} registered, none answering)",
                     after_s=self._start_timeout_s,
                 )
+            on_wait(f"{enough} servers ({len(entries)} registered, {len(answering)} answering)")
             time.sleep(_POLL_S)
         for entry in entries:
-            if entry not in answering:
+            if entry not in answering and not entry.is_quarantined:
                 _log.warning("server_quarantined", server_id=entry.server_id, phase="reach")
                 self._registry.set_server_version(entry.server_id, None, quarantined=True)
+        return answering
+
+    def _reachable(self, entries: Sequence[ServerEntry]) -> list[ServerEntry]:
+        """The servers that answer, in the order of `entries`; all are asked at once.
+
+        A quarantined one that did not answer is asked again only after a while, or when no other
+        answers: what is dead does not cost every publish the time of a probe. One that hangs is
+        found here, before the others are paused to wait for it.
+        """
+        now = time.monotonic()
+        asked = [
+            entry
+            for entry in entries
+            if not entry.is_quarantined
+            or now - self._silent_since.get(entry.server_id, -math.inf) > _PROBE_AGAIN_S
+        ]
+        answering = _answering(asked)
+        if not answering and len(asked) < len(entries):
+            asked = list(entries)
+            answering = _answering(asked)
+        for entry in asked:
+            self._silent_since.pop(entry.server_id, None)
+            if entry not in answering:
+                self._silent_since[entry.server_id] = now
         return answering
 
 
@@ -294,6 +338,15 @@ class _Passes:
         fanout.run("continue", ServerClient.resume)
         fanout.run("verify", lambda client, deadline: probe.verify(client, name, deadline))
         fanout.run("version", lambda client, deadline: client.set_version(version, deadline))
+
+
+def _answering(entries: Sequence[ServerEntry]) -> list[ServerEntry]:
+    """Those that answer a probe; all are asked at once."""
+    if not entries:
+        return []
+    with ThreadPoolExecutor(len(entries), thread_name_prefix="probe") as pool:
+        answers = list(pool.map(_answers, entries))
+    return [entry for entry, answers_now in zip(entries, answers, strict=True) if answers_now]
 
 
 def _answers(entry: ServerEntry) -> bool:
