@@ -173,14 +173,14 @@ warnings.simplefilter("ignore")
 from pathlib import Path
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.settings.trainer import TrainerSettings
-from outloop.engine.train.checkpoint.checkpoint_format import async_writer
-from outloop.engine.train.megatron import model_and_optimizer
+from outloop.engine.train.checkpoint import async_writer
+from outloop.engine.train.megatron import model_and_optimizer as megatron
 
 model, folder, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-mcore.join_process_group(seed=1)
-policy = model_and_optimizer.build_policy(model_and_optimizer.read_config(model, {}), TrainerSettings(), num_updates=1)
+megatron.join_process_group(seed=1)
+policy = megatron.build_policy(megatron.read_config(model, {}), TrainerSettings(), num_updates=1)
 mark = CheckpointMark(fence=1, group_ids=(), next_slot=0, policy_version=1)
-saving.save_checkpoint(policy, folder, step=1, mark=mark, keep=1)
+async_writer.save_checkpoint(policy, folder, step=1, mark=mark, keep=1)
 original, calls = os.fsync, []
 
 def fsync(descriptor):
@@ -191,9 +191,9 @@ def fsync(descriptor):
 
 os.fsync = fsync
 if sys.argv[4] == "waiting":
-    saving.save_checkpoint(policy, folder, step=2, mark=mark, keep=1)
+    async_writer.save_checkpoint(policy, folder, step=2, mark=mark, keep=1)
 else:
-    begun = saving.begin_save(policy, folder, step=2, mark=mark, keep=1)
+    begun = async_writer.begin_save(policy, folder, step=2, mark=mark, keep=1)
     begun.start()
     begun.wait(100)
 """
