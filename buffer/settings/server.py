@@ -67,8 +67,7 @@ class ServerSettings(BaseModel):
         """True if what these servers hold can be told from what was sent by checksums that were
         compared with theirs.
         """
-        is_known = self.device == "cpu" and self.num_expert_ranks == 1
-        return self.kind == "torch" or is_known
+        return self.kind == "torch" or self.num_expert_ranks == 1
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> ServerSettings:
@@ -77,7 +76,15 @@ class ServerSettings(BaseModel):
                 "server.sglang and server.tensor_parallel_size are SGLang's; "
                 'set server.kind to "sglang", or leave them out'
             )
-        taken = sorted({key.replace("-", "_") for key in self.sglang} & _SGLANG_OWNED.keys())
+        keys = {key.replace("-", "_") for key in self.sglang}
+        is_on_gpu = self.kind == "sglang" and self.device.startswith("cuda")
+        if is_on_gpu and self.dtype == "float32" and "attention_backend" not in keys:
+            raise ValueError(
+                'server.dtype="float32" with server.kind="sglang" on CUDA: the attention kernels '
+                'that SGLang chooses there take 16 bit only; set server.dtype = "bfloat16", or '
+                "name a server.sglang.attention_backend that takes float32"
+            )
+        taken = sorted(keys & _SGLANG_OWNED.keys())
         if taken:
             key = taken[0]
             raise ValueError(

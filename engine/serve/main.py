@@ -37,7 +37,6 @@ from outloop.engine.serve.torch_server.weights import load_weights
 
 _STOP_TIMEOUT_S = 5.0
 _WATCH_S = 0.5
-_PROBE_TIMEOUT_S = 60.0
 _log = structlog.get_logger()
 
 
@@ -84,7 +83,7 @@ async def serve(
 
     async def on_bound(url: str) -> None:
         await asyncio.to_thread(
-            check_logprobs, registration.server_id, url, timeout_s=_PROBE_TIMEOUT_S
+            check_logprobs, registration.server_id, url, timeout_s=server.start_timeout_s
         )
         await asyncio.to_thread(registration.enter, url)
         on_ready(url)

@@ -29,7 +29,7 @@ from outloop.engine.train.debug.recorded_groups import NoServers, Recording, rea
 from outloop.engine.train.interfaces import Publisher, Reader
 from outloop.engine.train.loop import RlLoop
 from outloop.engine.train.megatron import model_and_optimizer
-from outloop.engine.train.megatron.device import device_of, gpu_number
+from outloop.engine.train.megatron.device import device_of, gpu_number, set_precision
 from outloop.engine.train.megatron.layer_kind import layers_of
 from outloop.engine.train.megatron.parallel_config import check_world
 from outloop.engine.train.ranks.controller import Lead, follow
@@ -197,7 +197,7 @@ def check_settings(settings: Settings) -> None:
             f"server.start_timeout_s={settings.server.start_timeout_s}: the other ranks would give "
             "up while rank 0 waits for servers. Raise the first or lower the second."
         )
-    device_of(trainer)
+    set_precision(device_of(trainer))
     if trainer.mode == "rl" and settings.model.max_context_tokens > trainer.max_microbatch_tokens:
         raise SettingsError(
             f"model.max_context_tokens={settings.model.max_context_tokens} exceeds "

@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from outloop.engine.publish.flattened_bucket import read_bucket
@@ -50,7 +51,7 @@ class LyingServer(ThreadingHTTPServer):
         self.sums: dict[str, str] = {}
         self.calls: list[str] = []
         self.info: dict[str, Any] = {}
-        self.groups = UpdateGroups()
+        self.groups = UpdateGroups(torch.device("cpu"))
         self.closing = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 

@@ -36,6 +36,9 @@ class Buffer(Protocol):
     def reserve(self, num_bytes: int) -> Tensor:
         """The first `num_bytes` of the buffer, uint8 [num_bytes]."""
 
+    def end(self) -> None:
+        """A publish is over: its readers are done, and no view of the buffer is used again."""
+
     def close(self) -> None:
         """Give the memory back."""
 
@@ -63,6 +66,9 @@ class SharedBuffer:
             self._allocate(max(_GROWTH_BYTES, num_bytes))
         assert self._tensor is not None
         return self._tensor[:num_bytes]
+
+    def end(self) -> None:
+        """It is kept for the next publish."""
 
     def close(self) -> None:
         """Give the memory back; readers that still have it mapped keep what they mapped."""
@@ -112,8 +118,14 @@ class DeviceBuffer:
     On a GPU it is a plain allocation: memory of a virtual-memory allocator cannot be exported.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_exported: bool = False) -> None:
+        """`is_exported`: others read it through handles, so it lives for one publish only.
+
+        Each export of a storage adds a record that owns the one before. Freeing them is a recursion
+        as deep as there were exports: 20,000 of one storage ended the process.
+        """
         self._device = device
+        self._is_exported = is_exported
         self._tensor: Tensor | None = None
 
     @property
@@ -138,6 +150,14 @@ class DeviceBuffer:
                 ) from error
         return self._tensor[:num_bytes]
 
+    def end(self) -> None:
+        """Let exported memory go: to torch's allocator, from which the next publish takes it."""
+        if not self._is_exported:
+            return
+        self.close()
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
+
     def close(self) -> None:
         """Give the memory back."""
         self._tensor = None
@@ -161,6 +181,11 @@ class Staging:
         """Count anew, from what is held now."""
         self.peak_bytes = 0
         self._count()
+
+    def end(self) -> None:
+        """A publish is over, and no view of what was reserved is used again."""
+        for buffer in self._buffers:
+            buffer.end()
 
     def close(self) -> None:
         """Give the memory back."""

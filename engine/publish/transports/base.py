@@ -137,6 +137,9 @@ class Bucketed:
             filler.close()
         # What is still being hashed is of no use, and reads memory that is about to be written.
         self._hashing.submit(int).result()
+        if self._layout is not None:
+            self._layout.forget_views()
+        self._staging.end()
 
     def _begin_of(self, fanout: Fanout) -> Callable[[ServerClient, float], None]:
         transactions = {kind: account.transaction for kind, account in self._fed.accounts.items()}
@@ -204,6 +207,8 @@ class PayloadSender:
 
     def _post_of(self, bucket: Filled, num_servers: int) -> Callable[[ServerClient, float], Any]:
         if bucket.content.is_cuda:
+            # What was copied is there before a reader looks. The way back needs no word: torch
+            # waits for the reader's stream when the handle is let go, before the reader answers.
             torch.cuda.current_stream(bucket.content.device).synchronize()
 
             def post_own(client: ServerClient, deadline: float) -> None:

@@ -6,10 +6,12 @@ Owns: the table of transports. Does not own: how they work. Invariant: every nam
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import torch
 
+from outloop.buffer.errors import SettingsError
 from outloop.buffer.run import Run
 from outloop.engine.publish.buckets.staging import DeviceBuffer, SharedBuffer, Staging
 from outloop.engine.publish.transports.base import Bucketed, PayloadSender, Sender, Transport
@@ -29,8 +31,10 @@ def build_transport(run: Run, name: str) -> Transport:
         return Disk(run.dir / "publish", bucket_bytes=bucket_bytes, dtype=dtype)
     sender: Sender
     if name == "cuda_ipc":
+        _refuse_unexportable_memory()
         device = torch.device("cuda", torch.cuda.current_device())
-        sender, staging = PayloadSender(), Staging(DeviceBuffer(device), DeviceBuffer(device))
+        buffers = (DeviceBuffer(device, is_exported=True) for _ in range(2))
+        sender, staging = PayloadSender(), Staging(*buffers)
     elif name == "collective":
         backend: Backend = "nccl" if server.device.startswith("cuda") else "gloo"
         device = torch.device("cuda" if backend == "nccl" else "cpu")
@@ -41,3 +45,19 @@ def build_transport(run: Run, name: str) -> Transport:
     else:
         sender, staging = PayloadSender(num_ranks), Staging(SharedBuffer(), SharedBuffer())
     return Bucketed(sender, staging, bucket_bytes=bucket_bytes, dtype=dtype)
+
+
+def _refuse_unexportable_memory() -> None:
+    """Segments that grow are handed over by file descriptors, not by what servers can open.
+
+    Raises:
+        SettingsError: torch was asked for them.
+    """
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = os.environ.get(name, "")
+        if "expandable_segments:true" in value.lower().replace(" ", ""):
+            raise SettingsError(
+                f'{name}={value!r} with publish.transport="cuda_ipc": such memory cannot be handed '
+                "to servers; leave expandable_segments out, or set publish.transport="
+                '"shared_memory"'
+            )

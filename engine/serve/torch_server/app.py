@@ -55,7 +55,7 @@ class ServerApp:
     ) -> None:
         self._engine = engine
         self._model_path = model_path
-        self._groups = UpdateGroups()
+        self._groups = UpdateGroups(engine.update.live.device)
         self._start_version = engine.weight_version
         self._generate = GenerateEndpoint(engine, is_incremental=is_stream_incremental)
         self._control = FastAPI(title="outloop torch server", description=PURPOSE)

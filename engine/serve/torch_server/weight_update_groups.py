@@ -29,7 +29,9 @@ _T = TypeVar("_T")
 class UpdateGroups:
     """Groups by name. Its methods block; call them through `in_thread`."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """`device`: where the weights are, which is where NCCL receives."""
+        self._device = device
         self._groups: dict[str, Group] = {}
 
     def join(
@@ -83,7 +85,9 @@ class UpdateGroups:
                 f'load_format={body.load_format!r}; the torch server takes "flattened_bucket"'
             )
         bucket = lay_out(body.names, body.dtypes, body.shapes)
-        content = torch.empty(bucket[-1].end, dtype=torch.uint8, device=group.device_type)
+        is_here = group.device_type == self._device.type
+        device = self._device if is_here else torch.device(group.device_type)
+        content = torch.empty(bucket[-1].end, dtype=torch.uint8, device=device)
         try:
             group.broadcast(content, timeout_s=_TIMEOUT_S)
         except PublishFailed as error:

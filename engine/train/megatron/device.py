@@ -68,6 +68,16 @@ def device_of(trainer: TrainerSettings) -> str:
     return choose_device(trainer.device, num_gpus=num_gpus, num_ranks=trainer.num_ranks)
 
 
+def set_precision(device: str) -> None:
+    """On CUDA, matrix products of float32 weights run on tensor cores, in TF32.
+
+    That is three times as fast, and rounds inputs to 10 bits of mantissa; sums stay float32. On a
+    CPU nothing changes.
+    """
+    if device.startswith("cuda"):
+        torch.set_float32_matmul_precision("high")
+
+
 def gpu_number(device: str) -> int | None:
     """N of "cuda:N"; None: it is left to the rank's place among the others."""
     number = _NUMBERED.fullmatch(device)

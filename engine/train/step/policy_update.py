@@ -36,8 +36,9 @@ from outloop.engine.train.megatron.parallel_rank import VocabPart, context_group
 from outloop.engine.train.megatron.pipeline_schedule import deal_samples, run_microbatches
 from outloop.engine.train.step.update_metrics import UpdateReport, merge_reports
 
-_MAX_CHUNK_LOGITS = 2**24
-"""Logits alive at once: 64 MiB in float32."""
+_MAX_CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
+"""Logits alive at once: 64 MiB in float32, and 1 GiB where each chunk reads and writes the output
+layer's gradient in a device's memory."""
 
 
 LossFunction = Callable[..., TokenLoss]
@@ -90,7 +91,7 @@ def rl_update(
             clip_high=settings.clip_high,
         )
         report.add(targets, result, policy_logprobs.detach(), policy_version=policy_version)
-        report.entropy_sum += float(entropies.detach().sum())
+        report.entropy_sum = report.entropy_sum + entropies.detach().sum(dtype=torch.float64)
         return _with_other_terms(result.loss, policy_logprobs, entropies, targets, settings)
 
     scale = denominator(samples, settings.denominator, constant=settings.denominator_constant)
@@ -172,6 +173,7 @@ def _update(
     report = UpdateReport()
     model = policy.model
     part = model.vocab_part
+    losses: list[Tensor] = []
     policy.zero_grad()
 
     def on_hidden(batch: Microbatch, hidden: Tensor) -> Tensor:
@@ -185,7 +187,7 @@ def _update(
             loss = token_loss(targets.part(where), logits, part, report).sum() / scale
             with policy.hold_sync():
                 loss.backward()
-            report.loss += float(loss.detach())
+            losses.append(loss.detach().double())
         report.num_tokens += batch.num_tokens
         report.num_padded_tokens += batch.row.num_padded_tokens
         report.num_trained_tokens += len(leaf)
@@ -200,6 +202,7 @@ def _update(
         on_hidden,
         on_microbatch=on_microbatch,
     )
+    report.loss = float(torch.stack(losses).sum()) if losses else 0.0
     report = merge_reports(report)
     lengths = [sample.num_tokens for sample in samples]
     report.imbalance = imbalance(dealt, lengths, policy.config.hidden_size)
@@ -243,6 +246,6 @@ def _with_sequence_ratios(batch: Microbatch, policy_logprobs: Tensor) -> Targets
 def _chunks(num_tokens: int, model: PolicyModel) -> Iterator[slice]:
     """Equal on all ranks that share the vocabulary, since they exchange numbers in each chunk."""
     width = -(-model.config.vocab_size // model.config.tensor_model_parallel_size)
-    size = max(1, _MAX_CHUNK_LOGITS // width)
+    size = max(1, _MAX_CHUNK_LOGITS[model.output_weight.device.type] // width)
     for start in range(0, num_tokens, size):
         yield slice(start, min(start + size, num_tokens))

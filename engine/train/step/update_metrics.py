@@ -22,10 +22,15 @@ from outloop.engine.train.data.microbatch import Targets
 from outloop.engine.train.megatron.parallel_rank import is_reporting_rank
 from outloop.engine.train.ranks.collectives import gather_bytes
 
+_NOT_OWN = -1.0
+
 
 @dataclass(slots=True)
 class UpdateReport:
-    """What an update measured; sums over trained tokens until `means` is asked."""
+    """What an update measured; sums over trained tokens until `means` is asked.
+
+    Until the shares are merged, sums may be tensors: reading each would wait for the device.
+    """
 
     loss: float = 0.0
     grad_norm: float = 0.0
@@ -33,19 +38,19 @@ class UpdateReport:
     num_tokens: int = 0
     num_padded_tokens: int = 0
     num_trained_tokens: int = 0
-    entropy_sum: float = 0.0
-    ratio_sum: float = 0.0
-    ratio_max: float = field(default=0.0, metadata={"merge": max})
+    entropy_sum: float | Tensor = 0.0
+    ratio_sum: float | Tensor = 0.0
+    ratio_max: float | Tensor = field(default=0.0, metadata={"merge": max})
     ratios: list[Tensor] = field(default_factory=list)
     """policy / behavior of every trained token."""
     proximal_ratios: list[Tensor] = field(default_factory=list)
     """policy / recomputed proximal of every trained token."""
-    num_clipped: int = 0
-    num_clipped_low: int = 0
+    num_clipped: int | Tensor = 0
+    num_clipped_low: int | Tensor = 0
     imbalance: float = 0.0
     """Estimated cost of the busiest data-parallel rank over the mean, less one."""
     gaps: list[Tensor] = field(default_factory=list)
-    """|policy - behavior| logprobs of tokens that the current version drew."""
+    """|policy - behavior| logprobs of tokens that the current version drew; -1 for the others."""
 
     def add(
         self,
@@ -64,16 +69,17 @@ class UpdateReport:
         """
         assert targets.behavior_logprobs_N is not None
         ratio = torch.exp(policy_logprobs - targets.behavior_logprobs_N)
-        self.ratio_sum += float(ratio.sum())
-        self.ratio_max = max(self.ratio_max, float(ratio.max()))
+        self.ratio_sum = self.ratio_sum + ratio.sum(dtype=torch.float64)
+        self.ratio_max = torch.clamp(ratio.max(), min=self.ratio_max)
         self.ratios.append(ratio)
         if targets.proximal_logprobs_N is not None:
             self.proximal_ratios.append(torch.exp(policy_logprobs - targets.proximal_logprobs_N))
-        self.num_clipped += int(result.is_clipped.sum())
-        self.num_clipped_low += int((result.is_clipped & (result.ratio < 1)).sum())
+        self.num_clipped = self.num_clipped + result.is_clipped.sum()
+        is_low = result.is_clipped & (result.ratio < 1)
+        self.num_clipped_low = self.num_clipped_low + is_low.sum()
         own = targets.policy_versions_N == policy_version
-        if own.any():
-            self.gaps.append((policy_logprobs - targets.behavior_logprobs_N)[own].abs())
+        gap = (policy_logprobs - targets.behavior_logprobs_N).abs()
+        self.gaps.append(torch.where(own, gap, _NOT_OWN))
 
     def metrics(self) -> dict[str, float]:
         """The metrics that SFT and RL share."""
@@ -96,16 +102,17 @@ class UpdateReport:
         """The metrics that compare the policy with the behavior policy."""
         count = max(1, self.num_trained_tokens)
         gap = torch.cat(self.gaps) if self.gaps else torch.empty(0)
+        gap = gap[gap != _NOT_OWN]
         low, high = _percentiles(self.ratios)
         metrics = {
-            "train/entropy": self.entropy_sum / count,
-            "train/ratio_mean": self.ratio_sum / count,
-            "train/ratio_max": self.ratio_max,
+            "train/entropy": float(self.entropy_sum) / count,
+            "train/ratio_mean": float(self.ratio_sum) / count,
+            "train/ratio_max": float(self.ratio_max),
             "train/ratio_p01": low,
             "train/ratio_p99": high,
-            "train/clip_share": self.num_clipped / count,
-            "train/clip_low_share": self.num_clipped_low / count,
-            "train/clip_high_share": (self.num_clipped - self.num_clipped_low) / count,
+            "train/clip_share": int(self.num_clipped) / count,
+            "train/clip_low_share": int(self.num_clipped_low) / count,
+            "train/clip_high_share": int(self.num_clipped - self.num_clipped_low) / count,
             "train/logprob_gap_mean": float(gap.mean()) if len(gap) else float("nan"),
             "train/logprob_gap_max": float(gap.max()) if len(gap) else float("nan"),
         }
@@ -145,14 +152,16 @@ def merge_reports(report: UpdateReport) -> UpdateReport:
 
 
 def _encode(report: UpdateReport) -> bytes:
-    """Numbers as they are, lists of tensors as float32 bytes."""
+    """Numbers as numbers, lists of tensors as float32 bytes."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.item()
+        is_measured = isinstance(value, list) and value
+        return torch.cat(value).float().cpu().numpy().tobytes() if is_measured else value
+
     return msgspec.msgpack.encode(
-        {
-            item.name: torch.cat(value).float().cpu().numpy().tobytes()
-            if isinstance(value := getattr(report, item.name), list) and value
-            else value
-            for item in dataclasses.fields(report)
-        }
+        {item.name: plain(getattr(report, item.name)) for item in dataclasses.fields(report)}
     )
 
 

@@ -1,16 +1,20 @@
 """Filling buckets: every byte as it was, two buckets held at most, the source always ended."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
-from outloop.buffer.errors import PublishFailed
+from outloop.buffer.errors import PublishFailed, SettingsError
+from outloop.buffer.run import create_run
+from outloop.buffer.settings import build_settings
 from outloop.engine.publish.buckets.pipeline import Copy, Fed, Filler, Layout, OnCopied
 from outloop.engine.publish.buckets.plan import ALIGNMENT, PACKED, Bucket, TensorSpec
 from outloop.engine.publish.buckets.staging import DeviceBuffer, SharedBuffer, Staging
 from outloop.engine.publish.server_client import ServerClient
 from outloop.engine.publish.tensor_source import LocalTensors
+from outloop.engine.publish.transports.registry import build_transport
 from outloop.engine.publish.verification.checksum import tensor_checksum
 from outloop.engine.publish.verification.hashed_copy import copy_hashed
 
@@ -111,6 +115,32 @@ def test_two_buckets_at_most_are_held_whatever_the_model(
     assert account.sums == expected
     assert source.num_ends == 1
     staging.close()
+
+
+def test_exported_memory_lives_for_one_publish() -> None:
+    """Freeing a storage that was exported 20,000 times ends the process; others are kept."""
+    exported, kept = DeviceBuffer(CPU, is_exported=True), DeviceBuffer(CPU)
+    staging = Staging(exported, kept)
+    for _ in range(2):
+        staging.reserve(0, 1000)
+        staging.reserve(1, 1000)
+        staging.end()
+        assert (exported.num_bytes, kept.num_bytes) == (0, 1000)
+
+
+def test_memory_that_cannot_be_exported_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the name of the variable that asked for it."""
+    tree = {
+        "model": {"path": "m"},
+        "server": {"device": "cuda"},
+        "publish": {"transport": "cuda_ipc"},
+    }
+    run = create_run(build_settings(tree, source="test"), tmp_path / "run", "unix:///none")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(SettingsError, match="PYTORCH_CUDA_ALLOC_CONF=.* leave expandable_segments"):
+        build_transport(run, "cuda_ipc")
 
 
 def test_the_first_bucket_can_be_filled_before_anybody_is_paused() -> None:

@@ -10,7 +10,7 @@ from outloop.buffer.errors import PublishFailed, SettingsError
 from outloop.buffer.settings import Settings, build_settings
 from outloop.engine.publish.tensor_source import LocalTensors
 
-GPU = {"kind": "sglang", "device": "cuda"}
+GPU = {"kind": "sglang", "device": "cuda", "dtype": "bfloat16"}
 
 
 def settings_of(server: dict[str, Any], **publish: Any) -> Settings:
@@ -24,8 +24,10 @@ def settings_of(server: dict[str, Any], **publish: Any) -> Settings:
     [
         ({}, {}, "checksum", "in_place"),
         ({"kind": "sglang"}, {}, "checksum", "in_place"),
-        (GPU, {}, "probe", "abort"),
-        (GPU, {"verify": "checksum", "mode": "retract"}, "checksum", "retract"),
+        (GPU, {}, "checksum", "in_place"),
+        (GPU, {"verify": "probe"}, "probe", "abort"),
+        (GPU, {"mode": "retract"}, "checksum", "retract"),
+        (GPU | {"sglang": {"ep_size": 2}}, {}, "probe", "abort"),
         ({}, {"verify": "probe", "mode": "abort"}, "probe", "abort"),
         ({"device": "cuda"}, {}, "checksum", "in_place"),
         ({"kind": "sglang", "sglang": {"ep-size": 2}}, {}, "probe", "abort"),
@@ -37,7 +39,7 @@ def settings_of(server: dict[str, Any], **publish: Any) -> Settings:
 def test_what_is_left_out_fits_the_servers(
     server: dict[str, Any], publish: dict[str, Any], verification: str, mode: str
 ) -> None:
-    """A probe where SGLang's checksums are not known: on a GPU, of experts spread over ranks."""
+    """A probe where SGLang's checksums are not known: of experts spread over ranks."""
     settings = settings_of(server, **publish)
     assert (settings.verification, settings.pause_mode) == (verification, mode)
     # The same in the processes that read it from the run's folder.
@@ -48,9 +50,18 @@ def test_what_is_left_out_fits_the_servers(
 @pytest.mark.parametrize("server", [GPU, {}])
 def test_a_probe_among_turns_that_go_on_is_refused(server: dict[str, Any]) -> None:
     """They would be drawn by weights that nobody has verified."""
-    publish = {"mode": "in_place"} if server else {"mode": "in_place", "verify": "probe"}
+    publish = {"mode": "in_place", "verify": "probe"}
     with pytest.raises(SettingsError, match=r"publish\.mode='in_place' with .* a probe"):
         settings_of(server, **publish)
+
+
+def test_float32_on_a_gpu_is_refused_for_sglang() -> None:
+    """Unless attention kernels are named: those that SGLang chooses there have no float32."""
+    server = GPU | {"dtype": "float32"}
+    with pytest.raises(SettingsError, match=r'dtype="float32" .* set server.dtype = "bfloat16"'):
+        settings_of(server)
+    assert settings_of(server | {"sglang": {"attention-backend": "triton"}})
+    assert settings_of({"device": "cuda"}).server.dtype == "float32"
 
 
 @pytest.mark.parametrize("key", ["ep_size", "ep-size", "expert_parallel_size", "ep"])

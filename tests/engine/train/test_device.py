@@ -10,7 +10,7 @@ import torch
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import TrainerSettings
-from outloop.engine.train.megatron.device import choose_device, gpu_number
+from outloop.engine.train.megatron.device import choose_device, gpu_number, set_precision
 from outloop.engine.train.megatron.optimizer_state import put_moments
 
 
@@ -50,6 +50,18 @@ def test_a_device_that_cannot_be_had_is_refused(
     """With what to change."""
     with pytest.raises(SettingsError, match=sentence):
         choose_device(wanted, num_gpus=num_gpus, num_ranks=num_ranks)
+
+
+def test_float32_takes_tensor_cores_on_a_gpu_only() -> None:
+    """Which rounds; on a CPU nothing changes."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        set_precision("cpu")
+        assert torch.get_float32_matmul_precision() == before
+        set_precision("cuda:1")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 _ROUTER_WITH_CUDA = """
