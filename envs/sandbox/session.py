@@ -22,8 +22,8 @@ from outloop.envs.sandbox.supervisor_process import ENVIRON, JailLost, Superviso
 
 _GRACE_S = 15.0
 """For the supervisor to end a call and answer, beyond the call's wall time."""
-_OWN_PROCESSES = 4
-"""The jail's reaper, the supervisor and the programs' inits count as processes too."""
+_OWN_PROCESSES = 5
+"""The jail's reaper, the supervisor, its fork for a call and the programs' inits count too."""
 _CONTROL = Program(command=("python", "control.py"), files={"control.py": "print('alive')"})
 
 Bounds = Literal["cgroup", "watched", "each"]

@@ -8,11 +8,17 @@ answer calls.
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import builtins
 import json
 import os
+import symtable
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from outloop.buffer.errors import EnvironmentFailure
@@ -130,11 +136,13 @@ class UnitTests(_JudgesPrograms):
         entry_point = str(task.payload.get(self._entry_point_field, ""))
         prompt = str(task.payload.get(self._prompt_field, ""))
         is_code = bool(entry_point) and f"def {entry_point}" in prompt
+        read = names_read(tuple(sources), entry_point)
         job = {
             "before": [prompt] if is_code else [],
-            "tests": sources,
+            "tests": list(zip(sources, read.define_check, strict=True)),
             "entry_point": entry_point,
-            "calls_check": any("def check(" in source for source in sources),
+            "names": read.names,
+            "modules": read.modules,
         }
         code = code_of(result.answer)
         if is_code and f"def {entry_point}" not in code:
@@ -148,6 +156,83 @@ class UnitTests(_JudgesPrograms):
             )
         share = int(str(verdict.get("passed", 0))) / max(1, len(sources))
         return share if self._gives_part else float(share == 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class NamesRead:
+    """What tests take from outside themselves."""
+
+    names: tuple[str, ...]
+    """Defined neither by them nor by Python: the code's, or the prompt's."""
+    modules: tuple[str, ...]
+    """Python's own modules, used as such and not imported; the code cannot stand in for them."""
+    define_check: tuple[bool, ...]
+    """Of each test, whether it defines `check`."""
+
+
+@lru_cache(maxsize=1024)
+def names_read(tests: tuple[str, ...], entry_point: str) -> NamesRead:
+    """What the tests take from outside.
+
+    The code under test may define any name; those that Python or the tests define keep their
+    meaning, whatever it says.
+
+    Raises:
+        EnvironmentFailure: the tests are no Python.
+    """
+    read: set[str] = set()
+    used_alone: set[str] = set()
+    defined_by: list[set[str]] = []
+    for test in tests:
+        try:
+            tree = ast.parse(test)
+            table = symtable.symtable(test, "tests.py", "exec")
+        except (SyntaxError, ValueError) as error:
+            raise EnvironmentFailure(f"tests that are no Python cannot be run: {error}") from error
+        some_read, some_defined = _globals_of(table)
+        read |= some_read
+        defined_by.append(some_defined)
+        bases = {
+            id(node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        }
+        used_alone |= {
+            node.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and id(node) not in bases
+        }
+    defined = set[str]().union(*defined_by)
+    free = {
+        name
+        for name in read - defined
+        if name == entry_point or not (name in vars(builtins) or name.startswith("__"))
+    }
+    modules = {
+        name for name in (free & sys.stdlib_module_names) - used_alone if name != entry_point
+    }
+    return NamesRead(
+        names=tuple(sorted(free - modules)),
+        modules=tuple(sorted(modules)),
+        define_check=tuple("check" in names for names in defined_by),
+    )
+
+
+def _globals_of(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
+    """Global names that a scope and those within it read, and that they define."""
+    is_module = table.get_type() == "module"
+    symbols = [one for one in table.get_symbols() if is_module or one.is_global()]
+    read = {one.get_name() for one in symbols if one.is_referenced()}
+    defined = {
+        one.get_name()
+        for one in symbols
+        if one.is_assigned() or one.is_imported() or (is_module and one.is_namespace())
+    }
+    for child in table.get_children():
+        child_read, child_defined = _globals_of(child)
+        read |= child_read
+        defined |= child_defined
+    return read, defined
 
 
 class InputOutput(_JudgesPrograms):
@@ -207,7 +292,14 @@ def _side(name: str) -> dict[str, bytes | str]:
 
 
 def _verdict(tested: RunResult) -> dict[str, object]:
-    """What the tests' side wrote; nothing when a limit ended it first."""
+    """What the tests' side wrote; nothing when a limit ended it first.
+
+    Raises:
+        EnvironmentFailure: the jail could not take the tests' files.
+    """
+    if tested.ended == "refused":
+        words = tested.stderr.decode(errors="replace")[-400:]
+        raise EnvironmentFailure(f"the tests could not be started in the sandbox: {words}")
     data = tested.files.get("verdict.json")
     if data is not None:
         verdict: dict[str, object] = json.loads(data)

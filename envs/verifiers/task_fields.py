@@ -72,4 +72,4 @@ def code_of(answer: str) -> str:
     named = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
     if named:
         return named[-1]
-    return blocks[-1][1] if blocks else answer
+    return blocks[-1][1] if blocks else end_of(answer)

@@ -44,7 +44,7 @@ def num_oom_kills(fd: int) -> int:
 def resident_bytes() -> int:
     """Memory of all programs and their inits; what they share with files counts as disk."""
     total = 0
-    own = {1, os.getpid()}
+    own = {1, os.getpid(), os.getppid()}
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) not in own:
             try:

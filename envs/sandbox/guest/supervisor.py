@@ -74,7 +74,25 @@ class Supervisor:
             is_kept, *numbers = (int(field) for field in head)
             if is_kept:
                 self._room.open_kept()
+            # In a fork: what a program printed or left is never in the memory that later programs
+            # are forked from.
+            pid = os.fork()
+            if pid == 0:
+                self._answer_call(numbers)
+            if os.waitpid(pid, 0)[1]:
+                os._exit(1)
+
+    def _answer_call(self, numbers: list[int]) -> None:
+        """Answer one call, and never return, except by `Become` in a forked program."""
+        try:
+            kernel.die_with_parent()
             program.send(1, self._call(*numbers))
+        except program.Become:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the fork is a process boundary
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+            os._exit(1)
+        os._exit(0)
 
     def _call(
         self, num_programs: int, wall_ms: int, output_bytes: int, memory_bytes: int

@@ -27,8 +27,12 @@ def main() -> None:
         kept.append(value)
         return len(kept) - 1
 
-    def find(number: int) -> object:
-        return kept[number]
+    def find(name: Any) -> object:
+        number, path = name
+        found = module if number is None else kept[number]
+        for part in path:
+            found = getattr(found, part)
+        return found
 
     try:
         with open("code.txt", encoding="utf-8", errors="surrogateescape") as file:
@@ -44,20 +48,17 @@ def main() -> None:
         except EOFError:
             return
         try:
-            line.send(_serve(module, asked, keep, find))
+            line.send(_serve(asked, keep, find))
         except BaseException as error:  # noqa: BLE001 - all that the code raises is an answer
             line.send({"raised": [type(error).__name__, str(error)[:1000]]})
 
 
 def _serve(
-    module: types.ModuleType,
     asked: Any,
     keep: Callable[[Any], int],
-    find: Callable[[int], Any],
+    find: Callable[[Any], Any],
 ) -> object:
-    target: Any = find(asked["on"]) if asked["on"] is not None else module
-    for name in asked["path"]:
-        target = getattr(target, name)
+    target = find((asked["on"], asked["path"]))
     if asked["do"] == "get":
         return {"value": encode(target, keep)}
     if asked["do"] == "list":

@@ -9,44 +9,56 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 MAX_BYTES = 16 * 2**20
-_PLAIN = (type(None), bool, int, str)
+_MAX_PLAIN_INT = 2**63
+"""From here on numbers are hexadecimal: Python refuses to read very long decimal ones."""
 
 
-def encode(value: Any, keep: Callable[[Any], int]) -> object:
-    """A JSON-able form; `keep(value)` numbers what does not cross."""
+def encode(value: Any, refer: Callable[[Any], object]) -> object:
+    """A JSON-able form; `refer(value)` names what does not cross.
+
+    A subclass crosses as the built-in class that it is made of, without its methods.
+    """
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in (bool, str) or value is None:
         return value
+    if isinstance(value, int):
+        number = int.__index__(value)
+        return number if abs(number) < _MAX_PLAIN_INT else {"n": int.__format__(number, "x")}
     if isinstance(value, float):
         return {"f": float.__repr__(value)}
     if isinstance(value, (list, tuple)):
-        items = [encode(item, keep) for item in value]
+        items = [encode(item, refer) for item in _items(value)]
         return items if isinstance(value, list) else {"t": items}
     if isinstance(value, dict):
-        return {"d": [[encode(key, keep), encode(item, keep)] for key, item in value.items()]}
+        return {"d": [[encode(key, refer), encode(item, refer)] for key, item in dict.items(value)]}
     if isinstance(value, (set, frozenset)):
-        return {"s": [encode(item, keep) for item in value], "z": isinstance(value, frozenset)}
+        items = [encode(item, refer) for item in _items(value)]
+        return {"s": items, "z": isinstance(value, frozenset)}
     if isinstance(value, (bytes, bytearray)):
         return {"b": bytes(value).hex()}
     if isinstance(value, complex):
         return {"c": [repr(value.real), repr(value.imag)]}
-    for plain in _PLAIN[1:]:
-        if isinstance(value, plain):
-            return plain(value)
-    return {"h": keep(value)}
+    if isinstance(value, str):
+        return str.__str__(value)
+    if _is(value, "fractions", "Fraction"):
+        return {"q": [encode(value.numerator, refer), encode(value.denominator, refer)]}
+    if _is(value, "decimal", "Decimal"):
+        return {"e": str(value)}
+    return {"h": refer(value)}
 
 
-def decode(form: Any, find: Callable[[int], Any]) -> Any:
-    """The value of a form; `find(number)` gives what a handle stands for.
+def decode(form: Any, find: Callable[[Any], Any]) -> Any:
+    """The value of a form; `find(name)` gives what a name stands for.
 
     Raises:
-        ValueError, TypeError, KeyError, RecursionError: it is no form that `encode` makes.
+        ValueError: it is no form that `encode` makes. Other forms raise other exceptions.
     """
-    if type(form) in _PLAIN:
+    if form is None or type(form) in (bool, int, str):
         return form
     if isinstance(form, list):
         return [decode(item, find) for item in form]
@@ -54,21 +66,55 @@ def decode(form: Any, find: Callable[[int], Any]) -> Any:
         raise ValueError("no form of a value")
     kind, content = next(iter(form.items()))
     if kind == "h":
-        return find(int(content))
-    if kind == "f":
-        return float(content)
-    if kind == "t":
-        return tuple(decode(item, find) for item in content)
-    if kind == "d":
-        return {decode(key, find): decode(item, find) for key, item in content}
+        return find(content)
     if kind == "s":
         items = (decode(item, find) for item in content)
         return frozenset(items) if form.get("z") else set(items)
-    if kind == "b":
-        return bytes.fromhex(content)
-    if kind == "c":
-        return complex(*map(float, content))
+    if kind == "d":
+        return {decode(key, find): decode(item, find) for key, item in content}
+    if kind == "t":
+        return tuple(decode(item, find) for item in content)
+    if kind == "q":
+        return _fraction(*(decode(part, find) for part in content))
+    if kind in _FROM_TEXT:
+        return _FROM_TEXT[kind](content)
     raise ValueError("no form of a value")
+
+
+def _fraction(numerator: Any, denominator: Any) -> Any:
+    from fractions import Fraction
+
+    return Fraction(numerator, denominator)
+
+
+def _decimal(text: Any) -> Any:
+    from decimal import Decimal
+
+    return Decimal(text)
+
+
+_FROM_TEXT: dict[str, Callable[[Any], Any]] = {
+    "n": lambda text: int(text, 16),
+    "f": float,
+    "b": bytes.fromhex,
+    "c": lambda texts: complex(*map(float, texts)),
+    "e": _decimal,
+}
+
+
+def _items(value: Any) -> Any:
+    """The items that it holds, whatever a subclass says of them."""
+    kind: Any
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return kind.__iter__(value)
+    raise TypeError(type(value).__name__)
+
+
+def _is(value: object, module: str, name: str) -> bool:
+    """Whether it is an instance of a class that need not be imported for the question."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return isinstance(kind, type) and isinstance(value, kind)
 
 
 class Line:

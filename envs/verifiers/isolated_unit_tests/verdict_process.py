@@ -1,13 +1,15 @@
 """The process of the tests: calls code that lives in another process, and writes the verdict.
 
 Owns: stand-ins for what the code under test defines, running the tests, verdict.json. Does not own:
-the code, which never runs here. Invariant: a test compares plain data, made here; only a stand-in's
-methods reach the other side.
+the code, which never runs here; which names the tests take from the code (job.json says it).
+Invariant: everything that the code sent is hostile. A test compares plain data, made here; only the
+methods of a stand-in reach the other side; and whatever the code sends is at worst a failed test.
 """
 
 from __future__ import annotations
 
 import builtins
+import importlib
 import json
 import types
 from collections.abc import Iterator
@@ -24,33 +26,120 @@ class BadTests(BaseException):
     """The tests themselves cannot be run; no test may catch it."""
 
 
-_Where = tuple[Line, "int | None", tuple[str, ...]]
+_NOT_RAISED = (AssertionError, StopIteration, StopAsyncIteration)
+"""Exceptions that the tests' own statements and loops would take for theirs."""
+_MADE_BY_TESTS = (
+    types.FunctionType,
+    types.GeneratorType,
+    types.CoroutineType,
+    types.ModuleType,
+    type,
+)
+
+
+class Code:
+    """The code under test, as the tests reach it: one question at a time."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._num_answers = 0
+
+    def names(self) -> list[str]:
+        """What it defines; nothing when it could not be loaded."""
+        try:
+            found = self._line.receive()["names"]
+            return [name for name in found if type(name) is str]
+        except Exception:  # noqa: BLE001 - a process boundary: it may have sent anything
+            return []
+
+    def ask(
+        self,
+        on: int | None,
+        path: tuple[str, ...],
+        do: str,
+        arguments: list[Any],
+        names: dict[str, Any],
+    ) -> Any:
+        """Its answer: plain data or a stand-in.
+
+        Raises:
+            CodeFailed, or the built-in exception that it says it raised.
+            BadTests: the arguments cannot be given to another process.
+        """
+        message = {
+            "on": on,
+            "path": path,
+            "do": do,
+            "arguments": encode(arguments, self._refer),
+            "names": encode(names, self._refer),
+        }
+        try:
+            self._line.send(message)
+            answer = self._line.receive()
+            self._num_answers += 1
+            if "raised" in answer:
+                kind, text = answer["raised"]
+                raised = _exception(kind, text)
+            else:
+                raised = None
+                value = decode(answer["value"], self._find)
+                if answer.get("changed") is not None:
+                    _change(arguments, decode(answer["changed"], self._find))
+        except Exception as error:  # noqa: BLE001 - a process boundary: it may have sent anything
+            raise CodeFailed(f"the code under test went away: {type(error).__name__}") from None
+        if raised is not None:
+            raise raised
+        return value
+
+    def _find(self, number: object) -> StandIn:
+        if type(number) is not int:
+            raise ValueError("no number of an object")
+        return StandIn(self, number, ())
+
+    def _refer(self, value: Any) -> object:
+        if type(value) is StandIn:
+            _, on, path = value._where
+            return [on, path]
+        # Whatever a wrong answer makes the tests hand over is the answer's failure. What only the
+        # tests can have made, or made before any answer, is the tests'.
+        if isinstance(value, _MADE_BY_TESTS) or not self._num_answers:
+            raise BadTests(
+                f"they give the code a {type(value).__name__}, and only plain data can be given to "
+                "code that runs in another process"
+            )
+        raise CodeFailed(f"its answers made the tests give it a {type(value).__name__}")
 
 
 class StandIn:
     """A function, class or object on the other side."""
 
-    def __init__(self, line: Line, on: int | None, path: tuple[str, ...]) -> None:
-        self._where: _Where = (line, on, path)
+    def __init__(self, code: Code, on: int | None, path: tuple[str, ...]) -> None:
+        self._where = (code, on, path)
 
     def __call__(self, *arguments: object, **names: object) -> object:
-        return _ask(self._where, "call", list(arguments), names)
+        code, on, path = self._where
+        return code.ask(on, path, "call", list(arguments), names)
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        line, on, path = self._where
-        found = _ask((line, on, (*path, name)), "get", [], {})
-        return StandIn(line, on, (*path, name)) if isinstance(found, StandIn) else found
+        code, on, path = self._where
+        found = code.ask(on, (*path, name), "get", [], {})
+        return StandIn(code, on, (*path, name)) if type(found) is StandIn else found
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(_ask(self._where, "list", [], {}))
+        code, on, path = self._where
+        found = code.ask(on, path, "list", [], {})
+        if type(found) is not list:
+            raise CodeFailed("the code under test gave no items")
+        return iter(found)
 
     def __contains__(self, item: object) -> bool:
         # Decided here: the other side is not told what is looked for.
         return item in list(self)
 
     def __bool__(self) -> bool:
+        # Not asked of the other side, which could say yes now and no later.
         return True
 
     def __len__(self) -> int:
@@ -66,58 +155,18 @@ class StandIn:
         return str(self._special("__str__"))
 
     def _special(self, name: str, *arguments: object) -> Any:
-        line, on, path = self._where
+        code, on, path = self._where
         try:
-            return _ask((line, on, (*path, name)), "call", list(arguments), {})
+            return code.ask(on, (*path, name), "call", list(arguments), {})
         except AttributeError as error:
             # What Python itself raises for an object without that method.
             raise TypeError(str(error)) from None
 
 
-def _ask(where: _Where, do: str, arguments: list[Any], names: dict[str, Any]) -> Any:
-    line, on, path = where
-
-    def keep(value: Any) -> int:
-        if isinstance(value, StandIn):
-            _, number, inner = value._where
-            if number is not None and not inner:
-                return number
-        raise BadTests(
-            f"they give the code a {type(value).__name__}, and only plain data can be given to "
-            "code that runs in another process"
-        )
-
-    def find(number: int) -> StandIn:
-        return StandIn(line, number, ())
-
-    message = {
-        "on": on,
-        "path": path,
-        "do": do,
-        "arguments": encode(arguments, keep),
-        "names": encode(names, keep),
-    }
-    try:
-        line.send(message)
-        answer = line.receive()
-        if "raised" in answer:
-            raised = answer["raised"]
-        else:
-            raised = None
-            value = decode(answer["value"], find)
-            if answer.get("changed") is not None:
-                _change(arguments, decode(answer["changed"], find))
-    except (EOFError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CodeFailed(f"the code under test went away: {type(error).__name__}") from None
-    if raised is not None:
-        raise _exception(*raised)
-    return value
-
-
-def _exception(name: str, text: str) -> Exception:
-    """The built-in exception of that name, so that tests can expect it; never AssertionError."""
-    kind = getattr(builtins, name, None) if isinstance(name, str) else None
-    if isinstance(kind, type) and issubclass(kind, Exception) and kind is not AssertionError:
+def _exception(name: object, text: object) -> Exception:
+    """The built-in exception of that name, so that tests can expect it."""
+    kind = vars(builtins).get(name) if type(name) is str else None
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _NOT_RAISED):
         try:
             return kind(str(text))
         except TypeError:
@@ -137,41 +186,44 @@ def _change(mine: list[Any], theirs: list[Any]) -> None:
             old.update(new)
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Run the tests; returns the verdict."""
-    line = Line(3)
-    space: dict[str, Any] = {"__name__": "tests"}
+def run(job: dict[str, Any], code: Code) -> dict[str, Any]:
+    """Run the tests; returns the verdict, which says nothing of what they expect.
+
+    Raises:
+        BadTests: they cannot be run, whatever the code is.
+    """
+    # First, so that nothing can stand in its place.
+    space: dict[str, Any] = {"__builtins__": vars(builtins), "__name__": "tests"}
     for source in job["before"]:
         try:
             exec(_compile_stub(source), space)
         except Exception as error:
             raise BadTests(f"what stands before them raised {error!r}") from error
+    for name in job["modules"]:
+        space.setdefault(name, importlib.import_module(name))
     try:
-        compiled_tests = [compile(test, "tests.py", "exec") for test in job["tests"]]
+        tests = [(compile(test, "tests.py", "exec"), check) for test, check in job["tests"]]
     except (SyntaxError, ValueError) as error:
         raise BadTests(f"they are no Python: {error}") from error
-    try:
-        told = line.receive()
-        names = told["names"] if isinstance(told, dict) and "names" in told else None
-    except (EOFError, ValueError, RecursionError):
-        told, names = {}, None
-    if not isinstance(names, list):
-        raised = told.get("raised") if isinstance(told, dict) else None
-        return {"passed": 0, "words": f"the code could not be loaded: {raised}"}
-    for name in names:
-        if isinstance(name, str) and (name not in space or name == job["entry_point"]):
-            space[name] = StandIn(line, None, (name,))
-    space["candidate"] = space.get(job["entry_point"])
-    num_passed, words = 0, ""
-    for test in compiled_tests:
+    defined = set(code.names())
+    entry_point = job["entry_point"]
+    if entry_point and entry_point not in defined:
+        return {"passed": 0}
+    for name in job["names"]:
+        if name in defined and (name not in space or name == entry_point):
+            space[name] = StandIn(code, None, (name,))
+    if entry_point:
+        space["candidate"] = StandIn(code, None, (entry_point,))
+    num_passed = 0
+    for test, calls_check in tests:
         try:
             exec(test, space)
-            if job["calls_check"]:
+            if calls_check:
                 space["check"](space["candidate"])
             num_passed += 1
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a failed test, however
-            words = words or f"{type(error).__name__}: {str(error)[:500]}"
-    return {"passed": num_passed, "words": words}
+        except (Exception, SystemExit):  # noqa: BLE001 - a failed test, whatever it raised
+            pass
+    return {"passed": num_passed}
 
 
 def _compile_stub(source: str) -> types.CodeType:
@@ -187,7 +239,7 @@ def main() -> None:
     with open("job.json") as file:
         job = json.load(file)
     try:
-        verdict = run(job)
+        verdict = run(job, Code(Line(3)))
     except BadTests as error:
         verdict = {"broken": str(error)}
     with open("verdict.json", "w") as file:
