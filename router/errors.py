@@ -39,7 +39,9 @@ class Refusal(OutloopError):
         param: str | None = None,
         retry_after_s: float | None = None,
         closes_connection: bool = False,
+        details: dict[str, object] | None = None,
     ) -> None:
+        """`details` go into Anthropic's envelope, whose clients branch on them."""
         super().__init__(message)
         assert status not in _NEVER_FINAL
         assert (status >= 500) == (retry_after_s is not None)
@@ -48,6 +50,7 @@ class Refusal(OutloopError):
         self.param = param
         self.retry_after_s = retry_after_s
         self.closes_connection = closes_connection
+        self.details = details
 
     @property
     def kind(self) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from outloop.router.dialects import fields
+from outloop.router.errors import Refusal
 from outloop.router.dialects.base import Message, ToolCall, TurnRequest
 
 _BETWEEN_TEXTS = "\n"
@@ -74,6 +75,8 @@ class MessagesRequest(msgspec.Struct):
     output_format: dict[str, Any] | None = None
     output_config: _OutputConfig | None = None
     stream: bool | None = None
+    thread: Any = None
+    container: Any = None
 
 
 class CountRequest(msgspec.Struct):
@@ -83,6 +86,8 @@ class CountRequest(msgspec.Struct):
     messages: list[MessageParam]
     system: str | list[Block] | None = None
     tools: msgspec.Raw = msgspec.field(default_factory=fields.absent)
+    thread: Any = None
+    container: Any = None
 
 
 _decoder = msgspec.json.Decoder(MessagesRequest)
@@ -134,6 +139,7 @@ def decode_count(body: bytes) -> TurnRequest:
 
 
 def _messages(asked: MessagesRequest | CountRequest) -> tuple[Message, ...]:
+    _refuse_state(asked)
     messages = []
     if asked.system:
         messages.append(Message("system", _text("system", asked.system)))
@@ -153,6 +159,27 @@ def _messages(asked: MessagesRequest | CountRequest) -> tuple[Message, ...]:
                 f"{where}.role={message.role!r}; allowed: user, assistant, system",
             )
     return tuple(messages)
+
+
+def _refuse_state(asked: MessagesRequest | CountRequest) -> None:
+    """Refuse what the API keeps for its clients: the messages would be a part of what was said.
+
+    `details` tell Anthropic's tool runners to go on without threads, with whole histories.
+    """
+    if asked.thread is not None:
+        raise Refusal(
+            400,
+            "unsupported_parameter",
+            "thread is not served: send the whole conversation as `messages`, without `thread`",
+            param="thread",
+            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        )
+    if asked.container is not None:
+        fields.refuse(
+            "container",
+            "container is not served: no code runs here; leave it out",
+            "unsupported_parameter",
+        )
 
 
 def _answer(where: str, content: str | list[Block]) -> Message:

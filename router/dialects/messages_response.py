@@ -151,15 +151,15 @@ class MessagesStream:
 
 def _error(refusal: Refusal) -> dict[str, Any]:
     default = "invalid_request_error" if refusal.status < 500 else "api_error"
-    return {
-        "type": "error",
-        "error": {
-            "type": _ERROR_TYPES.get(refusal.status, default),
-            "message": str(refusal),
-            "code": refusal.code,
-            "param": refusal.param,
-        },
+    error: dict[str, Any] = {
+        "type": _ERROR_TYPES.get(refusal.status, default),
+        "message": str(refusal),
+        "code": refusal.code,
+        "param": refusal.param,
     }
+    if refusal.details is not None:
+        error["details"] = refusal.details
+    return {"type": "error", "error": error}
 
 
 def _error_event(refusal: Refusal) -> bytes:

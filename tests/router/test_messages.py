@@ -223,3 +223,44 @@ def test_blocks_become_the_messages_they_tell(blocks) -> None:
     calls = [(call.id, json.loads(call.arguments)) for call in answer.tool_calls]
     assert calls == [(text, {"x": text}) for text in by_kind.get("tool_use", ())]
     assert all(isinstance(call, ToolCall) for call in answer.tool_calls)
+
+
+async def test_an_sdk_tool_runner_plays_one_exact_branch(stage, client) -> None:
+    """It threads by default; refused as it expects, it sends its whole history instead."""
+
+    @anthropic.beta_async_tool
+    async def f(x: int) -> str:
+        """F.
+
+        Args:
+            x: a number
+        """
+        return "84"
+
+    stage.says(CALL, "The answer is 84.")
+    runner = client.beta.messages.tool_runner(**HI, tools=[f])
+    message = await runner.until_done()
+    assert message.content[-1].text == "The answer is 84."
+    assert [turn.branch_cause for turn in stage.turns(client.episode)] == ["root", "extension"]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"thread": {"type": "create"}},
+        {"thread": {"type": "continue", "previous_message_id": "msg_x"}},
+        {"container": "container_x"},
+    ],
+)
+async def test_state_that_is_kept_elsewhere_is_refused(stage, client, state) -> None:
+    """Without it the policy would see a part of the conversation and nothing would say so."""
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        await client.messages.create(**HI, extra_body=state)
+    (name,) = state
+    error = refused.value.body["error"]
+    assert error["param"] == name
+    assert error["code"] == "unsupported_parameter"
+    assert stage.turns(client.episode) == []
+    if name == "thread":
+        expected = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        assert error["details"] == expected
