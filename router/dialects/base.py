@@ -34,6 +34,23 @@ class Message(msgspec.Struct, frozen=True):
     name: str = ""
 
 
+class Reference(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of an earlier answer that a request names in place of repeating it."""
+
+    item_id: str
+    """As the client wrote it."""
+    param: str
+    message: int
+    """Index of the assistant message that it is a part of."""
+    turn_id: str
+    """The turn whose answer it is; empty where the id names none."""
+    part: Literal["reasoning", "text", "call"]
+    call: int = 0
+    """Which of the answer's calls."""
+    position: int = 0
+    """Where among the message's calls it stands."""
+
+
 def is_echo(sent: Message, answer: Message) -> bool:
     """True if the client's assistant message `sent` is our `answer` handed back.
 
@@ -90,6 +107,8 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Text or ids to go on with as they are, in place of messages."""
     prefill: str = ""
     """How the answer begins, in the client's words; what it is answered goes on from there."""
+    references: tuple[Reference, ...] = ()
+    """What of `messages` is to be filled in from answers of this episode."""
     after: str | None = None
     """The turn whose conversation `messages` go on with; a system message takes its one's place."""
     tools: tuple[dict[str, Any], ...] = ()

@@ -7,6 +7,7 @@ again, so that an answer handed back is recognised.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from outloop.router.dialects import fields
-from outloop.router.dialects.base import Message, ToolCall, TurnRequest
+from outloop.router.dialects.base import Message, Reference, ToolCall, TurnRequest
 
 _ROLES: dict[str, Any] = {
     "system": "system",
@@ -25,6 +26,8 @@ _ROLES: dict[str, Any] = {
 }
 _STATEFUL = ("conversation", "prompt")
 _PLAIN = MappingProxyType({"type": "text"})
+_PARTS = {"rs": "reasoning", "msg": "text", "fc": "call"}
+_ITEM_ID = re.compile(r"(rs|msg|fc)_([^_]+)(?:_([0-9]{1,9}))?")
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -35,9 +38,11 @@ class _Part(msgspec.Struct):
 
 
 class Item(msgspec.Struct):
-    """One item of a conversation: a message, a function call or its output, reasoning."""
+    """One item of a conversation: a message, a function call or its output, reasoning, or the id of
+    one that this API answered with."""
 
     type: str = "message"
+    id: str | None = None
     role: str = ""
     content: str | list[_Part] | None = None
     call_id: str = ""
@@ -110,10 +115,12 @@ def decode(body: bytes) -> TurnRequest:
             "unsupported_parameter",
         )
     tools = _tools(bytes(asked.tools))
+    messages, references = _messages(asked)
     wants_logprobs = _LOGPROBS in (asked.include or ())
     return TurnRequest(
         model=asked.model,
-        messages=_messages(asked),
+        messages=messages,
+        references=references,
         after=asked.previous_response_id.removeprefix("resp_")
         if asked.previous_response_id is not None
         else None,
@@ -149,30 +156,33 @@ def _echoed(asked: ResponsesRequest) -> dict[str, Any]:
     }
 
 
-def _messages(asked: ResponsesRequest) -> tuple[Message, ...]:
-    messages = []
+def _messages(asked: ResponsesRequest) -> tuple[tuple[Message, ...], tuple[Reference, ...]]:
+    conversation = _Conversation()
     if asked.instructions:
-        messages.append(Message("system", asked.instructions))
+        conversation.messages.append(Message("system", asked.instructions))
     if isinstance(asked.input, str):
-        messages.append(Message("user", asked.input))
+        conversation.messages.append(Message("user", asked.input))
     else:
-        messages += _Conversation().read(asked.input)
-    if not asked.input or not messages:
+        conversation.read(asked.input)
+    if not asked.input or not conversation.messages:
         fields.refuse("input", "input says nothing; a text or at least one message is needed")
-    return tuple(messages)
+    return tuple(conversation.messages), tuple(conversation.references)
 
 
 class _Conversation:
     """Items to messages: reasoning, text and calls that follow each other are one message."""
 
     def __init__(self) -> None:
-        self._messages: list[Message] = []
+        self.messages: list[Message] = []
+        self.references: list[Reference] = []
         self._reasoning = ""
         self._text: str | None = None
         self._calls: list[ToolCall] = []
+        self._turn_id: str | None = None
+        """The turn that references to the message under way name."""
 
-    def read(self, items: Sequence[Item]) -> list[Message]:
-        """Every item's part in the conversation.
+    def read(self, items: Sequence[Item]) -> None:
+        """Add every item's part in the conversation.
 
         Raises:
             Refusal: 400, an unknown role or kind of item, or content that is not text.
@@ -180,26 +190,52 @@ class _Conversation:
         for index, item in enumerate(items):
             where = f"input[{index}]"
             if item.type == "reasoning":
-                if self._text is not None or self._calls:
-                    self._end_answer()
+                self._begin_reasoning()
                 self._reasoning += _text(f"{where}.content", item.content)
             elif item.type == "function_call":
                 self._calls.append(ToolCall(item.call_id, item.name, item.arguments))
             elif item.type == "function_call_output":
                 self._end_answer()
                 output = _text(f"{where}.output", item.output)
-                self._messages.append(Message("tool", output, tool_call_id=item.call_id))
+                self.messages.append(Message("tool", output, tool_call_id=item.call_id))
             elif item.type == "message":
                 self._add_message(where, item)
+            elif item.type == "item_reference":
+                self._add_reference(f"{where}.id", item.id or "")
             else:
                 fields.refuse(
                     f"{where}.type",
                     f"{where}.type={item.type!r}; allowed: message, function_call, "
-                    "function_call_output, reasoning. Leave other items out.",
+                    "function_call_output, reasoning, item_reference. Leave other items out.",
                     "unsupported_content",
                 )
         self._end_answer()
-        return self._messages
+
+    def _add_reference(self, param: str, item_id: str) -> None:
+        """A place for what the item says, which the episode knows."""
+        match = _ITEM_ID.fullmatch(item_id)
+        turn_id = match[2] if match is not None else ""
+        part: Any = _PARTS[match[1]] if match is not None else "text"
+        if self._turn_id not in (None, turn_id):
+            self._end_answer()
+        if part == "reasoning":
+            self._begin_reasoning()
+        elif part == "text":
+            self._begin_text("")
+        self.references.append(
+            Reference(
+                item_id=item_id,
+                param=param,
+                message=len(self.messages),
+                turn_id=turn_id,
+                part=part,
+                call=int(match[3] or 0) if match is not None else 0,
+                position=len(self._calls),
+            )
+        )
+        if part == "call":
+            self._calls.append(ToolCall("", "", ""))
+        self._turn_id = turn_id
 
     def _add_message(self, where: str, item: Item) -> None:
         role = _ROLES.get(item.role)
@@ -210,18 +246,26 @@ class _Conversation:
         text = _text(f"{where}.content", item.content)
         if role != "assistant":
             self._end_answer()
-            self._messages.append(Message(role, text))
-            return
+            self.messages.append(Message(role, text))
+        else:
+            self._begin_text(text)
+
+    def _begin_reasoning(self) -> None:
+        if self._text is not None or self._calls:
+            self._end_answer()
+
+    def _begin_text(self, text: str) -> None:
         if self._text is not None or self._calls:
             self._end_answer()
         self._text = text
 
     def _end_answer(self) -> None:
-        if self._text is not None or self._calls or self._reasoning:
-            self._messages.append(
+        has_reference = self._turn_id is not None
+        if self._text is not None or self._calls or self._reasoning or has_reference:
+            self.messages.append(
                 Message("assistant", self._text or "", self._reasoning, tuple(self._calls))
             )
-        self._reasoning, self._text, self._calls = "", None, []
+        self._reasoning, self._text, self._calls, self._turn_id = "", None, [], None
 
 
 def _text(where: str, content: str | list[_Part] | None) -> str:

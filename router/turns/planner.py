@@ -11,12 +11,12 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from outloop.buffer.settings import SamplingSettings
-from outloop.router.dialects.base import Message, TurnRequest
-from outloop.router.episodes.episode import Episodes, EpisodeSession
-from outloop.router.episodes.turn_tree import Plan
+from outloop.router.episodes.turn_tree import Node, Plan
+from outloop.router.turns.sampling import is_honoured
 from outloop.router.errors import Refusal
 from outloop.router.rendering.renderer import PolicyRenderer
-from outloop.router.turns.sampling import is_honoured
+from outloop.router.episodes.episode import Episodes, EpisodeSession
+from outloop.router.dialects.base import Message, TurnRequest
 
 
 class Planner:
@@ -35,6 +35,8 @@ class Planner:
         Raises:
             Refusal: 400, the conversation cannot be rendered, or names a turn that is not known.
         """
+        if request.references:
+            request = await self._fill_in(session, request)
         if request.after is not None:
             request, plan = await self._go_on(session, request, request.after)
         else:
@@ -63,6 +65,48 @@ class Planner:
             return plan
         is_begun = plan.prompt_ids[-len(ids) :] == ids
         return replace(plan, num_forced=len(ids)) if is_begun else plan
+
+    async def _fill_in(self, session: EpisodeSession, request: TurnRequest) -> TurnRequest:
+        """The request with what it names in place of the names."""
+        if any(one.turn_id not in session.tree.nodes for one in request.references):
+            await self._episodes.refresh(session)
+        messages = list(request.messages)
+        for one in request.references:
+            node = session.tree.nodes.get(one.turn_id)
+            answer = self._answer_of(node, request) if node is not None else None
+            if answer is None or (one.part == "call" and one.call >= len(answer.tool_calls)):
+                raise Refusal(
+                    400,
+                    "item_not_found",
+                    f"{one.param}={one.item_id!r} is no item of an answer of this episode; send "
+                    "the item itself",
+                    param=one.param,
+                )
+            message = messages[one.message]
+            if one.part == "reasoning":
+                message = replace(message, reasoning=message.reasoning + answer.reasoning)
+            elif one.part == "text":
+                message = replace(message, text=answer.text)
+            else:
+                calls = list(message.tool_calls)
+                calls[one.position] = answer.tool_calls[one.call]
+                message = replace(message, tool_calls=tuple(calls))
+            messages[one.message] = message
+        return replace(request, messages=tuple(messages), references=())
+
+    def _answer_of(self, node: Node, request: TurnRequest) -> Message:
+        """What a turn answered; read from its ids where another process recorded it."""
+        if node.answer is not None:
+            return node.answer
+        turn = node.turn
+        found = self._renderer.parse(
+            turn.output_ids.tolist(),
+            prompt_ids=turn.prompt_ids.tolist(),
+            tools=request.tools,
+            call_prefix=f"call_{turn.turn_id}_",
+            with_calls=bool(request.tools) and request.tool_choice != "none",
+        )
+        return found.message
 
     async def _match(self, session: EpisodeSession, request: TurnRequest) -> Plan:
         def plan() -> Plan:

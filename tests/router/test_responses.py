@@ -171,7 +171,7 @@ async def test_a_cut_answer_is_incomplete(stage) -> None:
         ({"conversation": {"id": "conv_1"}}, "conversation"),
         ({"background": True}, "background"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
@@ -234,3 +234,66 @@ def test_a_failure_in_a_stream_is_an_event() -> None:
     event = responses_response.ERRORS.event(Refusal(400, "gone", "it is gone"))
     assert event.startswith(b"event: error\ndata: ")
     assert json.loads(event.partition(b"data: ")[2])["message"] == "it is gone"
+
+
+def reference(item) -> dict:
+    """An item of an answer by its id alone, as Vercel's AI SDK sends it back."""
+    return {"type": "item_reference", "id": item.id}
+
+
+async def play_by_reference(first, second, *, names_call: bool = False):
+    """A tool loop whose second request names the items of the first answer; both answers."""
+    asked = [{"role": "user", "content": "go"}]
+    answer = await first.responses.create(model="policy", input=asked, tools=TOOLS)
+    *said, call = answer.output
+    again = call.model_dump(include={"type", "call_id", "name", "arguments"})
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "84"}
+    handed_back = [*map(reference, said), reference(call) if names_call else again, output]
+    return answer, await second.responses.create(
+        model="policy", input=[*asked, *handed_back], tools=TOOLS
+    )
+
+
+@pytest.mark.parametrize("names_call", [False, True])
+@pytest.mark.parametrize("has_other_router", [False, True])
+async def test_items_named_by_id_are_those_of_the_answer(
+    make_stage, stage, has_other_router: bool, names_call: bool
+) -> None:
+    """What a request names is what was answered, by whichever router."""
+    stage.says("<think>\nhm\n</think>\n\nSo:\n" + CALL, "84")
+    episode = await stage.open()
+    first = second = await stage.client(episode)
+    if has_other_router:
+        # It has the same server.
+        other = await make_stage(buffer=stage.buffer)
+        second = first.with_options(base_url=f"{other.url}/v1")
+    answer, last = await play_by_reference(first, second, names_call=names_call)
+    assert last.output_text == "84"
+    one, two = stage.turns(episode)
+    assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
+    given = stage.renderer.tokenizer.decode(stage.server.requests[-1]["input_ids"])
+    assert given.count("hm") == given.count("So:\n" + CALL) == given.count("84") == 1
+    # Another router knows the first turn's ids only, and this format renders them otherwise.
+    cause = "history_unknown" if has_other_router else "extension"
+    assert [turn.branch_cause for turn in (one, two)] == ["root", cause]
+
+
+@pytest.mark.parametrize(
+    "item_id", ["rs_000000000000000000000000", "msg_x", "nonsense", "fc_%s_7", ""]
+)
+async def test_an_item_that_is_not_of_the_episode_is_refused(stage, item_id: str) -> None:
+    """Final, with the name of the item; the turn of another episode is not found either."""
+    stage.says("one")
+    client = await stage.client(await stage.open())
+    answer = await client.responses.create(model="policy", input="go")
+    turn_id = answer.id.removeprefix("resp_")
+    other = await stage.client(await stage.open(attempt=1))
+    item = {"type": "item_reference", "id": item_id % turn_id if "%" in item_id else item_id}
+    for asking, named in ((client, item), (other, reference(answer.output[0]))):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await asking.responses.create(
+                model="policy", input=[named, {"role": "user", "content": "go on"}]
+            )
+        assert refused.value.code == "item_not_found"
+        assert refused.value.param == "input[0].id"
+        assert repr(named["id"]) in refused.value.message

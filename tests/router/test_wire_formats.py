@@ -234,6 +234,24 @@ def responses_cases() -> list[Case]:
             (CALL, ANSWER),
         ),
         Case(
+            "responses-item-references",
+            (
+                responses(tools=RESPONSES_TOOLS),
+                responses(
+                    [
+                        {"role": "user", "content": QUESTION},
+                        {"type": "item_reference", "id": "rs_TURN0"},
+                        {"type": "item_reference", "id": "msg_TURN0"},
+                        {"type": "item_reference", "id": "fc_TURN0_0"},
+                        output,
+                    ],
+                    tools=RESPONSES_TOOLS,
+                ),
+                responses([{"type": "item_reference", "id": "msg_nothing"}]),
+            ),
+            (THOUGHT + CALL, ANSWER),
+        ),
+        Case(
             "responses-invalid",
             (
                 Request(RESPONSES, "{"),
@@ -298,6 +316,8 @@ def messages_cases() -> list[Case]:
                 Request(MESSAGES, "{"),
                 Request(MESSAGES, {"model": "policy", "messages": [user]}),
                 messages(max_tokens=0),
+                messages(thread={"type": "create"}),
+                messages(container="container_x"),
                 messages({"role": "robot", "content": "hi"}),
                 messages({"role": "user", "content": [{"type": "image"}]}),
                 messages(tools=[{"type": "custom"}]),
