@@ -57,6 +57,8 @@ class Refusal(OutloopError):
         """The envelope's `type`."""
         if self.status == 401:
             return "authentication_error"
+        if self.status == 404:
+            return "not_found_error"
         return "invalid_request_error" if self.status < 500 else "server_error"
 
     def envelope(self) -> bytes:
@@ -105,6 +107,30 @@ def body_too_large(max_bytes: int) -> Refusal:
     return Refusal(
         413, "body_too_large", f"the body has more than {max_bytes} bytes; send it in parts"
     )
+
+
+def context_length_exceeded(num_tokens: int, max_tokens: int) -> Refusal:
+    """The refusal of a conversation that leaves no room for an answer.
+
+    LiteLLM and LangChain know it by OpenAI's and Anthropic's sentences alone.
+    """
+    return Refusal(
+        400,
+        "context_length_exceeded",
+        f"prompt is too long: {num_tokens} tokens > {max_tokens} maximum. This model's maximum "
+        f"context length is {max_tokens} tokens. However, your messages resulted in {num_tokens} "
+        f"tokens. Shorten them, or raise model.max_context_tokens={max_tokens}. "
+        "(context_length_exceeded)",
+        param="messages",
+    )
+
+
+def episode_closed(sentence: str) -> Refusal:
+    """The refusal of a turn of an episode that has ended.
+
+    404, because LiteLLM's callers repeat what is answered with 403 or 410.
+    """
+    return Refusal(404, "episode_closed", sentence)
 
 
 def stopping() -> Refusal:

@@ -38,7 +38,7 @@ class Budgets:
         """Refuse a turn for which there is no budget; True: other processes are to be asked().
 
         Raises:
-            Refusal: 403, turns, tokens or turns at once are spent; 410, the time is.
+            Refusal: 404, turns, tokens or turns at once are spent, or the time is.
         """
         if session.opening is None:
             return False
@@ -57,7 +57,7 @@ class Budgets:
         """Have other processes agree to the turns at once; then the turn is to begin now.
 
         Raises:
-            Refusal: 403, all processes together would exceed them.
+            Refusal: 404, all processes together would exceed them.
             BufferUnavailable: the others cannot be asked.
         """
         if not await self._places.take(session, request.num_choices):
@@ -69,7 +69,7 @@ class Budgets:
         Turns that are drawn at once each get what was left when they began.
 
         Raises:
-            Refusal: 403, the prompt alone spends what is left.
+            Refusal: 404, the prompt alone spends what is left.
         """
         tokens = self._settings.max_tokens_per_episode
         if session.opening is None or tokens is None:
@@ -109,7 +109,7 @@ def _tokens_spent(session: EpisodeSession, tokens: int) -> Refusal:
 
 def _spent(session: EpisodeSession, code: str, limit: str, what: str) -> Refusal:
     return Refusal(
-        403,
+        404,
         code,
         f"episode {session.episode_id} has used its router.{limit} {what}; end the episode, or "
         "raise the limit",

@@ -12,14 +12,14 @@ import time
 from typing import TYPE_CHECKING
 
 from outloop.buffer.records import OpenEpisode, Opening
-from outloop.router.buffer_protocol import EpisodeBuffer
-from outloop.router.dialects.body_digest import Heard
-from outloop.router.episodes.replay import RecordedTurns
 from outloop.router.episodes.turn_tree import TurnTree
-from outloop.router.errors import Refusal
-from outloop.router.rendering.renderer import PolicyRenderer
-from outloop.router.servers.pool import NOBODY, Whose
+from outloop.router.dialects.body_digest import Heard
 from outloop.router.turns.buffer_retry import Patience
+from outloop.router.servers.pool import NOBODY, Whose
+from outloop.router.buffer_protocol import EpisodeBuffer
+from outloop.router.errors import Refusal, episode_closed
+from outloop.router.rendering.renderer import PolicyRenderer
+from outloop.router.episodes.replay import RecordedTurns
 
 if TYPE_CHECKING:
     from outloop.router.turns.in_flight import TurnJob
@@ -65,20 +65,18 @@ class EpisodeSession:
         """Refuse turns of an episode that has ended.
 
         Raises:
-            Refusal: 410.
+            Refusal: 404.
         """
         if self.opening is None:
             return
         if self.is_closed:
-            raise Refusal(
-                410,
-                "episode_closed",
+            raise episode_closed(
                 f"episode {self.episode_id} is closed; its key opens nothing any more. "
-                "Open a new episode.",
+                "Open a new episode."
             )
         if time.time() > self.opening.deadline_at:
             raise Refusal(
-                410,
+                404,
                 "episode_expired",
                 f"episode {self.episode_id} passed its deadline "
                 f"deadline_at={self.opening.deadline_at:.0f}; its key opens nothing any more. "

@@ -143,7 +143,7 @@ class Front:
             )
         if by_path and by_path != episode_id:
             raise Refusal(
-                403,
+                401,
                 "wrong_episode",
                 f"the key that was sent does not open episode {by_path!r}; "
                 "use the base_url and the api_key of the same episode",

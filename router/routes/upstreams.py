@@ -96,7 +96,7 @@ class Upstreams:
         """Answer a request that names an upstream; False when it names none.
 
         Raises:
-            Refusal: 401, no episode asks; 410, it has ended; 503, the upstream cannot be reached.
+            Refusal: 401, no episode asks; 404, it has ended; 503, the upstream cannot be reached.
             ClientLeft: the client did not wait.
         """
         name = self._name_in(body)

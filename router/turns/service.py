@@ -26,20 +26,27 @@ from outloop.router.episodes.replay import drawn_before
 from outloop.router.episodes.turn_tree import Plan
 from outloop.router.errors import Refusal, as_refusal, stopping
 from outloop.router.metrics import RouterMetrics
-from outloop.router.peers.concurrency import Places
-from outloop.router.peers.turn_locator import Peers
-from outloop.router.rendering.message import Begun
-from outloop.router.rendering.parsing import AnswerReader
-from outloop.router.rendering.renderer import PolicyRenderer
-from outloop.router.servers.generate_api import NO_WISH, Prompt, Wish
-from outloop.router.servers.generation import Drawn, Generator
 from outloop.router.turns.buffer_retry import Patience
-from outloop.router.turns.in_flight import TurnJob
+from outloop.router.peers.turn_locator import Peers
+from outloop.router.peers.concurrency import Places
 from outloop.router.turns.planner import Planner
+from outloop.router.buffer_protocol import EpisodeBuffer
 from outloop.router.turns.random_ids import random_ids
 from outloop.router.turns.recorder import Recorder, Recording
+from outloop.router.errors import (
+    Refusal,
+    as_refusal,
+    context_length_exceeded,
+    episode_closed,
+    stopping,
+)
+from outloop.router.rendering.renderer import PolicyRenderer
+from outloop.router.episodes.replay import drawn_before
 from outloop.router.turns.retries import Retries, repeated
-from outloop.router.turns.sampling import decide
+from outloop.router.rendering.message import Begun
+from outloop.router.episodes.episode import Episodes, EpisodeSession
+from outloop.router.dialects.base import TurnRequest, TurnResult
+from outloop.router.servers.generate_api import NO_WISH, Prompt, Wish
 
 _RETURN_GRACE_S = 10.0
 """A client that left may come back with a retry this long; then its turn is recorded as masked."""
@@ -226,9 +233,10 @@ class TurnService:
             job.fail(_closed() if has_ended else stopping())
         except OutloopError as error:
             self._drop(job, session, retry_key)
+            refusal = as_refusal(error)
             if isinstance(error, Gone):
                 session.is_closed = True
-            refusal = as_refusal(error)
+                refusal = episode_closed(str(error))
             _log.info(
                 "turn_failed",
                 episode_id=session.episode_id,
@@ -286,13 +294,7 @@ class TurnService:
         prompt = session.tree.prompt(plan)
         room = self._settings.model.max_context_tokens - prompt.num_ids
         if room < 1:
-            raise Refusal(
-                400,
-                "context_length_exceeded",
-                f"the conversation has {prompt.num_ids} tokens and model.max_context_tokens="
-                f"{self._settings.model.max_context_tokens}; shorten it, or raise the limit",
-                param="messages",
-            )
+            raise context_length_exceeded(prompt.num_ids, self._settings.model.max_context_tokens)
         sampling = decide(request, session.opening, self._settings.sampling, room=room)
         left = self.budgets.room(session, len(plan.prompt_ids), request.num_choices)
         if left is not None and left < sampling.max_new_tokens:
@@ -371,7 +373,7 @@ class TurnService:
 
 
 def _closed() -> Refusal:
-    return Refusal(410, "episode_closed", "the episode ended while its turn was drawn")
+    return episode_closed("the episode ended while its turn was drawn")
 
 
 def _wish(request: TurnRequest, sampling: Sampling) -> Wish:

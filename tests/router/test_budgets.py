@@ -13,7 +13,7 @@ async def ask(stage, episode, **fields):
     return await stage.post("/v1/chat/completions", {**BODY, **fields}, episode["api_key"])
 
 
-def check_final(answer, code: str, status: int = 403) -> None:
+def check_final(answer, code: str, status: int = 404) -> None:
     """No SDK retries it."""
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert answer.headers["x-should-retry"] == "false"
@@ -115,7 +115,7 @@ async def test_a_deadline_that_is_met_is_recorded(stage) -> None:
     """Time is a budget like the others."""
     episode = await stage.open(deadline_s=0.01)
     await asyncio.sleep(0.02)
-    check_final(await ask(stage, episode), "episode_expired", status=410)
+    check_final(await ask(stage, episode), "episode_expired")
     read = await closed(stage, episode)
     assert (read["outcome"], read["error"]) == ("truncated", "episode_expired")
 

@@ -158,4 +158,9 @@ async def test_a_conversation_that_fills_the_context_is_refused(make_stage) -> N
     body = {"model": "policy", "messages": [{"role": "user", "content": "word " * 80}]}
     answer = await stage.post("/v1/chat/completions", body, episode["api_key"])
     assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    error = answer.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    # What LiteLLM and LangChain look for, in the text alone.
+    assert "prompt is too long: " in error["message"]
+    assert "This model's maximum context length is 64 tokens" in error["message"]
+    assert "context_length_exceeded" in error["message"]

@@ -35,7 +35,7 @@ async def test_a_key_opens_its_own_episode_only(stage) -> None:
     stage.says("fine")
     path = f"/episodes/{one['episode_id']}/v1/chat/completions"
     assert (await stage.post(path, BODY, one["api_key"])).status_code == 200
-    assert_final(await stage.post(path, BODY, other["api_key"]), 403, "wrong_episode")
+    assert_final(await stage.post(path, BODY, other["api_key"]), 401, "wrong_episode")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ async def test_a_closed_episode_is_refused_for_good(stage) -> None:
         f"/episodes/{episode['episode_id']}/close", {"outcome": "completed", "key": "c"}
     )
     answer = await stage.post("/v1/chat/completions", BODY, episode["api_key"])
-    assert_final(answer, 410, "episode_closed")
+    assert_final(answer, 404, "episode_closed")
 
 
 async def test_an_expired_episode_is_refused_for_good(stage) -> None:
@@ -80,7 +80,7 @@ async def test_an_expired_episode_is_refused_for_good(stage) -> None:
     episode = await stage.open(deadline_s=0.01)
     time.sleep(0.02)
     answer = await stage.post("/v1/chat/completions", BODY, episode["api_key"])
-    assert_final(answer, 410, "episode_expired")
+    assert_final(answer, 404, "episode_expired")
 
 
 async def test_an_episode_closed_elsewhere_is_refused_for_good(stage) -> None:
@@ -90,8 +90,7 @@ async def test_an_episode_closed_elsewhere_is_refused_for_good(stage) -> None:
     stage.buffer.closed[episode["episode_id"]] = ("completed", None, "", "k", "")
     for _ in range(2):
         answer = await stage.post("/v1/chat/completions", BODY, episode["api_key"])
-        assert answer.status_code == 410
-        assert answer.headers["x-should-retry"] == "false"
+        assert_final(answer, 404, "episode_closed")
 
 
 async def test_an_unknown_episode_is_refused_for_good(stage) -> None:
@@ -155,3 +154,29 @@ async def test_every_route_is_opened_by_one_kind_of_key(make_stage) -> None:
                     assert (answer.status_code == 401) == (role != owner), (url, role, answer.text)
                 opened.add(owner)
         assert opened == {"agent", "runner", "admin"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "is_closed", "code"),
+    [
+        ({}, True, "episode_closed"),
+        ({"router": {"max_turns_per_episode": 1}}, False, "turn_budget_spent"),
+        ({"router": {"max_tokens_per_episode": 20}}, False, "token_budget_spent"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_clients_that_read_words_know_that_an_episode_has_ended(
+    make_stage, sections: dict, is_closed: bool, code: str, path: str
+) -> None:
+    """LiteLLM sees neither code nor headers; 404 with this type is final in every dialect there."""
+    stage = await make_stage(**sections)
+    stage.server.answer = lambda request: stage.script("fine")
+    episode = await stage.open()
+    assert (await stage.post("/v1/chat/completions", BODY, episode["api_key"])).status_code == 200
+    if is_closed:
+        await stage.post(
+            f"/episodes/{episode['episode_id']}/close", {"outcome": "completed", "key": "c"}
+        )
+    answer = await stage.post(path, {**BODY, "max_tokens": 5}, episode["api_key"])
+    assert_final(answer, 404, code)
+    assert answer.json()["error"]["type"] == "not_found_error"

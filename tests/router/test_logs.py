@@ -25,7 +25,7 @@ async def test_every_turn_is_logged_with_its_ids_and_no_secret(make_stage) -> No
         close = {"outcome": "completed", "key": "c"}
         path = f"/episodes/{episode['episode_id']}/close"
         assert (await stage.post(path, close)).status_code == 200
-        assert (await stage.post("/v1/chat/completions", BODY, key)).status_code == 410
+        assert (await stage.post("/v1/chat/completions", BODY, key)).status_code == 404
     (turn,) = stage.turns(episode)
     logs = [entry for entry in logs if entry["event"].startswith("turn_")]
     assert [(entry["event"], entry["log_level"]) for entry in logs] == [

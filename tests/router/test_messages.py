@@ -125,7 +125,7 @@ async def test_refusals_come_in_anthropics_envelope(stage, client) -> None:
     )
     with pytest.raises(anthropic.APIStatusError) as closed:
         await client.messages.create(**HI)
-    assert closed.value.status_code == 410
+    assert closed.value.status_code == 404
     assert not stage.server.requests
     event = messages_response.ERRORS.event(Refusal(503, "full", "wait", retry_after_s=1.0))
     assert event.startswith(b"event: error\ndata: ")

@@ -222,7 +222,7 @@ async def test_upstreams_are_for_open_episodes_and_their_failures_are_named(judg
     assert answer.status_code == 401
     close = {"outcome": "completed", "key": "k"}
     await judged.post(f"/episodes/{episode['episode_id']}/close", close)
-    assert (await ask(judged, episode, "judge")).status_code == 410
+    assert (await ask(judged, episode, "judge")).status_code == 404
     assert len(judged.judge.asked) == 1
 
 

@@ -65,7 +65,7 @@ async def test_a_client_whose_key_is_fixed_has_its_episodes_in_the_path(stage) -
     body = {"model": "policy", "messages": SAID}
     for episode_id, key, status in (
         (one["api_key"], one["api_key"], 200),
-        (one["api_key"], other["api_key"], 403),
+        (one["api_key"], other["api_key"], 401),
         (one["api_key"][:-1] + "x", "EMPTY", 401),
         (one["episode_id"], "EMPTY", 401),
         (one["api_key"], "ol-ep-x-0", 401),

@@ -85,7 +85,7 @@ async def test_choices_retries_and_other_routers_share_one_keys_limits(live_run,
                 await asyncio.sleep(0.005)
         refused = await played.ask(1, 2, n=2)
         assert (refused.status_code, refused.json()["error"]["code"]) == (
-            403,
+            404,
             "concurrency_exceeded",
         )
         one = asyncio.create_task(played.ask(1, 3))
@@ -103,10 +103,10 @@ async def test_choices_retries_and_other_routers_share_one_keys_limits(live_run,
         # Four turns so far, four more at once, the ninth, and none beyond it.
         assert (await played.ask(1, 4, n=4)).status_code == 200
         refused = await played.ask(1, 5, n=2)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "turn_budget_spent")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "turn_budget_spent")
         assert refused.headers["x-should-retry"] == "false"
         assert (await played.ask(0, 6)).status_code == 200
-        assert (await played.ask(0, 7)).status_code == 403
+        assert (await played.ask(0, 7)).status_code == 404
         retried = await played.ask(1, 1, n=3, **again)
         assert (retried.status_code, retried.json()) == (200, first.json())
         assert len(server.requests) == 9
