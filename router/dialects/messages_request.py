@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from outloop.router.dialects import fields
-from outloop.router.errors import Refusal
 from outloop.router.dialects.base import Message, ToolCall, TurnRequest
+from outloop.router.errors import Refusal
 
 _BETWEEN_TEXTS = "\n"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

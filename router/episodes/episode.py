@@ -12,14 +12,14 @@ import time
 from typing import TYPE_CHECKING
 
 from outloop.buffer.records import OpenEpisode, Opening
-from outloop.router.episodes.turn_tree import TurnTree
-from outloop.router.dialects.body_digest import Heard
-from outloop.router.turns.buffer_retry import Patience
-from outloop.router.servers.pool import NOBODY, Whose
 from outloop.router.buffer_protocol import EpisodeBuffer
+from outloop.router.dialects.body_digest import Heard
+from outloop.router.episodes.replay import RecordedTurns
+from outloop.router.episodes.turn_tree import TurnTree
 from outloop.router.errors import Refusal, episode_closed
 from outloop.router.rendering.renderer import PolicyRenderer
-from outloop.router.episodes.replay import RecordedTurns
+from outloop.router.servers.pool import NOBODY, Whose
+from outloop.router.turns.buffer_retry import Patience
 
 if TYPE_CHECKING:
     from outloop.router.turns.in_flight import TurnJob

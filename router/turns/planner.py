@@ -11,12 +11,12 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from outloop.buffer.settings import SamplingSettings
+from outloop.router.dialects.base import Message, TurnRequest
+from outloop.router.episodes.episode import Episodes, EpisodeSession
 from outloop.router.episodes.turn_tree import Node, Plan
-from outloop.router.turns.sampling import is_honoured
 from outloop.router.errors import Refusal
 from outloop.router.rendering.renderer import PolicyRenderer
-from outloop.router.episodes.episode import Episodes, EpisodeSession
-from outloop.router.dialects.base import Message, TurnRequest
+from outloop.router.turns.sampling import is_honoured
 
 
 class Planner:

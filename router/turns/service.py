@@ -24,15 +24,6 @@ from outloop.router.episodes.budgets import Budgets
 from outloop.router.episodes.episode import Episodes, EpisodeSession
 from outloop.router.episodes.replay import drawn_before
 from outloop.router.episodes.turn_tree import Plan
-from outloop.router.errors import Refusal, as_refusal, stopping
-from outloop.router.metrics import RouterMetrics
-from outloop.router.turns.buffer_retry import Patience
-from outloop.router.peers.turn_locator import Peers
-from outloop.router.peers.concurrency import Places
-from outloop.router.turns.planner import Planner
-from outloop.router.buffer_protocol import EpisodeBuffer
-from outloop.router.turns.random_ids import random_ids
-from outloop.router.turns.recorder import Recorder, Recording
 from outloop.router.errors import (
     Refusal,
     as_refusal,
@@ -40,13 +31,21 @@ from outloop.router.errors import (
     episode_closed,
     stopping,
 )
-from outloop.router.rendering.renderer import PolicyRenderer
-from outloop.router.episodes.replay import drawn_before
-from outloop.router.turns.retries import Retries, repeated
+from outloop.router.metrics import RouterMetrics
+from outloop.router.peers.concurrency import Places
+from outloop.router.peers.turn_locator import Peers
 from outloop.router.rendering.message import Begun
-from outloop.router.episodes.episode import Episodes, EpisodeSession
-from outloop.router.dialects.base import TurnRequest, TurnResult
+from outloop.router.rendering.parsing import AnswerReader
+from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.servers.generate_api import NO_WISH, Prompt, Wish
+from outloop.router.servers.generation import Drawn, Generator
+from outloop.router.turns.buffer_retry import Patience
+from outloop.router.turns.in_flight import TurnJob
+from outloop.router.turns.planner import Planner
+from outloop.router.turns.random_ids import random_ids
+from outloop.router.turns.recorder import Recorder, Recording
+from outloop.router.turns.retries import Retries, repeated
+from outloop.router.turns.sampling import decide
 
 _RETURN_GRACE_S = 10.0
 """A client that left may come back with a retry this long; then its turn is recorded as masked."""
