@@ -24,7 +24,8 @@ from outloop.router.errors import Refusal
 from outloop.router.servers.fair_queue import FairQueue, Ticket
 
 REFRESH_S = 0.25
-_REFRESH_WHILE_WAITED_FOR_S = 0.02
+_REFRESH_WHILE_AWAITED_S = 0.02
+"""While a turn or a claim waits for what only the registry can bring: a server, or its version."""
 _MAX_SUSPENDED_S = 2.0
 LEFT_GRACE_S = 5.0
 """A server that has left the registry may finish its turns for so long; it may never answer."""
@@ -72,7 +73,7 @@ class ServerPool:
         self._servers: dict[str, Server] = {}
         self._changed = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._num_waiting = 0
+        self._num_awaiting_registry = 0
         self.state: PolicyState | None = None
         self.on_left: Callable[[str], None] | None = None
         """Hears the URL of each server that has left the registry and did not come back soon."""
@@ -112,14 +113,27 @@ class ServerPool:
         while True:
             await self.refresh_if_possible()
             self._hurry.clear()
-            if self._num_waiting:
-                await asyncio.sleep(_REFRESH_WHILE_WAITED_FOR_S)
+            if self._is_registry_awaited():
+                await asyncio.sleep(_REFRESH_WHILE_AWAITED_S)
                 continue
             try:
                 async with asyncio.timeout(REFRESH_S):
                     await self._hurry.wait()
             except TimeoutError:
                 continue
+
+    def _is_registry_awaited(self) -> bool:
+        """True if somebody waits who is not helped by a turn that ends somewhere."""
+        return self._num_awaiting_registry > 0 or any(
+            not self._is_servable(version) for version in self._queue.policy_versions
+        )
+
+    def _is_servable(self, policy_version: int | None) -> bool:
+        """True if some server may serve the version, as soon as it has room."""
+        return any(
+            self._may_serve(server) and policy_version in (None, server.policy_version)
+            for server in self._servers.values()
+        )
 
     async def refresh(self) -> None:
         """Read the registry once."""
@@ -158,7 +172,7 @@ class ServerPool:
         if is_true():
             return
         deadline = time.monotonic() + timeout_s
-        self._num_waiting += 1
+        self._num_awaiting_registry += 1
         self._hurry.set()
         try:
             while not is_true():
@@ -171,7 +185,7 @@ class ServerPool:
                         who=who, phase=phase, peer=self.describe(), after_s=timeout_s
                     ) from None
         finally:
-            self._num_waiting -= 1
+            self._num_awaiting_registry -= 1
 
     async def acquire(
         self,
@@ -197,7 +211,8 @@ class ServerPool:
         if server is not None:
             self._take(server)
         else:
-            server = await self._wait_for_one(Ticket(whose.episode_id, choose), timeout_s)
+            ticket = Ticket(whose.episode_id, choose, policy_version)
+            server = await self._wait_for_one(ticket, timeout_s)
         if whose.task_id and preferred is None:
             self._task_servers[whose.task_id] = server.entry.server_id
             self._task_servers.move_to_end(whose.task_id)
@@ -207,8 +222,8 @@ class ServerPool:
 
     async def _wait_for_one(self, ticket: Ticket[Server], timeout_s: float) -> Server:
         self._queue.add(ticket)
-        self._num_waiting += 1
-        self._hurry.set()
+        if not self._is_servable(ticket.policy_version):
+            self._hurry.set()
         try:
             self._queue.serve(self._take)
             await asyncio.wait([ticket.granted], timeout=timeout_s)
@@ -218,7 +233,6 @@ class ServerPool:
             raise
         finally:
             self._queue.remove(ticket)
-            self._num_waiting -= 1
         if not ticket.granted.done():
             raise DeadlineExceeded(
                 who="router", phase="choose a server", peer=self.describe(), after_s=timeout_s
@@ -247,6 +261,7 @@ class ServerPool:
         # No float holds what doubles a thousand times.
         pause_s = min(0.1 * 2 ** min(server.num_failures - 1, 8), _MAX_SUSPENDED_S)
         server.suspended_until = time.monotonic() + pause_s
+        asyncio.get_running_loop().call_later(pause_s, self._queue.serve, self._take)
         _log.warning(
             "server_failed",
             server_id=server.entry.server_id,

@@ -44,6 +44,7 @@ class FakeBuffer:
         self.run_state = "running"
         self.is_away = False
         self.num_refused = 0
+        self.num_policy_reads = 0
         self.is_paused = False
         self.sealed: set[str] = set()
         self.budget_notes = FakeNotes(self)
@@ -175,6 +176,7 @@ class FakeBuffer:
         self.is_final = final
 
     async def policy_state(self) -> PolicyState:
+        self.num_policy_reads += 1
         await self._work()
         return PolicyState(
             announced_version=self.announced,
