@@ -210,6 +210,12 @@ class BufferWriter:
         """The episode as it stands, also for some time after its end; None if unknown."""
         return await load_async(self._client, self._prefix, episode_id)
 
+    async def count_turns(self, episode_id: str) -> int:
+        """How many turns of an episode are recorded; 0 also if it is unknown."""
+        with translated(f"counting the turns of episode_id={episode_id}"):
+            found: Any = await self._client.llen(f"{self._prefix}episode:{episode_id}:turns")
+        return int(found)
+
     async def append_turn(self, turn: Turn) -> EpisodeUsage:
         """Record a turn, and say what its episode has used; the same turn is recorded once.
 

@@ -8,7 +8,7 @@ routes and the OpenAPI document of all of them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from starlette.routing import Route
 from outloop.buffer.errors import BufferUnavailable, OutloopError
 from outloop.buffer.run import Run
 from outloop.router.auth import KeyRing
+from outloop.router.background import BackgroundWork
 from outloop.router.buffer_protocol import EpisodeBuffer
 from outloop.router.dialects import messages_response
 from outloop.router.dialects.table import DIALECTS
@@ -33,7 +34,6 @@ from outloop.router.errors import Refusal, as_refusal
 from outloop.router.http.endpoint import Endpoint, Handler, Receive, Scope, Send
 from outloop.router.http.openapi import describe
 from outloop.router.metrics import RouterMetrics
-from outloop.router.peers.concurrency import Places
 from outloop.router.peers.turn_locator import Peers
 from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.rendering.sft import ConversationRenderer
@@ -49,7 +49,6 @@ from outloop.router.turns.buffer_retry import Patience
 from outloop.router.turns.service import TurnService
 
 _HOUSEKEEPING_S = 2.0
-_STOP_AGAIN_S = 0.5
 _IDLE_CONNECTION_S = 4.0
 """Shorter than uvicorn keeps its side open (5 s), so that no turn meets a closing connection."""
 _ONE_MODEL = (
@@ -74,20 +73,16 @@ class Parts:
         http: aiohttp.ClientSession,
     ) -> None:
         settings, limits = run.settings, run.settings.router
+        self.background = BackgroundWork()
         self.buffer = buffer
         self.metrics = RouterMetrics()
         self.keys = KeyRing(run.keys)
-        self.pool = ServerPool(buffer, max_in_flight=settings.server.max_running_requests)
+        # Each process may fill its share of a server: together they fill it.
+        share = -(-settings.server.max_running_requests // limits.num_processes)
+        self.pool = ServerPool(buffer, max_in_flight=share)
         patience, turn_s = Patience(limits.buffer_timeout_s), limits.turn_timeout_s
         self.episodes = Episodes(buffer, renderer, patience)
         self.peers = Peers(buffer.channel, self.episodes, timeout_s=turn_s)
-        self.places = Places(
-            buffer.channel,
-            self.episodes,
-            limit=limits.max_concurrent_turns_per_episode,
-            num_processes=limits.num_processes,
-            turn_s=turn_s,
-        )
         self.service = TurnService(
             settings,
             buffer,
@@ -101,7 +96,6 @@ class Parts:
             ),
             self.metrics,
             self.peers,
-            self.places,
             patience,
         )
         self.front = Front(
@@ -142,7 +136,6 @@ class Parts:
                         "waits_for": waiting,
                     },
                 )
-                await self.places.keep()
             except BufferUnavailable as error:
                 _log.warning("house_not_kept", error=str(error))
 
@@ -166,23 +159,24 @@ def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
             one_model = Endpoint(parts.front.model, method="GET", metrics=parts.metrics)
             app.router.routes += [Route(path, one_model) for path in _ONE_MODEL]
             app.include_router(
-                admin_router(parts.keys, parts.pool, writer, parts.metrics, parts.service)
+                admin_router(
+                    parts.keys, parts.pool, writer, parts.metrics, parts.service, parts.background
+                )
             )
-            background = [
-                asyncio.create_task(parts.pool.run()),
-                asyncio.create_task(parts.keep_house()),
-                asyncio.create_task(
-                    writer.channel.listen({**parts.peers.hearing, **parts.places.hearing})
-                ),
-            ]
+            parts.background.start(
+                {
+                    "follows the registry": parts.pool.run(),
+                    "reports its status": parts.keep_house(),
+                    "listens to the other routers": writer.channel.listen(parts.peers.hearing),
+                }
+            )
             app.state.is_serving.set()
             try:
                 yield
             finally:
                 await parts.service.close()
-                await _stop(background)
+                await parts.background.stop()
                 parts.peers.close()
-                parts.places.close()
 
     app = RouterApp(title="outloop router", lifespan=lifespan)
     app.state.is_serving = asyncio.Event()
@@ -191,14 +185,6 @@ def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
     app.add_exception_handler(HTTPException, _refuse)
     describe(app)
     return app
-
-
-async def _stop(tasks: Collection[asyncio.Task[None]]) -> None:
-    """Cancel tasks until they end: a library's wait that is over at that moment may swallow it."""
-    while tasks:
-        for task in tasks:
-            task.cancel()
-        _, tasks = await asyncio.wait(tasks, timeout=_STOP_AGAIN_S)
 
 
 class RouterApp(FastAPI):

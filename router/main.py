@@ -81,17 +81,23 @@ async def serve(
                 )
             )
             serving = asyncio.create_task(server.serve([listener]))
-            await _first(app.state.is_serving.wait(), serving)
-            if not serving.done():
-                await writer.register_part("router", {"url": url, "pid": str(os.getpid())})
-                on_ready(url)
-            await _first(stop.wait(), serving)
+            await _first(serving, app.state.is_serving.wait())
+            if serving.done():
+                serving.result()
+                raise PartFailed("the router's HTTP server ended by itself; see its log")
+            background = app.state.parts.background
+            await writer.register_part("router", {"url": url, "pid": str(os.getpid())})
+            on_ready(url)
+            await _first(serving, stop.wait(), background.has_failed.wait())
             if serving.done() and not stop.is_set():
                 serving.result()
                 raise PartFailed("the router's HTTP server ended by itself; see its log")
-            await _drain(run, app, server, listener)
+            if not background.failure:
+                await _drain(run, app, server, listener)
             server.should_exit = True
             await serving
+            if background.failure:
+                raise PartFailed(f"{background.failure}; see its log")
     finally:
         await writer.close()
 
@@ -127,11 +133,12 @@ def own_the_process() -> None:
     gc.set_threshold(50_000, 20, 20)
 
 
-async def _first(event: Coroutine[Any, Any, bool], serving: asyncio.Task[None]) -> None:
-    """Wait for the event, or for the server to end."""
-    waiting = asyncio.create_task(event)
-    await asyncio.wait([waiting, serving], return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
+async def _first(serving: asyncio.Task[None], *events: Coroutine[Any, Any, bool]) -> None:
+    """Wait for one of the events, or for the server to end."""
+    waiting = [asyncio.create_task(event) for event in events]
+    await asyncio.wait([serving, *waiting], return_when=asyncio.FIRST_COMPLETED)
+    for one in waiting:
+        one.cancel()
 
 
 def _bind(run: Run, port: int | None) -> socket.socket:

@@ -113,7 +113,7 @@ class RouterSettings(_Section):
     max_tokens_per_episode: int | None = Field(None, gt=0)
     """Ids of all its turns: prompts after their parents', and outputs; none: as many as fit."""
     max_concurrent_turns_per_episode: int = Field(64, gt=0)
-    """Turns that an episode's key may have drawn at once, by all router processes together."""
+    """Turns that an episode's key may have in flight at once in each router process."""
     max_queued_turns: int = Field(4096, gt=0)
     log_turns: bool = False
     """Each recorded turn is a line at level info; otherwise at debug."""

@@ -2,7 +2,8 @@
 
 Owns: refusing what exceeds a budget, and noting that it happened. Does not own: time (the episode's
 deadline), recording. Invariant: a spent budget is a final refusal, and the episode's outcome tells
-of it; turns and tokens are counted in the buffer, whichever process recorded them.
+of it; turns and tokens are counted in the buffer, whichever process recorded them; turns at once
+are those of this process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from outloop.router.buffer_protocol import EpisodeBuffer
 from outloop.router.dialects.base import TurnRequest
 from outloop.router.episodes.episode import EpisodeSession
 from outloop.router.errors import Refusal
-from outloop.router.peers.concurrency import Places
 from outloop.router.routes.schemas import CloseBody
 
 _SPENT = frozenset(
@@ -29,19 +29,28 @@ _log = structlog.get_logger()
 class Budgets:
     """The budgets of every episode; traffic without an episode has none."""
 
-    def __init__(self, settings: RouterSettings, buffer: EpisodeBuffer, places: Places) -> None:
+    def __init__(self, settings: RouterSettings, buffer: EpisodeBuffer) -> None:
         self._settings = settings
         self._buffer = buffer
-        self._places = places
 
-    def check(self, session: EpisodeSession, request: TurnRequest) -> bool:
-        """Refuse a turn for which there is no budget; True: other processes are to be asked().
+    def may_count_twice(self, session: EpisodeSession, num_choices: int) -> bool:
+        """True if the turns seem spent, but the buffer counts some that are not known here: those
+        may be in-flight turns, which are counted beside them."""
+        limit = self._settings.max_turns_per_episode
+        return (
+            session.opening is not None
+            and session.num_turns + num_choices > limit
+            and session.num_recorded > len(session.tree.nodes)
+        )
+
+    def check(self, session: EpisodeSession, request: TurnRequest) -> None:
+        """Refuse a turn for which there is no budget.
 
         Raises:
-            Refusal: 404, turns, tokens or turns at once are spent, or the time is.
+            Refusal: 404, turns, tokens or turns at once are spent.
         """
         if session.opening is None:
-            return False
+            return
         turns, tokens = self._settings.max_turns_per_episode, self._settings.max_tokens_per_episode
         at_once = self._settings.max_concurrent_turns_per_episode
         if session.num_turns + request.num_choices > turns:
@@ -50,18 +59,8 @@ class Budgets:
             raise _tokens_spent(session, tokens)
         num_at_once = session.num_running + request.num_choices
         if num_at_once > at_once:
-            raise _at_once_spent(session, at_once)
-        return not self._places.are_mine(session.episode_id, num_at_once)
-
-    async def ask(self, session: EpisodeSession, request: TurnRequest) -> None:
-        """Have other processes agree to the turns at once; then the turn is to begin now.
-
-        Raises:
-            Refusal: 404, all processes together would exceed them.
-            BufferUnavailable: the others cannot be asked.
-        """
-        if not await self._places.take(session, request.num_choices):
-            raise _at_once_spent(session, self._settings.max_concurrent_turns_per_episode)
+            limit = f"max_concurrent_turns_per_episode={at_once}"
+            raise _spent(session, "concurrency_exceeded", limit, "turns at once")
 
     def room(self, session: EpisodeSession, num_prompt_ids: int, num_choices: int) -> int | None:
         """How many ids each choice of a turn may draw; None: as many as fit.
@@ -96,11 +95,6 @@ class Budgets:
         outcome: Outcome = "truncated" if body.outcome == "completed" else body.outcome
         error = f"{spent}: {body.error}" if body.error else spent
         return msgspec.structs.replace(body, outcome=outcome, error=error)
-
-
-def _at_once_spent(session: EpisodeSession, at_once: int) -> Refusal:
-    limit = f"max_concurrent_turns_per_episode={at_once}"
-    return _spent(session, "concurrency_exceeded", limit, "turns at once")
 
 
 def _tokens_spent(session: EpisodeSession, tokens: int) -> Refusal:

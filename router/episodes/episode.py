@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from outloop.buffer.records import OpenEpisode, Opening
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from outloop.router.turns.in_flight import TurnJob
 
 _FORGET_AFTER_S = 60.0
-"""Closed or expired episodes answer retries this long from memory."""
+"""It is remembered this long of an episode that it was closed, or has expired."""
 
 
 class EpisodeSession:
@@ -45,16 +46,29 @@ class EpisodeSession:
         self.is_closed = False
         self.whose = Whose(opening.episode_id, opening.task_id) if opening is not None else NOBODY
         self.last_server: str | None = None
-        self.num_turns = 0
-        """Recorded and running ones."""
+        self.num_recorded = 0
+        """Turns that the buffer has, as far as it has said."""
+        self.ended_at: float | None = None
+        """Monotonic seconds; None: it is open."""
         self.num_tokens = 0
         """Ids of recorded turns: prompts after their parents', and outputs."""
 
     @property
     def num_running(self) -> int:
         """Turns that are not over."""
-        jobs = (job for same in self.jobs.values() for job in same)
-        return sum(len(job.turn_ids) for job in jobs if not job.is_over)
+        return sum(1 for _ in self._running_ids())
+
+    @property
+    def num_turns(self) -> int:
+        """Recorded turns, and those in flight here that are not known to be recorded."""
+        num_new = sum(turn_id not in self.tree.nodes for turn_id in self._running_ids())
+        return max(self.num_recorded, len(self.tree.nodes)) + num_new
+
+    def _running_ids(self) -> Iterator[str]:
+        for same in self.jobs.values():
+            for job in same:
+                if not job.is_over:
+                    yield from job.turn_ids
 
     @property
     def episode_id(self) -> str:
@@ -104,11 +118,11 @@ class EpisodeSession:
         for turn in loaded.turns:
             if turn.turn_id not in self.tree.nodes:
                 self.tree.add(turn)
-                self.num_turns += 1
                 self.num_tokens += len(turn.prompt_ids) + len(turn.output_ids)
                 self.recorded.discard(turn.turn_id)
                 if turn.mask_reason == "undelivered" and not turn.loss_spans and turn.retry_key:
                     self.undelivered.add(turn.retry_key)
+        self.num_recorded = max(self.num_recorded, len(loaded.turns))
         self.is_closed = self.is_closed or loaded.is_closed
 
 
@@ -123,7 +137,7 @@ class Episodes:
         self._loading: dict[str, asyncio.Task[EpisodeSession]] = {}
 
     def __len__(self) -> int:
-        return len(self._sessions)
+        return sum(not session.is_closed for session in self._sessions.values())
 
     def add(self, opening: Opening) -> EpisodeSession:
         """An episode that has just been opened; the known session when it is known."""
@@ -154,8 +168,14 @@ class Episodes:
         return await asyncio.shield(task)
 
     async def refresh(self, session: EpisodeSession) -> bool:
-        """Add turns that other processes recorded; True if there were any."""
+        """Add turns that other processes recorded; True if there were any.
+
+        They are counted first: an episode whose turns are all known is not read again.
+        """
         if session.opening is None:
+            return False
+        num_turns = await self._patience.ask(self._buffer.count_turns, session.episode_id)
+        if num_turns <= len(session.tree.nodes):
             return False
         loaded = await self._patience.ask(self._buffer.load_episode, session.episode_id)
         before = len(session.tree.nodes)
@@ -165,15 +185,19 @@ class Episodes:
 
     def forget_ended(self) -> None:
         """Drop episodes that ended a while ago from memory."""
-        horizon = time.time() - _FORGET_AFTER_S
+        horizon, closed_before = time.time() - _FORGET_AFTER_S, time.monotonic() - _FORGET_AFTER_S
         for episode_id, session in list(self._sessions.items()):
             assert session.opening is not None
-            if session.opening.deadline_at < horizon:
+            if session.is_closed and session.ended_at is None:
+                self.forget(session)
+            is_long_closed = session.ended_at is not None and session.ended_at < closed_before
+            if is_long_closed or session.opening.deadline_at < horizon:
                 del self._sessions[episode_id]
 
     def forget(self, session: EpisodeSession) -> None:
         """Drop what a closed episode keeps in memory; only that it is closed stays."""
         session.is_closed = True
+        session.ended_at = time.monotonic()
         session.jobs = {}
         session.undelivered = set()
         session.heard = None
@@ -187,6 +211,10 @@ class Episodes:
                 404, "episode_not_found", f"there is no episode episode_id={episode_id!r}"
             )
         session = self.add(loaded.opening)
+        if loaded.is_closed:
+            # Its key is asked with after its end: nothing but that is to be remembered.
+            self.forget(session)
+            return session
         session.add_recorded(loaded)
         session.recorded = RecordedTurns(loaded.recorded, before=loaded.turns)
         return session

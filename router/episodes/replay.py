@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from outloop.buffer.records import Sampling, Turn
 from outloop.router.servers.generate_api import Prompt
 from outloop.router.servers.generation import Drawn
+from outloop.router.turns.sampling import sampling_of_choice
 
 
 class RecordedTurns:
@@ -58,7 +59,9 @@ class RecordedTurns:
         for drawn in waiting:
             indices = [turn.choice_index for turn in drawn]
             if indices == list(range(num_choices)) and all(
-                turn.sampling == sampling and _was_asked_of(turn, policy_version) for turn in drawn
+                turn.sampling == sampling_of_choice(sampling, turn.choice_index)
+                and _was_asked_of(turn, policy_version)
+                for turn in drawn
             ):
                 waiting.remove(drawn)
                 return drawn

@@ -35,13 +35,13 @@ class Node:
 
     turn: Turn
     parent: Node | None
-    said_after: Node | None
-    given: tuple[Message, ...] | None
-    answer: Message | None
-    tools: Tools
-    num_messages: int
     end: int
     """Number of ids from the root to the end of this turn's output."""
+    said_after: Node | None = None
+    given: tuple[Message, ...] | None = None
+    answer: Message | None = None
+    tools: Tools = ()
+    num_messages: int = -1
     asked: tuple[Message, ...] | None = None
     """All messages of its request; given up when another turn goes on after it."""
     children: list[Node] = field(default_factory=list)
@@ -175,24 +175,19 @@ class TurnTree:
         if messages is not None and said_after is not None:
             given = messages[said_after.num_messages :]
             said_after.asked = None
-        node = Node(
-            turn=turn,
-            parent=parent,
-            said_after=said_after,
-            given=given,
-            answer=answer,
-            tools=tools,
-            asked=messages,
-            num_messages=len(messages) if messages is not None else -1,
-            end=(parent.end if parent else 0) + len(turn.prompt_ids) + len(turn.output_ids),
-        )
-        siblings = parent.children if parent else self._roots
-        earlier = self.nodes.get(turn.turn_id)
-        if earlier is not None:
-            # Read back from the buffer while this process waited to hear that it was recorded.
-            siblings.remove(earlier)
-        self.nodes[turn.turn_id] = node
-        siblings.append(node)
+        node = self.nodes.get(turn.turn_id)
+        if node is None:
+            node = self.nodes[turn.turn_id] = Node(
+                turn=turn,
+                parent=parent,
+                end=(parent.end if parent else 0) + len(turn.prompt_ids) + len(turn.output_ids),
+            )
+            (parent.children if parent else self._roots).append(node)
+        # Else it was read back from the buffer while this process waited to hear that it was
+        # recorded, and may have turns after it.
+        node.said_after, node.given, node.answer = said_after, given, answer
+        node.tools, node.asked = tools, messages
+        node.num_messages = len(messages) if messages is not None else -1
         asked, prompt = self._last_asked
         if asked is not None and asked is plan:
             # The next turn most likely goes on after this one.

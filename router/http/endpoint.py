@@ -71,14 +71,22 @@ class Exchange:
         """The whole request body, as it was before the client compressed it.
 
         Raises:
-            Refusal: 413, it is too large; 415 and 400, it is compressed as nothing here reads it.
+            Refusal: 413, it is too large; 415 and 400, it is compressed as nothing here reads it;
+                400, it is not UTF-8.
             ClientLeft: the client closed the connection.
         """
         whole = self._request.take_body() if self._request is not None else None
         if whole is None:
             whole = await self._receive_body()
         encoding = self.headers.get(b"content-encoding")
-        return whole if encoding is None else await decoded(whole, encoding, _MAX_BODY_BYTES)
+        if encoding is not None:
+            whole = await decoded(whole, encoding, _MAX_BODY_BYTES)
+        try:
+            # Parts of a body are decoded late, in many places: here it is known of all of them.
+            whole.decode()
+        except UnicodeDecodeError as error:
+            raise Refusal(400, "invalid_value", f"the body is not UTF-8: {error}") from error
+        return whole
 
     async def _receive_body(self) -> bytes:
         pieces: list[bytes] = []
@@ -103,15 +111,14 @@ class Exchange:
         """
         try:
             return decoder.decode(await self.body())
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except msgspec.DecodeError as error:
             raise Refusal(400, "invalid_value", f"the body is not valid: {error}") from error
 
-    async def answer(self, status: int, body: bytes, headers: Headers | None = None) -> None:
-        """Send a complete answer."""
+    async def answer(self, status: int, body: bytes, headers: Headers | None = None) -> bool:
+        """Send a complete answer; False if the client has left before it was sent."""
         self.is_started = True
         if self._request is not None:
-            await self._request.respond(status, (JSON, *(headers or ())), body)
-            return
+            return await self._request.respond(status, (JSON, *(headers or ())), body)
         length = (b"content-length", str(len(body)).encode())
         await self._send(
             {
@@ -121,6 +128,7 @@ class Exchange:
             }
         )
         await self._send({"type": "http.response.body", "body": body})
+        return not self._is_gone
 
     async def start(self, status: int, headers: Headers) -> None:
         """Begin an answer that comes in pieces."""
@@ -162,9 +170,10 @@ class Exchange:
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
-    async def send_events(self, body: bytes, *, more: bool) -> None:
-        """Send events; `more=False` ends the answer."""
+    async def send_events(self, body: bytes, *, more: bool) -> bool:
+        """Send events; `more=False` ends the answer. False if the client has left before."""
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        return not self._is_gone if self._request is None else not self._request.disconnected
 
 
 def _without_key(path: str) -> str:

@@ -65,12 +65,15 @@ class ClientRequest(RequestResponseCycle):
 
     async def respond(
         self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes
-    ) -> None:
-        """A complete answer, as one write; `headers` without content-length, fit for the wire."""
+    ) -> bool:
+        """A complete answer, as one write; `headers` without content-length, fit for the wire.
+
+        False: the client has left, and nothing was written.
+        """
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
-        if self.disconnected:
-            return
+        if self.disconnected or self.transport.is_closing():
+            return False
         if _CLOSE in headers:
             self.keep_alive = False
         elif not self.keep_alive:
@@ -91,6 +94,7 @@ class ClientRequest(RequestResponseCycle):
         if not self.keep_alive:
             self.transport.close()
         self.on_response()
+        return True
 
 
 class ClientConnection(HttpToolsProtocol):

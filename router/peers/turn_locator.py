@@ -100,7 +100,8 @@ class _Asking:
 class _Remote:
     """A client of another process, which waits there for a turn of this one."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, job: TurnJob) -> None:
+        self.job = job
         self.renew(ask)
 
     def renew(self, ask: Ask) -> None:
@@ -233,12 +234,13 @@ class Peers:
         """Let the client of another process be one of this turn's."""
         who = (ask.process, ask.number)
         remote = self._remotes.get(who)
-        if remote is not None:
+        if remote is not None and remote.job is job:
             remote.renew(ask)
             job.detach(remote)
             job.attach(remote)
             return
-        self._remotes[who] = remote = _Remote(ask)
+        # Where it waited for an equal turn that is over by now, that one is done with it too.
+        self._remotes[who] = remote = _Remote(ask, job)
         job.attach(remote)
         self._telling.start(self._tell_when_over(job, session, ask, remote))
 
@@ -250,10 +252,13 @@ class Peers:
             # Where it failed, who waits finds nothing recorded and draws the turn itself.
             job.is_delivered = job.is_delivered or not (job.has_failed or remote.is_gone())
         finally:
-            del self._remotes[ask.process, ask.number]
+            if self._remotes.get((ask.process, ask.number)) is remote:
+                del self._remotes[ask.process, ask.number]
             job.detach(remote)
             session.let_go(job, ask.retry_key)
-        await self._telling.send(_of(ask.process), _encode(Over(ask.number)))
+            is_last = (ask.process, ask.number) not in self._remotes
+        if is_last:
+            await self._telling.send(_of(ask.process), _encode(Over(ask.number)))
 
     def tell_left(self, session: EpisodeSession, retry_key: str) -> None:
         """Say that a turn's client has gone: its next request may reach any process."""

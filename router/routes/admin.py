@@ -12,6 +12,7 @@ from fastapi import APIRouter, Header
 from starlette.responses import Response
 
 from outloop.router.auth import KeyRing
+from outloop.router.background import BackgroundWork
 from outloop.router.buffer_protocol import EpisodeBuffer
 from outloop.router.errors import Refusal, stopping
 from outloop.router.metrics import RouterMetrics
@@ -27,16 +28,21 @@ def admin_router(
     buffer: EpisodeBuffer,
     metrics: RouterMetrics,
     service: TurnService,
+    background: BackgroundWork,
 ) -> APIRouter:
     """Routes for operators."""
     routes = APIRouter()
-    _add_operation(routes, pool, metrics, service)
+    _add_operation(routes, pool, metrics, service, background)
     _add_control(routes, keys, pool, buffer)
     return routes
 
 
 def _add_operation(
-    routes: APIRouter, pool: ServerPool, metrics: RouterMetrics, service: TurnService
+    routes: APIRouter,
+    pool: ServerPool,
+    metrics: RouterMetrics,
+    service: TurnService,
+    background: BackgroundWork,
 ) -> None:
     @routes.get("/health")
     async def health() -> dict[str, str]:
@@ -48,6 +54,8 @@ def _add_operation(
         """A server has acknowledged the announced version; 503 until then, and when it stops."""
         if service.is_draining:
             raise stopping()
+        if background.failure:
+            raise Refusal(503, "router_failed", background.failure, retry_after_s=1.0)
         if not pool.is_ready:
             raise Refusal(
                 503, "not_ready", f"the router waits for {pool.describe()}", retry_after_s=1.0

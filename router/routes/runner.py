@@ -26,6 +26,7 @@ from outloop.buffer.records import (
     Turn,
 )
 from outloop.buffer.tasks.mixture import TaskSource
+from outloop.buffer.tasks.validation import check_id
 from outloop.router.auth import KeyRing, check_episode_id
 from outloop.router.buffer_protocol import EpisodeBuffer
 from outloop.router.episodes.episode import Episodes
@@ -221,6 +222,7 @@ class Control:
         """`POST /episodes/{id}/close`: end an episode; the same key twice is one close."""
         self._keys.require_runner(exchange.key)
         body = await exchange.decode(_close)
+        check_id(body.key, "key")
         episode_id = exchange.path("episode_id")
         reward = None
         if body.reward is not None:

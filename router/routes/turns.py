@@ -64,8 +64,10 @@ class Front:
             else:
                 job.encode = job.encode or (lambda results: dialect.encode(results, request))
                 results = await job.results()
-                job.is_delivered = job.is_delivered or not exchange.is_gone()
-                await exchange.answer(200, job.drafted or dialect.encode(results, request))
+                is_delivered = await exchange.answer(
+                    200, job.drafted or dialect.encode(results, request)
+                )
+                job.is_delivered = job.is_delivered or is_delivered
         finally:
             job.detach(exchange)
         session.let_go(job, retry_key)
@@ -176,8 +178,8 @@ async def _send_stream(
     if stream is None:
         stream = await opened()
         opening = stream.open()
-    job.is_delivered = job.is_delivered or not exchange.is_gone()
-    await exchange.send_events(opening + stream.close(results), more=False)
+    is_delivered = await exchange.send_events(opening + stream.close(results), more=False)
+    job.is_delivered = job.is_delivered or is_delivered
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def read_piece(data: bytes) -> Piece:
     """
     try:
         return _decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ServerUnavailable(f"/generate answered what is no result: {error}") from error
 
 

@@ -32,7 +32,7 @@ from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.servers.generation import Drawn
 from outloop.router.turns.buffer_retry import Patience
 from outloop.router.turns.in_flight import TurnJob
-from outloop.router.turns.sampling import loss_spans
+from outloop.router.turns.sampling import loss_spans, sampling_of_choice
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _log = structlog.get_logger()
@@ -151,7 +151,7 @@ class Recorder:
                 # What was drawn, and perhaps shown, is not thrown away because Redis is restarted.
                 turn, usage = await self._append_late(choice, turn)
             # Other processes may have recorded turns of this episode.
-            session.num_turns = max(session.num_turns, usage.num_turns)
+            session.num_recorded = max(session.num_recorded, usage.num_turns)
             session.num_tokens = usage.num_tokens
             is_told = request.prompt is None and plan.knows_messages
             session.tree.add(
@@ -205,7 +205,8 @@ class Recorder:
 
     def _turn(self, choice: _Choice) -> Turn:
         common, index, drawn = choice.common, choice.index, choice.drawn
-        session, plan, sampling = common.session, common.plan, common.sampling
+        session, plan = common.session, common.plan
+        sampling = sampling_of_choice(common.sampling, index)
         finish: FinishReason = "length" if drawn.finish == "length" else "stop"
         undelivered_from = None
         if not choice.is_text:

@@ -12,11 +12,15 @@ import hashlib
 from functools import lru_cache
 from typing import Any
 
+from msgspec.structs import replace
+
 from outloop.buffer.records import Opening, Sampling
 from outloop.buffer.settings import SamplingSettings
 from outloop.router.dialects.base import TurnRequest
 from outloop.router.errors import Refusal
 from outloop.router.turns.sampling_parameters import FLOATS, PARAMETERS, check_value
+
+_MAX_SEED = 2**63 - 1
 
 
 def check_episode_sampling(sampling: dict[str, float] | None, purpose: str) -> None:
@@ -73,6 +77,14 @@ def decide(
     kept: dict[str, Any] = {name: _as_kept(name, value) for name, value in in_force.items()}
     constraint = _constraint(request, opening, settings)
     return _sampling(stop=request.stop, constraint=constraint, **kept)
+
+
+def sampling_of_choice(sampling: Sampling, choice_index: int) -> Sampling:
+    """What one of several choices is sampled with: each has a seed of its own."""
+    if sampling.seed is None or choice_index == 0:
+        return sampling
+    seed = (sampling.seed + choice_index + _MAX_SEED + 1) % (2 * _MAX_SEED + 2) - _MAX_SEED - 1
+    return replace(sampling, seed=seed)
 
 
 @lru_cache(maxsize=256)

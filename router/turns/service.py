@@ -8,9 +8,11 @@ the client did not get is recorded without loss.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from itertools import islice
+from typing import Any, TypeVar
 
 import structlog
 from msgspec.structs import replace
@@ -32,7 +34,6 @@ from outloop.router.errors import (
     stopping,
 )
 from outloop.router.metrics import RouterMetrics
-from outloop.router.peers.concurrency import Places
 from outloop.router.peers.turn_locator import Peers
 from outloop.router.rendering.message import Begun
 from outloop.router.rendering.parsing import AnswerReader
@@ -42,16 +43,16 @@ from outloop.router.servers.generation import Drawn, Generator
 from outloop.router.turns.buffer_retry import Patience
 from outloop.router.turns.in_flight import TurnJob
 from outloop.router.turns.planner import Planner
-from outloop.router.turns.random_ids import random_ids
 from outloop.router.turns.recorder import Recorder, Recording
 from outloop.router.turns.retries import Retries, repeated
-from outloop.router.turns.sampling import decide
+from outloop.router.turns.sampling import decide, sampling_of_choice
 
 _RETURN_GRACE_S = 10.0
 """A client that left may come back with a retry this long; then its turn is recorded as masked."""
 _CLIENT_CHECK_S = 0.2
 _TURN_ID_BYTES = 12
 _log = structlog.get_logger()
+T = TypeVar("T")
 
 
 class TurnService:
@@ -66,12 +67,12 @@ class TurnService:
         generator: Generator,
         metrics: RouterMetrics,
         peers: Peers,
-        places: Places,
         patience: Patience,
     ) -> None:
         self._settings = settings
         self._renderer = renderer
         self._reader = AnswerReader(renderer)
+        self._episodes = episodes
         self._patience = patience
         told = settings.router.log_turns
         self._recorder = Recorder(
@@ -86,11 +87,10 @@ class TurnService:
         self._planner = Planner(renderer, episodes, settings.sampling)
         self._peers = peers
         self._retries = Retries(episodes, self._planner, self._reader, peers)
-        self.budgets = Budgets(settings.router, buffer, places)
+        self.budgets = Budgets(settings.router, buffer)
         self._generator = generator
         self._metrics = metrics
         self._jobs: set[TurnJob] = set()
-        self._new_ids = random_ids(_TURN_ID_BYTES)
         self.is_draining = False
 
     @property
@@ -108,15 +108,23 @@ class TurnService:
             Refusal: the episode has ended, a budget is spent, or the router is full.
         """
         try:
-            return await self._start(session, request, retry_key, is_retry=is_retry)
+            await self._know_all_turns(session, request.num_choices)
+            return self._start(session, request, retry_key, is_retry=is_retry)
         except Refusal as refusal:
             _log.info("turn_refused", episode_id=session.episode_id, code=refusal.code)
             await self.budgets.note(session, refusal)
             raise
 
-    async def _start(
+    async def _know_all_turns(self, session: EpisodeSession, num_choices: int) -> None:
+        """Read turns that the buffer counts and this process does not know, where they would spend
+        the budget: some may be of its own turns, of which it has not heard yet."""
+        if self.budgets.may_count_twice(session, num_choices):
+            await self._episodes.refresh(session)
+
+    def _start(
         self, session: EpisodeSession, request: TurnRequest, retry_key: str, *, is_retry: bool
     ) -> TurnJob:
+        # No await from here on until the job is entered: an identical retry would miss it.
         session.check_open()
         earlier = repeated(session.jobs.get(retry_key, ()), is_retry)
         if earlier is not None:
@@ -129,8 +137,8 @@ class TurnService:
             time.time(),
             lambda job: self._run(job, session, request, retry_key, is_retry=is_retry),
         )
-        if not is_retry and not self._admit(job, session, request):
-            await self._ask_and_admit(job, session, request)
+        if not is_retry:
+            self._admit(job, session, request)
         session.jobs.setdefault(retry_key, []).append(job)
         self._jobs.add(job)
         return job
@@ -178,23 +186,11 @@ class TurnService:
         while self._jobs:
             await next(iter(self._jobs)).over()
 
-    async def _ask_and_admit(
-        self, job: TurnJob, session: EpisodeSession, request: TurnRequest
-    ) -> None:
-        await self.budgets.ask(session, request)
-        self._admit(job, session, request, is_asked=True)
-
-    def _admit(
-        self, job: TurnJob, session: EpisodeSession, request: TurnRequest, *, is_asked: bool = False
-    ) -> bool:
-        """Make a turn of a job, where the episode and this process have room for one more.
-
-        False: it is not known here whether the episode has, and other processes are to be asked.
-        """
+    def _admit(self, job: TurnJob, session: EpisodeSession, request: TurnRequest) -> None:
+        """Make a turn of a job, where the episode and this process have room for one more."""
         if self.is_draining:
             raise stopping()
-        if self.budgets.check(session, request) and not is_asked:
-            return False
+        self.budgets.check(session, request)
         settings = self._settings.router
         limit = -(-settings.max_queued_turns // settings.num_processes)
         num_others = self.num_running - (job in self._jobs)
@@ -207,9 +203,7 @@ class TurnService:
                 f"router.num_processes={settings.num_processes}); wait",
                 retry_after_s=1.0,
             )
-        job.turn_ids = tuple(islice(self._new_ids, request.num_choices))
-        session.num_turns += request.num_choices
-        return True
+        job.turn_ids = tuple(secrets.token_hex(_TURN_ID_BYTES) for _ in range(request.num_choices))
 
     async def _run(
         self,
@@ -272,14 +266,13 @@ class TurnService:
             job.num_prompt_tokens = found[0].num_prompt_tokens
             job.sampling = found[0].turn.sampling
         else:
+            await self._know_all_turns(session, request.num_choices)
             session.check_open()
-            if not self._admit(job, session, request):
-                await self._ask_and_admit(job, session, request)
+            self._admit(job, session, request)
         return found
 
     def _drop(self, job: TurnJob, session: EpisodeSession, retry_key: str) -> None:
         """A turn that came to nothing is no turn; its retry starts afresh."""
-        session.num_turns -= len(job.turn_ids)
         jobs = session.jobs.get(retry_key, [])
         if job in jobs:
             jobs.remove(job)
@@ -303,11 +296,19 @@ class TurnService:
         if again:
             job.turn_ids = tuple(turn.turn_id for turn in again)
         draws = [
-            self._draw(job, session, request, index, prompt, plan, sampling, turn)
+            self._draw(
+                job,
+                session,
+                request,
+                index,
+                prompt,
+                plan,
+                sampling_of_choice(sampling, index),
+                turn,
+            )
             for index, turn in enumerate(again or (None,) * request.num_choices)
         ]
-        # One choice is the rule, and gathering one would make a task for it.
-        drawn = [await draws[0]] if len(draws) == 1 else await asyncio.gather(*draws)
+        drawn = await _all_of(draws)
         job.is_drawn = True
         if not job.has_client:
             await self._wait_for_client(job, session, retry_key)
@@ -369,6 +370,16 @@ class TurnService:
             wish=_wish(request, sampling),
         )
         return drawn, live.begun if live is not None else None
+
+
+async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of it returns; where one fails, the others are cancelled before that is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def _closed() -> Refusal:

@@ -45,6 +45,9 @@ class FakeBuffer:
         self.is_away = False
         self.num_refused = 0
         self.num_policy_reads = 0
+        self._acknowledged = asyncio.Event()
+        self._acknowledged.set()
+        self.num_loads = 0
         self.is_paused = False
         self.sealed: set[str] = set()
         self.budget_notes = FakeNotes(self)
@@ -64,6 +67,11 @@ class FakeBuffer:
                 is_quarantined=False,
             )
         )
+
+    def hold_acknowledgements(self) -> asyncio.Event:
+        """Turns are recorded, and nobody is told until the event is set."""
+        self._acknowledged.clear()
+        return self._acknowledged
 
     async def close(self) -> None:
         await self._work()
@@ -114,6 +122,7 @@ class FakeBuffer:
 
     async def load_episode(self, episode_id: str) -> OpenEpisode | None:
         await self._work()
+        self.num_loads += 1
         if episode_id not in self.openings:
             return None
         closed = self.closed.get(episode_id)
@@ -139,6 +148,10 @@ class FakeBuffer:
             known |= {turn.turn_id for turn in found}
         return tuple(found)
 
+    async def count_turns(self, episode_id: str) -> int:
+        await self._work()
+        return len(self.turns.get(episode_id, ()))
+
     async def append_turn(self, turn: Turn) -> EpisodeUsage:
         await self._work()
         if turn.episode_id not in self.openings:
@@ -148,6 +161,7 @@ class FakeBuffer:
         turns = self.turns[turn.episode_id]
         if turn.turn_id not in {t.turn_id for t in turns}:
             turns.append(turn)
+        await self._acknowledged.wait()
         num_tokens = sum(len(t.prompt_ids) + len(t.output_ids) for t in turns)
         return EpisodeUsage(num_turns=len(turns), num_tokens=num_tokens)
 

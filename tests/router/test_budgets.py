@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from fake_server import Script
+from fake_server import FakeServer, Script, serving
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -130,3 +130,53 @@ async def test_exactly_the_budget_is_no_truncation(make_stage, is_spent) -> None
     if is_spent:
         check_final(await ask(stage, episode), "turn_budget_spent")
     assert (await closed(stage, episode))["outcome"] == ("truncated" if is_spent else "completed")
+
+
+async def test_an_unacknowledged_turn_is_counted_once(make_stage) -> None:
+    """A turn that Redis has, and this process has not been told of, is one turn of the budget,
+    also when a rewritten history has the episode read again meanwhile."""
+    stage = await make_stage(router={"max_turns_per_episode": 4})
+    stage.server.answer = lambda request: stage.script("x")
+    episode = await stage.open()
+    assert (await ask(stage, episode)).status_code == 200
+    hold = stage.buffer.hold_acknowledgements()
+    late = asyncio.create_task(ask(stage, episode, seed=1))
+    while len(stage.turns(episode)) < 2:
+        await asyncio.sleep(0.005)
+    rewritten = [
+        {"role": "user", "content": "other"},
+        {"role": "assistant", "content": "never said"},
+        {"role": "user", "content": "go"},
+    ]
+    beside = asyncio.create_task(ask(stage, episode, messages=rewritten))
+    while len(stage.turns(episode)) < 3:
+        await asyncio.sleep(0.005)
+    hold.set()
+    assert [answer.status_code for answer in await asyncio.gather(late, beside)] == [200, 200]
+    assert (await ask(stage, episode, seed=2)).status_code == 200
+    check_final(await ask(stage, episode, seed=3), "turn_budget_spent")
+    assert len(stage.turns(episode)) == 4
+
+
+async def test_turns_in_flight_count_beside_recorded_ones_of_others(make_stage, stage) -> None:
+    """What another process recorded does not hide what is in flight here."""
+    limits = {"max_turns_per_episode": 6}
+    one, two = [await make_stage(buffer=stage.buffer, router=limits) for _ in range(2)]
+    stage.server.answer = lambda request: stage.script("x")
+    episode = await stage.open()
+    stage.server.gate.clear()
+    held = [asyncio.create_task(ask(one, episode, seed=n)) for n in range(2)]
+    while len(stage.server.requests) < 2:
+        await asyncio.sleep(0.005)
+    beside = FakeServer(lambda request: stage.script("x"))
+    beside.url = await stage.stack.enter_async_context(serving(beside))
+    # The server that holds them has left: others' turns go to another one.
+    stage.buffer.servers = []
+    stage.buffer.serve(beside.url, server_id="server-1")
+    for router in (one, two):
+        await router.app.state.parts.pool.refresh()
+    for seed, router in ((8, two), (9, two), (10, one), (11, one)):
+        assert (await ask(router, episode, seed=seed)).status_code == 200
+    check_final(await ask(one, episode, seed=12), "turn_budget_spent")
+    stage.server.gate.set()
+    assert [answer.status_code for answer in await asyncio.gather(*held)] == [200, 200]

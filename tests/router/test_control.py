@@ -269,3 +269,15 @@ async def test_tasks_are_registered_once(stage) -> None:
     answer = await stage.post("/tasks", body)
     assert answer.status_code == 422
     assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_a_close_that_is_refused_closes_nothing(stage) -> None:
+    """Its key is no key: the episode stays open here as it does for every other router."""
+    stage.server.answer = lambda request: stage.script("fine")
+    episode = await stage.open()
+    path = f"/episodes/{episode['episode_id']}/close"
+    refused = await stage.post(path, {"outcome": "completed", "key": ""})
+    assert refused.status_code == 400
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    answer = await stage.post("/v1/chat/completions", body, episode["api_key"])
+    assert answer.status_code == 200, answer.text

@@ -318,3 +318,19 @@ async def test_rubbish_on_the_channel_is_passed_over(pair) -> None:
         for name in {name for hear in channel.listeners for name in hear}:
             await channel.publish(name, message)
     assert text_of(await ask(other, episode, **RETRY)) == "one"
+
+
+async def test_a_client_elsewhere_may_wait_for_two_equal_turns(pair, monkeypatch) -> None:
+    """The turn that it waited for is over, and an equal one is in flight when it asks again."""
+    monkeypatch.setattr(peers, "ROUND_S", 0.02)
+    first, other = pair
+    first.says("one", "two")
+    episode = await first.open()
+    stayed = [await begin(first, episode)]
+    again = await retry_elsewhere(first, other, episode)
+    stayed.append(await begin(first, episode))
+    first.server.gate.set()
+    texts = [text_of(await task) for task in (*stayed, again)]
+    assert texts[:2] == ["one", "two"]
+    assert texts[2] in texts[:2]
+    assert not first.app.state.parts.background.failure

@@ -61,8 +61,8 @@ class Played:
 
 
 async def test_choices_retries_and_other_routers_share_one_keys_limits(live_run, renderer) -> None:
-    """Choices count one by one, at once and in all, wherever they are drawn; a retry counts
-    nothing, at whichever router, and no answer of a refused request is drawn."""
+    """Choices count one by one: at once at each router, in all wherever they are drawn; a retry
+    counts nothing, at whichever router, and no answer of a refused request is drawn."""
     stop = renderer.stop_ids[0]
     ids = [*renderer.tokenizer.encode("x"), stop]
     script = Script(ids=ids, finish={"type": "stop", "matched": stop})
@@ -83,7 +83,7 @@ async def test_choices_retries_and_other_routers_share_one_keys_limits(live_run,
         async with asyncio.timeout(20):
             while len(server.requests) < 3:
                 await asyncio.sleep(0.005)
-        refused = await played.ask(1, 2, n=2)
+        refused = await played.ask(0, 2, n=2)
         assert (refused.status_code, refused.json()["error"]["code"]) == (
             404,
             "concurrency_exceeded",

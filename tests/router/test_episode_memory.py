@@ -1,0 +1,59 @@
+"""What a router keeps of episodes, and how often it asks for them."""
+
+import asyncio
+
+import pytest
+
+from outloop.router.episodes import episode as episode_module
+
+BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def ask(stage, episode, **fields):
+    """One raw request."""
+    return await stage.post("/v1/chat/completions", {**BODY, **fields}, episode["api_key"])
+
+
+async def close(stage, episode) -> None:
+    """The runner ends an episode."""
+    path = f"/episodes/{episode['episode_id']}/close"
+    assert (await stage.post(path, {"outcome": "completed", "key": "c"})).status_code == 200
+
+
+async def test_a_rewritten_history_does_not_read_the_episode_again(stage) -> None:
+    """An agent that always rewrites costs a count of its turns, not all of them, each time."""
+    stage.server.answer = lambda request: stage.script("fine")
+    episode = await stage.open()
+    for number in range(5):
+        messages = [
+            {"role": "user", "content": f"summary {number}"},
+            {"role": "assistant", "content": "never said"},
+            {"role": "user", "content": "go on"},
+        ]
+        assert (await ask(stage, episode, messages=messages)).status_code == 200
+    # An episode that was opened by name is read once: an attempt before it may have been lost.
+    assert stage.buffer.num_loads == 1
+
+
+async def test_a_closed_episode_is_forgotten(stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before its deadline; its key stays refused, and then costs no more than a mark."""
+    monkeypatch.setattr(episode_module, "_FORGET_AFTER_S", 0.0)
+    stage.server.answer = lambda request: stage.script("fine")
+    episodes = stage.app.state.parts.episodes
+    opened = [await stage.open(deadline_s=3600.0) for _ in range(3)]
+    for episode in opened[:2]:
+        assert (await ask(stage, episode)).status_code == 200
+        await close(stage, episode)
+    assert (await ask(stage, opened[2])).status_code == 200
+    assert len(episodes) == 1
+    await asyncio.sleep(0.01)
+    episodes.forget_ended()
+    assert episodes.known(opened[0]["episode_id"]) is None
+    assert episodes.known(opened[2]["episode_id"]) is not None
+    for _ in range(2):
+        answer = await ask(stage, opened[0])
+        assert (answer.status_code, answer.json()["error"]["code"]) == (410, "episode_closed")
+    again = episodes.known(opened[0]["episode_id"])
+    assert again is not None
+    assert not again.tree.nodes
+    assert len(episodes) == 1
