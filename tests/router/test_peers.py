@@ -322,7 +322,7 @@ async def test_rubbish_on_the_channel_is_passed_over(pair) -> None:
 
 async def test_a_client_elsewhere_may_wait_for_two_equal_turns(pair, monkeypatch) -> None:
     """The turn that it waited for is over, and an equal one is in flight when it asks again."""
-    monkeypatch.setattr(peers, "ROUND_S", 0.02)
+    monkeypatch.setattr(turn_locator, "ROUND_S", 0.02)
     first, other = pair
     first.says("one", "two")
     episode = await first.open()

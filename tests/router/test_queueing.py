@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from outloop.router.queueing import FairQueue, Ticket
+from outloop.router.servers.fair_queue import FairQueue, Ticket
 
 
 class Servers:
