@@ -68,7 +68,7 @@ class FairQueue(Generic[T]):
 
     def remove(self, ticket: Ticket[T]) -> None:
         """Wait no more."""
-        rotation = self._rotations.get(ticket.policy_version, {})
+        rotation = self._rotations.get(ticket.policy_version, OrderedDict())
         episode = rotation.get(ticket.episode_id)
         if episode is None or ticket not in episode.tickets:
             return
