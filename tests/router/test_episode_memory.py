@@ -52,7 +52,7 @@ async def test_a_closed_episode_is_forgotten(stage, monkeypatch: pytest.MonkeyPa
     assert episodes.known(opened[2]["episode_id"]) is not None
     for _ in range(2):
         answer = await ask(stage, opened[0])
-        assert (answer.status_code, answer.json()["error"]["code"]) == (410, "episode_closed")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "episode_closed")
     again = episodes.known(opened[0]["episode_id"])
     assert again is not None
     assert not again.tree.nodes
