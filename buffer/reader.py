@@ -43,6 +43,7 @@ from outloop.buffer.redis.scripts import Clock, SyncScripts
 from outloop.buffer.registry import SyncRegistry
 from outloop.buffer.run import Run
 from outloop.buffer.stats import stats_from
+from outloop.buffer.store.ledger import Ledger, ledger_from
 from outloop.buffer.store.leases import LeaseRow, leased_groups
 from outloop.buffer.store.loading import load_sync
 from outloop.buffer.store.sft import sft_records
@@ -324,7 +325,11 @@ class BufferReader(SyncRegistry):
 
     def stats(self) -> dict[str, float]:
         """Counters since the run began and sizes now; names as in `outloop.buffer.stats.STATS`."""
-        return stats_from(self._client, self._prefix)
+        return stats_from(self._client, self._prefix, self.ledger())
+
+    def ledger(self) -> Ledger:
+        """What became of every attempt that started since the run began."""
+        return ledger_from(self._scripts)
 
     def load_episode(self, episode_id: str) -> OpenEpisode | None:
         """As BufferWriter.load_episode, without what other episodes recorded."""

@@ -13,6 +13,7 @@ import redis
 
 from outloop.buffer.records import DropReason
 from outloop.buffer.redis.client import translated
+from outloop.buffer.store.ledger import COLUMNS, Ledger
 
 _COUNTERS: dict[str, tuple[str, str]] = {
     "buffer/groups": ("groups", "groups started since the run began"),
@@ -32,7 +33,8 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "buffer/train_attempts": ("train_attempts", "attempts given out for training"),
     "buffer/resultless_attempts": (
         "resultless_attempts",
-        "of those, attempts that ended without a result: replaced, or given up",
+        "of those, attempts that ended without a result that is trained: replaced, given up, cut off, "
+        "or in groups dropped as stale or failed",
     ),
     "buffer/resumed_attempts": (
         "resumed_attempts",
@@ -81,7 +83,7 @@ _COUNTERS: dict[str, tuple[str, str]] = {
 }
 _SIZES: dict[str, tuple[str, str, str]] = {
     "buffer/ready_groups": ("zcard", "ready", "groups ready to be taken"),
-    "buffer/open_groups": ("zcard", "group_deadlines", "groups that are not complete"),
+    "buffer/open_groups": ("zcard", "open", "groups that are not complete"),
     "buffer/leased_groups": ("zcard", "leases", "groups leased and not in a checkpoint"),
     "buffer/attempts_in_flight": ("hlen", "attempts", "attempts neither scored nor lost"),
     "buffer/dead_letters": ("llen", "dead", "dead letters that nobody has resolved"),
@@ -104,17 +106,31 @@ _SUMS: dict[str, tuple[str, str]] = {
     "buffer/replaced_attempts": ("buffer/replaced/", "attempts replaced, all causes"),
 }
 
+_LENGTHS: dict[str, str] = {
+    "buffer/length/trained_s": "mean duration of training attempts that the trainer saw in time",
+    "buffer/length/ended_s": "mean duration of all training attempts that ended",
+    "buffer/length/trained_tokens": "mean number of tokens sampled in those that it saw in time",
+    "buffer/length/ended_tokens": "mean number of tokens sampled in all that ended",
+}
+_LEDGER = {
+    "buffer/ledger/started": "attempts started since the run began, evaluations included; the sum "
+    "of all other buffer/ledger/",
+    **{f"buffer/ledger/{name}": text for name, text in COLUMNS.items()},
+}
+
 STATS: dict[str, str] = (
     {name: text for name, (_, text) in _COUNTERS.items()}
     | {name: text for name, (_, _, text) in _SIZES.items()}
     | {name: text for name, (_, text) in _SUMS.items()}
     | {name: text for name, (_, _, text) in _SHARES.items()}
+    | _LEDGER
+    | _LENGTHS
 )
 """Every name that stats() returns, with its meaning."""
 
 
-def stats_from(client: redis.Redis, prefix: str) -> dict[str, float]:
-    """Read all of STATS in one round trip."""
+def stats_from(client: redis.Redis, prefix: str, ledger: Ledger) -> dict[str, float]:
+    """Read all of STATS that is not in `ledger` in one round trip."""
     with translated("reading stats"), client.pipeline(transaction=False) as pipeline:
         pipeline.hgetall(f"{prefix}counters")
         for command, name, _ in _SIZES.values():
@@ -126,4 +142,13 @@ def stats_from(client: redis.Redis, prefix: str) -> dict[str, float]:
         stats[name] = sum(value for part, value in stats.items() if part.startswith(beginning))
     for name, (part, whole, _) in _SHARES.items():
         stats[name] = stats[part] / max(1.0, stats[whole])
+    stats["buffer/ledger/started"] = float(ledger.num_started)
+    for name in COLUMNS:
+        column = ledger.columns.get(name)
+        stats[f"buffer/ledger/{name}"] = float(column.num_attempts if column else 0)
+    trained, ended = ledger.length_of_trained(), ledger.length_of_ended()
+    stats["buffer/length/trained_s"] = trained.duration_s
+    stats["buffer/length/ended_s"] = ended.duration_s
+    stats["buffer/length/trained_tokens"] = trained.num_tokens
+    stats["buffer/length/ended_tokens"] = ended.num_tokens
     return stats

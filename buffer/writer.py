@@ -53,6 +53,7 @@ from outloop.buffer.tasks.validation import (
     check_sources,
     deadline_of,
     encode_tasks,
+    refuse_cut,
     refuse_overlap,
     tasks_digest,
 )
@@ -118,10 +119,12 @@ class BufferWriter:
         Raises:
             Conflict: the run has other tasks.
             RecordError: an id is used twice, a payload is not JSON-able, a priority is no whole
-                number, or a training task has the content of an evaluation task.
+                number, a training task has the content of an evaluation task, or its deadline is
+                later than its group's.
         """
         encoded = [encode_tasks(tasks, "tasks"), encode_tasks(eval_tasks, "eval_tasks")]
         refuse_overlap(tasks, eval_tasks)
+        refuse_cut(tasks, self._run.settings)
         what = "registering tasks"
         sources = sources or (TaskSource("tasks", len(tasks)),)
         check_sources(sources, len(tasks))

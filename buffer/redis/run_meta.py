@@ -90,17 +90,17 @@ def script_rules(settings: Settings) -> dict[str, int | str]:
     buffer, env = settings.buffer, settings.env
     return {
         "group_size": buffer.group_size,
-        "admission_limit": (buffer.max_staleness + 1) * settings.trainer.groups_per_step,
+        "admission_limit": (buffer.depth + 1) * settings.trainer.groups_per_step,
         "max_staleness": buffer.max_staleness,
         "max_replacements": env.max_replacements,
         "max_resumptions": env.max_resumptions if env.resume_lost_attempts else 0,
         "max_replaced_ppm": round(env.max_replaced_share * 1e6),
         "max_silence_ms": int(env.max_runner_silence_s * 1000),
         "attempt_ms": int((env.episode_deadline_s + CLOSE_GRACE_S) * 1000),
-        "group_ms": int(buffer.group_deadline_s * 1000),
+        "group_ms": int((buffer.group_deadline_s or 0.0) * 1000),
         "lease_ms": int(buffer.lease_s * 1000),
         "incomplete": buffer.incomplete,
-        "take_window": buffer.take_window,
+        "take_window": buffer.window(settings.trainer.groups_per_step),
         "gives_claims": int(settings.trainer.mode == "rl"),
     }
 

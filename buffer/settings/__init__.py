@@ -201,12 +201,7 @@ class Settings(BaseSettings):
             )
         check_choice(self.env, self.eval)
         check_replay(self.buffer, self.trainer)
-        window, taken = self.buffer.take_window, self.trainer.groups_per_step
-        if 0 < window < taken:
-            raise ValueError(
-                f"buffer.take_window={window} is smaller than trainer.groups_per_step={taken}, so "
-                "no batch would ever fit; set it to that or more, or to 0 for none"
-            )
+        self.refuse_cut(self.env.episode_deadline_s, "env.episode_deadline_s")
         if self.server.num_servers == 0 and not self.server.urls and self.trainer.mode == "rl":
             raise ValueError(
                 "server.num_servers=0 needs server.urls=[...]; "
@@ -255,6 +250,21 @@ class Settings(BaseSettings):
                 "checksums of experts that are spread over ranks are not known; "
                 '"probe" and "none" are allowed'
             )
+
+    def refuse_cut(self, deadline_s: float, name: str) -> None:
+        """Refuse an episode's deadline that is later than that of its group.
+
+        Raises:
+            ValueError: it is, and buffer.cuts_slow_episodes does not allow it.
+        """
+        limit = self.buffer.group_deadline_s
+        if limit is None or deadline_s <= limit or self.buffer.cuts_slow_episodes:
+            return
+        raise ValueError(
+            f"{name}={deadline_s:g} is longer than buffer.group_deadline_s={limit:g}, which would "
+            "cut slow episodes off and train on the fast ones; leave group_deadline_s out, set it to "
+            f"{deadline_s:g} or more, or set buffer.cuts_slow_episodes = true"
+        )
 
     def digest(self) -> str:
         """SHA-256 of the resolved settings: processes with another digest refuse to join."""

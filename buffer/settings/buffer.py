@@ -41,15 +41,22 @@ class BufferSettings(BaseModel):
     max_staleness: int = Field(1, ge=0)
     """0: synchronous. 1: one step off-policy. More: fully asynchronous."""
     lease_s: float = Field(120.0, gt=0)
-    group_deadline_s: float = Field(300.0, gt=0)
-    """How long after its first claim a group seals that is not complete; see `incomplete`."""
-    incomplete: Literal["wait", "train", "drop"] = "train"
-    """A group that lacks scored attempts at its deadline, or for good. train: with what it has, two
-    at least. drop: as failed, with a dead letter. wait: it has no deadline but those of its
-    attempts, and trains with what it has when the last one was given up."""
-    take_window: int = Field(0, ge=0)
-    """A group is taken only if it is fewer slots than this ahead of the oldest open one, so that
-    fast groups do not crowd out slow ones; 0: whatever is ready."""
+    pipeline_depth: int | None = Field(None, ge=0)
+    """How many steps ahead of the trainer episodes may start: (pipeline_depth + 1) * groups_per_step
+    groups are in flight at most. Left out: max_staleness; more is refused."""
+    group_deadline_s: float | None = Field(None, gt=0)
+    """How long after its first claim a group seals that is not complete; see `incomplete`. Left
+    out: when each of its attempts has ended, at the attempt's own deadline at the latest."""
+    cuts_slow_episodes: bool = False
+    """Allows a group_deadline_s below the deadline of an episode. What it cuts off is never trained
+    and counts against env.max_replaced_share."""
+    incomplete: Literal["train", "drop"] = "train"
+    """A group that lacks scored attempts when it seals. train: with what it has, two at least.
+    drop: as failed, with a dead letter."""
+    take_window: int | None = Field(None, ge=0)
+    """A group is taken only if its slot is less than oldest open slot + take_window. Left out: the
+    largest window with which no slow group becomes too old while faster ones are trained,
+    (max_staleness - pipeline_depth) * groups_per_step + 1. 0: whatever is ready is taken."""
     priority_window: int = Field(64, ge=1, le=4096)
     """Of so many consecutive slots, those of tasks with a higher priority are played first, so that
     none waits longer than a window; 1: in the order drawn."""
@@ -72,8 +79,35 @@ class BufferSettings(BaseModel):
     replay_min_reward: float | None = None
     """A group is kept only if the reward of its best episode is as high; none: any with signal."""
 
+    @property
+    def depth(self) -> int:
+        """`pipeline_depth`, or what it is when it is left out."""
+        return self.max_staleness if self.pipeline_depth is None else self.pipeline_depth
+
+    def window(self, groups_per_step: int) -> int:
+        """`take_window`, or the largest one that loses no slow group; 0: no window.
+
+        With (depth + 1) * groups_per_step groups in flight and groups taken by slot, a group is taken
+        at the latest `depth` steps after it began. Each step of max_staleness beyond that leaves room
+        for one batch of younger groups in front of it.
+        """
+        if self.take_window is not None:
+            return self.take_window
+        return (self.max_staleness - self.depth) * groups_per_step + 1
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> BufferSettings:
+        if self.depth > self.max_staleness:
+            raise ValueError(
+                f"buffer.pipeline_depth={self.depth} exceeds buffer.max_staleness="
+                f"{self.max_staleness}: groups that start so far ahead are too old when their turn "
+                "comes; lower pipeline_depth, or raise max_staleness"
+            )
+        if self.cuts_slow_episodes and self.group_deadline_s is None:
+            raise ValueError(
+                "buffer.cuts_slow_episodes=true without buffer.group_deadline_s has no effect; set "
+                "group_deadline_s, or leave cuts_slow_episodes out"
+            )
         tls_files = {
             name: getattr(self, name)
             for name in ("redis_ca_file", "redis_cert_file", "redis_cert_key_file")

@@ -15,6 +15,7 @@ import msgspec
 from outloop.buffer.codec import records_codec
 from outloop.buffer.errors import RecordError
 from outloop.buffer.records import Task
+from outloop.buffer.settings import Settings
 from outloop.buffer.tasks.mixture import TaskSource, check_weights
 
 MAX_ID_CHARS = 256
@@ -89,6 +90,20 @@ def deadline_of(task: Task, default_s: float) -> float:
     if isinstance(own, int | float) and not isinstance(own, bool) and own > 0:
         return float(own)
     return default_s
+
+
+def refuse_cut(tasks: Iterable[Task], settings: Settings) -> None:
+    """Check that no task's own deadline is later than its group's; see Settings.refuse_cut.
+
+    Raises:
+        RecordError: names the task.
+    """
+    for task in tasks:
+        deadline_s = deadline_of(task, 0.0)
+        try:
+            settings.refuse_cut(deadline_s, f"task_id={task.task_id!r}: deadline_s")
+        except ValueError as error:
+            raise RecordError(str(error)) from error
 
 
 def tasks_digest(lists: Sequence[Sequence[bytes]], priorities: bytes = b"") -> str:

@@ -1,14 +1,18 @@
 """Groups that are not complete, and groups that are far ahead of others."""
 
+import contextlib
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from outloop.buffer.errors import DeadlineExceeded, SettingsError
+from outloop.buffer.errors import DeadlineExceeded, RecordError, SettingsError
+from outloop.buffer.records import Task
 from outloop.buffer.settings import build_settings
 
-LIMITS = {"buffer__group_deadline_s": 60, "env__episode_deadline_s": 600, "buffer__group_size": 3}
+OWN = {"env__episode_deadline_s": 600, "buffer__group_size": 3}
+LIMITS = OWN | {"buffer__group_deadline_s": 60, "buffer__cuts_slow_episodes": True}
 
 
 async def _two_of_three(loop: Any) -> str:
@@ -57,8 +61,8 @@ async def test_an_incomplete_group_is_dropped_with_a_letter(
 async def test_an_incomplete_group_waits_for_its_attempts(
     start: Callable[..., Any], clock: Any
 ) -> None:
-    """incomplete = "wait": the group's deadline ends nothing, that of its last attempt does."""
-    loop = await start(buffer__incomplete="wait", env__max_replacements=0, **LIMITS)
+    """The default: a group has no deadline, that of its last attempt ends it."""
+    loop = await start(env__max_replacements=0, **OWN)
     await _two_of_three(loop)
     await _after_the_deadline(loop, clock)
     with pytest.raises(DeadlineExceeded, match="1 open|2 open"):
@@ -92,12 +96,93 @@ async def test_groups_far_ahead_wait_for_the_oldest_open_one(
     assert [lease.group.slot for lease in loop.take(2)] == [0, 2]
 
 
-def test_a_window_without_room_for_a_batch_is_refused() -> None:
-    """No take could ever be served."""
-    tree = {
-        "model": {"path": "."},
-        "buffer": {"take_window": 3},
-        "trainer": {"groups_per_step": 4},
-    }
-    with pytest.raises(SettingsError, match="take_window=3 is smaller than"):
+async def test_slow_groups_are_not_starved_by_default(start: Callable[..., Any]) -> None:
+    """Every fourth group is slow: it is ready when two more batches were published, which with
+    max_staleness = 1 is too late. It is waited for, and everything that started is trained."""
+    loop = await start(
+        buffer__max_staleness=1, trainer__groups_per_step=4, env__max_replaced_share=0
+    )
+    trained: list[int] = []
+    slow: list[Any] = []
+    for version in range(6):
+        fast = []
+        while claims := (await loop.claim(2)).claims:
+            (slow if int(claims[0].group_id[1:].partition("-")[0]) % 4 == 0 else fast).append(claims)
+        for group in fast:
+            for claim in group:
+                await loop.play(claim, version=version)
+        with contextlib.suppress(DeadlineExceeded):
+            loop.take(4, version=version)
+            raise AssertionError("a batch of fast groups was taken in front of a slow one")
+        for claim in slow.pop(0):
+            await loop.play(claim, version=max(0, version - 1))
+        leases = loop.take(4, version=version)
+        trained += [lease.group.slot for lease in leases]
+        loop.reader.acknowledge(loop.train(leases, version + 1))
+    assert trained == list(range(24))
+    assert loop.reader.stats()["buffer/ledger/dropped/stale"] == 0
+
+
+async def test_room_between_depth_and_staleness_lets_fast_groups_pass(
+    start: Callable[..., Any],
+) -> None:
+    """One batch may pass a slow group for each step that max_staleness exceeds pipeline_depth."""
+    loop = await start(
+        buffer__max_staleness=3,
+        buffer__pipeline_depth=1,
+        trainer__groups_per_step=2,
+        env__max_replaced_share=0,
+    )
+    slow = (await loop.claim(2)).claims
+    for version in range(3):
+        await loop.play_all(version=version)
+        leases = loop.take(2, version=version)
+        assert slow[0].group_id not in [lease.group.group_id for lease in leases]
+        loop.train(leases, version + 1)
+        if version == 1:
+            break
+    await loop.play_all(version=2)
+    with pytest.raises(DeadlineExceeded, match="ready groups 0/2"):
+        loop.take(2, version=2)
+    for claim in slow:
+        await loop.play(claim, version=0)
+    assert loop.take(2, version=2)[0].group.group_id == slow[0].group_id
+    assert loop.reader.stats()["buffer/ledger/dropped/stale"] == 0
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence"),
+    [
+        ({"group_deadline_s": 30}, "episode_deadline_s=60 is longer than buffer.group_deadline_s"),
+        ({"cuts_slow_episodes": True}, "cuts_slow_episodes=true without buffer.group_deadline_s"),
+        ({"pipeline_depth": 2, "max_staleness": 1}, "pipeline_depth=2 exceeds buffer.max_staleness"),
+        ({"incomplete": "wait"}, "incomplete='wait'"),
+    ],
+)
+def test_limits_that_lose_slow_episodes_are_refused(
+    section: dict[str, Any], sentence: str
+) -> None:
+    """Unless they are set on purpose."""
+    tree = {"model": {"path": "."}, "env": {"episode_deadline_s": 60}, "buffer": section}
+    with pytest.raises(SettingsError, match=re.escape(sentence)):
         build_settings(tree, source="test")
+
+
+def test_a_short_deadline_on_purpose_is_allowed() -> None:
+    """And one that cuts nothing needs no purpose."""
+    for section in (
+        {"group_deadline_s": 30, "cuts_slow_episodes": True},
+        {"group_deadline_s": 60},
+        {},
+    ):
+        build_settings({"model": {"path": "."}, "buffer": section}, source="test")
+
+
+async def test_a_task_that_takes_longer_than_its_group_is_refused(join: Callable[..., Any]) -> None:
+    """A task's own deadline_s is its episodes'."""
+    writer, _ = await join(buffer__group_deadline_s=60)
+    try:
+        with pytest.raises(RecordError, match=r"task_id='slow': deadline_s=90 is longer than"):
+            await writer.register_tasks([Task(task_id="slow", payload={"deadline_s": 90})], [])
+    finally:
+        await writer.close()

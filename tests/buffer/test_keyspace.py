@@ -123,6 +123,7 @@ async def everything(
         await loop.close(episode_id, None)
     look()
     reader.renew(loop.fence)
+    reader.ledger()
     first, second = loop.take(2)
     look()
     reader.drop(first.group.group_id, "malformed", fence=loop.fence, error="odd")
@@ -180,7 +181,7 @@ def play_on(
     """Plays."""
 
     async def play(url: str, look: Callable[[str], object] = lambda tag: None) -> str:
-        run = make_run(url)
+        run = make_run(url, buffer__group_deadline_s=60)
         writer = await BufferWriter.connect(run, clock=clock)
         reader = BufferReader.connect(run, clock=clock)
         loop = tasks_with_priorities(loop_of)(writer, reader)

@@ -273,7 +273,9 @@ class Walk:
             num_untrained += state_of != b"trained"
         assert number["admitted"] - number["trained"] == num_untrained + held <= limit
         self._check_slots(live, int(state.get(b"cursor", 0)))
+        self.loop.reader.ledger().check()
         in_flight = client.hgetall(f"{prefix}attempts")
+        assert set(client.hgetall(f"{prefix}attempt_starts")) == set(in_flight)
         assert set(client.hgetall(f"{prefix}attempt_runners")) <= set(in_flight)
 
     def _check_places(self, group_id: str) -> None:

@@ -11,7 +11,7 @@ allow_when_full()
 sweep_leases()
 local refused = fence_refusal(ARGV[2])
 if refused then return refused end
-local ids, slots, seen, num_untrained = {}, {}, {}, 0
+local ids, slots, seen, untrained, num_untrained = {}, {}, {}, {}, 0
 for i = 6, #ARGV do
   local group_id = ARGV[i]
   local f = redis.call('HMGET', group_key(group_id), 'state', 'slot')
@@ -25,13 +25,17 @@ for i = 6, #ARGV do
     ids[#ids + 1] = group_id
     slots[#slots + 1] = ARGV[3]
     slots[#slots + 1] = f[2]
-    if state == 'leased' then num_untrained = num_untrained + 1 end
+    if state == 'leased' then
+      num_untrained = num_untrained + 1
+      untrained[num_untrained] = group_id
+    end
   end
 end
 
 -- A leased group is in no other index, none of its attempts is in flight or waits to be resumed,
 -- and what its episodes resumed was freed when they were scored.
 local freed = {}
+for _, group_id in ipairs(untrained) do enter_scored(group_id, 'trained', 1) end
 for _, group_id in ipairs(ids) do
   local g = group_key(group_id)
   for _, episode_id in ipairs(redis.call('LRANGE', g .. ':episodes', 0, -1)) do

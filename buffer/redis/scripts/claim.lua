@@ -30,8 +30,16 @@ local function refusal()
 end
 
 local has_heartbeat = ARGV[5] ~= '' and rules.max_silence_ms > 0
-local function start_attempt(member)
+local function start_attempt(member, kind, source)
   redis.call('HSET', ATTEMPTS, member, '')
+  if source then
+    -- The same attempt goes on.
+    local started = redis.call('HGET', episode_key(source), 'started')
+    redis.call('HSET', ATTEMPT_STARTS, member, started or now)
+  else
+    redis.call('HSET', ATTEMPT_STARTS, member, now)
+    redis.call('HINCRBY', LEDGER, kind .. ':started', 1)
+  end
   redis.call('ZADD', ATTEMPT_DEADLINES, now + rules.attempt_ms, member)
   if has_heartbeat then redis.call('HSET', ATTEMPT_RUNNERS, member, ARGV[5]) end
   count('attempts')
@@ -52,7 +60,7 @@ local function next_eval()
   local item = redis.call('LPOP', key('eval_queue'))
   if not item then return nil end
   local name, attempt = string.match(item, '^(.*):(%d+)$')
-  start_attempt('e:' .. item)
+  start_attempt('e:' .. item, 'eval')
   attempt = tonumber(attempt)
   return {'eval', name, attempt, eval_task(name, attempt),
     redis.call('HGET', eval_key(name), 'sampling'), ''}
@@ -77,7 +85,9 @@ local function mint_group()
   redis.call('ZADD', GROUPS, slot, group_id)
   redis.call('ZADD', FILL, slot, group_id)
   redis.call('ZADD', OPEN, slot, group_id)
-  redis.call('ZADD', GROUP_DEADLINES, now + rules.group_ms, group_id)
+  if rules.group_ms > 0 then
+    redis.call('ZADD', GROUP_DEADLINES, now + rules.group_ms, group_id)
+  end
   count('groups')
   return group_id, nil
 end
@@ -96,7 +106,7 @@ local function next_train()
   local g = group_key(group_id)
   local attempt = redis.call('HINCRBY', g, 'next_attempt', 1) - 1
   if redis.call('HINCRBY', g, 'pending', -1) == 0 then redis.call('ZREM', FILL, group_id) end
-  start_attempt('t:' .. group_id .. ':' .. attempt)
+  start_attempt('t:' .. group_id .. ':' .. attempt, 'train', source)
   if source then
     redis.call('HSET', g, 'resumes:' .. attempt, source)
   else

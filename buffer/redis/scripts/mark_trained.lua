@@ -23,10 +23,13 @@ for i = 4, #ARGV do
   end
   if state == 'leased' and not seen[g] then
     seen[g] = true
-    leased[#leased + 1] = g
+    leased[#leased + 1] = ARGV[i]
   end
 end
-for _, g in ipairs(leased) do redis.call('HSET', g, 'state', 'trained') end
+for _, group_id in ipairs(leased) do
+  redis.call('HSET', group_key(group_id), 'state', 'trained')
+  enter_scored(group_id, 'trained', 1)
+end
 redis.call('HINCRBY', STATE, 'trained', #leased)
 count('trained', #leased)
 release_held_credits()

@@ -18,7 +18,11 @@ local function open_one(episode_id, member, task_id, identity, opening, deadline
     return 'conflict', 'episode_id=' .. episode_id .. ' is open with another content'
   end
   local purpose, owner, attempt = split_member(member)
-  if purpose == 'o' then redis.call('HSET', ATTEMPTS, member, '') end
+  if purpose == 'o' then
+    redis.call('HSET', ATTEMPTS, member, '')
+    redis.call('HSET', ATTEMPT_STARTS, member, now)
+    redis.call('HINCRBY', LEDGER, 'eval:started', 1)
+  end
   local owner_key = purpose == 'e' and eval_key(owner) or group_key(owner)
   local bound = redis.call('HGET', ATTEMPTS, member)
   if not bound then
@@ -35,7 +39,7 @@ local function open_one(episode_id, member, task_id, identity, opening, deadline
     redis.call('HSET', owner_key, 'task_id', task_id)
   end
   redis.call('HSET', e, 'identity', identity, 'member', member, 'task_id', task_id,
-    'opening', opening)
+    'opening', opening, 'started', redis.call('HGET', ATTEMPT_STARTS, member) or now)
   local source = purpose == 't' and source_of(owner, attempt)
   if source then
     local depth, version = extent_of(source)

@@ -17,8 +17,11 @@ local newest = mark or -1
 -- Whatever state it is in: the checkpoint is the truth.
 local function acknowledge_group(group_id)
   local f = redis.call('HMGET', group_key(group_id), 'slot', 'state')
-  end_group(group_id, 'acknowledged')
-  if f[2] ~= 'trained' then redis.call('HINCRBY', STATE, 'trained', 1) end
+  if f[2] ~= 'trained' then
+    redis.call('HINCRBY', STATE, 'trained', 1)
+    enter_scored(group_id, 'trained', 1)
+  end
+  end_group(group_id, 'acknowledged', 'discarded')
   redis.call('ZADD', key('trained_slots'), mark, f[1])
   count('acknowledged')
 end
@@ -101,6 +104,10 @@ end
 local interrupted = 0
 for _, member in ipairs(redis.call('HKEYS', ATTEMPTS)) do
   if string.sub(member, 1, 2) == 't:' then interrupted = interrupted + 1 end
+end
+for _, cause in ipairs({'cut', 'stale', 'failed'}) do
+  redis.call('HSET', STATE, 'excused:' .. cause,
+    redis.call('HGET', COUNTERS, 'resultless:' .. cause) or 0)
 end
 local counts = redis.call('HMGET', COUNTERS, 'train_attempts', 'resultless_attempts')
 redis.call('HSET', STATE, 'base_attempts', number(counts[1]) or 0,

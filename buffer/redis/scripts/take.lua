@@ -23,12 +23,29 @@ local function too_many_replaced()
   end
   local worst = redis.call('ZREVRANGE', key('replaced_tasks'), 0, 0, 'WITHSCORES')
   local most = worst[1] and (', most often of task_id=' .. worst[1] .. ' (' .. worst[2] .. ')') or ''
+  local parts = redis.call('HMGET', COUNTERS, 'resultless:cut', 'resultless:stale',
+    'resultless:failed')
+  local were = redis.call('HMGET', STATE, 'excused:cut', 'excused:stale', 'excused:failed')
+  local num_failed, causes = resultless, {}
+  local sentences = {
+    '%d were cut by their group\'s deadline: raise buffer.group_deadline_s, or leave it out',
+    '%d were too old when their group was ready: leave buffer.take_window out, so that slow groups '
+      .. 'are waited for, lower buffer.pipeline_depth, or raise buffer.max_staleness',
+    '%d were scored in groups that too few others finished'}
+  for i = 1, 3 do
+    local part = (number(parts[i]) or 0) - (number(were[i]) or 0)
+    num_failed = num_failed - part
+    if part > 0 then causes[#causes + 1] = string.format(sentences[i], part) end
+  end
+  if num_failed > 0 then
+    table.insert(causes, 1, string.format('%d failed or were lost%s: look for what failed in the '
+      .. 'logs of the runners, the router and the servers', num_failed, most))
+  end
   return {'replaced', string.format('%d of %d attempts since the trainer started ended without a '
-    .. 'result%s; env.max_replaced_share=%g allows a share of %g. Training on the rest would '
-    .. 'favour short episodes, which meet fewer failures. Look for what failed in the logs of the '
-    .. 'runners, the router and the servers, mend it and start the run again, which resumes; or '
-    .. 'raise env.max_replaced_share', resultless, attempts, most, rules.max_replaced_share,
-    rules.max_replaced_share)}
+    .. 'result that is trained; env.max_replaced_share=%g allows a share of %g. Training on the '
+    .. 'rest would favour short episodes. %s. Then start the run again, which resumes; or raise '
+    .. 'env.max_replaced_share', resultless, attempts, rules.max_replaced_share,
+    rules.max_replaced_share, table.concat(causes, '; '))}
 end
 
 allow_when_full()
@@ -59,7 +76,7 @@ local ready = redis.call('ZRANGEBYSCORE', READY, '-inf', highest_slot(), 'WITHSC
   'LIMIT', 0, num)
 if #ready < 2 * num then
   return {'ok', 0, #ready / 2, redis.call('HLEN', ATTEMPTS),
-    redis.call('ZCARD', GROUP_DEADLINES)}
+    redis.call('ZCARD', OPEN)}
 end
 local leases, ids, slots = {}, {}, {}
 for i = 1, #ready, 2 do

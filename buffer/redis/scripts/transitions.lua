@@ -3,7 +3,9 @@
 -- Invariants that all scripts keep:
 --   an attempt is in `attempts` exactly while it is claimed and neither scored nor lost;
 --   size = scored + lost + pending + attempts in flight, for every open group;
---   admitted - trained = live groups that are not trained yet + held credits.
+--   admitted - trained = live groups that are not trained yet + held credits;
+--   attempts started = attempts in the columns of `ledger` + attempts that are open: in flight,
+--   waiting to be resumed, or scored in a group that is neither trained nor dropped.
 
 local given = redis.call('HMGET', KEYS[1], 'group_size', 'admission_limit', 'max_staleness',
   'max_replacements', 'attempt_ms', 'group_ms', 'lease_ms', 'gives_claims',
@@ -34,6 +36,7 @@ local STATE, OPEN, REPLAY = key('state'), key('open'), key('replay')
 local GROUPS, FILL, GROUP_DEADLINES = key('groups'), key('fill'), key('group_deadlines')
 local READY, READY_DEPTHS, LEASES = key('ready'), key('ready_depths'), key('leases')
 local ATTEMPT_DEADLINES, ATTEMPT_RUNNERS = key('attempt_deadlines'), key('attempt_runners')
+local ATTEMPT_STARTS, LEDGER = key('attempt_starts'), key('ledger')
 local RUNNERS, WAKE, DEAD = key('runners'), key('wake'), key('dead')
 local function group_key(group_id) return prefix .. 'group:' .. group_id end
 local function eval_key(name) return prefix .. 'eval:' .. name end
@@ -67,12 +70,62 @@ local function source_of(group_id, attempt)
   return redis.call('HGET', group_key(group_id), 'resumes:' .. attempt)
 end
 
+-- Upper bounds of the ledger's buckets.
+local DURATION_BOUNDS_S = {1, 3, 10, 30, 100, 300, 1000, 3000, 10000}
+local TOKEN_BOUNDS = {10, 30, 100, 300, 1000, 3000, 10000, 30000, 100000}
+
+local function bound_of(value, bounds)
+  for _, bound in ipairs(bounds) do
+    if value <= bound then return bound end
+  end
+  return 'inf'
+end
+
+-- Count one attempt in a hash: their number, total duration and tokens, and a bucket of each.
+local function add_to(hash, beginning, ms, tokens)
+  redis.call('HINCRBY', hash, beginning .. ':n', 1)
+  redis.call('HINCRBY', hash, beginning .. ':ms', ms)
+  redis.call('HINCRBY', hash, beginning .. ':tokens', tokens)
+  redis.call('HINCRBY', hash, beginning .. ':s:' .. bound_of(ms / 1000, DURATION_BOUNDS_S), 1)
+  redis.call('HINCRBY', hash, beginning .. ':t:' .. bound_of(tokens, TOKEN_BOUNDS), 1)
+end
+
+-- An attempt ended: enter it into its column.
+local function enter(purpose, column, ms, tokens)
+  local kind = purpose == 't' and 'train' or 'eval'
+  add_to(LEDGER, kind .. ':' .. column, ms, tokens)
+end
+
+-- Enter a group's scored attempts into a column, or take them out again (`sign` is -1).
+local function enter_scored(group_id, column, sign)
+  local fields = redis.call('HGETALL', group_key(group_id))
+  for i = 1, #fields, 2 do
+    if string.sub(fields[i], 1, 7) == 'ledger:' then
+      local name = 'train:' .. column .. string.sub(fields[i], 7)
+      redis.call('HINCRBY', LEDGER, name, sign * tonumber(fields[i + 1]))
+    end
+  end
+end
+
+-- How long an attempt has gone on, ms, and how many tokens were sampled in its episode.
+local function length_of(started, episode_id)
+  local tokens = 0
+  if episode_id and episode_id ~= '' then
+    local f = redis.call('HMGET', episode_key(episode_id), 'num_tokens', 'started')
+    tokens, started = number(f[1]) or 0, started or number(f[2])
+  end
+  return math.max(now - (started or now), 0), tokens
+end
+
+-- Its episode (empty: none was opened; false: it is not in flight) and when it started.
 local function release_attempt(member)
   local episode_id = redis.call('HGET', ATTEMPTS, member)
+  local started = number(redis.call('HGET', ATTEMPT_STARTS, member))
   redis.call('HDEL', ATTEMPTS, member)
+  redis.call('HDEL', ATTEMPT_STARTS, member)
   redis.call('ZREM', ATTEMPT_DEADLINES, member)
   redis.call('HDEL', ATTEMPT_RUNNERS, member)
-  return episode_id
+  return episode_id, started
 end
 
 local function discard_episodes(list)
@@ -80,20 +133,31 @@ local function discard_episodes(list)
   redis.call('DEL', list)
 end
 
-local function release_attempts_of(group_id)
-  local next_attempt = tonumber(redis.call('HGET', group_key(group_id), 'next_attempt'))
-  for attempt = 0, next_attempt - 1 do
-    local episode_id = release_attempt('t:' .. group_id .. ':' .. attempt)
-    if episode_id == '' then episode_id = source_of(group_id, attempt) end
-    if episode_id then discard_episode(episode_id) end
+-- The attempts of a group that are in flight, or wait to be resumed, end in `column`. Returns how
+-- many they are.
+local function release_attempts_of(group_id, column)
+  local next_attempt, num_released = redis.call('HGET', group_key(group_id), 'next_attempt'), 0
+  for attempt = 0, tonumber(next_attempt) - 1 do
+    local episode_id, started = release_attempt('t:' .. group_id .. ':' .. attempt)
+    if episode_id then
+      if episode_id == '' then episode_id = source_of(group_id, attempt) end
+      enter('t', column, length_of(started, episode_id))
+      num_released = num_released + 1
+      if episode_id then discard_episode(episode_id) end
+    end
+  end
+  for _, episode_id in ipairs(redis.call('LRANGE', resumable_key(group_id), 0, -1)) do
+    enter('t', column, length_of(nil, episode_id))
+    num_released = num_released + 1
   end
   discard_episodes(resumable_key(group_id))
+  return num_released
 end
 
 -- Take a group out of every index and free its data; its hash answers late calls for a while.
-local function end_group(group_id, state)
+local function end_group(group_id, state, column)
   local g = group_key(group_id)
-  release_attempts_of(group_id)
+  release_attempts_of(group_id, column)
   discard_episodes(g .. ':episodes')
   for _, index in ipairs({GROUPS, OPEN, FILL, GROUP_DEADLINES, READY, READY_DEPTHS, LEASES}) do
     redis.call('ZREM', index, group_id)
@@ -130,9 +194,17 @@ end
 -- Its credit returns at once, or with the next take or mark_trained when `hold` is set. A group
 -- dropped with a `sentence` leaves a dead letter.
 local function drop_group(group_id, reason, replay, hold, sentence)
-  local slot = redis.call('HGET', group_key(group_id), 'slot')
+  local f = redis.call('HMGET', group_key(group_id), 'slot', 'state', 'scored')
+  local slot, column = f[1], 'dropped/' .. reason
   if sentence then write_letter(group_id, reason, sentence) end
-  end_group(group_id, 'dropped')
+  if f[2] == 'trained' then enter_scored(group_id, 'trained', -1) end
+  enter_scored(group_id, column, 1)
+  end_group(group_id, 'dropped', column)
+  -- Slow attempts are lost like this too, so they count against env.max_replaced_share.
+  if reason == 'stale' or reason == 'failed' then
+    count('resultless_attempts', f[3])
+    count('resultless:' .. reason, f[3])
+  end
   count('dropped:' .. reason)
   if hold then
     redis.call('HINCRBY', STATE, 'held', 1)
@@ -158,7 +230,8 @@ end
 
 local function make_ready(group_id)
   local g = group_key(group_id)
-  local fields = redis.call('HMGET', g, 'slot', 'min_depth')
+  local fields = redis.call('HMGET', g, 'slot', 'min_depth', 'state')
+  if fields[3] == 'trained' then enter_scored(group_id, 'trained', -1) end
   redis.call('HSET', g, 'state', 'ready')
   redis.call('ZREM', LEASES, group_id)
   redis.call('ZADD', READY, fields[1], group_id)
@@ -175,7 +248,11 @@ end
 -- Returns the group's id if it is ready now, nil if it had to be dropped.
 local function seal_group(group_id)
   local g = group_key(group_id)
-  release_attempts_of(group_id)
+  local num_cut = release_attempts_of(group_id, 'discarded')
+  if num_cut > 0 then
+    count('resultless_attempts', num_cut)
+    count('resultless:cut', num_cut)
+  end
   redis.call('ZREM', FILL, group_id)
   redis.call('ZREM', OPEN, group_id)
   redis.call('ZREM', GROUP_DEADLINES, group_id)
@@ -225,13 +302,14 @@ local function is_fresh(episode_id)
 end
 
 -- The place of a lost attempt is played again from the start, or given up.
-local function replace_attempt(purpose, owner, attempt, kind)
+local function replace_attempt(purpose, owner, attempt, kind, ms, tokens)
   if purpose == 't' and kind ~= 'stale' then count('resultless_attempts') end
   local owner_key, tally = group_key(owner), 'replaced'
   if purpose == 'e' then owner_key, tally = eval_key(owner), 'replaced:' .. attempt end
   local replaced = number(redis.call('HGET', owner_key, tally)) or 0
   if kind ~= 'stale' and replaced >= rules.max_replacements then
     count('lost_attempts')
+    enter(purpose, 'discarded', ms, tokens)
     if purpose == 'e' then
       redis.call('HINCRBY', owner_key, 'done', 1)
     else
@@ -240,6 +318,7 @@ local function replace_attempt(purpose, owner, attempt, kind)
     end
     return
   end
+  enter(purpose, 'replaced', ms, tokens)
   if kind ~= 'stale' then redis.call('HINCRBY', owner_key, tally, 1) end
   if purpose == 'e' then
     count('requeued_eval_attempts')
@@ -291,8 +370,9 @@ end
 -- task's fault, so it does not use up replacements).
 local function lose_attempt(member, kind)
   local purpose, owner, attempt = split_member(member)
-  local episode_id = release_attempt(member)
+  local episode_id, started = release_attempt(member)
   if episode_id == '' and purpose == 't' then episode_id = source_of(owner, attempt) end
+  local ms, tokens = length_of(started, episode_id)
   if episode_id and episode_id ~= '' then
     if purpose == 't' and kind == 'infrastructure' and keep_for_resumption(owner, episode_id) then
       return
@@ -301,9 +381,10 @@ local function lose_attempt(member, kind)
   end
   if purpose == 'o' then
     count('lost_attempts')
+    enter(purpose, 'discarded', ms, tokens)
     return
   end
-  replace_attempt(purpose, owner, attempt, kind)
+  replace_attempt(purpose, owner, attempt, kind, ms, tokens)
 end
 
 -- A place whose recorded turns became too stale, or belong to an abandoned version, while it
@@ -312,8 +393,9 @@ local function replace_resumable(group_id, episode_id, kind)
   if redis.call('HINCRBY', group_key(group_id), 'pending', -1) == 0 then
     redis.call('ZREM', FILL, group_id)
   end
+  local ms, tokens = length_of(nil, episode_id)
   discard_lost(episode_id, group_id)
-  replace_attempt('t', group_id, '', kind)
+  replace_attempt('t', group_id, '', kind, ms, tokens)
 end
 
 -- A resumed attempt is over: what its earlier episodes recorded is not needed any more. What was
@@ -342,9 +424,11 @@ local function count_attempt(member, episode_id)
   local purpose, owner, attempt = split_member(member)
   local e = episode_key(episode_id)
   local f = redis.call('HMGET', e, 'value', 'min_depth', 'max_version')
-  release_attempt(member)
+  local _, started = release_attempt(member)
+  local ms, tokens = length_of(started, episode_id)
   redis.call('HSET', e, 'counted', 1)
   discard_sources(episode_id)
+  if purpose ~= 't' then enter(purpose, 'evaluated', ms, tokens) end
   if purpose == 'o' then
     -- Nobody collects it; it can be read for as long as a repeated call may come.
     redis.call('PEXPIRE', e .. ':turns', RETENTION_MS)
@@ -360,6 +444,7 @@ local function count_attempt(member, episode_id)
   local g = group_key(owner)
   redis.call('RPUSH', g .. ':episodes', episode_id)
   redis.call('HINCRBY', g, 'scored', 1)
+  add_to(g, 'ledger', ms, tokens)
   local seen = redis.call('HMGET', g, 'min_depth', 'max_version')
   if f[2] and (not seen[1] or tonumber(f[2]) < tonumber(seen[1])) then
     redis.call('HSET', g, 'min_depth', f[2])
@@ -423,10 +508,8 @@ local function sweep()
     -- Losing one attempt may seal its group, which releases the others.
     if redis.call('HEXISTS', ATTEMPTS, member) == 1 then lose_attempt(member, 'infrastructure') end
   end
-  -- A group that waits for all of its attempts ends with the last of their own deadlines.
-  local limit = rules.incomplete == 'wait' and 0 or SWEEP_LIMIT
   for _, group_id in ipairs(redis.call('ZRANGEBYSCORE', GROUP_DEADLINES, '-inf', now,
-      'LIMIT', 0, limit)) do
+      'LIMIT', 0, SWEEP_LIMIT)) do
     seal_group(group_id)
   end
   sweep_runners()

@@ -1,0 +1,151 @@
+"""The ledger of a run: where every attempt that started has ended.
+
+The scripts that end attempts write it (`transitions.lua`); each attempt is entered in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from outloop.buffer.errors import RecordError
+from outloop.buffer.records import DropReason
+from outloop.buffer.redis.scripts import SyncScripts
+
+REACHED_TRAINER = ("trained", "dropped/no_signal", "dropped/filtered", "dropped/overlong")
+"""Columns of attempts that the trainer saw in time; what it left out, it left out for its rewards."""
+
+COLUMNS: dict[str, str] = {
+    "trained": "attempts whose update was published",
+    "evaluated": "attempts of evaluations that were scored",
+    **{
+        f"dropped/{reason}": f"attempts of groups that were dropped as {reason}"
+        for reason in get_args(DropReason)
+    },
+    "discarded": "attempts cut off by their group's deadline, or given up: nothing took their place",
+    "replaced": "attempts that ended without a result and were played again",
+    "open": "attempts in flight, waiting to be resumed, or scored in a group that is not settled",
+}
+"""Every column, with its meaning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerColumn:
+    """The attempts of one column. Those that are open have no length yet."""
+
+    num_attempts: int = 0
+    duration_s: float = 0.0
+    """From the first claim to the score or the loss, all together."""
+    num_tokens: int = 0
+    """Sampled in their episodes, all together."""
+    by_duration: Mapping[float, int] = field(default_factory=dict)
+    """Upper bound in seconds, infinity for the last -> number of attempts."""
+    by_tokens: Mapping[float, int] = field(default_factory=dict)
+    """Upper bound in sampled tokens -> number of attempts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Length:
+    """How long attempts were on average."""
+
+    num_attempts: int
+    duration_s: float
+    num_tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Attempts started since the run began, and the column of each."""
+
+    num_started: int
+    columns: Mapping[str, LedgerColumn]
+    """Only columns that hold an attempt."""
+    training: Mapping[str, LedgerColumn]
+    """The same without the attempts of evaluations."""
+
+    def check(self) -> None:
+        """Refuse a ledger that does not close.
+
+        Raises:
+            RecordError: an attempt is in no column, or in two.
+        """
+        numbers = {name: column.num_attempts for name, column in self.columns.items()}
+        if sum(numbers.values()) != self.num_started:
+            raise RecordError(
+                f"the ledger does not close: num_started={self.num_started}, but its columns hold "
+                f"{sum(numbers.values())}: {numbers}"
+            )
+        for name, column in self.columns.items():
+            for buckets in (column.by_duration, column.by_tokens):
+                if name != "open" and sum(buckets.values()) != column.num_attempts:
+                    raise RecordError(
+                        f"the ledger does not close: column {name} holds {column.num_attempts} "
+                        f"attempts, its buckets {dict(buckets)}"
+                    )
+
+    def length_of_ended(self) -> Length:
+        """Of every training attempt that ended, whatever became of it."""
+        return _length([column for name, column in self.training.items() if name != "open"])
+
+    def length_of_trained(self) -> Length:
+        """Of those that the trainer saw in time: shorter than the others if slow ones are lost."""
+        return _length([self.training[name] for name in REACHED_TRAINER if name in self.training])
+
+
+def ledger_from(scripts: SyncScripts) -> Ledger:
+    """Read the ledger in one step, with the attempts that are open now."""
+    answer: list[Any] = scripts.call("ledger", what="reading the ledger")
+    num_open = {"train": int(answer[0]), "eval": int(answer[1])}
+    numbers = {
+        name.decode(): int(value)
+        for name, value in zip(answer[2::2], answer[3::2], strict=True)
+    }
+    training = _columns(numbers, num_open, ("train",))
+    return Ledger(
+        num_started=numbers.get("train:started", 0) + numbers.get("eval:started", 0),
+        columns=_columns(numbers, num_open, ("train", "eval")),
+        training=training,
+    )
+
+
+def _columns(
+    numbers: Mapping[str, int], num_open: Mapping[str, int], kinds: tuple[str, ...]
+) -> dict[str, LedgerColumn]:
+    columns = {
+        name: LedgerColumn(
+            num_attempts=_sum(numbers, kinds, f"{name}:n"),
+            duration_s=_sum(numbers, kinds, f"{name}:ms") / 1000,
+            num_tokens=_sum(numbers, kinds, f"{name}:tokens"),
+            by_duration=_buckets(numbers, kinds, f"{name}:s:"),
+            by_tokens=_buckets(numbers, kinds, f"{name}:t:"),
+        )
+        for name in COLUMNS
+    }
+    columns["open"] = LedgerColumn(num_attempts=sum(num_open[kind] for kind in kinds))
+    return {name: column for name, column in columns.items() if column.num_attempts}
+
+
+def _sum(numbers: Mapping[str, int], kinds: tuple[str, ...], name: str) -> int:
+    return sum(numbers.get(f"{kind}:{name}", 0) for kind in kinds)
+
+
+def _buckets(
+    numbers: Mapping[str, int], kinds: tuple[str, ...], beginning: str
+) -> dict[float, int]:
+    found: dict[float, int] = {}
+    for kind in kinds:
+        for name, number in numbers.items():
+            if name.startswith(f"{kind}:{beginning}") and number:
+                bound = float(name.rpartition(":")[2])
+                found[bound] = found.get(bound, 0) + number
+    return dict(sorted(found.items()))
+
+
+def _length(columns: list[LedgerColumn]) -> Length:
+    number = sum(column.num_attempts for column in columns)
+    return Length(
+        num_attempts=number,
+        duration_s=sum(column.duration_s for column in columns) / max(number, 1),
+        num_tokens=sum(column.num_tokens for column in columns) / max(number, 1),
+    )
