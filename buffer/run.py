@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings, build_settings
-from outloop.buffer.settings.buffer import BufferSettings
+from outloop.buffer.settings.buffer import BufferSettings, holds_password
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,29 +36,49 @@ class Run:
     run_id: str
     dir: Path
     settings: Settings
-    redis_url: str
-    """redis://host:port/db or unix:///path/to/socket."""
-    keys: RunKeys
+    redis_url: str = field(repr=False)
+    """redis://host:port/db or unix:///path/to/socket, with the password and the files of TLS."""
+    keys: RunKeys = field(repr=False)
+
+    @property
+    def redis_address(self) -> str:
+        """`redis_url` without the password and the files of TLS, to be shown."""
+        parts = urlsplit(self.redis_url)
+        user, _, host = parts.netloc.rpartition("@")
+        user = user.partition(":")[0]
+        return parts._replace(netloc=f"{user}@{host}" if user else host, query="").geturl()
 
 
 def create_run(settings: Settings, run_dir: Path, redis_url: str) -> Run:
-    """Write the run's files and return its handle; an existing folder keeps its id and keys."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    """Write the run's files and return its handle; an existing folder keeps its id and keys.
+
+    The folder and what is written here are readable by their owner only.
+
+    Raises:
+        SettingsError: `redis_url` holds a password, or its file or variable is not there.
+    """
+    if holds_password(redis_url):
+        raise SettingsError(
+            "the URL of Redis holds a password; name its file as buffer.redis_password_file instead"
+        )
+    access = _with_access(redis_url, settings.buffer)
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    run_dir.chmod(0o700)
+    _write_private(run_dir / ".gitignore", "*\n")
     run_path = run_dir / "run.json"
     if run_path.exists():
         run_id = json.loads(run_path.read_text())["run_id"]
     else:
         run_id = f"{settings.run.name}-{secrets.token_hex(4)}"
     keys = keep_keys(_keys_path(settings, run_dir))
-    (run_dir / "settings.json").write_text(settings.model_dump_json(indent=1))
-    run_path.write_text(
-        json.dumps({"run_id": run_id, "redis_url": redis_url, "digest": settings.digest()})
-    )
+    _write_private(run_dir / "settings.json", settings.model_dump_json(indent=1))
+    facts = {"run_id": run_id, "redis_url": redis_url, "digest": settings.digest()}
+    _write_private(run_path, json.dumps(facts))
     return Run(
         run_id=run_id,
         dir=run_dir,
         settings=settings,
-        redis_url=_with_access(redis_url, settings.buffer),
+        redis_url=access,
         keys=keys,
     )
 
@@ -72,10 +92,17 @@ def keep_keys(path: Path) -> RunKeys:
         admin_key="ol-admin-" + secrets.token_urlsafe(24),
         episode_secret=secrets.token_urlsafe(32),
     )
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump({name: getattr(keys, name) for name in RunKeys.__slots__}, file)
+    text = json.dumps({name: getattr(keys, name) for name in RunKeys.__slots__})
+    _write_private(path, text, os.O_EXCL)
     return keys
+
+
+def _write_private(path: Path, text: str, flags: int = os.O_TRUNC) -> None:
+    """Write a file that only its owner may read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(text)
 
 
 def load_run(run_dir: Path) -> Run:
@@ -155,19 +182,23 @@ def _with_access(url: str, buffer: BufferSettings) -> str:
         parts = urlsplit(url)
         query = "&".join(filter(None, (parts.query, urlencode(words))))
         url = parts._replace(query=query).geturl()
-    return _with_password(url, buffer.redis_password_file)
-
-
-def _with_password(url: str, file: Path | None) -> str:
-    """`url` with the password in `file`."""
-    if file is None:
+    password = _password(buffer)
+    if password is None:
         return url
     parts = urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
-    if ":" in user:
+    return parts._replace(netloc=f"{user}:{quote(password, safe='')}@{host}").geturl()
+
+
+def _password(buffer: BufferSettings) -> str | None:
+    if buffer.redis_password_file is not None:
+        return read_secret(buffer.redis_password_file, "buffer.redis_password_file")
+    name = buffer.redis_password_env
+    if name is None:
+        return None
+    if not (password := os.environ.get(name)):
         raise SettingsError(
-            f"buffer.redis_url holds a password and buffer.redis_password_file={str(file)!r} names "
-            "another; leave one of them out"
+            f"buffer.redis_password_env={name!r} is not set; set it in the environment of every "
+            "process of the run, or use buffer.redis_password_file"
         )
-    password = quote(read_secret(file, "buffer.redis_password_file"), safe="")
-    return parts._replace(netloc=f"{user}:{password}@{host}").geturl()
+    return password

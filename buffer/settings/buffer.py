@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Literal
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -26,8 +27,10 @@ class BufferSettings(BaseModel):
     redis_url: str | None = None
     """None: start an embedded server in the run folder."""
     redis_password_file: Path | None = None
-    """A file that holds the password of redis_url, which is then written down nowhere else. An ACL
-    user is named in the URL: rediss://user@host:port/0."""
+    """A file that holds the password of redis_url, which itself must not hold one: settings are
+    written into the run folder. An ACL user is named in the URL: rediss://user@host:port/0."""
+    redis_password_env: str | None = None
+    """Environment variable that holds the password instead, in every process of the run."""
     redis_ca_file: Path | None = None
     """TLS (rediss://): certificates of the authorities that redis_url's server is trusted by; None:
     those of the system."""
@@ -108,6 +111,17 @@ class BufferSettings(BaseModel):
                 "buffer.cuts_slow_episodes=true without buffer.group_deadline_s has no effect; set "
                 "group_deadline_s, or leave cuts_slow_episodes out"
             )
+        if holds_password(self.redis_url or ""):
+            raise ValueError(
+                "buffer.redis_url holds a password, and settings are written into the run folder; "
+                "put the password into a file and name it as buffer.redis_password_file, or into an "
+                "environment variable and name it as buffer.redis_password_env"
+            )
+        if self.redis_password_file is not None and self.redis_password_env is not None:
+            raise ValueError(
+                f"buffer.redis_password_file={str(self.redis_password_file)!r} and "
+                f"buffer.redis_password_env={self.redis_password_env!r}: one of them is allowed"
+            )
         tls_files = {
             name: getattr(self, name)
             for name in ("redis_ca_file", "redis_cert_file", "redis_cert_key_file")
@@ -128,6 +142,16 @@ class BufferSettings(BaseModel):
     def num_replayed(self, num_fresh: int) -> int:
         """The most r with r / (num_fresh + r) <= replay_share."""
         return int(num_fresh * self.replay_share / (1.0 - self.replay_share) + _ROUNDING)
+
+
+def holds_password(url: str) -> bool:
+    """True if a URL of Redis holds a password."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.password) or "password" in parse_qs(parts.query)
+    except ValueError:
+        # Not a URL: whoever connects says so. It may hold one all the same.
+        return "@" in url
 
 
 def check_replay(buffer: BufferSettings, trainer: TrainerSettings) -> None:

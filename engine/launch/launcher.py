@@ -339,7 +339,7 @@ def serve(settings: Settings, *, stop: threading.Event, console: Console) -> int
             "runner_key": launcher.run.keys.runner_key,
             "admin_url": url,
             "admin_key": launcher.run.keys.admin_key,
-            "redis_url": launcher.run.redis_url,
+            "redis_url": launcher.run.redis_address,
         }
         console.file.write(json.dumps(line) + "\n")
         console.file.flush()
