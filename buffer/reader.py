@@ -43,8 +43,8 @@ from outloop.buffer.redis.scripts import Clock, SyncScripts
 from outloop.buffer.registry import SyncRegistry
 from outloop.buffer.run import Run
 from outloop.buffer.stats import stats_from
-from outloop.buffer.store.ledger import Ledger, ledger_from
 from outloop.buffer.store.leases import LeaseRow, leased_groups
+from outloop.buffer.store.ledger import Ledger, ledger_from
 from outloop.buffer.store.loading import load_sync
 from outloop.buffer.store.sft import sft_records
 from outloop.buffer.tasks.source_weights import TaskWeights
@@ -67,6 +67,10 @@ class BufferReader(SyncRegistry):
         self._scripts = SyncScripts(client, key(run.run_id, "meta"), clock)
         self.dead_letters = DeadLetters(client, self._prefix, self._scripts)
         """Groups that were dropped as failed or malformed."""
+        self._take_token = ""
+        """Of a take whose answer has not arrived whole; the next take asks for the same groups."""
+        self._taken: list[Lease] = []
+        """What a take that failed had leased before; the next one returns it first."""
         self.task_weights = TaskWeights(client, self._prefix, self._scripts)
         self.archive = Archive(client, self._prefix, self._scripts)
         """Whole trajectories, to and from files."""
@@ -97,6 +101,7 @@ class BufferReader(SyncRegistry):
     def acquire_fence(self) -> int:
         """Become the one trainer; every earlier fence is refused from now on."""
         (fence,) = self._scripts.call("acquire_fence", what="acquiring the fence")
+        self._forget_take()
         return int(fence)
 
     def take(
@@ -115,28 +120,34 @@ class BufferReader(SyncRegistry):
         way. A group whose records are damaged, or of another release, is dropped as malformed: it
         becomes a dead letter with its bytes as they are, and another one is waited for.
         `on_wait` gets a sentence about twice a second. Returns what it has, mostly nothing, once
-        `should_stop` is true.
+        `should_stop` is true. What a call had leased before it failed is returned by the next one,
+        also if Redis leased it and the answer was lost.
 
         Raises:
-            DeadlineExceeded: `timeout_s` passed; what was leased by then stays so until recover.
+            DeadlineExceeded: `timeout_s` passed.
+            BufferUnavailable: Redis did not answer, or lost the run.
             FenceExpired: another trainer took over, or the leases expired.
             TooManyReplaced: of at least 200 attempts since `recover`, more than a share of
                 env.max_replaced_share ended without a result; those in flight then are excused.
         """
         deadline = time.monotonic() + timeout_s
-        leases: list[Lease] = []
+        leases = [lease for lease in self._taken if lease.fence == fence]
+        self._taken = leases
         while len(leases) < num_groups and not should_stop():
+            self._take_token = self._take_token or uuid.uuid4().hex
             taken, *answer = self._scripts.call(
                 "take",
                 fence,
                 num_groups - len(leases),
                 policy_version,
-                uuid.uuid4().hex,
+                self._take_token,
                 what="taking groups",
             )
             if taken:
                 rows: list[LeaseRow] = msgspec.msgpack.decode(answer[0])
                 leases += self._load_leases(rows, fence, int(answer[1]) / 1000)
+            self._take_token = ""
+            if taken:
                 continue
             ready, in_flight, num_open = answer
             sentence = (
@@ -153,6 +164,7 @@ class BufferReader(SyncRegistry):
                     after_s=timeout_s,
                 )
             self._wait_for_wake(min(_WAKE_TIMEOUT_S, max(remaining_s, 0.01)))
+        self._taken = []
         return leases
 
     def renew(self, fence: int) -> None:
@@ -214,6 +226,7 @@ class BufferReader(SyncRegistry):
         Raises:
             FenceExpired: another trainer took over.
         """
+        self._forget_take()
         version, slot, ids = ("", 0, ()) if mark is None else _mark_words(mark)
         (highest,) = self._scripts.call("recover", fence, version, slot, *ids, what="recovering")
         return int(highest)
@@ -338,6 +351,10 @@ class BufferReader(SyncRegistry):
     def _state(self, *names: str) -> list[Any]:
         values: Any = self._client.hmget(self._key("state"), list(names))
         return list(values)
+
+    def _forget_take(self) -> None:
+        """Whatever was leased is ready again."""
+        self._take_token, self._taken = "", []
 
     def _wait_for_wake(self, timeout_s: float) -> None:
         with translated("waiting for ready groups"):

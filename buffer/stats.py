@@ -33,8 +33,8 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "buffer/train_attempts": ("train_attempts", "attempts given out for training"),
     "buffer/resultless_attempts": (
         "resultless_attempts",
-        "of those, attempts that ended without a result that is trained: replaced, given up, cut off, "
-        "or in groups dropped as stale or failed",
+        "of those, attempts that ended without a result that is trained: replaced, given up, cut "
+        "off, or in groups dropped as stale or failed",
     ),
     "buffer/resumed_attempts": (
         "resumed_attempts",

@@ -262,8 +262,8 @@ class Settings(BaseSettings):
             return
         raise ValueError(
             f"{name}={deadline_s:g} is longer than buffer.group_deadline_s={limit:g}, which would "
-            "cut slow episodes off and train on the fast ones; leave group_deadline_s out, set it to "
-            f"{deadline_s:g} or more, or set buffer.cuts_slow_episodes = true"
+            "cut slow episodes off and train on the fast ones; leave group_deadline_s out, set it "
+            f"to {deadline_s:g} or more, or set buffer.cuts_slow_episodes = true"
         )
 
     def digest(self) -> str:

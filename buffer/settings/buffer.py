@@ -45,8 +45,8 @@ class BufferSettings(BaseModel):
     """0: synchronous. 1: one step off-policy. More: fully asynchronous."""
     lease_s: float = Field(120.0, gt=0)
     pipeline_depth: int | None = Field(None, ge=0)
-    """How many steps ahead of the trainer episodes may start: (pipeline_depth + 1) * groups_per_step
-    groups are in flight at most. Left out: max_staleness; more is refused."""
+    """How many steps ahead of the trainer episodes may start: at most (pipeline_depth + 1) *
+    groups_per_step groups are in flight. Left out: max_staleness; more is refused."""
     group_deadline_s: float | None = Field(None, gt=0)
     """How long after its first claim a group seals that is not complete; see `incomplete`. Left
     out: when each of its attempts has ended, at the attempt's own deadline at the latest."""
@@ -90,9 +90,9 @@ class BufferSettings(BaseModel):
     def window(self, groups_per_step: int) -> int:
         """`take_window`, or the largest one that loses no slow group; 0: no window.
 
-        With (depth + 1) * groups_per_step groups in flight and groups taken by slot, a group is taken
-        at the latest `depth` steps after it began. Each step of max_staleness beyond that leaves room
-        for one batch of younger groups in front of it.
+        With (depth + 1) * groups_per_step groups in flight and groups taken by slot, a group is
+        taken `depth` steps after it began at the latest. Each step of max_staleness beyond that
+        leaves room for one batch of younger groups in front of it.
         """
         if self.take_window is not None:
             return self.take_window
@@ -114,8 +114,8 @@ class BufferSettings(BaseModel):
         if holds_password(self.redis_url or ""):
             raise ValueError(
                 "buffer.redis_url holds a password, and settings are written into the run folder; "
-                "put the password into a file and name it as buffer.redis_password_file, or into an "
-                "environment variable and name it as buffer.redis_password_env"
+                "put the password into a file and name it as buffer.redis_password_file, or into "
+                "an environment variable and name it as buffer.redis_password_env"
             )
         if self.redis_password_file is not None and self.redis_password_env is not None:
             raise ValueError(

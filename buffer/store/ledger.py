@@ -14,7 +14,7 @@ from outloop.buffer.records import DropReason
 from outloop.buffer.redis.scripts import SyncScripts
 
 REACHED_TRAINER = ("trained", "dropped/no_signal", "dropped/filtered", "dropped/overlong")
-"""Columns of attempts that the trainer saw in time; what it left out, it left out for its rewards."""
+"""Columns of attempts that the trainer saw in time; it left some out for their rewards."""
 
 COLUMNS: dict[str, str] = {
     "trained": "attempts whose update was published",
@@ -23,7 +23,7 @@ COLUMNS: dict[str, str] = {
         f"dropped/{reason}": f"attempts of groups that were dropped as {reason}"
         for reason in get_args(DropReason)
     },
-    "discarded": "attempts cut off by their group's deadline, or given up: nothing took their place",
+    "discarded": "attempts cut off by their group's deadline, or given up; not played again",
     "replaced": "attempts that ended without a result and were played again",
     "open": "attempts in flight, waiting to be resumed, or scored in a group that is not settled",
 }
@@ -98,8 +98,7 @@ def ledger_from(scripts: SyncScripts) -> Ledger:
     answer: list[Any] = scripts.call("ledger", what="reading the ledger")
     num_open = {"train": int(answer[0]), "eval": int(answer[1])}
     numbers = {
-        name.decode(): int(value)
-        for name, value in zip(answer[2::2], answer[3::2], strict=True)
+        name.decode(): int(value) for name, value in zip(answer[2::2], answer[3::2], strict=True)
     }
     training = _columns(numbers, num_open, ("train",))
     return Ledger(

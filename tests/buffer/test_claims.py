@@ -186,7 +186,10 @@ async def test_a_group_past_its_deadline_seals_or_fails(
 ) -> None:
     """Two scored attempts make a group; fewer are dropped as failed and free their credit."""
     loop = await start(
-        buffer__group_size=3, trainer__groups_per_step=1, buffer__group_deadline_s=50, buffer__cuts_slow_episodes=True
+        buffer__group_size=3,
+        trainer__groups_per_step=1,
+        buffer__group_deadline_s=50,
+        buffer__cuts_slow_episodes=True,
     )
     claims = (await loop.claim()).claims
     for claim in claims[:num_scored]:

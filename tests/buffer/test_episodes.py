@@ -207,7 +207,10 @@ async def test_a_sealed_group_takes_nothing_more(
 ) -> None:
     """After the group's deadline, turns, openings and rewards of its attempts are Gone."""
     loop = await start(
-        buffer__group_size=4, trainer__groups_per_step=1, buffer__group_deadline_s=10, buffer__cuts_slow_episodes=True
+        buffer__group_size=4,
+        trainer__groups_per_step=1,
+        buffer__group_deadline_s=10,
+        buffer__cuts_slow_episodes=True,
     )
     first, second, third, fourth = (await loop.claim()).claims
     await loop.play(first)

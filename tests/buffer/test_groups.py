@@ -107,7 +107,9 @@ async def test_slow_groups_are_not_starved_by_default(start: Callable[..., Any])
     for version in range(6):
         fast = []
         while claims := (await loop.claim(2)).claims:
-            (slow if int(claims[0].group_id[1:].partition("-")[0]) % 4 == 0 else fast).append(claims)
+            (slow if int(claims[0].group_id[1:].partition("-")[0]) % 4 == 0 else fast).append(
+                claims
+            )
         for group in fast:
             for claim in group:
                 await loop.play(claim, version=version)
@@ -155,13 +157,14 @@ async def test_room_between_depth_and_staleness_lets_fast_groups_pass(
     [
         ({"group_deadline_s": 30}, "episode_deadline_s=60 is longer than buffer.group_deadline_s"),
         ({"cuts_slow_episodes": True}, "cuts_slow_episodes=true without buffer.group_deadline_s"),
-        ({"pipeline_depth": 2, "max_staleness": 1}, "pipeline_depth=2 exceeds buffer.max_staleness"),
+        (
+            {"pipeline_depth": 2, "max_staleness": 1},
+            "pipeline_depth=2 exceeds buffer.max_staleness",
+        ),
         ({"incomplete": "wait"}, "incomplete='wait'"),
     ],
 )
-def test_limits_that_lose_slow_episodes_are_refused(
-    section: dict[str, Any], sentence: str
-) -> None:
+def test_limits_that_lose_slow_episodes_are_refused(section: dict[str, Any], sentence: str) -> None:
     """Unless they are set on purpose."""
     tree = {"model": {"path": "."}, "env": {"episode_deadline_s": 60}, "buffer": section}
     with pytest.raises(SettingsError, match=re.escape(sentence)):

@@ -36,7 +36,7 @@ async def play_long(
 async def test_an_attempt_is_open_until_its_group_is_trained(
     start: Callable[..., Any], clock: Any, make_turn: Callable[..., Turn]
 ) -> None:
-    """By duration from its claim to its score, and by tokens sampled; a checkpoint changes nothing."""
+    """By duration from claim to score, and by tokens sampled; a checkpoint changes nothing."""
     loop = await start(trainer__groups_per_step=1)
     first, second = (await loop.claim(2)).claims
     assert columns_of(loop) == {"open": 2}
@@ -157,9 +157,7 @@ async def test_a_resumed_attempt_is_the_same_one(
     (again,) = (await loop.claim(1)).claims
     assert again.resumes == episode_id
     clock.advance(20)
-    await loop.close(
-        await loop.open(again), None, failure_kind="environment", outcome="failed"
-    )
+    await loop.close(await loop.open(again), None, failure_kind="environment", outcome="failed")
     assert columns_of(loop) == {"replaced": 1, "open": 1}
     assert loop.reader.ledger().columns["replaced"].duration_s == 40.0
 
@@ -214,9 +212,7 @@ async def test_stats_hold_the_ledger(start: Callable[..., Any]) -> None:
     leases = loop.take(2)
     loop.reader.drop(leases[0].group.group_id, "no_signal", fence=loop.fence)
     loop.publish(1, 0)
-    loop.reader.mark_trained(
-        [leases[1].group.group_id], fence=loop.fence, policy_version=1
-    )
+    loop.reader.mark_trained([leases[1].group.group_id], fence=loop.fence, policy_version=1)
     await loop.claim(1)
     stats = loop.reader.stats()
     assert stats["buffer/ledger/started"] == 5

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outloop.buffer.errors import BufferUnavailable
+from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded
 from outloop.buffer.records import Trajectory, Turn
 from outloop.buffer.redis.embedded import EmbeddedRedis
 
@@ -69,16 +69,33 @@ async def test_calls_whose_answers_are_lost_may_be_repeated(
 async def test_groups_of_a_take_whose_answer_was_lost_are_not_lost(
     wire: BadWire, loop_on: Callable[..., Any]
 ) -> None:
-    """They are leased to a trainer that knows nothing of it; its next fence gets them again."""
-    loop = await loop_on(wire.url)
+    """The trainer's next take gets them, and each one after that gets others; so does its heir."""
+    loop = await loop_on(wire.url, buffer__max_staleness=1)
     await loop.play_all()
+    leases = await _until_done(wire, lambda: loop.take(2))
+    assert [lease.group.slot for lease in leases] == [0, 1]
+    assert [lease.group.slot for lease in loop.take(1)] == [2]
     wire.loses_answers = True
     with pytest.raises(BufferUnavailable):
-        loop.take(2)
+        loop.take(1)
     wire.loses_answers = False
-    assert loop.reader.stats()["buffer/leased_groups"] == 2
+    assert loop.reader.stats()["buffer/leased_groups"] == 4
     loop.fence = loop.reader.acquire_fence()
-    assert [lease.group.slot for lease in loop.take(2)] == [0, 1]
+    assert [lease.group.slot for lease in loop.take(4)] == [0, 1, 2, 3]
+
+
+async def test_a_take_that_ends_halfway_gives_its_groups_to_the_next(
+    wire: BadWire, loop_on: Callable[..., Any]
+) -> None:
+    """One of two groups is damaged and nothing replaces it in time: the other is not stranded."""
+    loop = await loop_on(wire.url)
+    claims = await loop.play_all()
+    client, prefix = loop.reader._client, loop.reader._prefix
+    client.lset(f"{prefix}episode:{claims[0].group_id}-0:turns", 0, b"rubbish")
+    with pytest.raises(DeadlineExceeded, match="ready groups 1/2"):
+        loop.take(2)
+    await loop.play_all()
+    assert [lease.group.slot for lease in loop.take(2)] == [1, 2]
 
 
 async def test_cuts_at_any_moment_break_nothing(wire: BadWire, loop_on: Callable[..., Any]) -> None:

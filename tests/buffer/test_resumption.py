@@ -222,7 +222,10 @@ async def test_a_group_that_ends_frees_what_waited_to_be_resumed(
 ) -> None:
     """Sealed at its deadline with the scored ones; nothing of the lost one is left."""
     loop = await start(
-        buffer__group_size=3, trainer__groups_per_step=1, buffer__group_deadline_s=20, buffer__cuts_slow_episodes=True
+        buffer__group_size=3,
+        trainer__groups_per_step=1,
+        buffer__group_deadline_s=20,
+        buffer__cuts_slow_episodes=True,
     )
     lost = await lose(loop, make_turn)
     claims = (await loop.claim(3)).claims
