@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -258,6 +258,22 @@ class BufferReader(SyncRegistry):
         with translated("reading the highest version"):
             value: Any = self._client.hget(self._key("state"), "highest")
         return -1 if value is None else int(value)
+
+    def version_depths(self, versions: Collection[int]) -> dict[int, int]:
+        """How many publishes led to each of `versions`; unknown and abandoned ones are left out.
+
+        The weights of a checkpoint that a resume publishes again have the checkpoint's depth.
+        """
+        if not versions:
+            return {}
+        ordered = list(versions)
+        with translated("reading the depths of versions"):
+            depths: Any = self._client.hmget(self._key("versions"), [str(v) for v in ordered])
+        return {
+            version: int(depth)
+            for version, depth in zip(ordered, depths, strict=True)
+            if depth is not None and depth != b"abandoned"
+        }
 
     def request_eval(
         self,
