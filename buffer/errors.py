@@ -17,7 +17,7 @@ allowed and what to do.
     |-- DeadlineExceeded     a wait passed its deadline; names who waited for whom
     |-- ServerUnavailable    a server did not answer, or answered that it cannot
     |-- PublishFailed        weights did not reach a server, or reached it wrongly
-    |-- UpdateRefused        a gradient was not finite or a spike; names the episodes
+    |-- UpdateRefused        a gradient was not finite or a spike, or groups could not be trained
     |-- CheckpointFailed     a checkpoint was not written; the one before it stays in use
     |-- EnvironmentFailure   raised by an env: its own machinery failed, not the policy
     `-- PartFailed           a process of the run ended; names it and its last words
@@ -93,7 +93,8 @@ class PublishFailed(OutloopError):
 
 
 class UpdateRefused(OutloopError):
-    """A gradient was not finite, or a spike; the weights are those from before the update."""
+    """A gradient was not finite or a spike, or most of a step's groups could not be trained; the
+    weights are those from before the update."""
 
 
 class CheckpointFailed(OutloopError):

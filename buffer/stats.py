@@ -13,7 +13,8 @@ import redis
 
 from outloop.buffer.records import DropReason
 from outloop.buffer.redis.client import translated
-from outloop.buffer.store.ledger import COLUMNS, Ledger
+from outloop.buffer.store.ledger import Ledger
+from outloop.buffer.telemetry import LEDGER_COLUMNS, LEDGER_METRICS
 
 _COUNTERS: dict[str, tuple[str, str]] = {
     "buffer/groups": ("groups", "groups started since the run began"),
@@ -106,25 +107,12 @@ _SUMS: dict[str, tuple[str, str]] = {
     "buffer/replaced_attempts": ("buffer/replaced/", "attempts replaced, all causes"),
 }
 
-_LENGTHS: dict[str, str] = {
-    "buffer/length/trained_s": "mean duration of training attempts that the trainer saw in time",
-    "buffer/length/ended_s": "mean duration of all training attempts that ended",
-    "buffer/length/trained_tokens": "mean number of tokens sampled in those that it saw in time",
-    "buffer/length/ended_tokens": "mean number of tokens sampled in all that ended",
-}
-_LEDGER = {
-    "buffer/ledger/started": "attempts started since the run began, evaluations included; the sum "
-    "of all other buffer/ledger/",
-    **{f"buffer/ledger/{name}": text for name, text in COLUMNS.items()},
-}
-
 STATS: dict[str, str] = (
     {name: text for name, (_, text) in _COUNTERS.items()}
     | {name: text for name, (_, _, text) in _SIZES.items()}
     | {name: text for name, (_, text) in _SUMS.items()}
     | {name: text for name, (_, _, text) in _SHARES.items()}
-    | _LEDGER
-    | _LENGTHS
+    | LEDGER_METRICS
 )
 """Every name that stats() returns, with its meaning."""
 
@@ -143,7 +131,7 @@ def stats_from(client: redis.Redis, prefix: str, ledger: Ledger) -> dict[str, fl
     for name, (part, whole, _) in _SHARES.items():
         stats[name] = stats[part] / max(1.0, stats[whole])
     stats["buffer/ledger/started"] = float(ledger.num_started)
-    for name in COLUMNS:
+    for name in LEDGER_COLUMNS:
         column = ledger.columns.get(name)
         stats[f"buffer/ledger/{name}"] = float(column.num_attempts if column else 0)
     trained, ended = ledger.length_of_trained(), ledger.length_of_ended()

@@ -20,6 +20,27 @@ import structlog
 
 from outloop.buffer.errors import SettingsError
 
+_DROP_REASONS = ("stale", "no_signal", "filtered", "failed", "overlong", "malformed")
+"""records.DropReason, without loading numpy."""
+LEDGER_COLUMNS: dict[str, str] = {
+    "trained": "attempts whose update was published",
+    "evaluated": "attempts of evaluations that were scored",
+    **{f"dropped/{why}": f"attempts of groups that were dropped as {why}" for why in _DROP_REASONS},
+    "discarded": "attempts cut off by their group's deadline, or given up; not played again",
+    "replaced": "attempts that ended without a result and were played again",
+    "open": "attempts in flight, waiting to be resumed, or scored in a group that is not settled",
+}
+"""Every column of the ledger of attempts, with its meaning."""
+LEDGER_METRICS: dict[str, str] = {
+    "buffer/ledger/started": "attempts started since the run began, evaluations included; the sum "
+    "of all other buffer/ledger/",
+    **{f"buffer/ledger/{name}": text for name, text in LEDGER_COLUMNS.items()},
+    "buffer/length/trained_s": "mean duration of training attempts that the trainer saw in time",
+    "buffer/length/ended_s": "mean duration of all training attempts that ended",
+    "buffer/length/trained_tokens": "mean number of tokens sampled in those that it saw in time",
+    "buffer/length/ended_tokens": "mean number of tokens sampled in all that ended",
+}
+
 METRICS: dict[str, str] = {
     "train/reward_mean": "mean reward of the taken episodes, before filters",
     "train/reward_std": "standard deviation of the same",
@@ -32,6 +53,7 @@ METRICS: dict[str, str] = {
     "train/last_grad_norm": "of a take's last update: as train/grad_norm",
     "train/groups_with_signal_share": "share of taken groups whose rewards differ",
     "train/episodes": "episodes taken",
+    "train/groups": "groups trained",
     "train/samples": "samples of taken groups trained (one per branch with trained tokens)",
     "train/turns_per_episode": "mean turns of the taken episodes",
     "train/branches_per_episode": "mean branches of the taken episodes",
@@ -94,6 +116,11 @@ METRICS: dict[str, str] = {
     "test/duration_s": "time of that evaluation",
     "buffer/dropped_groups": "groups dropped since the run began, all reasons",
     "buffer/replaced_attempts": "attempts replaced since the run began",
+    **{
+        f"buffer/dropped/{why}": f"groups dropped as {why} since the run began"
+        for why in _DROP_REASONS
+    },
+    **LEDGER_METRICS,
 }
 
 

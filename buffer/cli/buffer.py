@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from outloop.buffer.dead_letters import LetterEpisode
     from outloop.buffer.records import Episode, Opening, Reward, Turn
+    from outloop.buffer.store.ledger import Ledger
 
 _RUN = click.option(
     "--run",
@@ -36,14 +37,16 @@ def buffer() -> None:
 @buffer.command()
 @_RUN
 def stats(run_dir: Path) -> None:
-    """Counters since the run began, and sizes now."""
+    """Counters since the run began, sizes now, and what became of every attempt."""
     from outloop.buffer.cli.open_run import joined
     from outloop.buffer.stats import STATS
 
     with joined(run_dir) as reader:
         numbers = reader.stats()
+        ledger = reader.ledger()
     rows = [(name, f"{numbers[name]:g}", text) for name, text in STATS.items()]
     _print_table("buffer", ("name", "value", "meaning"), rows)
+    _print_ledger(ledger)
 
 
 @buffer.command()
@@ -211,6 +214,35 @@ def purge(run_dir: Path) -> None:
     from outloop.buffer.cli.open_run import purge as purge_run
 
     click.echo(f"{purge_run(run_dir)} keys removed")
+
+
+def _print_ledger(ledger: Ledger) -> None:
+    rows = []
+    for name, column in ledger.columns.items():
+        number = column.num_attempts
+        mean_s, mean_tokens = column.duration_s / number, column.num_tokens / number
+        is_open = name == "open"
+        rows.append(
+            (
+                name,
+                str(number),
+                "-" if is_open else f"{mean_s:.1f} s",
+                _buckets(column.by_duration, " s"),
+                "-" if is_open else f"{mean_tokens:.0f}",
+                _buckets(column.by_tokens, ""),
+            )
+        )
+    names = ("column", "attempts", "mean", "by duration", "mean tokens", "by sampled tokens")
+    _print_table(f"{ledger.num_started} attempts started", names, rows)
+    ledger.check()
+
+
+def _buckets(buckets: Mapping[float, int], unit: str) -> str:
+    """How many attempts had at most so much: `<=10 s: 3, <=30 s: 1, more: 2`."""
+    return ", ".join(
+        f"more: {number}" if bound == float("inf") else f"<={bound:g}{unit}: {number}"
+        for bound, number in buckets.items()
+    )
 
 
 def _save_records(item: LetterEpisode, folder: Path) -> None:

@@ -7,27 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 from outloop.buffer.errors import RecordError
-from outloop.buffer.records import DropReason
 from outloop.buffer.redis.scripts import SyncScripts
+from outloop.buffer.telemetry import LEDGER_COLUMNS
 
 REACHED_TRAINER = ("trained", "dropped/no_signal", "dropped/filtered", "dropped/overlong")
 """Columns of attempts that the trainer saw in time; it left some out for their rewards."""
-
-COLUMNS: dict[str, str] = {
-    "trained": "attempts whose update was published",
-    "evaluated": "attempts of evaluations that were scored",
-    **{
-        f"dropped/{reason}": f"attempts of groups that were dropped as {reason}"
-        for reason in get_args(DropReason)
-    },
-    "discarded": "attempts cut off by their group's deadline, or given up; not played again",
-    "replaced": "attempts that ended without a result and were played again",
-    "open": "attempts in flight, waiting to be resumed, or scored in a group that is not settled",
-}
-"""Every column, with its meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +106,7 @@ def _columns(
             by_duration=_buckets(numbers, kinds, f"{name}:s:"),
             by_tokens=_buckets(numbers, kinds, f"{name}:t:"),
         )
-        for name in COLUMNS
+        for name in LEDGER_COLUMNS
     }
     columns["open"] = LedgerColumn(num_attempts=sum(num_open[kind] for kind in kinds))
     return {name: column for name, column in columns.items() if column.num_attempts}

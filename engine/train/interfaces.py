@@ -7,7 +7,7 @@ either, so a small in-memory program can stand in for both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal, Protocol
 
 from outloop.buffer.records import (
@@ -53,6 +53,8 @@ class Reader(Protocol):
     def announce_version(self, policy_version: int, parent: int | None) -> None: ...
 
     def acknowledge_version(self, policy_version: int) -> None: ...
+
+    def version_depths(self, versions: Collection[int]) -> dict[int, int]: ...
 
     def servers(self) -> tuple[ServerEntry, ...]: ...
 

@@ -7,14 +7,16 @@ by a checkpoint that contains its update; one loop serves every max_staleness.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import structlog
 
-from outloop.buffer.errors import PublishFailed
+from outloop.buffer.errors import PublishFailed, UpdateRefused
 from outloop.buffer.records import Float32, Lease
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
@@ -33,7 +35,18 @@ from outloop.engine.train.ranks.rank_worker import ModelName
 from outloop.engine.train.step.recompute_logprobs import Score, with_proximals
 from outloop.engine.train.step.update_metrics import UpdateReport
 
-_BUFFER_COUNTERS = ("buffer/dropped_groups", "buffer/replaced_attempts")
+_RECORDED_STATS = (
+    "buffer/dropped_groups",
+    "buffer/replaced_attempts",
+    "buffer/dropped/",
+    "buffer/ledger/",
+    "buffer/length/",
+)
+"""Entries of the buffer's stats() in a step's row, by what their names begin with."""
+_MAX_REFILLS_OF_LOST = 8
+_MIN_ENDED_ATTEMPTS = 200
+"""Fewer say nothing about their length."""
+_LENGTH_RATIO = 0.9
 _log = structlog.get_logger()
 
 
@@ -171,18 +184,49 @@ class RlLoop:
             self._evaluations.request(step=0, policy_version=self._version)
 
     def _refill(self, leases: list[Lease], batch: Batch) -> Batch:
-        """Take other groups for those that were filtered; statistics cover all that was taken."""
+        """Take other groups for those that were dropped; statistics cover all that was taken.
+
+        Groups that were left out for their rewards are replaced buffer.max_refills times, those
+        that could not be trained always.
+
+        Raises:
+            UpdateRefused: after many refills most of the groups still could not be trained.
+        """
         wanted = self._settings.trainer.groups_per_step
-        for _ in range(self._settings.buffer.max_refills):
-            filtered = [name for name, why in batch.dropped if why in ("no_signal", "filtered")]
-            missing = min(wanted - len(batch.group_ids), len(filtered))
+        max_refills = self._settings.buffer.max_refills
+        for refill in itertools.count():
+            chosen = sum(why in ("no_signal", "filtered") for _, why in batch.dropped)
+            num_lost = len(batch.dropped) - chosen
+            missing = min(
+                wanted - len(batch.group_ids) - (chosen if refill >= max_refills else 0),
+                len(batch.dropped),
+            )
             if missing <= 0 or self._stop.is_set():
-                break
+                return batch
+            if refill >= max(max_refills, _MAX_REFILLS_OF_LOST):
+                self._warn_of_lost(batch, num_lost, missing)
+                return batch
             # Their credit comes back with the next take, or nobody could play the others.
             self._drop(batch)
             leases += self._take(missing)
             batch = self._build(leases)
-        return batch
+        raise AssertionError("unreachable")
+
+    def _warn_of_lost(self, batch: Batch, num_lost: int, missing: int) -> None:
+        reasons = Counter(why for _, why in batch.dropped)
+        wanted = self._settings.trainer.groups_per_step
+        sentence = (
+            f"{missing} of {wanted} groups of step {self._step + 1} are missing: {num_lost} that "
+            f"were taken could not be trained ({dict(reasons)})"
+        )
+        if missing > wanted // 2:
+            raise UpdateRefused(
+                f"{sentence}. stale: lower buffer.pipeline_depth or raise buffer.max_staleness; "
+                "malformed: see `outloop buffer dead list`; overlong: raise "
+                "trainer.max_microbatch_tokens"
+            )
+        _log.warning("groups_missing", sentence=sentence)
+        self._beat(warning=sentence)
 
     def _take(self, num_groups: int) -> list[Lease]:
         """The next groups, oldest slots first."""
@@ -220,12 +264,34 @@ class RlLoop:
             policy_version=self._version,
             vocab_size=self._lead.config.vocab_size,
             score_reference=self._score("reference"),
+            staleness_of=self._staleness_in(leases),
         )
         reward = f"{batch.metrics['train/reward_mean']:.3f}"
         self._beat(step=str(self._step + 1), reward=reward)
         slots = [lease.group.slot for lease in leases]
         self._next_slot = max([self._next_slot, *(slot + 1 for slot in slots)])
         return batch
+
+    def _staleness_in(self, leases: Sequence[Lease]) -> Callable[[int], int]:
+        """How many publishes ago a version in `leases` was trained.
+
+        After a resume that is less than the difference of the numbers: the checkpoint's weights are
+        published again under a new number.
+        """
+        versions = {
+            span.policy_version
+            for lease in leases
+            for trajectory in lease.group.trajectories
+            for turn in trajectory.turns
+            for span in turn.version_spans
+        }
+        current = self._version
+        depths = self._reader.version_depths(versions | {current})
+
+        def staleness_of(version: int) -> int:
+            return depths.get(current, current) - depths.get(version, version)
+
+        return staleness_of
 
     def _score(self, name: ModelName) -> Score:
         """Logprobs under a model, with a heartbeat for every microbatch."""
@@ -395,5 +461,25 @@ class RlLoop:
             "publish/pause_s": published.pause_s,
             "publish/peak_extra_buckets": published.peak_extra_buckets,
         }
-        row |= {name: stats[name] for name in _BUFFER_COUNTERS if name in stats}
+        row |= {name: value for name, value in stats.items() if name.startswith(_RECORDED_STATS)}
+        row["train/groups"] = len(batch.group_ids)
         self._metrics.write(self._step, row)
+        self._warn_of_short_episodes(stats)
+
+    def _warn_of_short_episodes(self, stats: Mapping[str, float]) -> None:
+        """Say so when what is trained is shorter than what was played."""
+        num_ended = stats.get("buffer/ledger/started", 0.0) - stats.get("buffer/ledger/open", 0.0)
+        if num_ended < _MIN_ENDED_ATTEMPTS:
+            return
+        for unit, what in (("s", "seconds"), ("tokens", "sampled tokens")):
+            trained, ended = (
+                stats[f"buffer/length/{name}_{unit}"] for name in ("trained", "ended")
+            )
+            if trained < _LENGTH_RATIO * ended:
+                sentence = (
+                    "trained episodes are shorter than those that were played: "
+                    f"{trained:.4g} {what} against {ended:.4g} on average. Slow ones are lost; "
+                    "`outloop buffer stats` says where."
+                )
+                _log.warning("short_episodes", sentence=sentence)
+                self._beat(warning=sentence)

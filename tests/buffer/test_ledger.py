@@ -1,12 +1,14 @@
 """The ledger: every attempt that started ends in one column, by its duration and its length."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from outloop.buffer.errors import DeadlineExceeded, TooManyReplaced
-from outloop.buffer.records import Turn
+from outloop.buffer.records import DropReason, Turn
+from outloop.buffer.stats import STATS
+from outloop.buffer.telemetry import LEDGER_COLUMNS, LEDGER_METRICS, METRICS
 
 SLOW = {
     "buffer__group_size": 3,
@@ -222,3 +224,12 @@ async def test_stats_hold_the_ledger(start: Callable[..., Any]) -> None:
     assert stats["buffer/ledger/open"] == 1
     ends = [n for name, n in stats.items() if name.startswith("buffer/ledger/")]
     assert sum(ends) == 2 * stats["buffer/ledger/started"]
+
+
+def test_every_reason_to_drop_has_a_column() -> None:
+    """And a row of metrics."""
+    for reason in get_args(DropReason):
+        assert f"dropped/{reason}" in LEDGER_COLUMNS
+        assert f"buffer/dropped/{reason}" in METRICS
+    assert set(LEDGER_METRICS) <= set(METRICS)
+    assert set(LEDGER_METRICS) <= set(STATS)

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,11 @@ class MemoryBuffer:
     reward_of: RewardOf
     events: list[tuple[str, Any]]
     lag: int = 0
-    """Versions by which the drawn tokens say they are older."""
+    """Versions by which the sampled tokens say they are older."""
+    lagging_takes: int | None = None
+    """How many takes get such tokens; none: all of them."""
+    depths: dict[int, int] = field(default_factory=dict)
+    """Publishes that led to a version, where that is not its number."""
     group_size: int = 8
     stop_after: int | None = None
     stop: threading.Event = field(default_factory=threading.Event)
@@ -107,6 +111,8 @@ class MemoryBuffer:
     evals_answer: bool = True
     eval_rewards: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """By the evaluation's name; those left out get the same."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Further entries of stats()."""
     joins_at: int | None = None
     """The take during which a server without weights registers, until it has been fed."""
 
@@ -153,7 +159,7 @@ class MemoryBuffer:
                 prompt=[1, 2],
                 output=[token],
                 logprobs=[logprob],
-                version=self.server.version - self.lag,
+                version=self.server.version - (self.lag if self._lags() else 0),
             )
             trajectories.append(
                 self.make_trajectory(
@@ -170,6 +176,9 @@ class MemoryBuffer:
             group_size=self.group_size,
             trajectories=tuple(trajectories),
         )
+
+    def _lags(self) -> bool:
+        return self.lagging_takes is None or self.num_takes <= self.lagging_takes
 
     def renew(self, fence: int) -> None:
         pass
@@ -194,6 +203,9 @@ class MemoryBuffer:
 
     def acknowledge_version(self, policy_version: int) -> None:
         self.events.append(("acknowledge", policy_version))
+
+    def version_depths(self, versions: Collection[int]) -> dict[int, int]:
+        return {version: self.depths[version] for version in versions if version in self.depths}
 
     def request_eval(
         self,
@@ -224,7 +236,7 @@ class MemoryBuffer:
         assert "waiting_for" in fields
 
     def stats(self) -> dict[str, float]:
-        return {"buffer/dropped_groups": 3.0, "buffer/turns": 5.0}
+        return {"buffer/dropped_groups": 3.0, "buffer/turns": 5.0} | self.numbers
 
 
 @dataclass

@@ -9,7 +9,7 @@ whole.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -65,11 +65,12 @@ def build_batch(
     policy_version: int,
     vocab_size: int,
     score_reference: Score | None = None,
+    staleness_of: Callable[[int], int] | None = None,
 ) -> Batch:
     """Measure `groups`, drop what cannot be trained, and build samples from the rest.
 
-    Drops: stale (a trained token is older than policy_version - buffer.max_staleness), failed (no
-    scored episode), no_signal (equal rewards, unless buffer.drop_zero_signal is off), filtered
+    Drops: stale (a trained token is older than buffer.max_staleness publishes), failed (no scored
+    episode), no_signal (equal rewards, unless buffer.drop_zero_signal is off), filtered
     (buffer.filter_path said so), overlong (a sample exceeds trainer.max_microbatch_tokens),
     malformed (ids outside the vocabulary, or a record that contradicts itself).
 
@@ -79,7 +80,13 @@ def build_batch(
 
     Args:
         score_reference: reference logprobs; needed unless trainer.kl = "none".
+        staleness_of: publishes from a version to `policy_version`; left out: their difference.
     """
+    if staleness_of is None:
+
+        def staleness_of(version: int) -> int:
+            return policy_version - version
+
     ordered = sorted(groups, key=lambda group: group.slot)
     advantage = advantage_of(settings)
     penalties = [overlong_penalties(group, settings) for group in ordered]
@@ -89,7 +96,7 @@ def build_batch(
     ]
     signal = groups_with_signal(rewards, advantage)
     episodes, dropped, sentences = _sift(
-        ordered, signal, settings, policy_version=policy_version, vocab_size=vocab_size
+        ordered, signal, settings, staleness_of=staleness_of, vocab_size=vocab_size
     )
     kl_metrics: dict[str, float] = {}
     if settings.trainer.kl != "none":
@@ -108,7 +115,7 @@ def build_batch(
         metrics=_take_metrics(ordered, signal)
         | _penalty_metrics(penalties, settings)
         | kl_metrics
-        | _sample_metrics(list(chain(*samples.values())), policy_version),
+        | _sample_metrics(list(chain(*samples.values())), staleness_of),
         sentences=sentences,
     )
 
@@ -128,19 +135,18 @@ def _sift(
     signal: Sequence[bool],
     settings: Settings,
     *,
-    policy_version: int,
+    staleness_of: Callable[[int], int],
     vocab_size: int,
 ) -> tuple[dict[int, Episodes], list[tuple[str, DropReason]], dict[str, str]]:
     """Samples of the groups that can be trained, by index; why the others cannot, and what is wrong
     with those that are malformed."""
-    oldest_allowed = policy_version - settings.buffer.max_staleness
     keep = filter_of(settings)
     dropped: list[tuple[str, DropReason]] = []
     episodes: dict[int, Episodes] = {}
     sentences: dict[str, str] = {}
     for index, group in enumerate(ordered):
         rows: Episodes = []
-        reason = _reason_to_drop(group, settings, oldest_allowed, has_signal=signal[index])
+        reason = _reason_to_drop(group, settings, staleness_of, has_signal=signal[index])
         if reason is None and keep is not None and (sentence := keep(group)):
             _log.info("group_filtered", group_id=group.group_id, sentence=sentence)
             reason = "filtered"
@@ -176,10 +182,11 @@ def overlong_penalties(group: Group, settings: Settings) -> list[float]:
 
 
 def _reason_to_drop(
-    group: Group, settings: Settings, oldest_allowed: int, *, has_signal: bool
+    group: Group, settings: Settings, staleness_of: Callable[[int], int], *, has_signal: bool
 ) -> DropReason | None:
     versions = [oldest_trained_version(trajectory) for trajectory in group.trajectories]
-    if any(version is not None and version < oldest_allowed for version in versions):
+    limit = settings.buffer.max_staleness
+    if any(version is not None and staleness_of(version) > limit for version in versions):
         return "stale"
     if not scored(group):
         return "failed"
@@ -277,8 +284,10 @@ def _penalty_metrics(penalties: Sequence[list[float]], settings: Settings) -> di
     return {"train/overlong_penalty_mean": _mean(list(chain(*penalties)))}
 
 
-def _sample_metrics(samples: Sequence[Sample], policy_version: int) -> dict[str, float]:
-    staleness = [policy_version - sample.oldest_version for sample in samples]
+def _sample_metrics(
+    samples: Sequence[Sample], staleness_of: Callable[[int], int]
+) -> dict[str, float]:
+    staleness = [staleness_of(sample.oldest_version) for sample in samples]
     return {
         "train/samples": len(samples),
         "train/staleness_mean": _mean(staleness),

@@ -8,7 +8,7 @@ order of the file, each once; a resume goes on after the groups that its checkpo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -103,6 +103,10 @@ class Recording:
     def eval_progress(self, name: str) -> EvalProgress:
         """Nobody plays."""
         return EvalProgress(num_done=0, num_total=0, rewards=())
+
+    def version_depths(self, versions: Collection[int]) -> dict[int, int]:
+        """Unknown: every version counts as one publish."""
+        return {}
 
     def servers(self) -> tuple[ServerEntry, ...]:
         """There are none."""

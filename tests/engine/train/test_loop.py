@@ -6,6 +6,8 @@ import pytest
 import structlog.testing
 from memory_buffer import FAST, Setup
 
+from outloop.buffer.errors import UpdateRefused
+
 MakeRun = Callable[..., Setup]
 
 
@@ -100,13 +102,55 @@ def test_one_loop_serves_every_staleness(staleness: int, setup: MakeRun) -> None
 
 
 def test_stale_groups_never_reach_the_model(setup: MakeRun) -> None:
-    """A step of nothing but stale groups makes no update and says so."""
+    """Others are taken in their place, and the step trains as many as it should."""
     made = setup(lag=2, trainer=FAST | {"num_steps": 1}, buffer={"max_staleness": 1})
+    made.buffer.lagging_takes = 2
     (row,) = made.train()
-    assert [value for kind, value in made.events if kind == "drop"] == ["stale"] * 8
-    assert row["train/loss"] is None
-    assert row["train/samples"] == 0
+    assert [value for kind, value in made.events if kind == "drop"][-16:] == ["stale"] * 16
+    assert (row["train/groups"], row["train/samples"]) == (8, 64)
+    assert row["train/staleness_max"] == 0
+    assert made.buffer.num_takes == 3
+
+
+def test_a_step_without_groups_that_can_be_trained_is_refused(setup: MakeRun) -> None:
+    """The sentence says what is wrong with them; no weights are published for it."""
+    made = setup(lag=2, trainer=FAST | {"num_steps": 1}, buffer={"max_staleness": 1})
+    with pytest.raises(UpdateRefused, match=r"8 of 8 groups of step 1 are missing.*stale"):
+        made.train()
     assert made.policy.scheduler.num_steps == 0
+    assert made.server.num_publishes == 1
+
+
+def test_what_waited_for_a_resume_is_as_old_as_its_weights(setup: MakeRun) -> None:
+    """A resume publishes the checkpoint's weights under a later number: groups that were played by
+    the earlier one are no staler for it, and are trained."""
+    made = setup(lag=3, trainer=FAST | {"num_steps": 1}, buffer={"max_staleness": 1})
+    made.buffer.highest = 8
+    made.buffer.depths = {9: 5, 6: 5}
+    (row,) = made.train()
+    assert (row["train/samples"], row["train/staleness_max"]) == (64, 0)
+
+
+def test_trained_episodes_that_are_shorter_than_played_ones_are_a_warning(setup: MakeRun) -> None:
+    """Which is how slow episodes go missing without an error; and the row holds the ledger."""
+    made = setup(trainer=FAST | {"num_steps": 1})
+    made.buffer.numbers = {
+        "buffer/ledger/started": 400.0,
+        "buffer/ledger/open": 100.0,
+        "buffer/ledger/trained": 200.0,
+        "buffer/dropped/stale": 3.0,
+        "buffer/length/trained_s": 1.5,
+        "buffer/length/ended_s": 2.2,
+        "buffer/length/trained_tokens": 99.0,
+        "buffer/length/ended_tokens": 100.0,
+    }
+    with structlog.testing.capture_logs() as logs:
+        (row,) = made.train()
+    (warning,) = [entry for entry in logs if entry["event"] == "short_episodes"]
+    assert "1.5 seconds against 2.2" in warning["sentence"]
+    assert row["buffer/ledger/trained"] == 200.0
+    assert row["buffer/dropped/stale"] == 3.0
+    assert row["buffer/length/ended_tokens"] == 100.0
 
 
 def test_equal_rewards_for_several_steps_are_a_warning(setup: MakeRun) -> None:
