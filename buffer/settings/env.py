@@ -88,6 +88,9 @@ class EnvSettings(BaseModel):
     """How often one attempt is resumed before it is replaced."""
     max_replacements: int = Field(3, ge=0)
     """Attempts replaced per slot before the group is dead-lettered."""
+    max_failed_share: float = Field(0.98, ge=0, le=1)
+    """A runner stops the run when a larger share of its last 200 episodes (at least 32) failed by
+    their agent and all of these got the same reward: nothing can be learned. 1: never."""
     max_replaced_share: float = Field(0.02, ge=0, le=1)
     """The run stops when a larger share of attempts ended without a result (after 200 attempts)."""
 

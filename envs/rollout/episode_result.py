@@ -7,9 +7,12 @@ Invariant: a reward is never made up; what is no finite number raises.
 
 from __future__ import annotations
 
+import re
+import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from outloop.buffer.errors import RecordError
@@ -17,6 +20,16 @@ from outloop.buffer.records import FailureKind, Outcome, Reward
 
 _MAX_ERROR_CHARS = 500
 _MAX_TRACE_CHARS = 8000
+_PYTHON_FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
+_NODE_FRAME = re.compile(r"^\s+at .*?(?:file://)?(/[^\s():]+):(\d+):\d+\)?$", re.MULTILINE)
+_INSTALLED = ("site-packages/", "dist-packages/", "node_modules/", "/lib/python3")
+_NOT_THE_USERS = tuple(
+    str(folder)
+    for folder in {
+        *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
+        *(Path(__file__).parents[1], Path(__file__).resolve().parents[1]),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +44,7 @@ class Ending:
     """The end of what an agent program wrote."""
     error_type: str = ""
     place: str = ""
-    """file:line where the error came from."""
+    """file:line in the user's code where the error came from; empty if it is not known."""
     trace: str = ""
     is_refused: bool = False
     """The settings do not allow what the function wants; the run stops with `error`."""
@@ -50,16 +63,35 @@ def failed(
     """The ending of an episode that `error` ended; `reward` only for failures of the agent."""
     frames = traceback.extract_tb(error.__traceback__)
     trace = "".join(traceback.format_exception(error)) if frames else ""
+    place = _user_place(frames) if frames else _place_in(output)
     return Ending(
         outcome=outcome,
         failure_kind=kind,
         reward=reward,
-        error=f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS],
+        error=f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
+        + (f" at {place}" * bool(place)),
         output=output,
         error_type=type(error).__name__,
-        place=f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "",
+        place=place,
         trace=trace[-_MAX_TRACE_CHARS:],
     )
+
+
+def _user_place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """file:line of the innermost frame that is not of Python, an installed package or outloop."""
+    for frame in reversed(frames):
+        if not frame.filename.startswith(("<", *_NOT_THE_USERS)):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
+
+
+def _place_in(output: str) -> str:
+    """The same from what a program wrote: a traceback of Python or a stack of Node.js."""
+    inner_last = list(reversed(_PYTHON_FRAME.findall(output)))
+    for file, line in inner_last or _NODE_FRAME.findall(output):
+        if not file.startswith("<") and not any(part in file for part in _INSTALLED):
+            return f"{file}:{line}"
+    return ""
 
 
 def without_reward(error: RecordError, *, output: str = "") -> Ending:

@@ -7,7 +7,7 @@ Owns: telling the kinds of failure apart, and logging each once. Does not own: w
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +20,15 @@ from outloop.envs.rollout.episode_result import Ending
 
 _log = structlog.get_logger()
 _NUM_FIRST_EPISODES = 20
+_NUM_LAST_EPISODES = 200
+_MIN_EPISODES = 32
+"""Before the share of failures may stop a run."""
+_MIN_FAILURES = 4
+"""Before a warning, if they are at least half of all episodes; then whenever they are four times
+as many."""
 _MAX_CHAIN = 8
+_Signature = tuple[str, str, str]
+"""Failure kind, type of the exception, place."""
 
 
 def kind_of(error: BaseException, base_url: str) -> FailureKind:
@@ -40,27 +48,42 @@ def kind_of(error: BaseException, base_url: str) -> FailureKind:
 
 
 class FailureLog:
-    """Logs a failure in full when its like is first seen, and counts the rest."""
+    """Logs a failure in full when its like is first seen, counts the rest, and stops a lost run.
 
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[str, str, str]] = Counter()
+    Args:
+        max_failed_share: env.max_failed_share.
+        run_folder: as the user would write it in a command.
+    """
+
+    def __init__(self, *, max_failed_share: float, run_folder: str) -> None:
+        self._max_failed_share = max_failed_share
+        self._run_folder = run_folder
+        self._counts: Counter[_Signature] = Counter()
+        self._examples: dict[_Signature, tuple[Ending, str]] = {}
+        self._last: deque[Ending | None] = deque(maxlen=_NUM_LAST_EPISODES)
         self._num_closed = 0
-        self._warned = False
+        self._num_failed = 0
+        self._warn_at = _MIN_FAILURES
 
     def success(self) -> None:
         """An episode ended as it should."""
         self._num_closed += 1
+        self._last.append(None)
 
-    def failure(self, ending: Ending, episode_id: str) -> None:
-        """An episode failed; says so once per kind, exception type and place.
+    def failure(self, ending: Ending, episode_id: str) -> str:
+        """An episode failed; returns a sentence for the user when it is time for one, else "".
 
         Raises:
-            SettingsError: every episode so far failed in the same way, for the environment's
-                reasons: what raises is broken, whatever the policy does.
+            SettingsError: nothing can be learned from what this runner plays: the first episodes
+                failed in the same way for the environment's reasons, or more than
+                env.max_failed_share of the last ones failed by their agent with equal rewards.
         """
         self._num_closed += 1
+        self._num_failed += 1
+        self._last.append(ending)
         signature = (ending.failure_kind or "", ending.error_type, ending.place)
         self._counts[signature] += 1
+        self._examples[signature] = ending, episode_id
         if self._counts[signature] == 1:
             _log.warning(
                 "episode_failed",
@@ -70,22 +93,45 @@ class FailureLog:
                 **({"exception": ending.trace} if ending.trace else {}),
                 note="the next failures of this kind are only counted",
             )
-        if not self._warned and self._counts[signature] == self._num_closed == _NUM_FIRST_EPISODES:
-            self._warned = True
-            _log.error(
-                "every_episode_fails",
-                num_episodes=self._num_closed,
-                failure_kind=ending.failure_kind,
-                error=ending.error,
-                place=ending.place,
-                note="all episodes so far ended the same way; nothing can be learned from that",
+        self._refuse_broken_environment(ending, self._counts[signature])
+        self._refuse_equal_failures()
+        if self._num_failed < self._warn_at or 2 * self._num_failed < self._num_closed:
+            return ""
+        self._warn_at = 4 * self._num_failed
+        sentence = f"{self._num_failed} of the first {self._num_closed} episodes failed"
+        return f"{sentence}. {self._commonest()}"
+
+    def _commonest(self) -> str:
+        """What failed most often, an example, and how to look at the others."""
+        signature, count = self._counts.most_common(1)[0]
+        ending, episode_id = self._examples[signature]
+        return (
+            f"Most often ({count} times): {' '.join(ending.error.split())}, for example episode "
+            f"{episode_id}. `outloop episodes --run {self._run_folder} --failed` shows them"
+        )
+
+    def _refuse_broken_environment(self, ending: Ending, count: int) -> None:
+        if ending.failure_kind == "environment" and count == self._num_closed == (
+            _NUM_FIRST_EPISODES
+        ):
+            raise SettingsError(
+                f"each of the first {self._num_closed} episodes ended with the same failure of "
+                f"the environment: {ending.error}; none of them can be scored. Mend what "
+                "raised it, and start again"
             )
-            if ending.failure_kind == "environment":
-                raise SettingsError(
-                    f"each of the first {self._num_closed} episodes ended with the same failure of "
-                    f"the environment: {ending.error}; none of them can be scored. Mend what "
-                    "raised it, and start again"
-                )
+
+    def _refuse_equal_failures(self) -> None:
+        failed = [ending for ending in self._last if ending and ending.failure_kind == "agent"]
+        num_last = len(self._last)
+        if num_last < _MIN_EPISODES or len(failed) <= self._max_failed_share * num_last:
+            return
+        if len({ending.reward.value for ending in failed if ending.reward is not None}) > 1:
+            return
+        raise SettingsError(
+            f"{len(failed)} of the last {num_last} episodes failed and all of them got the same "
+            f"reward, so nothing can be learned. {self._commonest()}. Correct the agent, or raise "
+            f"env.max_failed_share={self._max_failed_share:g} (1: never stop)"
+        )
 
     def counts(self) -> dict[str, int]:
         """How many episodes ended, and how many failures of each kind were among them."""

@@ -127,9 +127,13 @@ class RouterClient:
             },
         )
 
-    async def heartbeat(self, runner_id: str) -> None:
-        """Say that a runner is there, which keeps what it claimed under `runner_id`."""
-        await self._post("/runners/heartbeat", {"runner_id": runner_id})
+    async def heartbeat(self, runner_id: str, *, warning: str = "") -> None:
+        """Say that a runner is there, which keeps what it claimed under `runner_id`.
+
+        `warning`: a sentence for whoever watches the run.
+        """
+        body = {"runner_id": runner_id} | ({"warning": warning} if warning else {})
+        await self._post("/runners/heartbeat", body)
 
     async def claim(self, *, key: str, count: int, runner_id: str = "") -> Claimed:
         """Claim up to `count` attempts and open their episodes, in one call.

@@ -120,7 +120,13 @@ class Runner:
         self._playing: set[asyncio.Task[None]] = set()
         self._changed = changed
         self._fatal: BaseException | None = None
-        self._failures = FailureLog()
+        self._failures = FailureLog(
+            max_failed_share=settings.env.max_failed_share,
+            run_folder=str(settings.run.dir / settings.run.name),
+        )
+        self._warning = ""
+        """About failures, for whoever watches the run; not sent yet."""
+        self._has_warning = asyncio.Event()
         self._num_bad_rewards = 0
         self._num_silent: int | None = 0
         """Completed episodes without a model call so far; None once one has made a call."""
@@ -278,7 +284,11 @@ class Runner:
             self._backoff_s = 0.0
             self._failures.success()
             return
-        self._failures.failure(ending, episode_id)
+        warning = self._failures.failure(ending, episode_id)
+        if warning:
+            _log.error("episodes_fail", warning=warning)
+            self._warning = warning
+            self._has_warning.set()
         if ending.failure_kind != "agent":
             self._backoff_s = min(_MAX_BACKOFF_S, max(0.05, 2 * self._backoff_s))
         if ending.is_refused:
@@ -318,16 +328,21 @@ class Runner:
             )
 
     async def _say_alive(self) -> None:
-        """Heartbeats, for as long as this runner's loop turns."""
+        """Heartbeats, for as long as this runner's loop turns; warnings go out at once."""
         max_silence_s = self._settings.env.max_runner_silence_s
-        while max_silence_s:
-            try:
-                async with asyncio.timeout(max_silence_s / 2):
-                    await self._router.heartbeat(self._runner_id)
-            except (OutloopError, TimeoutError) as error:
-                # Whatever ails the router, claims and closes meet it too, and say so.
-                _log.debug("heartbeat_failed", error=str(error))
-            await asyncio.sleep(max_silence_s / _HEARTBEATS)
+        timeout_s = max_silence_s / 2 or _MAX_POLL_S
+        while True:
+            self._has_warning.clear()
+            warning, self._warning = self._warning, ""
+            if max_silence_s or warning:
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        await self._router.heartbeat(self._runner_id, warning=warning)
+                except (OutloopError, TimeoutError) as error:
+                    # Whatever ails the router, claims and closes meet it too, and say so.
+                    _log.debug("heartbeat_failed", error=str(error))
+                    self._warning = self._warning or warning
+            await _first(max_silence_s / _HEARTBEATS or None, self._has_warning)
 
     async def _report(self) -> None:
         while True:
@@ -335,8 +350,8 @@ class Runner:
             _log.info("runner_progress", num_playing=len(self._playing), **self._failures.counts())
 
 
-async def _first(timeout_s: float, *events: asyncio.Event) -> None:
-    """Until one of `events` is set, or `timeout_s` has passed."""
+async def _first(timeout_s: float | None, *events: asyncio.Event) -> None:
+    """Until one of `events` is set, or `timeout_s` has passed; None: without a limit."""
     if any(event.is_set() for event in events):
         return
     waiting = [asyncio.ensure_future(event.wait()) for event in events]

@@ -148,6 +148,9 @@ class Control:
         self._keys.require_runner(exchange.key)
         body = await exchange.decode(_heartbeat)
         max_silence_s = await self._buffer.runners.heartbeat(body.runner_id)
+        if body.warning:
+            name = f"runner {body.runner_id[:6]}"
+            await self._buffer.report_status(name, {"warning": body.warning})
         await _answer(exchange, {"max_silence_s": max_silence_s})
 
     async def open(self, exchange: Exchange) -> None:

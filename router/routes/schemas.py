@@ -58,6 +58,8 @@ class HeartbeatBody(msgspec.Struct):
     """Body of `POST /runners/heartbeat`."""
 
     runner_id: str
+    warning: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    """A sentence for whoever watches the run; it stays until the runner sends another one."""
 
 
 class EpisodeBody(msgspec.Struct):

@@ -59,6 +59,7 @@ class FakeRouter:
         self.lost_claims = 0
         """So many claims are made and answered as not ready."""
         self.heartbeats: list[str] = []
+        self.warnings: list[str] = []
         self.closes: dict[str, dict[str, Any]] = {}
         self.num_close_calls = 0
         self.trajectories: list[dict[str, Any]] = []
@@ -140,7 +141,11 @@ class FakeRouter:
     async def _heartbeat(self, request: web.Request) -> web.Response:
         if refusal := self._refuse(request):
             return refusal
-        self.heartbeats.append((await request.json())["runner_id"])
+        body = await request.json()
+        if body.get("warning"):
+            self.warnings.append(body["warning"])
+            return web.json_response({"max_silence_s": 20.0})
+        self.heartbeats.append(body["runner_id"])
         if self.chat_gate is not None and len(self.heartbeats) == self.gate_opens_after:
             self.chat_gate.set()
         return web.json_response({"max_silence_s": 20.0})
