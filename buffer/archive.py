@@ -69,6 +69,13 @@ class Archive:
             for _, record in self._client.hscan_iter(f"{self._prefix}imported", count=_CHUNK):
                 yield _decoded(record)
 
+    def episode_ids(self) -> Iterator[str]:
+        """Of every scored episode that Redis holds, as trajectories() lists them; none imported."""
+        for name in self._lists():
+            with translated("listing episodes"):
+                ids: Any = self._client.lrange(name, 0, -1)
+            yield from (episode_id.decode() for episode_id in ids)
+
     def find_imported(self, episode_id: str) -> Trajectory | None:
         """An imported trajectory, or None."""
         with translated(f"reading episode_id={episode_id}"):

@@ -55,16 +55,15 @@ def create_run(settings: Settings, run_dir: Path, redis_url: str) -> Run:
     The folder and what is written here are readable by their owner only.
 
     Raises:
-        SettingsError: `redis_url` holds a password, or its file or variable is not there.
+        SettingsError: `redis_url` holds a password, or its file or variable is not there; or the
+            folder cannot be written.
     """
     if holds_password(redis_url):
         raise SettingsError(
             "the URL of Redis holds a password; name its file as buffer.redis_password_file instead"
         )
     access = _with_access(redis_url, settings.buffer)
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    run_dir.chmod(0o700)
-    _write_private(run_dir / ".gitignore", "*\n")
+    make_run_folder(settings, run_dir)
     run_path = run_dir / "run.json"
     if run_path.exists():
         run_id = json.loads(run_path.read_text())["run_id"]
@@ -81,6 +80,23 @@ def create_run(settings: Settings, run_dir: Path, redis_url: str) -> Run:
         redis_url=access,
         keys=keys,
     )
+
+
+def make_run_folder(settings: Settings, run_dir: Path) -> None:
+    """Have the run's folder there, writable, and readable by its owner only.
+
+    Raises:
+        SettingsError: it cannot be made or written.
+    """
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        run_dir.chmod(0o700)
+        _write_private(run_dir / ".gitignore", "*\n")
+    except OSError as error:
+        raise SettingsError(
+            f"run.dir={str(settings.run.dir)!r} run.name={settings.run.name!r}: the folder cannot "
+            f"be written ({error}); give a run.dir that you may write"
+        ) from error
 
 
 def keep_keys(path: Path) -> RunKeys:

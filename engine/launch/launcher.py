@@ -7,6 +7,7 @@ Does not own: what parts do; they meet through Redis and HTTP only. Invariant: w
 
 from __future__ import annotations
 
+import difflib
 import json
 import signal
 import socket
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import structlog
@@ -25,13 +26,15 @@ from outloop.buffer.errors import (
     RANK_KILLED_EXIT_CODE,
     BufferUnavailable,
     DeadlineExceeded,
+    OutloopError,
     PartFailed,
     SettingsError,
 )
 from outloop.buffer.reader import BufferReader, init_run
 from outloop.buffer.redis.embedded import EmbeddedRedis
-from outloop.buffer.run import Run, create_run
+from outloop.buffer.run import Run, create_run, make_run_folder
 from outloop.buffer.settings import Settings
+from outloop.buffer.transcripts import save_failed
 from outloop.engine.launch.child_process import PartProcess, part_command
 from outloop.engine.launch.console import RunProgress
 from outloop.engine.launch.cpu_usage import CpuUsage
@@ -182,6 +185,7 @@ class Launcher:
 def running(settings: Settings, stop: threading.Event) -> Iterator[Launcher]:
     """Redis (embedded, or the configured one) and an empty launcher; stops all parts at the end."""
     run_dir = settings.run.dir / settings.run.name
+    make_run_folder(settings, run_dir)
     with ExitStack() as stack:
         redis_url, redis_pid = settings.buffer.redis_url, None
         if redis_url is None:
@@ -203,25 +207,72 @@ def running(settings: Settings, stop: threading.Event) -> Iterator[Launcher]:
         yield launcher
 
 
-def check_before_start(settings: Settings, config_dir: Path) -> None:
-    """Refuse what can be refused before any model is loaded: model folder, rollout function, tasks.
+def check_before_start(settings: Settings, config_dir: Path, *, plays: bool = True) -> None:
+    """Refuse what can be refused before any model is loaded, then make the run's folder.
 
-    The user's code is imported in a process of its own, so that it cannot disturb the launcher.
+    That is: the model's folder and limits, SGLang's arguments, rollout function, agent command,
+    verifier and tasks where they are given. The user's code is imported in a process of its own, so
+    that it cannot disturb the launcher.
+
+    Args:
+        plays: False for a run without runners of its own: it needs neither a rollout function nor
+            an agent command.
 
     Raises:
         SettingsError: with the sentence that says what to change.
     """
-    folder = settings.model.path
+    _check_model(settings)
+    if settings.server.num_servers or settings.server.urls:
+        if settings.server.kind == "sglang" and settings.server.num_servers:
+            check_arguments(settings)
+        env = settings.env
+        if plays or env.rollout_function_path is not None or env.agent_command is not None:
+            _check_environment(settings, config_dir)
+    make_run_folder(settings, settings.run.dir / settings.run.name)
+
+
+def _check_model(settings: Settings) -> None:
+    """Files of the model, and limits that contradict it or each other."""
+    folder, limit = settings.model.path, settings.model.max_context_tokens
+    if not folder.is_dir():
+        near = difflib.get_close_matches(
+            folder.name, [path.name for path in folder.parent.glob("*/")], n=1
+        )
+        hint = f"did you mean {str(folder.parent / near[0])!r}? " if near else ""
+        raise SettingsError(
+            f"model.path={str(folder)!r} does not exist; {hint}give a Hugging Face folder, or make "
+            "a small one with `outloop new-policy --out DIR`"
+        )
     for name, pattern in _MODEL_FILES.items():
         if not any(path.is_file() for path in folder.glob(pattern)):
             raise SettingsError(
                 f"model.path={str(folder)!r} holds no {name}; "
                 "give a Hugging Face folder with config.json, tokenizer.json and model.safetensors"
             )
-    if settings.server.num_servers == 0 and not settings.server.urls:
-        return
-    if settings.server.kind == "sglang" and settings.server.num_servers:
-        check_arguments(settings)
+    known = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    if isinstance(known, int) and limit > known:
+        raise SettingsError(
+            f"model.max_context_tokens={limit} exceeds max_position_embeddings={known} of "
+            f"{folder / 'config.json'}: the model knows no later position. Lower the setting, or "
+            "take a model with a longer context (`outloop new-policy --max-context-tokens`)"
+        )
+    if settings.sampling.max_new_tokens >= limit:
+        raise SettingsError(
+            f"sampling.max_new_tokens={settings.sampling.max_new_tokens} with "
+            f"model.max_context_tokens={limit} leaves no room for a prompt; lower the first or "
+            "raise the second"
+        )
+    trainer = settings.trainer
+    if trainer.mode == "rl" and limit > trainer.max_microbatch_tokens:
+        raise SettingsError(
+            f"model.max_context_tokens={limit} exceeds trainer.max_microbatch_tokens="
+            f"{trainer.max_microbatch_tokens}: an episode could not be trained. Raise the second "
+            "or lower the first."
+        )
+
+
+def _check_environment(settings: Settings, config_dir: Path) -> None:
+    """What the user wrote: code, command and tasks."""
     answer = subprocess.run(
         [
             sys.executable,
@@ -238,6 +289,18 @@ def check_before_start(settings: Settings, config_dir: Path) -> None:
     if answer.returncode != 0:
         sentence = answer.stderr.strip().splitlines()
         raise SettingsError(sentence[-1] if sentence else "the rollout function check failed")
+
+
+def is_finished(settings: Settings, run_dir: Path) -> bool:
+    """The run in `run_dir` has made all its steps and written its weights."""
+    done = [
+        int(path.name.removeprefix("step_"))
+        for path in (run_dir / "checkpoints").glob("step_*")
+        if path.name.removeprefix("step_").isdecimal()
+    ]
+    is_resumed = settings.trainer.mode == "rl" and settings.trainer.resume
+    is_written = (run_dir / "hf/config.json").is_file()
+    return is_resumed and is_written and max(done, default=-1) >= settings.trainer.num_steps
 
 
 def make_run(settings: Settings) -> Run:
@@ -291,9 +354,21 @@ def train(settings: Settings, *, stop: threading.Event, console: Console) -> int
     """Run to the last step and return the exit code: 0 finished, 130 stopped, 1 failed.
 
     Raises:
+        SettingsError: a part says that its settings cannot work, or that nothing can be learned.
         PartFailed: a part ended that cannot be restarted.
         DeadlineExceeded: a part did not come up.
     """
+    run_dir = settings.run.dir / settings.run.name
+    if is_finished(settings, run_dir):
+        console.print(
+            f"run {settings.run.name!r} has made all of its {settings.trainer.num_steps} steps; "
+            f"its weights are in {run_dir / 'hf'}. To go on, raise trainer.num_steps; to begin "
+            "again, choose another run.name",
+            highlight=False,
+            soft_wrap=True,
+        )
+        console.print(result_table(run_dir.absolute()))
+        return 0
     with running(settings, stop) as launcher:
         run = launcher.run
         progress = RunProgress(run.dir, num_steps=settings.trainer.num_steps, console=console)
@@ -305,7 +380,7 @@ def train(settings: Settings, *, stop: threading.Event, console: Console) -> int
         launcher.start("trainer", "trainer")
         for index in range(settings.env.num_runners):
             launcher.start(f"runner-{index}", "runner")
-        with progress:
+        with progress, keeping_failed(launcher):
             while launcher.parts["trainer"].exit_code != 0 and not stop.is_set():
                 launcher.check()
                 launcher.sample_usage()
@@ -324,6 +399,17 @@ def train(settings: Settings, *, stop: threading.Event, console: Console) -> int
     if picture is not None:
         console.print(f"curve {picture}", highlight=False, soft_wrap=True)
     return 0
+
+
+@contextmanager
+def keeping_failed(launcher: Launcher) -> Iterator[None]:
+    """When the run fails, save its failed episodes before a last checkpoint frees them."""
+    try:
+        yield
+    except (SettingsError, PartFailed):
+        with suppress(OutloopError):
+            save_failed(launcher.reader, launcher.run.settings, launcher.run.dir)
+        raise
 
 
 def serve(settings: Settings, *, stop: threading.Event, console: Console) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from renderers import Qwen3RendererConfig, create_renderer
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -242,13 +242,16 @@ def write_policy(
 ) -> int:
     """Write the folder: tokenizer, template, config and weights; returns the number of weights.
 
+    A folder that holds this very policy already stays as it is; one with another model is refused.
+
     Args:
         seed: of the weights.
         conversations: rows {"messages", "tools"?}; the tokenizer learns from the first of them.
             None: every byte is a token.
 
     Raises:
-        SettingsError: hidden_size cannot be divided into pairs of heads.
+        SettingsError: hidden_size cannot be divided into pairs of heads, the folder holds another
+            model, or it cannot be written.
     """
     if sizes.hidden_size <= 0 or sizes.hidden_size % (2 * _HEAD_DIM):
         raise SettingsError(
@@ -257,11 +260,10 @@ def write_policy(
         )
     rows = islice(conversations, NUM_TOKENIZER_CONVERSATIONS)
     tokenizer = train_tokenizer(rows, sizes.vocab_size)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
     end, pad = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")
     config = config_of(sizes, tokenizer.get_vocab_size(), end=end, pad=pad)
-    files = {
+    weights = initial_weights(config, seed)
+    described = {
         "config.json": config,
         "generation_config.json": {"eos_token_id": [end, pad], "pad_token_id": pad},
         "tokenizer_config.json": {
@@ -273,8 +275,37 @@ def write_policy(
             "chat_template": CHAT_TEMPLATE,
         },
     }
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content, indent=1))
-    weights = initial_weights(config, seed)
-    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    files = {name: json.dumps(content, indent=1).encode() for name, content in described.items()}
+    files["tokenizer.json"] = tokenizer.to_str(pretty=True).encode()
+    files["model.safetensors"] = save(weights, metadata={"format": "pt"})
+    _write_new(folder, files)
     return sum(weight.size for weight in weights.values())
+
+
+def _write_new(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write the files of a model into a folder that holds none, or these."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        there = [path for path in folder.iterdir() if path.name in files or _is_weights(path)]
+        if not there:
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
+            return
+        is_same = {path.name for path in there} == set(files) and all(
+            path.read_bytes() == files[path.name] for path in there
+        )
+    except OSError as error:
+        raise SettingsError(
+            f"folder={str(folder)!r} cannot be written: {error}; give the path of a folder that "
+            "you may write"
+        ) from error
+    if not is_same:
+        names = ", ".join(sorted(path.name for path in there))
+        raise SettingsError(
+            f"folder={str(folder)!r} holds another model already ({names}), which is left as it "
+            "is; give another folder, or remove this one"
+        )
+
+
+def _is_weights(path: Path) -> bool:
+    return path.suffix in (".safetensors", ".bin", ".gguf") or path.name.endswith(".index.json")

@@ -108,6 +108,7 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
 
     settings = load_settings(config, overrides)
     configure_logging("launcher", settings.telemetry.log_level)
+    launcher.check_before_start(settings, config.parent, plays=False)
     with launcher.stop_on_signals() as stop:
         sys.exit(launcher.serve(settings, stop=stop, console=Console()))
 

@@ -110,3 +110,30 @@ def test_conversations_without_tools_are_learned_from(tmp_path: Path) -> None:
         return len(renderer_of(tokenizer).render_ids(ROW["messages"]))
 
     assert length("learned") * 3 < length("bytes")
+
+
+def test_another_model_is_never_written_over(tmp_path: Path) -> None:
+    """The same policy again changes nothing; a folder that holds any other model is refused."""
+    write_policy(tmp_path / "p", 0)
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "p").iterdir()}
+    assert write_policy(tmp_path / "p", 0) > 0
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "p").iterdir()} == before
+    with pytest.raises(SettingsError, match="holds another model .*config.json.* another folder"):
+        write_policy(tmp_path / "p", 1)
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "p").iterdir()} == before
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q/model-00001-of-00002.safetensors").write_bytes(b"weights")
+    with pytest.raises(SettingsError, match="holds another model"):
+        write_policy(tmp_path / "q", 0)
+    assert [path.name for path in (tmp_path / "q").iterdir()] == [
+        "model-00001-of-00002.safetensors"
+    ]
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    """As every mistake is."""
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file/policy", Path("/proc/policy")):
+        with pytest.raises(SettingsError, match="cannot be written") as caught:
+            write_policy(folder, 0)
+        assert str(folder) in str(caught.value)

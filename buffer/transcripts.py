@@ -1,0 +1,145 @@
+"""Episodes as text: what a person reads to see what the policy was asked and what it answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.reader import BufferReader
+from outloop.buffer.records import FailureKind, Outcome, Purpose, Turn
+from outloop.buffer.settings import Settings
+
+SAVED_NAME = "failed_episodes.jsonl"
+"""In the run folder: failed episodes as they were when the run was stopped because of them."""
+_MAX_SAVED = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnText:
+    """One model call as text, special tokens included."""
+
+    prompt: str
+    """What this turn added to its parent's tokens."""
+    output: str
+    finish_reason: str
+    policy_versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transcript:
+    """A closed episode as text."""
+
+    episode_id: str
+    task_id: str
+    purpose: Purpose
+    outcome: Outcome | None
+    failure_kind: FailureKind | None
+    reward: float | None
+    error: str
+    """Why it failed, in one sentence, with the file and line where that is known."""
+    output: str
+    """The end of what an agent program wrote."""
+    turns: tuple[TurnText, ...]
+
+    @property
+    def is_failed(self) -> bool:
+        """The agent, its environment or the infrastructure ended it."""
+        return self.outcome in ("failed", "aborted") or self.failure_kind is not None
+
+
+def read_transcripts(
+    reader: BufferReader, settings: Settings, run_dir: Path, *, failed: bool = False
+) -> Iterator[Transcript]:
+    """Scored episodes that the run still holds, oldest group first; `failed`: only those.
+
+    Episodes that a checkpoint contains were freed; failed ones that stopped a run were saved
+    before, and come first.
+
+    Raises:
+        SettingsError: the policy's tokenizer.json cannot be read.
+    """
+    decode = _Decoder(settings.model.path)
+    seen = set()
+    for transcript in _saved(run_dir):
+        seen.add(transcript.episode_id)
+        yield transcript
+    for episode_id in reader.archive.episode_ids():
+        if episode_id in seen:
+            continue
+        found = reader.load_episode(episode_id)
+        if found is None or not found.is_closed:
+            continue
+        transcript = Transcript(
+            episode_id=episode_id,
+            task_id=found.opening.task_id,
+            purpose=found.opening.purpose,
+            outcome=found.outcome,
+            failure_kind=found.failure_kind,
+            reward=None if found.reward is None else found.reward.value,
+            error=found.error,
+            output=found.output,
+            turns=tuple(decode.turn(turn) for turn in found.turns),
+        )
+        if transcript.is_failed or not failed:
+            yield transcript
+
+
+def save_failed(reader: BufferReader, settings: Settings, run_dir: Path) -> int:
+    """Write the failed episodes that the run holds now, at most 256, to its folder; how many.
+
+    For the end of a run that fails: the trainer's last checkpoint frees them.
+    """
+    number = 0
+    found = list(read_transcripts(reader, settings, run_dir, failed=True))[-_MAX_SAVED:]
+    if found:
+        with (run_dir / SAVED_NAME).open("w") as file:
+            for transcript in found:
+                file.write(json.dumps(asdict(transcript)) + "\n")
+                number += 1
+    return number
+
+
+def _saved(run_dir: Path) -> Iterator[Transcript]:
+    path = run_dir / SAVED_NAME
+    if not path.exists():
+        return
+    with path.open() as file:
+        for line in file:
+            row: dict[str, Any] = json.loads(line)
+            turns = (
+                TurnText(**{**turn, "policy_versions": tuple(turn["policy_versions"])})
+                for turn in row["turns"]
+            )
+            yield Transcript(**{**row, "turns": tuple(turns)})
+
+
+class _Decoder:
+    """Token ids as text, by the policy's tokenizer."""
+
+    def __init__(self, model_path: Path) -> None:
+        from tokenizers import Tokenizer
+
+        path = model_path / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise SettingsError(
+                f"model.path={str(model_path)!r}: tokenizer.json cannot be read ({error}); start "
+                "the command in the folder in which the run was started"
+            ) from error
+
+    def turn(self, turn: Turn) -> TurnText:
+        versions = {span.policy_version for span in turn.version_spans}
+        return TurnText(
+            prompt=self._text(turn.prompt_ids.tolist()),
+            output=self._text(turn.output_ids.tolist()),
+            finish_reason=turn.finish_reason,
+            policy_versions=tuple(sorted(versions)),
+        )
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))

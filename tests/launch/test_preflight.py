@@ -1,0 +1,154 @@
+"""What is refused before anything is started, and what a run says that has nothing to do."""
+
+import io
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.run import create_run
+from outloop.buffer.settings import Settings, build_settings
+from outloop.cli import cli
+from outloop.engine.launch import launcher
+from outloop.engine.models.random_init import Sizes, write_policy
+
+PLAY = "async def play(task, episode):\n    return 0.0\n"
+MakeSettings = Callable[..., Settings]
+
+
+@pytest.fixture
+def make_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeSettings:
+    """Settings of a run that could start, with changes by section."""
+    monkeypatch.chdir(tmp_path)
+    write_policy(tmp_path / "policy", 0, (), Sizes(max_context_tokens=512))
+    (tmp_path / "rollout.py").write_text(PLAY)
+    (tmp_path / "tasks.jsonl").write_text('{"question": "1+1"}\n')
+
+    def make(**changes: dict[str, Any]) -> Settings:
+        tree: dict[str, dict[str, Any]] = {
+            "run": {"dir": str(tmp_path / "runs")},
+            "model": {"path": "policy", "max_context_tokens": 512},
+            "env": {"tasks": "tasks.jsonl", "rollout_function_path": "rollout:play"},
+        }
+        for section, values in changes.items():
+            tree[section] = tree.get(section, {}) | values
+        return build_settings(tree, source="test")
+
+    return make
+
+
+def as_toml(tree: dict[str, Any], changed: set[str]) -> str:
+    """The sections that a run needs, and those that a test changes."""
+    lines = []
+    for section in sorted({"run", "model", "env"} | changed):
+        lines.append(f"[{section}]")
+        lines += [
+            f"{key} = {json.dumps(value)}"
+            for key, value in tree[section].items()
+            if isinstance(value, str | int | float)
+        ]
+    return "\n".join(lines)
+
+
+def test_a_run_that_could_start_passes(make_settings: MakeSettings, tmp_path: Path) -> None:
+    """And its folder can be written."""
+    launcher.check_before_start(make_settings(), tmp_path)
+    assert (tmp_path / "runs/run").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"model": {"max_context_tokens": 1536}},
+            ["model.max_context_tokens=1536", "max_position_embeddings=512", "config.json"],
+        ),
+        (
+            {"model": {"max_context_tokens": 256}, "sampling": {"max_new_tokens": 256}},
+            ["sampling.max_new_tokens=256", "model.max_context_tokens=256", "prompt"],
+        ),
+        (
+            {"trainer": {"max_microbatch_tokens": 400}},
+            ["model.max_context_tokens=512", "trainer.max_microbatch_tokens=400"],
+        ),
+        ({"model": {"path": "polciy"}}, ["model.path='polciy'", "does not exist", "'policy'"]),
+        ({"model": {"path": "runs.toml"}}, ["model.path='runs.toml'", "does not exist"]),
+        (
+            {"env": {"rollout_function_path": "rollout:paly"}},
+            ["has no 'paly'", "did you mean 'play'"],
+        ),
+    ],
+)
+def test_what_contradicts_the_model_is_refused(
+    changes: dict[str, dict[str, Any]],
+    words: list[str],
+    make_settings: MakeSettings,
+    tmp_path: Path,
+) -> None:
+    """Before a folder is made, by `train` and by `serve`."""
+    with pytest.raises(SettingsError) as caught:
+        launcher.check_before_start(make_settings(**changes), tmp_path)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert not (tmp_path / "runs").exists()
+    path = make_settings(**changes).model_dump_json()
+    (tmp_path / "run.toml").write_text(as_toml(json.loads(path), set(changes)))
+    with pytest.raises(SettingsError) as served:
+        CliRunner().invoke(cli, ["serve", "run.toml"], catch_exceptions=False)
+    assert str(served.value) == str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_each_file_of_the_model_is_missed(
+    name: str, make_settings: MakeSettings, tmp_path: Path
+) -> None:
+    """Weights alone are no model: the message names what is not there."""
+    (tmp_path / "policy" / name).unlink()
+    if name != "model.safetensors":
+        (tmp_path / "policy/model-00001-of-00001.safetensors").write_bytes(b"")
+    with pytest.raises(SettingsError, match=f"holds no {name}"):
+        launcher.check_before_start(make_settings(), tmp_path)
+
+
+def test_a_run_folder_that_cannot_be_written_is_a_sentence(
+    make_settings: MakeSettings, tmp_path: Path
+) -> None:
+    """A file in its way, or a place where nobody may write."""
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", Path("/proc/runs")):
+        settings = make_settings(run={"dir": str(folder)})
+        words = f"run.dir='{folder}' run.name='run': the folder cannot be written"
+        with pytest.raises(SettingsError, match=words):
+            launcher.check_before_start(settings, tmp_path)
+        with pytest.raises(SettingsError, match=words):
+            create_run(settings, folder / "run", "")
+
+
+def test_a_finished_run_says_so(make_settings: MakeSettings, tmp_path: Path) -> None:
+    """Nothing is started; more steps go on, and a run that was not finished does."""
+    settings = make_settings(trainer={"num_steps": 3})
+    run_dir = tmp_path / "runs/run"
+    (run_dir / "checkpoints/step_3").mkdir(parents=True)
+    (run_dir / "checkpoints/step_3/complete.json").write_text("{}")
+    (run_dir / "hf").mkdir()
+    (run_dir / "hf/config.json").write_text("{}")
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    assert launcher.train(settings, stop=threading.Event(), console=console) == 0
+    sentence = " ".join(out.getvalue().split())
+    assert "has made all of its 3 steps" in sentence
+    assert "raise trainer.num_steps" in sentence
+    assert "another run.name" in sentence
+    assert not (run_dir / "logs").exists()
+    assert not launcher.is_finished(make_settings(trainer={"num_steps": 4}), run_dir)
+    assert not launcher.is_finished(
+        make_settings(trainer={"num_steps": 3, "resume": False}), run_dir
+    )
+    (run_dir / "hf/config.json").unlink()
+    assert not launcher.is_finished(settings, run_dir)
