@@ -8,10 +8,12 @@ nearest known key; cross-field rules refuse and never rewrite.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import json
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -289,12 +291,25 @@ def load_settings(path: Path, overrides: tuple[str, ...] = ()) -> Settings:
         tree = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"settings file path={str(path)!r} is not TOML: {error}") from error
-    _merge(tree, EnvSettingsSource(Settings)())
+    return settings_of(tree, overrides, folder=path.parent, source=str(path))
+
+
+def settings_of(
+    tree: Mapping[str, Any], overrides: tuple[str, ...], *, folder: Path, source: str
+) -> Settings:
+    """The settings of `tree`, then OUTLOOP_SECTION__KEY, then overrides; raises as load_settings.
+
+    Args:
+        folder: env.import_dir, where `tree` names none.
+        source: where `tree` came from, for errors.
+    """
+    merged = copy.deepcopy(dict(tree))
+    _merge(merged, EnvSettingsSource(Settings)())
     for override in overrides:
-        _merge(tree, _parse_override(override))
-    if isinstance(env := tree.setdefault("env", {}), dict):
-        env.setdefault("import_dir", path.parent.resolve())
-    return build_settings(tree, source=str(path))
+        _merge(merged, _parse_override(override))
+    if isinstance(env := merged.setdefault("env", {}), dict):
+        env.setdefault("import_dir", folder.resolve())
+    return build_settings(merged, source=source)
 
 
 def with_overrides(settings: Settings, overrides: tuple[str, ...]) -> Settings:

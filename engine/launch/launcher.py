@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import structlog
 from rich.console import Console
 
@@ -43,6 +44,7 @@ from outloop.engine.launch.run_summary import draw_curve, result_table
 from outloop.engine.publish.server_client import ServerClient
 from outloop.engine.serve.sglang.arguments import check_arguments
 
+LAUNCHER_FILE = "launcher.json"
 _STOP_TIMEOUT_S = 15.0
 _TRAINER_STOP_TIMEOUT_S = 60.0
 _MAX_RESTARTS = 3
@@ -182,6 +184,28 @@ class Launcher:
 
 
 @contextmanager
+def named_launcher(run_dir: Path) -> Iterator[None]:
+    """While it lasts, the run's folder names this process as the one that leads its parts."""
+    path = run_dir / LAUNCHER_FILE
+    process = psutil.Process()
+    path.write_text(json.dumps({"pid": process.pid, "created": process.create_time()}))
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def find_launcher(run_dir: Path) -> psutil.Process | None:
+    """The process that leads the run's parts on this machine; None when there is none."""
+    try:
+        named = json.loads((run_dir / LAUNCHER_FILE).read_text())
+        process = psutil.Process(named["pid"])
+        return process if process.create_time() == named["created"] else None
+    except (FileNotFoundError, psutil.NoSuchProcess):
+        return None
+
+
+@contextmanager
 def running(settings: Settings, stop: threading.Event) -> Iterator[Launcher]:
     """Redis (embedded, or the configured one) and an empty launcher; stops all parts at the end."""
     run_dir = settings.run.dir / settings.run.name
@@ -201,13 +225,14 @@ def running(settings: Settings, stop: threading.Event) -> Iterator[Launcher]:
         init_run(run)
         reader = BufferReader.connect(run)
         stack.callback(reader.close)
+        stack.enter_context(named_launcher(run.dir))
         launcher = Launcher(run, reader, stop)
         launcher.redis_pid = redis_pid
         stack.callback(launcher.stop_all)
         yield launcher
 
 
-def check_before_start(settings: Settings, config_dir: Path, *, plays: bool = True) -> None:
+def check_before_start(settings: Settings, *, plays: bool = True) -> None:
     """Refuse what can be refused before any model is loaded, then make the run's folder.
 
     That is: the model's folder and limits, SGLang's arguments, rollout function, agent command,
@@ -227,7 +252,7 @@ def check_before_start(settings: Settings, config_dir: Path, *, plays: bool = Tr
             check_arguments(settings)
         env = settings.env
         if plays or env.rollout_function_path is not None or env.agent_command is not None:
-            _check_environment(settings, config_dir)
+            _check_environment(settings)
     make_run_folder(settings, settings.run.dir / settings.run.name)
 
 
@@ -271,16 +296,10 @@ def _check_model(settings: Settings) -> None:
         )
 
 
-def _check_environment(settings: Settings, config_dir: Path) -> None:
+def _check_environment(settings: Settings) -> None:
     """What the user wrote: code, command and tasks."""
     answer = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "outloop.envs.runner.preflight",
-            settings.model_dump_json(),
-            str(config_dir),
-        ],
+        [sys.executable, "-m", "outloop.envs.runner.preflight", settings.model_dump_json()],
         capture_output=True,
         text=True,
         timeout=300,
@@ -392,6 +411,7 @@ def train(settings: Settings, *, stop: threading.Event, console: Console) -> int
             progress.update({})
         launcher.usage.write(run.dir / "usage.json")
     if stop.is_set():
+        draw_curve(run.dir)
         console.print("stopped; start the same command again to resume from the last checkpoint")
         return 130
     console.print(result_table(run.dir))
@@ -412,26 +432,26 @@ def keeping_failed(launcher: Launcher) -> Iterator[None]:
         raise
 
 
-def serve(settings: Settings, *, stop: threading.Event, console: Console) -> int:
-    """Redis, servers and router until stopped; prints one JSON line when ready."""
+def serve(
+    settings: Settings, *, stop: threading.Event, on_ready: Callable[[Run, str], None]
+) -> None:
+    """Redis, servers and router until `stop` is set; `on_ready` gets the run and the router's URL.
+
+    Raises:
+        SettingsError: a part says that its settings cannot work.
+        PartFailed: a part ended that cannot be restarted.
+        DeadlineExceeded: a part did not come up.
+    """
     with running(settings, stop) as launcher:
         start_and_wait(launcher)
         if stop.is_set():
-            return 130
+            return
         name_weights(launcher, settings.server.start_timeout_s)
         url = router_url(launcher)
-        line = {
-            "base_url": f"{url}/v1",
-            "runner_key": launcher.run.keys.runner_key,
-            "admin_url": url,
-            "admin_key": launcher.run.keys.admin_key,
-            "redis_url": launcher.run.redis_address,
-        }
-        console.file.write(json.dumps(line) + "\n")
-        console.file.flush()
+        assert url is not None
+        on_ready(launcher.run, url)
         while not stop.wait(_WATCH_INTERVAL_S):
             launcher.check()
-    return 0
 
 
 def start_and_wait(launcher: Launcher) -> None:

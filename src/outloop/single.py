@@ -34,7 +34,7 @@ AsyncPart = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 class _PartThread:
     """An async part in a thread with a loop of its own."""
 
-    def __init__(self, name: str, part: AsyncPart, on_failure: Callable[[], None]) -> None:
+    def __init__(self, name: str, part: AsyncPart, on_failure: Callable[[Exception], None]) -> None:
         self._name = name
         self._part = part
         self._on_failure = on_failure
@@ -47,9 +47,9 @@ class _PartThread:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._part(self._stop))
-        except Exception:  # noqa: BLE001 - a thread is a process boundary here; it is recorded
+        except Exception as error:  # noqa: BLE001 - as a process would: it is recorded and raised
             _log.exception("part_failed", name=self._name)
-            self._on_failure()
+            self._on_failure(error)
         finally:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
@@ -66,12 +66,22 @@ class _PartThread:
 
 
 def train_in_one_process(settings: Settings, *, stop: threading.Event, console: Console) -> int:
-    """Train like `outloop train`, with every part in this process; the trainer in this thread."""
+    """Train like `outloop train`, with every part in this process; the trainer in this thread.
+
+    Raises:
+        Exception: what a part raised first.
+    """
+    failures: list[Exception] = []
+
+    def fail(error: Exception) -> None:
+        failures.append(error)
+        stop.set()
+
     with running(settings, stop) as launcher, ExitStack() as stack:
         run = launcher.run
 
         def start(name: str, part: AsyncPart) -> None:
-            stack.callback(_PartThread(name, part, stop.set).stop)
+            stack.callback(_PartThread(name, part, fail).stop)
 
         start("router", lambda ended: serve_router(run, stop=ended, on_ready=_ignore))
         if settings.trainer.mode == "rl":
@@ -91,6 +101,8 @@ def train_in_one_process(settings: Settings, *, stop: threading.Event, console: 
                 ),
             )
             train_policy(run, stop=stop)
+    if failures:
+        raise failures[0]
     if stop.is_set():
         return 130
     console.print(result_table(run.dir))

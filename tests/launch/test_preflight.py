@@ -58,7 +58,7 @@ def as_toml(tree: dict[str, Any], changed: set[str]) -> str:
 
 def test_a_run_that_could_start_passes(make_settings: MakeSettings, tmp_path: Path) -> None:
     """And its folder can be written."""
-    launcher.check_before_start(make_settings(), tmp_path)
+    launcher.check_before_start(make_settings())
     assert (tmp_path / "runs/run").is_dir()
 
 
@@ -93,7 +93,7 @@ def test_what_contradicts_the_model_is_refused(
 ) -> None:
     """Before a folder is made, by `train` and by `serve`."""
     with pytest.raises(SettingsError) as caught:
-        launcher.check_before_start(make_settings(**changes), tmp_path)
+        launcher.check_before_start(make_settings(**changes))
     assert [word for word in words if word not in str(caught.value)] == []
     assert not (tmp_path / "runs").exists()
     path = make_settings(**changes).model_dump_json()
@@ -113,7 +113,7 @@ def test_each_file_of_the_model_is_missed(
     if name != "model.safetensors":
         (tmp_path / "policy/model-00001-of-00001.safetensors").write_bytes(b"")
     with pytest.raises(SettingsError, match=f"holds no {name}"):
-        launcher.check_before_start(make_settings(), tmp_path)
+        launcher.check_before_start(make_settings())
 
 
 def test_a_run_folder_that_cannot_be_written_is_a_sentence(
@@ -125,7 +125,7 @@ def test_a_run_folder_that_cannot_be_written_is_a_sentence(
         settings = make_settings(run={"dir": str(folder)})
         words = f"run.dir='{folder}' run.name='run': the folder cannot be written"
         with pytest.raises(SettingsError, match=words):
-            launcher.check_before_start(settings, tmp_path)
+            launcher.check_before_start(settings)
         with pytest.raises(SettingsError, match=words):
             create_run(settings, folder / "run", "")
 

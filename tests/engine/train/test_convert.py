@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.settings import TrainerSettings
-from outloop.converting import convert
+from outloop.cli.convert import convert
 from outloop.engine.train.checkpoint import convert as converting
 from outloop.engine.train.checkpoint.async_writer import Shards, ShardStrategy, save_checkpoint
 from outloop.engine.train.checkpoint.checkpoint_format import load_checkpoint, read_checkpoint

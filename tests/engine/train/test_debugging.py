@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from memory_buffer import FAST, Setup
 
 from outloop.buffer.errors import SettingsError, UpdateRefused
-from outloop.debugging import replay_step
+from outloop.cli.recorded import replay_step
 from outloop.engine.train.data import batch_builder as batch_module
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.debug import step_dump as dump_module

@@ -80,9 +80,9 @@ def test_a_process_that_hangs_ends_with_the_sentence(tmp_path: Path) -> None:
     program = (
         "import sys, threading\n"
         "from pathlib import Path\n"
-        "from outloop.cli import _end_hanging\n"
+        "from outloop.cli.trainer import end_process\n"
         "from outloop.engine.train.ranks.hang_watchdog import Progress\n"
-        "progress = Progress(Path(sys.argv[1]), rank=0, timeout_s=0.2, on_hang=_end_hanging)\n"
+        "progress = Progress(Path(sys.argv[1]), rank=0, timeout_s=0.2, on_hang=end_process)\n"
         "progress.mark('publish')\n"
         "threading.Event().wait()\n"
     )

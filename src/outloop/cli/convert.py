@@ -1,8 +1,4 @@
-"""The command that turns one format of weights into the other.
-
-Owns: `outloop convert`: its name, flags and what it prints. Does not own: the formats
-(engine.train.convert). Invariant: nothing is imported before the command runs.
-"""
+"""`outloop convert`."""
 
 from __future__ import annotations
 

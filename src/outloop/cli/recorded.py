@@ -1,9 +1,4 @@
-"""Commands that run one side of a run alone, or one step again.
-
-Owns: `outloop train-recorded`, `buffer replay`, `rollout` and `replay-step`: names, flags and what
-they print. Does not own: any behaviour; each calls one function of one part. Invariant: nothing is
-imported before a command runs.
-"""
+"""Commands that run one side of a run alone, or one step again."""
 
 from __future__ import annotations
 
@@ -14,21 +9,19 @@ from typing import TYPE_CHECKING
 
 import click
 
+from outloop.cli.options import CONFIG, SET
+
 if TYPE_CHECKING:
     from outloop.buffer.settings import Settings
 
-_SET = click.option(
-    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting."
-)
-_CONFIG = click.argument("config", type=click.Path(path_type=Path))
 _NEVER_STALE = ("buffer.max_staleness=1000000000", "eval.every=0")
 """A recording ages with every step, and nobody plays evaluations."""
 
 
 @click.command("train-recorded")
-@_CONFIG
+@CONFIG
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
-@_SET
+@SET
 def train_recorded(config: Path, file: Path, overrides: tuple[str, ...]) -> None:
     """Train on the groups of FILE alone: no Redis, router, server or runner.
 
@@ -48,7 +41,7 @@ def train_recorded(config: Path, file: Path, overrides: tuple[str, ...]) -> None
     required=True,
     help="Folder of the run that FILE was exported from, up or not.",
 )
-@_SET
+@SET
 def replay_recorded(file: Path, run_dir: Path, overrides: tuple[str, ...]) -> None:
     """Feed FILE, an export of a run, to that run's trainer: no Redis, router, server or runner.
 
@@ -86,9 +79,9 @@ def _train_on(settings: Settings, file: Path) -> None:
 
 
 @click.command()
-@_CONFIG
+@CONFIG
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True)
-@_SET
+@SET
 def rollout(config: Path, out: Path, overrides: tuple[str, ...]) -> None:
     """Play what a first step would be given, and write it to OUT: no trainer.
 
@@ -101,7 +94,7 @@ def rollout(config: Path, out: Path, overrides: tuple[str, ...]) -> None:
 
     settings = load_settings(config, ("buffer.max_staleness=0", *overrides))
     configure_logging("launcher", settings.telemetry.log_level)
-    launcher.check_before_start(settings, config.parent)
+    launcher.check_before_start(settings)
     with launcher.stop_on_signals() as stop:
         num_written = play_once(settings, out, stop=stop)
     click.echo(f"wrote {num_written} episodes to {out}")

@@ -1,0 +1,81 @@
+"""The `outloop` command: one module for each subcommand.
+
+A part's process imports only that part: modules here import it when the command runs.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from outloop.buffer.cli.buffer import buffer
+from outloop.buffer.cli.tasks import tasks
+from outloop.buffer.errors import (
+    RANK_KILLED_EXIT_CODE,
+    OutloopError,
+    RankKilled,
+    SettingsError,
+)
+from outloop.cli.convert import convert
+from outloop.cli.doctor import doctor
+from outloop.cli.episodes import episodes
+from outloop.cli.init import init
+from outloop.cli.new_policy import new_policy
+from outloop.cli.recorded import replay_recorded, replay_step, rollout, train_recorded
+from outloop.cli.router import router
+from outloop.cli.runner import runner
+from outloop.cli.serve import serve
+from outloop.cli.server import server
+from outloop.cli.train import train
+from outloop.cli.trainer import trainer
+
+GROUPS: dict[str, tuple[click.Command, ...]] = {
+    "Run": (train, serve, new_policy, convert, doctor),
+    "Look into a run": (episodes, buffer, tasks),
+    "Start parts one by one": (init, router, server, runner, trainer),
+    "One side alone, for debugging": (rollout, train_recorded, replay_step),
+}
+"""Every command, as `outloop --help` shows them."""
+
+
+class _Grouped(click.Group):
+    def list_commands(self, context: click.Context) -> list[str]:
+        return [str(command.name) for commands in GROUPS.values() for command in commands]
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(str(command.name), command.get_short_help_str(90)) for command in commands]
+                )
+
+
+@click.group(cls=_Grouped, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="outloop")
+def cli() -> None:
+    """Train agents by reinforcement learning, with the loop outside."""
+
+
+buffer.add_command(replay_recorded)
+for _commands in GROUPS.values():
+    for _command in _commands:
+        cli.add_command(_command)
+
+
+def main() -> None:
+    """Entry point: every outloop error becomes one sentence and exit code 2 (settings) or 1."""
+    try:
+        cli()
+    except SettingsError as error:
+        click.echo(f"outloop: {error}", err=True)
+        # engine.launch.launcher knows this code as SETTINGS_EXIT_CODE.
+        sys.exit(2)
+    except RankKilled as error:
+        click.echo(f"outloop: {error}", err=True)
+        sys.exit(RANK_KILLED_EXIT_CODE)
+    except OutloopError as error:
+        click.echo(f"outloop: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,27 @@
+"""`outloop doctor`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.option(
+    "--drift",
+    "run_dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="RUN",
+    help="Say instead why episodes of the run in this folder broke into branches.",
+)
+def doctor(run_dir: Path | None) -> None:
+    """Say what is installed, what is missing and what this machine can run."""
+    if run_dir is not None:
+        from outloop.buffer.cli.buffer import show_drift
+
+        return show_drift(run_dir)
+    from outloop.engine.launch.doctor import examine
+
+    sys.exit(examine())

@@ -1,0 +1,80 @@
+"""`outloop episodes`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from outloop.cli.options import RUN
+
+if TYPE_CHECKING:
+    from outloop.buffer.transcripts import Transcript
+
+_MAX_CHARS = 300
+
+
+@click.command()
+@RUN
+@click.option("--failed", is_flag=True, help="Only episodes that failed.")
+@click.option("--limit", default=20, show_default=True, help="The last so many; 0: all.")
+@click.option("--full", is_flag=True, help="Texts as they are, not shortened.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def episodes(run_dir: Path, failed: bool, limit: int, full: bool, as_json: bool) -> None:
+    """List episodes with what was asked, answered and scored, and why they failed.
+
+    Episodes that a checkpoint contains were freed and are not among them; failed episodes that
+    stopped a run are kept in its folder.
+    """
+    from dataclasses import asdict
+
+    import outloop
+
+    found = outloop.Run(run_dir).episodes(failed=failed)
+    shown = found[-limit:] if limit else found
+    for transcript in shown:
+        if as_json:
+            click.echo(json.dumps(asdict(transcript)))
+        else:
+            _print(transcript, None if full else _MAX_CHARS)
+    kind = "failed episodes" if failed else "episodes"
+    click.echo(f"{len(shown)} of {len(found)} {kind} shown", err=as_json)
+
+
+def _print(transcript: Transcript, max_chars: int | None) -> None:
+    outcome: str = transcript.outcome or "open"
+    if transcript.failure_kind is not None:
+        outcome = f"{outcome} ({transcript.failure_kind})"
+    reward = "no reward" if transcript.reward is None else f"reward {transcript.reward:.3f}"
+    click.secho(
+        f"{transcript.episode_id}  {transcript.purpose}  task {transcript.task_id}  {outcome}  "
+        f"{reward}  {len(transcript.turns)} turns",
+        bold=True,
+    )
+    if transcript.error:
+        click.echo(f"  error: {transcript.error}")
+    for number, turn in enumerate(transcript.turns):
+        versions = ",".join(map(str, turn.policy_versions))
+        click.echo(f"  turn {number} prompt: {_short(turn.prompt, max_chars)}")
+        click.echo(
+            f"  turn {number} output (version {versions}, {turn.finish_reason}): "
+            f"{_short(turn.output, max_chars)}"
+        )
+    if transcript.output:
+        click.echo("  the end of what the agent wrote:")
+        for line in _tail(transcript.output, max_chars).splitlines():
+            click.echo(f"    {line}")
+
+
+def _short(text: str, max_chars: int | None) -> str:
+    """Its beginning and end, on one line."""
+    if max_chars is not None and len(text) > max_chars:
+        half = max_chars // 2
+        text = f"{text[:half]} [{len(text) - 2 * half} characters] {text[-half:]}"
+    return repr(text)
+
+
+def _tail(text: str, max_chars: int | None) -> str:
+    return text if max_chars is None else text[-2 * max_chars :]

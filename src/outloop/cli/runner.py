@@ -1,0 +1,59 @@
+"""`outloop runner`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from outloop.cli.options import RUN
+from outloop.cli.parts import configure, run_until_signalled
+
+
+@click.command()
+@RUN
+@click.option("--router-timeout-s", default=120.0, show_default=True)
+@click.option("--router-url", help="Left out: from the run's registry in Redis.")
+@click.option(
+    "--runner-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="With --router-url: the runner then needs neither Redis nor the run's other keys.",
+)
+def runner(
+    run_dir: Path, router_timeout_s: float, router_url: str | None, runner_key_file: Path | None
+) -> None:
+    """Play episodes for a run."""
+    from outloop.buffer.run import load_run, load_run_settings, read_secret
+    from outloop.envs.runner.runner import run as run_episodes
+
+    settings = load_run_settings(run_dir)
+    configure("runner", settings.telemetry.log_level)
+    url = router_url or _find_router(run_dir, router_timeout_s)
+    if runner_key_file is not None:
+        key = read_secret(runner_key_file, "--runner-key-file")
+    else:
+        key = load_run(run_dir).keys.runner_key
+    run_until_signalled(
+        lambda stop: run_episodes(settings, router_url=url, runner_key=key, stop=stop)
+    )
+
+
+def _find_router(run_dir: Path, timeout_s: float) -> str:
+    """The router's address from the run's registry; Redis is left again before the part starts."""
+    from outloop.buffer.errors import DeadlineExceeded
+    from outloop.buffer.reader import BufferReader
+    from outloop.buffer.run import load_run
+
+    reader = BufferReader.connect(load_run(run_dir))
+    try:
+        deadline = time.monotonic() + timeout_s
+        while (facts := reader.parts().get("router")) is None:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    who="runner", phase="start", peer="router", after_s=timeout_s
+                )
+            time.sleep(0.1)
+        return facts["url"]
+    finally:
+        reader.close()

@@ -1,0 +1,48 @@
+"""`outloop trainer`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from outloop.cli.options import RUN
+from outloop.cli.parts import configure
+
+HANG_EXIT_CODE = 3
+"""Of a trainer that made no progress for trainer.hang_timeout_s."""
+
+
+@click.command()
+@RUN
+def trainer(run_dir: Path) -> None:
+    """Train the policy of a run; starts torchrun when trainer.num_ranks asks for several."""
+    import warnings
+
+    # megatron-core announces at import what it does without Transformer Engine and Apex.
+    warnings.filterwarnings("ignore", module="megatron")
+    from outloop.buffer.run import load_run
+
+    run = load_run(run_dir)
+    num_ranks, rank = run.settings.trainer.num_ranks, os.environ.get("RANK")
+    configure("trainer" if rank is None else f"trainer-{rank}", run.settings.telemetry.log_level)
+    if num_ranks > 1 and rank is None:
+        from outloop.engine.launch.torchrun import run_ranks
+
+        run_ranks(run_dir, num_ranks=num_ranks)
+        return
+    from outloop.engine.launch.launcher import stop_on_signals
+    from outloop.engine.launch.torchrun import as_rank
+    from outloop.engine.train.main import train as train_policy
+
+    with as_rank(), stop_on_signals() as stop:
+        train_policy(run, stop=stop, on_hang=end_process)
+
+
+def end_process(sentence: str) -> None:
+    """End this process at once: the call that hangs never returns."""
+    sys.stderr.write(f"outloop: {sentence}\n")
+    sys.stderr.flush()
+    os._exit(HANG_EXIT_CODE)

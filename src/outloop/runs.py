@@ -1,0 +1,339 @@
+"""Start runs from Python, and look at runs that were started anywhere.
+
+Functions import what they need when they are called: `import outloop` stays light.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outloop.buffer.run import Run as RunHandle
+    from outloop.buffer.settings import Settings
+    from outloop.buffer.transcripts import Transcript
+
+_STOP_TIMEOUT_S = 180.0
+_WATCH_INTERVAL_S = 0.25
+
+
+class Run:
+    """A run in its folder, whoever started it and whether or not it is up.
+
+    Raises:
+        SettingsError: the folder is not a run.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        from outloop.buffer.run import load_run_settings
+
+        self.folder = Path(folder).absolute()
+        self._background: _Background | None = None
+        self.exit_code: int | None = None
+        """Of `train`: 0 finished, 130 stopped before; None while it goes on, or if another process
+        started it."""
+        load_run_settings(self.folder)
+
+    @classmethod
+    def _starting(cls, folder: Path) -> Run:
+        """A run that this process starts: its files come soon."""
+        run = cls.__new__(cls)
+        run.folder = folder.absolute()
+        run.exit_code = None
+        run._background = None
+        return run
+
+    def __repr__(self) -> str:
+        state = "up" if self.is_up else "not up"
+        return f"<outloop.Run {str(self.folder)!r}, {state}>"
+
+    @property
+    def settings(self) -> Settings:
+        """The resolved settings of the run."""
+        from outloop.buffer.run import load_run_settings
+
+        return load_run_settings(self.folder)
+
+    @property
+    def weights(self) -> Path:
+        """Hugging Face folder of the trained weights; there once the run has finished."""
+        return self.folder / "hf"
+
+    @property
+    def is_up(self) -> bool:
+        """True while a launcher on this machine leads the run's parts."""
+        if self._background is not None:
+            return self._background.is_alive
+        from outloop.engine.launch.launcher import find_launcher
+
+        return find_launcher(self.folder) is not None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row for each step and each evaluation; `pandas.DataFrame(run.metrics())` works.
+
+        Names are those of docs/metrics.md, beside `step` and `time` (Unix seconds).
+        """
+        from outloop.buffer.telemetry import read_metrics
+
+        return read_metrics(self.folder)
+
+    def episodes(self, *, failed: bool = False) -> list[Transcript]:
+        """Scored episodes that the run still holds, as text; `failed`: only those that failed.
+
+        Episodes that a checkpoint contains were freed; failed ones that stopped the run are kept.
+
+        Raises:
+            SettingsError: the policy's tokenizer is not where the settings say.
+            BufferUnavailable: the run's Redis is gone.
+        """
+        from outloop.buffer.cli.open_run import joined
+        from outloop.buffer.transcripts import read_transcripts
+
+        with joined(self.folder) as reader:
+            return list(read_transcripts(reader, self.settings, self.folder, failed=failed))
+
+    def curve(self) -> Path | None:
+        """Draw the learning curve so far; the picture, None without points or matplotlib."""
+        from outloop.engine.launch.run_summary import draw_curve
+
+        return draw_curve(self.folder)
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Until a run that was started with `wait=False` ends; its exit code, None after a timeout.
+
+        Raises:
+            OutloopError: the run failed; the sentence says why.
+        """
+        if self._background is not None and self._background.join(timeout_s):
+            self.exit_code = self._background.exit_code
+        return self.exit_code
+
+    def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
+        """Have the run write a checkpoint and end; the same `train` goes on from there.
+
+        Does nothing when it is not up.
+
+        Raises:
+            DeadlineExceeded: it is still up after `timeout_s`.
+            Conflict: another `Run` of this process started it.
+        """
+        from outloop.buffer.errors import Conflict, DeadlineExceeded
+
+        late = DeadlineExceeded(
+            who="outloop.Run.stop", phase="stop", peer="the launcher", after_s=timeout_s
+        )
+        if self._background is not None:
+            self._background.stop.set()
+            if not self._background.join(timeout_s):
+                raise late
+            self.exit_code = self._background.exit_code
+            return
+        import psutil
+
+        from outloop.engine.launch.launcher import find_launcher
+
+        process = find_launcher(self.folder)
+        if process is None:
+            return
+        if process.pid == os.getpid():
+            raise Conflict(
+                f"the run in {str(self.folder)!r} was started by this process; call stop() of the "
+                "Run that train(..., wait=False) returned"
+            )
+        try:
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout_s)
+        except psutil.NoSuchProcess:
+            return
+        except psutil.TimeoutExpired:
+            raise late from None
+
+
+def train(
+    config: str | Path | Mapping[str, Any] | Settings,
+    *,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    single_process: bool = False,
+    wait: bool = True,
+    console: Console | None = None,
+    stop: threading.Event | None = None,
+) -> Run:
+    """Train a policy: start every part on this machine and watch them until the last step.
+
+    A run that was stopped resumes from its last checkpoint.
+
+    Args:
+        config: a TOML file, a mapping of sections, or resolved settings.
+        settings: overrides, `{"trainer.num_steps": 20, "env.rollout_function_path": "my:play"}`.
+            A rollout function is named, not given: other processes import it.
+        single_process: all parts in this process, for a debugger.
+        wait: False: return at once; see `Run.wait` and `Run.stop`.
+        console: where progress is shown; None: standard output, nowhere with `wait=False`.
+        stop: ends the run when it is set; the default has no such event.
+
+    Raises:
+        SettingsError: what the settings or the user's files have wrong, before anything is started.
+        OutloopError: a part failed, or nothing could be learned.
+    """
+    from rich.console import Console
+
+    from outloop.engine.launch import launcher
+
+    resolved = _resolve(config, settings)
+    launcher.check_before_start(resolved)
+    run = Run._starting(resolved.run.dir / resolved.run.name)
+    shown = console or Console(quiet=not wait)
+
+    def work(stopping: threading.Event) -> int:
+        if single_process:
+            from outloop.single import train_in_one_process
+
+            return train_in_one_process(resolved, stop=stopping, console=shown)
+        return launcher.train(resolved, stop=stopping, console=shown)
+
+    if wait:
+        run.exit_code = work(stop or threading.Event())
+    else:
+        run._background = _Background(work, stop or threading.Event())
+    return run
+
+
+def serve(
+    config: str | Path | Mapping[str, Any] | Settings,
+    *,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    stop: threading.Event | None = None,
+) -> Serving:
+    """Serve a policy behind the router, without training: Redis, servers and router.
+
+    A context manager: entering waits until the policy answers, leaving stops the parts.
+
+    Raises:
+        SettingsError: what the settings have wrong, before anything is started.
+    """
+    from outloop.engine.launch import launcher
+
+    resolved = _resolve(config, settings)
+    launcher.check_before_start(resolved, plays=False)
+    return Serving(resolved, stop or threading.Event())
+
+
+class Serving:
+    """A policy that is served; addresses and keys are there inside `with`."""
+
+    base_url: str
+    """Of the OpenAI-compatible API, ending in /v1; each episode has an address of its own."""
+    admin_url: str
+    """Where episodes are opened and closed."""
+    runner_key: str
+    admin_key: str
+    redis_url: str
+    """Without password."""
+
+    def __init__(self, settings: Settings, stop: threading.Event) -> None:
+        self._settings = settings
+        self._stop = stop
+        self._is_ready = threading.Event()
+        self._background: _Background | None = None
+        self.run = Run._starting(settings.run.dir / settings.run.name)
+
+    def __enter__(self) -> Serving:
+        self._background = _Background(self._serve, self._stop)
+        while not self._is_ready.wait(_WATCH_INTERVAL_S):
+            if self._background.join(0.0):
+                break
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._background is not None
+        self._stop.set()
+        self._background.join(_STOP_TIMEOUT_S)
+
+    def wait(self) -> None:
+        """Until the policy is served no longer.
+
+        Raises:
+            OutloopError: a part failed.
+        """
+        assert self._background is not None
+        while not self._background.join(_WATCH_INTERVAL_S):
+            pass
+
+    def _serve(self, stop: threading.Event) -> int:
+        from outloop.engine.launch import launcher
+
+        launcher.serve(self._settings, stop=stop, on_ready=self._set_addresses)
+        return 0
+
+    def _set_addresses(self, run: RunHandle, url: str) -> None:
+        self.base_url, self.admin_url = f"{url}/v1", url
+        self.runner_key, self.admin_key = run.keys.runner_key, run.keys.admin_key
+        self.redis_url = run.redis_address
+        self._is_ready.set()
+
+
+class _Background:
+    """`work(stop)` in a thread, which lives until all parts that it started have ended."""
+
+    def __init__(self, work: Callable[[threading.Event], int], stop: threading.Event) -> None:
+        self.stop = stop
+        self.exit_code: int | None = None
+        self._error: BaseException | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="outloop", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self, timeout_s: float | None) -> bool:
+        """True once it has ended; raises what it raised, once."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return True
+
+    def _run(self) -> None:
+        try:
+            self.exit_code = self._work(self.stop)
+        except BaseException as error:  # noqa: BLE001 - raised where somebody waits for it
+            self._error = error
+
+
+def _resolve(
+    config: str | Path | Mapping[str, Any] | Settings,
+    overrides: Mapping[str, Any] | Sequence[str],
+) -> Settings:
+    from outloop.buffer.settings import Settings, load_settings, settings_of, with_overrides
+
+    words = tuple(overrides) if not isinstance(overrides, Mapping) else _as_words(overrides)
+    if isinstance(config, Settings):
+        return with_overrides(config, words) if words else config
+    if isinstance(config, Mapping):
+        return settings_of(config, words, folder=Path.cwd(), source="config")
+    return load_settings(Path(config), words)
+
+
+def _as_words(overrides: Mapping[str, Any]) -> tuple[str, ...]:
+    """As `--set` has them: JSON's numbers, strings, booleans and lists are TOML's."""
+    return tuple(
+        f"{name}={json.dumps(str(value) if isinstance(value, Path) else value)}"
+        for name, value in overrides.items()
+    )
