@@ -29,6 +29,10 @@ def _loaded_after(statement: str) -> set[str]:
         ("import outloop.buffer.reader, outloop.buffer.writer", {"torch", "fastapi", "openai"}),
         ("import outloop.buffer.settings, outloop.buffer.records", {"torch", "redis"}),
         ("import outloop.engine.launch.launcher", {"torch", "megatron", "fastapi"}),
+        (
+            "import outloop",
+            {"torch", "numpy", "redis", "click", "pydantic", "rich", "msgspec", "structlog"},
+        ),
         ("import outloop.cli", {"torch", "redis", "fastapi", "openai", "aiohttp"}),
     ],
 )

@@ -189,4 +189,4 @@ def test_a_model_folder_that_lacks_a_file_is_refused(
         (tmp_path / other).write_text("{}")
     (tmp_path / (weights if name == "model.safetensors" else name)).unlink()
     with pytest.raises(SettingsError, match=f"holds no {name}"):
-        check_before_start(Settings(model={"path": tmp_path}), tmp_path)
+        check_before_start(Settings(model={"path": tmp_path}))

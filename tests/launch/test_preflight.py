@@ -104,18 +104,6 @@ def test_what_contradicts_the_model_is_refused(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_each_file_of_the_model_is_missed(
-    name: str, make_settings: MakeSettings, tmp_path: Path
-) -> None:
-    """Weights alone are no model: the message names what is not there."""
-    (tmp_path / "policy" / name).unlink()
-    if name != "model.safetensors":
-        (tmp_path / "policy/model-00001-of-00001.safetensors").write_bytes(b"")
-    with pytest.raises(SettingsError, match=f"holds no {name}"):
-        launcher.check_before_start(make_settings())
-
-
 def test_a_run_folder_that_cannot_be_written_is_a_sentence(
     make_settings: MakeSettings, tmp_path: Path
 ) -> None:

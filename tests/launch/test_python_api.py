@@ -1,0 +1,122 @@
+"""`import outloop`: start, watch and stop runs from Python, as a notebook does."""
+
+import json
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import outloop
+from outloop.buffer.errors import Conflict, SettingsError
+from outloop.engine.models.random_init import write_policy
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+PLAY = """
+async def play(task, episode):
+    answer = await episode.client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": task.payload["question"]}]
+    )
+    return float(len(answer.choices[0].message.content or ""))
+
+
+async def broken(task, episode):
+    await play(task, episode)
+    return {}["answer"]
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, object]]:
+    """A run as a mapping, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    write_policy(tmp_path / "policy", 0)
+    (tmp_path / "mine.py").write_text(PLAY)
+    (tmp_path / "tasks.jsonl").write_text('{"question": "1+1"}\n{"question": "2+2"}\n')
+    return {
+        "run": {"name": "small"},
+        "model": {"path": "policy", "renderer": "qwen3", "max_context_tokens": 256},
+        "sampling": {"max_new_tokens": 8},
+        "env": {"rollout_function_path": "mine:play", "tasks": "tasks.jsonl"},
+        "buffer": {"group_size": 4},
+        "trainer": {"groups_per_step": 2, "num_steps": 2},
+    }
+
+
+def test_a_run_is_trained_and_looked_at(config: dict[str, dict[str, object]]) -> None:
+    """In one call; then its metrics and weights are there, and the same call changes nothing."""
+    run = outloop.train(config, settings={"trainer.num_steps": 1})
+    assert run.exit_code == 0
+    assert not run.is_up
+    (row,) = [row for row in run.metrics() if "train/loss" in row]
+    assert row["train/episodes"] == 8
+    assert (run.weights / "model.safetensors").is_file()
+    assert outloop.Run("runs/small").settings.trainer.num_steps == 1
+    assert outloop.train(config, settings=("trainer.num_steps=1",)).exit_code == 0
+    assert len(run.metrics()) == 1
+
+
+def test_a_run_in_the_background_is_stopped_and_resumed(
+    config: dict[str, dict[str, object]],
+) -> None:
+    """`wait=False` returns at once; `stop` ends it with a checkpoint to go on from."""
+    run = outloop.train(config, settings={"trainer.num_steps": 100_000}, wait=False)
+    deadline = time.monotonic() + 200
+    while len(run.metrics()) < 2:
+        assert run.is_up
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert run.wait(timeout_s=0.01) is None
+    with pytest.raises(Conflict, match="started by this process"):
+        outloop.Run("runs/small").stop()
+    run.stop()
+    assert not run.is_up
+    assert run.exit_code == 130
+    num_steps = run.metrics()[-1]["step"]
+    again = outloop.train(config, settings={"trainer.num_steps": num_steps + 1})
+    assert again.exit_code == 0
+    assert again.metrics()[-1]["step"] == num_steps + 1
+
+
+def test_a_policy_is_served(config: dict[str, dict[str, object]]) -> None:
+    """Inside `with` an episode is opened and called; afterwards nothing answers."""
+    del config["env"]
+    with outloop.serve(config) as served:
+        opened = post(
+            f"{served.admin_url}/episodes",
+            served.runner_key,
+            {"task_id": "t", "purpose": "eval", "deadline_s": 60},
+        )
+        answer = post(
+            f"{opened['base_url']}/chat/completions",
+            opened["api_key"],
+            {"model": "policy", "messages": [{"role": "user", "content": "hello"}]},
+        )
+        assert answer["usage"]["completion_tokens"] > 0
+        assert outloop.Run("runs/small").is_up
+    assert not outloop.Run("runs/small").is_up
+    with pytest.raises(OSError, match="refused"):
+        post(served.admin_url, served.runner_key, {})
+
+
+def test_a_wrong_setting_is_refused_before_anything_starts(
+    config: dict[str, dict[str, object]],
+) -> None:
+    """With the sentence of the command line; a folder that is no run is refused too."""
+    with pytest.raises(SettingsError, match=r"unknown setting trainer\.num_step"):
+        outloop.train(config, settings={"trainer.num_step": 1})
+    with pytest.raises(SettingsError, match="holds no run.json"):
+        outloop.Run("elsewhere")
+    assert not Path("runs").exists()
+
+
+def post(url: str, key: str, body: dict[str, object]) -> dict[str, object]:
+    """A POST of JSON, answered in JSON."""
+    request = urllib.request.Request(
+        url,
+        data=json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found: dict[str, object] = json.load(answer)
+        return found
