@@ -53,6 +53,9 @@ class Held:
 
 def read_held(reader: BufferReader, run_id: str) -> Held:
     """What Redis holds of the run now."""
+    ledger = reader.ledger()
+    numbers = {name: column.num_attempts for name, column in ledger.columns.items()}
+    assert sum(numbers.values()) == ledger.num_started, f"the ledger does not close: {numbers}"
     client: Any = reader._client
     name = prefix(run_id)
     dropped = set()

@@ -1,0 +1,80 @@
+"""Whatever of a run is killed, every attempt that started is in one column of its ledger."""
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outloop.buffer.cli.open_run import joined
+from outloop.buffer.store.ledger import Ledger
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+Outloop = Callable[..., subprocess.CompletedProcess[str]]
+ReadMetrics = Callable[[Path], list[dict[str, float]]]
+
+
+def ledger_of(run_dir: Path) -> Ledger:
+    """The ledger, which closes."""
+    with joined(run_dir) as reader:
+        ledger = reader.ledger()
+    ledger.check()
+    return ledger
+
+
+def kill_all(command: subprocess.Popen[str], folder: Path) -> None:
+    """kill -9 of the command and of everything that works in the folder, Redis included."""
+    command.kill()
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        words = [*(process.info["cmdline"] or []), process.info["cwd"] or ""]
+        if any(str(folder) in word for word in words):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    command.wait()
+
+
+def test_the_columns_add_up_after_a_run_was_killed(
+    workspace: Path,
+    write_config: Callable[..., Path],
+    outloop: Outloop,
+    read_metrics: ReadMetrics,
+) -> None:
+    """All processes at once in the middle of a step; then the run goes on to its end."""
+    write_config(steps=4, staleness=1)
+    run_dir = workspace / "runs/tiny"
+    log = workspace / "first.log"
+    with log.open("w") as output:
+        command = subprocess.Popen(
+            [sys.executable, "-m", "outloop.cli", "train", "run.toml"],
+            cwd=workspace,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        deadline = time.monotonic() + 120
+        metrics = run_dir / "metrics.jsonl"
+        while not (metrics.exists() and "train/loss" in metrics.read_text()):
+            assert command.poll() is None, log.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        kill_all(command, workspace)
+
+    killed = ledger_of(run_dir)
+    assert killed.columns["trained"].num_attempts >= 8 * 4 / 2
+    assert killed.columns["open"].num_attempts > 0
+    answer = outloop("train", "run.toml")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    ended = ledger_of(run_dir)
+    assert ended.num_started > killed.num_started
+    rows = [row for row in read_metrics(run_dir) if "train/loss" in row]
+    last = rows[-1]
+    parts = [n for name, n in last.items() if name.startswith("buffer/ledger/")]
+    assert sum(parts) == 2 * last["buffer/ledger/started"]
+    assert last["buffer/ledger/trained"] == ended.columns["trained"].num_attempts
+    assert last["buffer/length/trained_s"] > 0
+    shown = outloop("buffer", "stats", "--run", str(run_dir))
+    assert f"{ended.num_started} attempts started" in shown.stdout
