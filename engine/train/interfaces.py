@@ -38,8 +38,6 @@ class Reader(Protocol):
         should_stop: Callable[[], bool],
     ) -> list[Lease]: ...
 
-    def renew(self, fence: int) -> None: ...
-
     def mark_trained(
         self, group_ids: Sequence[str], *, fence: int, policy_version: int
     ) -> None: ...
@@ -81,6 +79,12 @@ class Reader(Protocol):
     def stats(self) -> dict[str, float]: ...
 
 
+class LeaseRenewer(Protocol):
+    """A connection of its own to the buffer, for the thread that renews leases."""
+
+    def renew(self, fence: int) -> None: ...
+
+
 class PublishReport(Protocol):
     """What a publish cost."""
 
@@ -100,4 +104,6 @@ class PublishReport(Protocol):
 class Publisher(Protocol):
     """Makes weights available to every server, as one transaction."""
 
-    def publish(self, source: TensorSource, policy_version: int) -> PublishReport: ...
+    def publish(
+        self, source: TensorSource, policy_version: int, *, on_wait: Callable[[str], None]
+    ) -> PublishReport: ...

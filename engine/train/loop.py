@@ -28,9 +28,8 @@ from outloop.engine.train.data.batch_builder import Batch, build_batch
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.debug.step_debugger import StepDebugger
 from outloop.engine.train.evaluation import Evaluations
-from outloop.engine.train.interfaces import Publisher, PublishReport, Reader
+from outloop.engine.train.interfaces import LeaseRenewer, Publisher, PublishReport, Reader
 from outloop.engine.train.ranks.controller import Lead
-from outloop.engine.train.ranks.hang_watchdog import Progress
 from outloop.engine.train.ranks.rank_worker import ModelName
 from outloop.engine.train.step.recompute_logprobs import Score, with_proximals
 from outloop.engine.train.step.update_metrics import UpdateReport
@@ -50,39 +49,6 @@ _LENGTH_RATIO = 0.9
 _log = structlog.get_logger()
 
 
-class Heartbeat:
-    """Keeps the leases and says what the trainer is doing; cheap enough for every poll."""
-
-    def __init__(self, reader: Reader, *, lease_s: float, progress: Progress | None) -> None:
-        self._reader = reader
-        self._progress = progress
-        self._interval_s = lease_s / 4.0
-        self._renewed_at = time.monotonic()
-        self._fields: dict[str, str] = {}
-        self.fence = reader.acquire_fence()
-
-    def __call__(self, waiting_for: str = "", **fields: str) -> None:
-        """Renew when due; report when something changed.
-
-        Raises:
-            FenceExpired: another trainer holds this run.
-        """
-        self.mark()
-        now = time.monotonic()
-        if now - self._renewed_at > self._interval_s:
-            self._reader.renew(self.fence)
-            self._renewed_at = now
-        changed = self._fields | fields | {"waiting_for": waiting_for}
-        if changed != self._fields:
-            self._fields = changed
-            self._reader.report_status("trainer", changed)
-
-    def mark(self, phase: str = "") -> None:
-        """Progress was made; with a name, a phase of the step begins."""
-        if self._progress is not None:
-            self._progress.mark(phase)
-
-
 class RlLoop:
     """A run's training from its first step, or its last checkpoint, to its end."""
 
@@ -92,11 +58,12 @@ class RlLoop:
         lead: Lead,
         *,
         reader: Reader,
+        leases: LeaseRenewer,
         publisher: Publisher,
         metrics: MetricsWriter,
         stop: threading.Event,
-        progress: Progress | None = None,
     ) -> None:
+        """`leases`: used by a thread of its own; a connection that `reader` does not use."""
         self._settings = run.settings
         self._run_dir = run.dir
         self._lead = lead
@@ -104,7 +71,11 @@ class RlLoop:
         self._publisher = publisher
         self._metrics = metrics
         self._stop = stop
-        self._beat = Heartbeat(reader, lease_s=run.settings.buffer.lease_s, progress=progress)
+        self._status: dict[str, str] = {}
+        self._fence = fence = reader.acquire_fence()
+        lead.watchdog.renew_leases(
+            lambda: leases.renew(fence), every_s=run.settings.buffer.lease_s / 4.0
+        )
         self._marks = Marks(
             lead,
             reader,
@@ -139,7 +110,7 @@ class RlLoop:
             report = self._update(batch)
             updated_at = time.monotonic()
             self._lead.leave()
-            self._beat.mark("evaluation")
+            self._lead.watchdog.progress("evaluation")
             self._collect()
             published = self._publish(parent=self._version, policy_version=self._version + 1)
             self._settle(batch)
@@ -177,7 +148,7 @@ class RlLoop:
             _log.info("resumed", checkpoint=str(checkpoint.path), step=self._step)
         if self._settings.trainer.kl != "none":
             self._reference_hash = self._lead.load_reference(pinned_hash=self._reference_hash)
-        highest = self._reader.recover(mark, fence=self._beat.fence)
+        highest = self._reader.recover(mark, fence=self._fence)
         self._reader.set_run_state("running")
         self._publish(parent=parent, policy_version=highest + 1)
         if checkpoint is None:
@@ -236,26 +207,33 @@ class RlLoop:
 
         settings = self._settings.trainer
         self._lead.leave()
-        self._beat.mark("take")
+        self._lead.watchdog.progress("take")
         leases = self._reader.take(
             num_groups,
-            fence=self._beat.fence,
+            fence=self._fence,
             policy_version=self._version,
             timeout_s=settings.take_timeout_s,
             on_wait=self._wait,
             should_stop=should_stop,
         )
         self._lead.come_back()
-        self._beat.mark("update")
+        self._lead.watchdog.progress("update")
         return leases
 
     def _wait(self, sentence: str) -> None:
-        """Heartbeat, and weights for a server that joined since the last publish."""
-        self._beat(sentence)
+        """Say what is awaited, and give weights to a server that joined since the last publish."""
+        self._report(sentence)
         self._lead.idle()
         self._marks.collect()
         if any(e.policy_version is None and not e.is_quarantined for e in self._reader.servers()):
             self._feed(self._version)
+
+    def _report(self, waiting_for: str = "", **fields: str) -> None:
+        """Say what the trainer is doing, if it changed."""
+        changed = self._status | fields | {"waiting_for": waiting_for}
+        if changed != self._status:
+            self._status = changed
+            self._reader.report_status("trainer", changed)
 
     def _build(self, leases: list[Lease]) -> Batch:
         batch = build_batch(
@@ -267,7 +245,7 @@ class RlLoop:
             staleness_of=self._staleness_in(leases),
         )
         reward = f"{batch.metrics['train/reward_mean']:.3f}"
-        self._beat(step=str(self._step + 1), reward=reward)
+        self._report(step=str(self._step + 1), reward=reward)
         slots = [lease.group.slot for lease in leases]
         self._next_slot = max([self._next_slot, *(slot + 1 for slot in slots)])
         return batch
@@ -294,10 +272,10 @@ class RlLoop:
         return staleness_of
 
     def _score(self, name: ModelName) -> Score:
-        """Logprobs under a model, with a heartbeat for every microbatch."""
+        """Logprobs under a model."""
 
         def score_samples(samples: Sequence[Sample]) -> list[Float32]:
-            return self._lead.score(name, samples, on_microbatch=self._beat)
+            return self._lead.score(name, samples)
 
         return score_samples
 
@@ -316,7 +294,6 @@ class RlLoop:
                 samples,
                 policy_version=self._version,
                 norm_limit=norm_limit,
-                on_microbatch=self._beat,
             )
 
         reports = self._debugger.run(
@@ -332,13 +309,13 @@ class RlLoop:
 
     def _publish(self, *, parent: int | None, policy_version: int) -> PublishReport:
         """Make the weights available as `policy_version` on every server."""
-        self._beat.mark("publish")
-        self._beat(f"servers to load version {policy_version}")
+        self._lead.watchdog.progress("publish")
+        self._report(f"servers to load version {policy_version}")
         self._reader.announce_version(policy_version, parent)
         report = self._feed(policy_version)
         self._reader.acknowledge_version(policy_version)
         self._version = policy_version
-        self._beat()
+        self._report()
         return report
 
     def _feed(self, policy_version: int) -> PublishReport:
@@ -349,19 +326,28 @@ class RlLoop:
         """
         with self._lead.present():
             try:
-                return self._publisher.publish(self._lead, policy_version)
+                return self._publisher.publish(
+                    self._lead, policy_version, on_wait=self._wait_for_servers
+                )
             except PublishFailed as error:
                 _log.warning("publish_repeated", policy_version=policy_version, reason=str(error))
-            return self._publisher.publish(self._lead, policy_version)
+            return self._publisher.publish(
+                self._lead, policy_version, on_wait=self._wait_for_servers
+            )
+
+    def _wait_for_servers(self, sentence: str) -> None:
+        """A publish that waits is no hang, and the other ranks wait with it."""
+        self._report(sentence)
+        self._lead.idle()
 
     def _drop(self, batch: Batch) -> None:
         for group_id, reason in batch.dropped:
             why = batch.sentences.get(group_id, "")
-            self._reader.drop(group_id, reason, fence=self._beat.fence, error=why)
+            self._reader.drop(group_id, reason, fence=self._fence, error=why)
 
     def _settle(self, batch: Batch) -> None:
         """Return admission credit; earlier, episodes would start under the old version."""
-        fence = self._beat.fence
+        fence = self._fence
         self._drop(batch)
         self._reader.mark_trained(batch.group_ids, fence=fence, policy_version=self._version)
         self._marks.add(batch.group_ids)
@@ -375,11 +361,11 @@ class RlLoop:
 
     def _checkpoint(self) -> None:
         """Begin to write what the weights contain; it is acknowledged when it is on disk."""
-        self._beat.mark("checkpoint")
+        self._lead.watchdog.progress("checkpoint")
         self._lead.come_back()
         self._marks.begin(
             step=self._step,
-            fence=self._beat.fence,
+            fence=self._fence,
             next_slot=self._next_slot,
             policy_version=self._version,
             reference_hash=self._reference_hash,
@@ -391,7 +377,7 @@ class RlLoop:
 
     def _save_failed(self, sentence: str) -> None:
         self._saved_step = -1
-        self._beat(warning=sentence)
+        self._report(warning=sentence)
 
     def _finish(self) -> None:
         """Leave a checkpoint; at the end of the run also the last evaluation and the HF folder."""
@@ -408,7 +394,7 @@ class RlLoop:
             self._go_to_best()
             self._lead.save_folder()
             self._reader.set_run_state("finished")
-        self._beat()
+        self._report()
 
     def _collect(self) -> None:
         """Record the evaluation under way; the checkpoint of its step may be the best so far."""
@@ -442,7 +428,7 @@ class RlLoop:
                 "Check the verifier, make tasks easier or harder, or raise buffer.group_size."
             )
             _log.warning("no_signal", sentence=sentence)
-            self._beat(warning=sentence)
+            self._report(warning=sentence)
 
     def _record(
         self,

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import structlog
 import torch
-import torch.distributed as dist
 
 from outloop.buffer.errors import RankKilled, SettingsError
 from outloop.buffer.reader import BufferReader
@@ -26,16 +25,15 @@ from outloop.engine.publish.publisher import Publisher as TransactionalPublisher
 from outloop.engine.train.algorithms.user_functions import check_custom
 from outloop.engine.train.checkpoint.checkpoint_format import check_model, latest_checkpoint
 from outloop.engine.train.debug.recorded_groups import NoServers, Recording, read_groups
-from outloop.engine.train.interfaces import Publisher, Reader
+from outloop.engine.train.interfaces import LeaseRenewer, Publisher, Reader
 from outloop.engine.train.loop import RlLoop
 from outloop.engine.train.megatron import model_and_optimizer
 from outloop.engine.train.megatron.device import device_of, gpu_number, set_precision
 from outloop.engine.train.megatron.layer_kind import layers_of
 from outloop.engine.train.megatron.parallel_config import check_world
 from outloop.engine.train.ranks.controller import Lead, follow
-from outloop.engine.train.ranks.hang_watchdog import Progress
-from outloop.engine.train.ranks.rank_phases import Phases
 from outloop.engine.train.ranks.rank_worker import Work
+from outloop.engine.train.ranks.watchdog import Watchdog
 from outloop.engine.train.sft import run_sft
 from outloop.engine.train.step.reference_model import read_reference_config
 
@@ -57,11 +55,11 @@ def train(run: Run, *, stop: threading.Event, on_hang: Callable[[str], None] | N
     torch.set_num_threads(run.settings.trainer.num_threads)
     with ExitStack() as stack:
         if int(os.environ.get("RANK", "0")):
-            work, phases = _join(run, stack)
-            follow(work, phases)
+            follow(*_join(run, stack, on_hang))
             return
-        reader = BufferReader.connect(run)
+        reader, leases = BufferReader.connect(run), BufferReader.connect(run)
         stack.callback(reader.close)
+        stack.callback(leases.close)
 
         def publisher() -> Publisher:
             made = TransactionalPublisher(run, reader)
@@ -69,7 +67,7 @@ def train(run: Run, *, stop: threading.Event, on_hang: Callable[[str], None] | N
             return made
 
         try:
-            _lead(run, reader, publisher, stop, stack, on_hang=on_hang)
+            _lead(run, reader, leases, publisher, stop, stack, on_hang=on_hang)
         except Exception as error:
             _log.exception("trainer_failed")
             if not isinstance(error, RankKilled):
@@ -89,11 +87,14 @@ def train_from_recording(run: Run, path: Path, *, stop: threading.Event) -> None
     torch.set_num_threads(run.settings.trainer.num_threads)
     groups = read_groups(path)
     with ExitStack() as stack:
-        _lead(run, Recording(groups, stop), NoServers, stop, stack)
+        recording = Recording(groups, stop)
+        _lead(run, recording, recording, NoServers, stop, stack)
 
 
-def _join(run: Run, stack: ExitStack) -> tuple[Work, Phases]:
-    """This rank's place among the others."""
+def _join(
+    run: Run, stack: ExitStack, on_hang: Callable[[str], None] | None = None
+) -> tuple[Work, Watchdog]:
+    """This rank's models and its watchdog, once it is among the others."""
     settings = run.settings
     trainer = settings.trainer
     config = model_and_optimizer.read_config(
@@ -110,16 +111,19 @@ def _join(run: Run, stack: ExitStack) -> tuple[Work, Phases]:
         gpu=gpu_number(device_of(trainer)),
     )
     stack.callback(model_and_optimizer.leave_process_group)
-    phases = Phases(
-        model_and_optimizer.rendezvous_store(),
+    watchdog = Watchdog(
+        run.dir / "progress",
         rank=int(os.environ.get("RANK", "0")),
         num_ranks=trainer.num_ranks,
+        hang_timeout_s=trainer.hang_timeout_s,
+        store=model_and_optimizer.rendezvous_store(),
         beat_s=min(1.0, trainer.rank_timeout_s / 20.0),
+        on_hang=on_hang,
     )
-    stack.callback(phases.close)
+    stack.callback(watchdog.close)
     work = Work(run, config)
     stack.callback(work.close)
-    return work, phases
+    return work, watchdog
 
 
 def _check_files(run: Run, config: model_and_optimizer.PolicyConfig) -> None:
@@ -143,6 +147,7 @@ def _check_files(run: Run, config: model_and_optimizer.PolicyConfig) -> None:
 def _lead(
     run: Run,
     reader: Reader,
+    leases: LeaseRenewer,
     publisher: Callable[[], Publisher],
     stop: threading.Event,
     stack: ExitStack,
@@ -151,10 +156,10 @@ def _lead(
 ) -> None:
     """Rank 0: everything that is not the model."""
     settings = run.settings
-    work, phases = _join(run, stack)
+    work, watchdog = _join(run, stack, on_hang)
     lead = Lead(
         work,
-        phases,
+        watchdog,
         num_ranks=settings.trainer.num_ranks,
         timeout_s=settings.trainer.rank_timeout_s,
     )
@@ -165,21 +170,14 @@ def _lead(
         run_sft(run, lead, reader=reader, metrics=metrics, stop=stop)
         return
     lead.build(num_updates=settings.trainer.num_steps * settings.trainer.num_updates_per_take)
-    progress = Progress(
-        run.dir / "progress",
-        rank=dist.get_rank(),
-        timeout_s=settings.trainer.hang_timeout_s,
-        on_hang=on_hang,
-    )
-    stack.callback(progress.close)
     RlLoop(
         run,
         lead,
         reader=reader,
+        leases=leases,
         publisher=publisher(),
         metrics=metrics,
         stop=stop,
-        progress=progress,
     ).run()
 
 

@@ -60,7 +60,9 @@ class Server:
         self.num_publishes = 0
         self._logprobs = np.zeros(0)
 
-    def publish(self, source: TensorSource, policy_version: int) -> Report:
+    def publish(
+        self, source: TensorSource, policy_version: int, *, on_wait: Callable[[str], None]
+    ) -> Report:
         """Take the weights in place of the old ones; every name must be known."""
         known = dict(self._model.named_parameters())
         with torch.no_grad():
@@ -261,6 +263,7 @@ class Setup:
                 self.run,
                 self.lead,
                 reader=self.buffer,
+                leases=self.buffer,
                 publisher=self.server,
                 metrics=metrics,
                 stop=self.buffer.stop,

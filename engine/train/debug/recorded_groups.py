@@ -173,6 +173,8 @@ class NoPublish:
 class NoServers:
     """A publisher without servers."""
 
-    def publish(self, source: Any, policy_version: int) -> NoPublish:
+    def publish(
+        self, source: Any, policy_version: int, *, on_wait: Callable[[str], None]
+    ) -> NoPublish:
         """Weights stay where they are."""
         return NoPublish()

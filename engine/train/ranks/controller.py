@@ -28,8 +28,8 @@ from outloop.engine.train.data.sample_codec import decode_samples, encode_sample
 from outloop.engine.train.data.samples import Sample, prompt_sample
 from outloop.engine.train.megatron.model_and_optimizer import PolicyConfig
 from outloop.engine.train.ranks.collectives import broadcast_bytes
-from outloop.engine.train.ranks.rank_phases import Phases
-from outloop.engine.train.ranks.rank_worker import Beat, ModelName, Work
+from outloop.engine.train.ranks.rank_worker import ModelName, Work
+from outloop.engine.train.ranks.watchdog import Watchdog
 from outloop.engine.train.step.update_metrics import UpdateReport
 
 Result = TypeVar("Result")
@@ -131,10 +131,10 @@ _DECODER = msgspec.msgpack.Decoder(Command)
 class Lead:
     """Rank 0's face of all ranks; a `TensorSource` of the policy for publishing."""
 
-    def __init__(self, work: Work, phases: Phases, *, num_ranks: int, timeout_s: float) -> None:
+    def __init__(self, work: Work, watchdog: Watchdog, *, num_ranks: int, timeout_s: float) -> None:
         """`timeout_s`: how long followers wait for a word, trainer.rank_timeout_s."""
         self.work = work
-        self._phases = phases
+        self.watchdog = watchdog
         self._has_followers = num_ranks > 1
         self._interval_s = timeout_s / 8.0
         self._told_at = time.monotonic()
@@ -145,7 +145,12 @@ class Lead:
         return self.work.config
 
     def idle(self) -> None:
-        """To be called wherever rank 0 waits for others than its ranks; cheap enough for polls."""
+        """To be called wherever rank 0 waits for others than its ranks; cheap enough for polls.
+
+        Raises:
+            FenceExpired: the leases are lost.
+        """
+        self.watchdog.progress()
         if self._has_followers and time.monotonic() - self._told_at > self._interval_s:
             self._tell(Idle)
 
@@ -170,7 +175,6 @@ class Lead:
         samples: Sequence[Sample],
         *,
         policy_version: int,
-        on_microbatch: Beat,
         norm_limit: float = math.inf,
     ) -> UpdateReport:
         """See `Work.update`."""
@@ -182,7 +186,7 @@ class Lead:
                 samples,
                 policy_version=policy_version,
                 norm_limit=norm_limit,
-                on_microbatch=self._ticking(on_microbatch),
+                on_microbatch=self.watchdog.progress,
             ),
         )
 
@@ -194,14 +198,12 @@ class Lead:
             lambda: self.work.sft_update(samples),
         )
 
-    def score(
-        self, name: ModelName, samples: Sequence[Sample], *, on_microbatch: Beat
-    ) -> list[Float32]:
+    def score(self, name: ModelName, samples: Sequence[Sample]) -> list[Float32]:
         """See `Work.score`."""
         return self._all(
             f"score under the {name}",
             lambda: Scores(name, encode_samples(samples)),
-            lambda: self.work.score(name, samples, on_microbatch=self._ticking(on_microbatch)),
+            lambda: self.work.score(name, samples, on_microbatch=self.watchdog.progress),
         )
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -272,7 +274,7 @@ class Lead:
         """
         names = [spec.name for spec in specs]
         self._tell(lambda: Read(names))
-        with self._phases.enter("gather weights"):
+        with self.watchdog.enter("gather weights"):
             tensors = self.work.exports.gather(names, into)
             try:
                 yield from tensors
@@ -286,7 +288,7 @@ class Lead:
     def score_prompts(self, prompts: Sequence[Sequence[int]]) -> list[Float32]:
         """Logprobs [T - 1] at temperature 1 of every prompt's ids, the first aside."""
         samples = [prompt_sample(ids) for ids in prompts]
-        scored = self.score("policy", samples, on_microbatch=_no_heartbeat)
+        scored = self.score("policy", samples)
         return [logprobs[1:] for logprobs in scored]
 
     @contextmanager
@@ -308,29 +310,22 @@ class Lead:
             # They are gone already; what failed here is what must be told.
             _log.warning("followers_gone", sentence=sentence)
 
-    def _ticking(self, on_microbatch: Beat) -> Beat:
-        def beat() -> None:
-            on_microbatch()
-            self._phases.tick()
-
-        return beat
-
     def _all(
         self, phase: str, command: Callable[[], Command], work: Callable[[], Result]
     ) -> Result:
         self._tell(command)
-        with self._phases.enter(phase):
+        with self.watchdog.enter(phase):
             return work()
 
     def _tell(self, command: Callable[[], Command]) -> None:
         """Commands are made only for followers: encoding a batch is not free."""
         if self._has_followers:
-            with self._phases.enter("tell the other ranks"):
+            with self.watchdog.enter("tell the other ranks"):
                 broadcast_bytes(msgspec.msgpack.encode(command()))
             self._told_at = time.monotonic()
 
 
-def follow(work: Work, phases: Phases) -> None:
+def follow(work: Work, watchdog: Watchdog) -> None:
     """A follower's life: do what rank 0 says until it says that it is over.
 
     Raises:
@@ -338,18 +333,18 @@ def follow(work: Work, phases: Phases) -> None:
         PartFailed: rank 0 failed; its sentence.
     """
     while True:
-        with phases.enter("wait for rank 0"):
+        with watchdog.enter("wait for rank 0", is_watched=False):
             command = _DECODER.decode(broadcast_bytes(b""))
         if isinstance(command, End):
             if command.sentence:
                 raise PartFailed(f"trainer rank 0 failed: {command.sentence}")
             return
         if not isinstance(command, Idle):
-            with phases.enter(type(command).__name__.lower()):
-                _perform(command, work, phases.tick)
+            with watchdog.enter(type(command).__name__.lower()):
+                _perform(command, work, watchdog)
 
 
-def _perform(command: Command, work: Work, tick: Beat) -> None:
+def _perform(command: Command, work: Work, watchdog: Watchdog) -> None:
     match command:
         case Build(num_updates):
             work.build(num_updates=num_updates)
@@ -358,9 +353,9 @@ def _perform(command: Command, work: Work, tick: Beat) -> None:
         case Update(samples, None):
             work.sft_update(decode_samples(samples))
         case Update(samples, int() as version, limit):
-            _update(work, decode_samples(samples), version, limit, tick)
+            _update(work, decode_samples(samples), version, limit, watchdog)
         case Scores(model, samples):
-            work.score(model, decode_samples(samples), on_microbatch=tick)
+            work.score(model, decode_samples(samples), on_microbatch=watchdog.progress)
         case Load(path):
             work.load(read_checkpoint(Path(path)))
         case Save(step, mark, reference_hash):
@@ -376,7 +371,7 @@ def _perform(command: Command, work: Work, tick: Beat) -> None:
 
 
 def _update(
-    work: Work, samples: list[Sample], version: int, limit: float | None, tick: Beat
+    work: Work, samples: list[Sample], version: int, limit: float | None, watchdog: Watchdog
 ) -> None:
     """A refusal is every rank's; what becomes of it is for rank 0 to say."""
     try:
@@ -384,11 +379,7 @@ def _update(
             samples,
             policy_version=version,
             norm_limit=math.inf if limit is None else limit,
-            on_microbatch=tick,
+            on_microbatch=watchdog.progress,
         )
     except FloatingPointError as error:
         _log.warning("update_refused", sentence=str(error))
-
-
-def _no_heartbeat() -> None:
-    """Rank 0 keeps the leases."""

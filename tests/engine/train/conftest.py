@@ -35,8 +35,8 @@ with warnings.catch_warnings():
     from outloop.engine.train.data.samples import Sample
     from outloop.engine.train.megatron import import_weights, model_and_optimizer
     from outloop.engine.train.ranks.controller import Lead
-    from outloop.engine.train.ranks.rank_phases import Phases
     from outloop.engine.train.ranks.rank_worker import Work
+    from outloop.engine.train.ranks.watchdog import Watchdog
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -185,7 +185,7 @@ def make_policy(tiny_folder: Callable[..., Path]) -> Callable[..., model_and_opt
 
 
 @pytest.fixture
-def make_lead() -> Callable[..., Lead]:
+def make_lead() -> Iterator[Callable[..., Lead]]:
     """A run's rank 0 without followers: `make_lead(run, num_updates=3)`."""
 
     def make(run: Run, *, num_updates: int | None = None) -> Lead:
@@ -193,12 +193,17 @@ def make_lead() -> Callable[..., Lead]:
             run,
             model_and_optimizer.read_config(run.settings.model.path, run.settings.trainer.megatron),
         )
-        lead = Lead(work, Phases(None, rank=0, num_ranks=1), num_ranks=1, timeout_s=60.0)
+        timeout_s = run.settings.trainer.hang_timeout_s
+        watchdogs.append(Watchdog(run.dir, rank=0, num_ranks=1, hang_timeout_s=timeout_s))
+        lead = Lead(work, watchdogs[-1], num_ranks=1, timeout_s=60.0)
         if num_updates is not None:
             lead.build(num_updates=num_updates)
         return lead
 
-    return make
+    watchdogs: list[Watchdog] = []
+    yield make
+    for watchdog in watchdogs:
+        watchdog.close()
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def misbehave_when_told() -> None:
 def weights_after_journeys(lead: Lead, *, is_travelling: bool) -> dict[str, torch.Tensor]:
     """Two updates, with everything off the device in between, or not."""
     for seed in (1, 2):
-        lead.update(samples_of(seed, vocab_size=400), policy_version=0, on_microbatch=beat)
+        lead.update(samples_of(seed, vocab_size=400), policy_version=0)
         if is_travelling:
             lead.leave()
             assert lead.work.placement.num_bytes_away > 0
@@ -75,19 +75,15 @@ def read(lead: Lead) -> dict[str, torch.Tensor]:
     return {name: t.clone() for name, t in zip(names, lead.read(lead.specs), strict=True)}
 
 
-def beat() -> None:
-    """Nobody waits for a heartbeat here."""
-
-
 def steps(lead: Lead, run: Run) -> dict[str, Any]:
     """A step that is dumped, then one that no rank can make, which is dumped too."""
     debugger = StepDebugger(run.settings, run.dir, lead.save_state)
 
     def make(samples: Any, norm_limit: float) -> Any:
-        return lead.update(samples, policy_version=0, norm_limit=norm_limit, on_microbatch=beat)
+        return lead.update(samples, policy_version=0, norm_limit=norm_limit)
 
     def score(samples: Any) -> Any:
-        return lead.score("policy", samples, on_microbatch=beat)
+        return lead.score("policy", samples)
 
     samples = samples_of(3, vocab_size=400)
     debugger.run([samples], make, step=1, policy_version=0, score=score)
@@ -133,7 +129,7 @@ def hang(lead: Lead) -> dict[str, Any]:
     (FOLDER / "stop").touch()
     began_at = time.monotonic()
     try:
-        lead.update(samples_of(7, vocab_size=400), policy_version=0, on_microbatch=beat)
+        lead.update(samples_of(7, vocab_size=400), policy_version=0)
     except DeadlineExceeded as error:
         return {"sentence": str(error), "waited_s": time.monotonic() - began_at}
     return {}
@@ -148,11 +144,11 @@ def run_ranks() -> None:
     with ExitStack() as stack:
         weights = []
         for run in (stays, travels):
-            work, phases = main._join(run, stack)
+            work, watchdog = main._join(run, stack)
             if RANK:
-                follow(work, phases)
+                follow(work, watchdog)
                 continue
-            lead = Lead(work, phases, num_ranks=run.settings.trainer.num_ranks, timeout_s=20.0)
+            lead = Lead(work, watchdog, num_ranks=run.settings.trainer.num_ranks, timeout_s=20.0)
             with lead.ending():
                 lead.build(num_updates=10)
                 weights.append(weights_after_journeys(lead, is_travelling=run is travels))

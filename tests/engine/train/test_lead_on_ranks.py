@@ -33,6 +33,7 @@ def told(
         trainer = {
             "num_ranks": NUM_RANKS,
             "rank_timeout_s": TIMEOUT_S,
+            "hang_timeout_s": TIMEOUT_S / 2,
             "max_microbatch_tokens": 64,
             "learning_rate": 1e-3,
             "dump_steps": [1],
@@ -121,3 +122,14 @@ def test_a_rank_that_is_stopped_in_a_collective_is_named(told: dict[str, Any]) -
     assert told["hang"]["waited_s"] < 3 * TIMEOUT_S
     assert told["codes"] == [0, 1]
     assert "rank 1 (no sign of life, in phase='update')" in told["error_of_rank_2"]
+
+
+@pytest.mark.timeout(300)
+def test_every_rank_reports_a_hang_and_names_the_others(told: dict[str, Any]) -> None:
+    """Ranks 0 and 2 stand in the collective that rank 1 does not join; both say who is silent."""
+    for rank, other in ((0, 2), (2, 0)):
+        report = (told["folder"] / f"stays/progress/hang_rank_{rank}.txt").read_text()
+        assert f"trainer rank {rank} made no progress" in report
+        assert "rank 1: phase='update', no sign of life" in report
+        assert f"rank {other}: phase='update" in report
+        assert "it is the only rank" not in report

@@ -65,9 +65,9 @@ def test_validation_chooses_and_test_is_reported_once(setup: MakeRun) -> None:
     weights: dict[int, torch.Tensor] = {}
     publish = made.server.publish
 
-    def watched(source, policy_version):
+    def watched(source, policy_version, *, on_wait):
         weights[policy_version] = next(made.policy.model.parameters()).detach().clone()
-        return publish(source, policy_version)
+        return publish(source, policy_version, on_wait=on_wait)
 
     made.server.publish = watched
     rows = made.train()

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from outloop.buffer.codec import records_codec
-from outloop.buffer.errors import Gone
+from outloop.buffer.errors import FenceExpired, Gone
 from outloop.buffer.reader import BufferReader, init_run
 from outloop.buffer.records import Opening, Reward, Sampling, Task, Turn, VersionSpan
 from outloop.buffer.redis.embedded import EmbeddedRedis
@@ -45,13 +45,22 @@ class Report:
 class Server:
     """A transformers model that loads what is published and draws one token after [1, 2]."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, away_s: float = 0.0, is_hung: bool = False) -> None:
+        self.away_s = away_s
+        self.is_hung = is_hung
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         self._generator = np.random.default_rng(0)
         self._state: tuple[int, np.ndarray] = (-1, np.zeros(0))
 
-    def publish(self, source: TensorSource, version: int) -> Report:
-        """Take the weights in place of the old ones."""
+    def publish(
+        self, source: TensorSource, version: int, *, on_wait: Callable[[str], None]
+    ) -> Report:
+        """Take the weights in place of the old ones; version 2 only after a while."""
+        until = time.monotonic() + (self.away_s if version == 2 else 0.0)
+        while time.monotonic() < until:
+            if not self.is_hung:
+                on_wait("1 servers (1 registered, 0 answering)")
+            time.sleep(0.05)
         known = dict(self._model.named_parameters())
         with torch.no_grad():
             for spec, tensor in zip(source.specs, source.read(source.specs), strict=True):
@@ -156,6 +165,8 @@ def train(
             staleness: int,
             group_size: int = 4,
             buffer: Any = None,
+            away_s: float = 0.0,
+            is_hung: bool = False,
             **trainer: Any,
         ) -> Any:
             sizes = {"group_size": group_size, "max_staleness": staleness}
@@ -175,20 +186,22 @@ def train(
             )
             run = create_run(settings, tmp_path / "run", redis.url)
             init_run(run)
-            server = Server(tiny_folder())
-            reader = BufferReader.connect(run)
+            server = Server(tiny_folder(), away_s=away_s, is_hung=is_hung)
+            reader, leases = BufferReader.connect(run), BufferReader.connect(run)
             lead = make_lead(run, num_updates=num_steps)
             with playing(run, server), MetricsWriter(run.dir) as metrics:
                 RlLoop(
                     run,
                     lead,
                     reader=reader,
+                    leases=leases,
                     publisher=server,
                     metrics=metrics,
                     stop=threading.Event(),
                 ).run()
             stats = reader.stats()
             reader.close()
+            leases.close()
             return read_metrics(run.dir), stats
 
         yield run_it
@@ -219,6 +232,30 @@ def test_a_restart_goes_on_from_the_checkpoint(train: Any) -> None:
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     versions = [row["train/policy_version"] for row in steps]
     assert versions == sorted(set(versions))
+
+
+def test_a_server_that_takes_three_leases_time_to_come_back_costs_no_group(train: Any) -> None:
+    """The publish waits, the leases are renewed meanwhile, and the step is trained once."""
+    lease_s = 1.5
+    rows, stats = train(num_steps=3, staleness=1, buffer={"lease_s": lease_s}, away_s=3 * lease_s)
+    steps = [row for row in rows if "train/loss" in row]
+    assert [row["train/policy_version"] for row in steps] == [1, 2, 3]
+    assert stats["buffer/leased_groups"] == 0
+    taken = sum(row["train/episodes"] for row in steps) / 4
+    assert stats["buffer/acknowledged_groups"] + stats["buffer/dropped_groups"] == taken == 12
+
+
+def test_a_trainer_that_hangs_loses_its_leases(train: Any) -> None:
+    """Without progress for hang_timeout_s others get its groups, and it trains none of them."""
+    with pytest.raises(FenceExpired):
+        train(
+            num_steps=3,
+            staleness=1,
+            buffer={"lease_s": 1.0},
+            hang_timeout_s=1.0,
+            away_s=6.0,
+            is_hung=True,
+        )
 
 
 def test_groups_of_one_are_trained_under_a_baseline_of_the_take(train: Any) -> None:

@@ -84,7 +84,7 @@ def test_a_reference_of_another_vocabulary_is_refused_first(
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
-    [({}, "another model .*qk_layernorm"), ({"schema": 9}, "schema=9; this release reads 2")],
+    [({}, "another model .*qk_layernorm"), ({"schema": 9}, "schema=9; this release reads 3")],
 )
 def test_a_checkpoint_that_does_not_belong_is_refused_first(
     change: dict[str, Any],

@@ -1,21 +1,18 @@
 """Rank 0 and its followers: commands, samples as bytes, and who is named when one does not come."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import torch.distributed as dist
 
-from outloop.buffer.errors import DeadlineExceeded, PartFailed, RankKilled, SettingsError
+from outloop.buffer.errors import RankKilled
 from outloop.buffer.records import CheckpointMark
 from outloop.engine.launch.torchrun import _what_failed
 from outloop.engine.train.data.sample_codec import decode_samples, encode_samples
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.ranks import controller
-from outloop.engine.train.ranks.rank_phases import Phases
 
 
 def test_samples_survive_their_bytes(make_samples: Callable[..., list[Sample]]) -> None:
@@ -47,89 +44,6 @@ def test_commands_survive_their_bytes(command: Any) -> None:
     """What rank 0 says is what a follower hears."""
     data = msgspec.msgpack.encode(command)
     assert msgspec.msgpack.decode(data, type=controller.Command) == command
-
-
-@pytest.fixture
-def two() -> tuple[Phases, Phases]:
-    """The phases of two ranks on one store."""
-    store = dist.HashStore()
-    return Phases(store, rank=0, num_ranks=2), Phases(store, rank=1, num_ranks=2)
-
-
-def gone() -> RuntimeError:
-    """What gloo raises when the other rank's process has ended."""
-    return RuntimeError(
-        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:11653: "
-        "Connection reset by peer. This is typically caused by a remote worker hanging"
-    )
-
-
-def late() -> RuntimeError:
-    """What gloo raises when the other rank does not come before the deadline."""
-    return RuntimeError(
-        "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting "
-        "3000ms for recv operation to complete"
-    )
-
-
-def fail_in(phases: Phases, phase: str, error: Exception) -> None:
-    """A rank in whose phase something fails."""
-    with phases.enter(phase):
-        raise error
-
-
-def test_a_rank_that_waits_in_vain_names_whom_and_where(two: tuple[Phases, Phases]) -> None:
-    """The other is still two phases behind."""
-    first, second = two
-    for phases in two:
-        with phases.enter("build"):
-            pass
-    with first.enter("tell"):
-        pass
-    with pytest.raises(DeadlineExceeded, match=r"rank 0 .*'update' .*rank 1 \(in phase='build'"):
-        fail_in(first, "update", late())
-    assert second is not None
-
-
-def test_a_rank_that_is_gone_is_named(two: tuple[Phases, Phases]) -> None:
-    """A connection that breaks without a word: the run may be started again."""
-    with pytest.raises(RankKilled, match=r"rank 0 lost another rank .*rank 1 \(not started"):
-        fail_in(two[0], "update", gone())
-
-
-def test_the_sentence_of_the_rank_that_failed_first_is_told(two: tuple[Phases, Phases]) -> None:
-    """Not the broken connection that it left behind; settings stay settings."""
-    with pytest.raises(ValueError, match="NaN"):
-        fail_in(two[1], "update", ValueError("NaN in layer 3"))
-    with pytest.raises(PartFailed, match=r"rank 1 failed in phase='update': .*NaN in layer 3"):
-        fail_in(two[0], "update", gone())
-
-
-def test_a_refusal_of_one_rank_is_that_of_all(two: tuple[Phases, Phases]) -> None:
-    """The same exception type, so the exit code says that settings are to be changed."""
-    with pytest.raises(SettingsError):
-        fail_in(two[1], "load", SettingsError("lacks a tensor"))
-    with pytest.raises(SettingsError, match="lacks a tensor"):
-        fail_in(two[0], "load", gone())
-
-
-@pytest.mark.parametrize(
-    "sentence",
-    [
-        "expected a connection string, got ''",
-        "the user's timeout is negative",
-        "peer review says: shape mismatch",
-        "CUDA error: out of memory while allocating NCCL buffers of 0 bytes",
-    ],
-)
-def test_an_error_of_this_rank_is_not_taken_for_anothers_death(
-    sentence: str, two: tuple[Phases, Phases]
-) -> None:
-    """Words of an error decide nothing: the other ranks learn whose error it is."""
-    with pytest.raises(RuntimeError, match="^" + re.escape(sentence) + "$"):
-        fail_in(two[0], "update", RuntimeError(sentence))
-    with pytest.raises(PartFailed, match="rank 0 failed in phase='update'"):
-        fail_in(two[1], "update", dist.DistNetworkError("The client socket has failed"))
 
 
 class _Failure:

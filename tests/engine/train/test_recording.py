@@ -58,11 +58,13 @@ def train(made: Setup, path: Path) -> list[dict[str, Any]]:
     """Run the loop on the file; the rows of the steps it made."""
     stop = threading.Event()
     before = len((made.run.dir / "metrics.jsonl").read_text().splitlines())
+    recording = Recording(read_groups(path), stop)
     with MetricsWriter(made.run.dir) as metrics:
         RlLoop(
             made.run,
             made.lead,
-            reader=Recording(read_groups(path), stop),
+            reader=recording,
+            leases=recording,
             publisher=NoServers(),
             metrics=metrics,
             stop=stop,

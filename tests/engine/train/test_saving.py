@@ -105,12 +105,12 @@ def test_saving_while_training_can_be_switched_off(
 ) -> None:
     """Nothing is copied, no thread is started, and the next take finds it acknowledged."""
     monkeypatch.setattr(async_writer, "_copy", None)
-    monkeypatch.setattr(async_writer.threading, "Thread", None)
     made = setup(trainer=EVERY_OTHER | {"trains_while_saving": False})
     take, seen = made.buffer.take, []
 
     def watched_take(*args: Any, **kwargs: Any) -> Any:
         seen.append(len(made.buffer.marks))
+        assert "checkpoint" not in [thread.name for thread in threading.enumerate()]
         return take(*args, **kwargs)
 
     made.buffer.take = watched_take  # type: ignore[method-assign]
