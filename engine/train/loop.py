@@ -197,7 +197,7 @@ class RlLoop:
                 "trainer.max_microbatch_tokens"
             )
         _log.warning("groups_missing", sentence=sentence)
-        self._beat(warning=sentence)
+        self._report(warning=sentence)
 
     def _take(self, num_groups: int) -> list[Lease]:
         """The next groups, oldest slots first."""
@@ -468,4 +468,4 @@ class RlLoop:
                     "`outloop buffer stats` says where."
                 )
                 _log.warning("short_episodes", sentence=sentence)
-                self._beat(warning=sentence)
+                self._report(warning=sentence)
