@@ -94,9 +94,15 @@ class TrainerSettings(BaseModel):
     device: str = "auto"
     """auto: CUDA where torch offers it, else the CPU. "cuda:N": the Nth device that the process
     sees, for one rank; several ranks are placed by `gpus`."""
-    layers: Literal["auto", "local", "transformer_engine"] = "auto"
-    """auto: Transformer Engine's layers on a GPU where it is importable, else Megatron's local
-    ones. Transformer Engine's attention computes in bfloat16."""
+    gpus: tuple[int, ...] = ()
+    """Which of the machine's CUDA devices the ranks get, one each, in their order."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations. bfloat16: the optimizer keeps float32 main weights and moments,
+    which checkpoints hold; gradients are summed, logprobs and losses computed in float32."""
+    layers: Literal["auto", "local", "local_varlen", "transformer_engine"] = "auto"
+    """auto: on a GPU Transformer Engine's layers where it is importable, else Megatron's local ones
+    with torch's attention of variable length; on a CPU local ones with padded attention. Attention
+    of variable length computes in bfloat16."""
     is_colocated: bool = False
     """Servers share the trainer's device: weights, gradients and optimizer state leave it while
     groups are awaited, and come back for the step."""

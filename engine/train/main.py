@@ -102,7 +102,9 @@ def _join(
         trainer.megatron,
         num_ranks=trainer.num_ranks,
         layers=layers_of(trainer),
+        dtype=trainer.dtype,
     )
+    _log.info("trainer_model", device=device_of(trainer), dtype=trainer.dtype, layers=config.layers)
     _check_files(run, config)
     model_and_optimizer.join_process_group(
         seed=settings.run.seed,

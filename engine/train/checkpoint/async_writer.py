@@ -36,6 +36,7 @@ from outloop.buffer.errors import CheckpointFailed
 from outloop.buffer.records import CheckpointMark
 from outloop.engine.train.checkpoint import checkpoint_format
 from outloop.engine.train.megatron.model_and_optimizer import Policy, rendezvous_store
+from outloop.engine.train.megatron.optimizer_state import state_to_save
 from outloop.engine.train.ranks.collectives import agree
 
 _POLL_S = 0.05
@@ -296,7 +297,7 @@ def begin_save(
     num_updates = policy.scheduler.num_steps
     shards = Shards(temporary / "shards", is_copied=is_copied)
     dist_checkpointing.save(
-        checkpoint_format.sharded_state(policy, num_updates=num_updates)
+        state_to_save(policy, has_moments=num_updates > 0)
         | {"random": checkpoint_format.random_states()},
         str(temporary / "shards"),
         sharded_strategy=ShardStrategy(shards),

@@ -28,11 +28,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import CheckpointMark
 from outloop.engine.train.megatron.model_and_optimizer import Policy, PolicyConfig
-from outloop.engine.train.megatron.optimizer_state import (
-    moments_to_fill,
-    moments_to_save,
-    put_moments,
-)
+from outloop.engine.train.megatron.optimizer_state import put_state, state_to_fill
 
 SCHEMA = 3
 STATE = "state.json"
@@ -130,16 +126,14 @@ def load_checkpoint(policy: Policy, checkpoint: Checkpoint) -> None:
     """
     check_model(checkpoint, policy.config)
     is_same_layout = checkpoint.layout == dataclasses.asdict(policy.config.sizes)
-    wanted = sharded_state(policy, num_updates=checkpoint.num_updates, is_loading=True)
+    wanted = state_to_fill(policy, has_moments=checkpoint.num_updates > 0)
     if is_same_layout:
         wanted["random"] = random_states()
     with warnings.catch_warnings():
         # Megatron 0.16.1 reads through a function that this torch has deprecated.
         warnings.simplefilter("ignore", FutureWarning)
         state = dist_checkpointing.load(wanted, str(checkpoint.path / "shards"))
-    policy.model.load_state_dict(state["model"])
-    if checkpoint.num_updates:
-        put_moments(policy, state["moments"], num_updates=checkpoint.num_updates)
+    put_state(policy, state, num_updates=checkpoint.num_updates)
     policy.scheduler.num_steps = 0
     policy.scheduler.step(increment=checkpoint.num_updates)
     if is_same_layout:
@@ -151,15 +145,6 @@ def random_states() -> ShardedObject:
     """This rank's own."""
     states = {"torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
     return ShardedObject("random", states, (dist.get_world_size(),), (dist.get_rank(),))
-
-
-def sharded_state(policy: Policy, *, num_updates: int, is_loading: bool = False) -> dict[str, Any]:
-    """What Megatron saves, or fills; before the first update Adam has no moments."""
-    model = policy.model.sharded_state_dict()
-    if num_updates == 0:
-        return {"model": model}
-    take = moments_to_fill if is_loading else moments_to_save
-    return {"model": model, "moments": take(policy, model)}
 
 
 def _steps(folder: Path) -> dict[int, Path]:

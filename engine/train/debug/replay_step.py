@@ -70,7 +70,10 @@ def replay(folder: Path) -> list[Outcome]:
         name: raw[name] for name in raw.keys() - {*parallel_config.FIELDS, "sequence_parallel"}
     }
     config = model_and_optimizer.read_config(
-        settings.model.path, alone, layers=layers_of(settings.trainer)
+        settings.model.path,
+        alone,
+        layers=layers_of(settings.trainer),
+        dtype=settings.trainer.dtype,
     )
     model_and_optimizer.join_process_group(seed=settings.run.seed)
     policy = model_and_optimizer.build_policy(

@@ -13,13 +13,20 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings.trainer import TrainerSettings
 from outloop.engine.train.megatron.device import device_of
 
-LayerKind = Literal["local", "transformer_engine"]
+LayerKind = Literal["local", "local_varlen", "transformer_engine"]
+"""local_varlen: Megatron's local layers, with torch's attention kernels of variable length."""
 
 
 def choose_layers(
-    wanted: Literal["auto", "local", "transformer_engine"], *, device: str, is_importable: bool
+    wanted: Literal["auto", "local", "local_varlen", "transformer_engine"],
+    *,
+    device: str,
+    is_importable: bool,
 ) -> LayerKind:
     """Transformer Engine's layers where they can run, unless local ones are asked for.
+
+    Without them a GPU gets torch's own kernels of variable length: padded attention would keep the
+    whole matrix of scores.
 
     Args:
         wanted: trainer.layers.
@@ -31,10 +38,12 @@ def choose_layers(
     """
     is_on_gpu = device.startswith("cuda")
     if wanted == "auto":
-        return "transformer_engine" if is_on_gpu and is_importable else "local"
-    if wanted == "transformer_engine" and not is_on_gpu:
+        if not is_on_gpu:
+            return "local"
+        return "transformer_engine" if is_importable else "local_varlen"
+    if wanted != "local" and not is_on_gpu:
         raise SettingsError(
-            f'trainer.layers="transformer_engine" on device={device!r}: its kernels need CUDA; '
+            f'trainer.layers="{wanted}" on device={device!r}: its kernels need CUDA; '
             'set trainer.layers = "auto"'
         )
     if wanted == "transformer_engine" and not is_importable:

@@ -10,6 +10,7 @@ K key/value heads, D head size.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -207,8 +208,9 @@ class VarlenAttention(_RowAttention):
     """Causal attention over a PackedRow by a kernel that reads where samples begin.
 
     Takes and returns what PackedAttention does, rotary embedding included. The kernel gets
-    bfloat16, since Transformer Engine has no kernels of variable length for float32; all the rest
-    of a layer keeps its dtype. It is called as Megatron-core calls TEDotProductAttention.
+    bfloat16, since neither torch nor Transformer Engine has kernels of variable length for float32;
+    all the rest of a layer keeps its dtype. It is called as Megatron-core calls
+    TEDotProductAttention.
     """
 
     def __init__(
@@ -240,6 +242,65 @@ class VarlenAttention(_RowAttention):
             packed_seq_params=row,
         )
         return out.to(value.dtype).reshape(len(query), -1)
+
+
+class TorchVarlenKernel(torch.nn.Module):
+    """torch's flash attention of variable length, called as Megatron-core calls its kernels."""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        *,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        *,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedRow,
+    ) -> Tensor:
+        """[T, H, D], of query [T, H, D], key and value [T, K, D] in bfloat16."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        options: dict[str, Any] = {"scale": self._scale, "window_size": (-1, 0)}
+        num_groups = query.shape[1] // key.shape[1]
+        if num_groups > 1 and _TAKES_GROUPED_HEADS:
+            options["enable_gqa"] = True
+        elif num_groups > 1:
+            key, value = (x.repeat_interleave(num_groups, dim=1) for x in (key, value))
+        row = packed_seq_params
+        out = varlen_attn(
+            query,
+            key,
+            value,
+            row.cu_seqlens_q,
+            row.cu_seqlens_kv,
+            row.max_seqlen_q,
+            row.max_seqlen_kv,
+            **options,
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+
+def _takes_grouped_heads() -> bool:
+    """torch 2.11's varlen_attn wants as many key as query heads."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+_TAKES_GROUPED_HEADS = _takes_grouped_heads()
 
 
 def _rotate(query: Tensor, key: Tensor, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, ...]:
@@ -289,6 +350,8 @@ def _local_spec(config: Any) -> TransformerBlockSubmodules:
     spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
+    if config.layers == "local_varlen":
+        attention.core_attention = partial(VarlenAttention, kernel=TorchVarlenKernel)
     if config.qk_layernorm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm

@@ -193,6 +193,10 @@ class Policy:
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def take_weights(self) -> None:
+        """To be called when the model's weights were written: the optimizer goes on from them."""
+        self.optimizer.reload_model_params()
+
     @contextmanager
     def hold_sync(self) -> Iterator[None]:
         """Backward passes in here do not count as a parameter's last one of the update."""
@@ -244,12 +248,9 @@ class Policy:
             factor = limit / (norm + 1e-6)
             if limit <= 0.0 or factor >= 1.0:
                 continue
-            if torch.cuda.is_available():
+            if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
                 clip_grad_by_total_norm_fp32(
-                    part.get_parameters(),
-                    max_norm=limit,
-                    total_norm=norm,
-                    use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                    part.get_parameters(), max_norm=limit, total_norm=norm, use_decoupled_grad=True
                 )
                 continue
             # Without Apex Megatron would scale into copies.
@@ -321,7 +322,8 @@ def build_policy(config: PolicyConfig, settings: TrainerSettings, *, num_updates
             adam_beta1=settings.adam_beta1,
             adam_beta2=settings.adam_beta2,
             clip_grad=settings.max_grad_norm,
-            params_dtype=torch.float32,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
             **(optimizer_options | config.optimizer_options),
         ),
         [wrapped],

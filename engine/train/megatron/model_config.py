@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from outloop.engine.train.megatron import cpu_backend
 
@@ -131,10 +131,12 @@ def read_config(
     num_ranks: int = 1,
     has_tensors: bool = True,
     layers: LayerKind = "local",
+    dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> PolicyConfig:
     """The configuration of a Hugging Face folder, with raw upstream options.
 
     Args:
+        dtype: of weights and activations; the optimizer's are float32.
         has_tensors: false for a folder of which only config.json is wanted.
 
     Raises:
@@ -154,7 +156,7 @@ def read_config(
         options["expert_tensor_parallel_size"] = sizes.expert_tensor
     try:
         config = PolicyConfig(
-            **(fields | options),
+            **(fields | _precision(dtype, has_experts=bool(fields["num_moe_experts"])) | options),
             sizes=sizes,
             layers=layers,
             described=_described(fields),
@@ -170,6 +172,20 @@ def read_config(
         with HuggingFaceFolder(model_path) as folder:
             check_tensors(folder.shapes, config, f"model.path={str(model_path)!r}")
     return config
+
+
+def _precision(dtype: Literal["float32", "bfloat16"], *, has_experts: bool) -> dict[str, Any]:
+    if dtype == "float32":
+        return {}
+    fields: dict[str, Any] = {
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+    }
+    if has_experts:
+        # A rounded logit would send a token to another expert than the next process does.
+        fields["moe_router_dtype"] = "fp32"
+    return fields
 
 
 def _model_fields(model_path: Path) -> dict[str, Any]:

@@ -88,6 +88,7 @@ class Work:
         """
         policy = build_policy(self.config, self._settings.trainer, num_updates=num_updates)
         agree("load", lambda: load_huggingface(policy.model, self._settings.model.path))
+        policy.take_weights()
         self._policy = policy
         self._exports = Exports(policy.model)
         self._placement = Placement(policy, is_colocated=self._settings.trainer.is_colocated)

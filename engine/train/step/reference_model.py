@@ -54,6 +54,7 @@ def read_reference_config(settings: Settings, policy: PolicyConfig) -> PolicyCon
         trainer.megatron,
         num_ranks=trainer.num_ranks,
         layers=policy.layers,
+        dtype=settings.trainer.dtype,
     )
     if config.vocab_size != policy.vocab_size:
         raise SettingsError(

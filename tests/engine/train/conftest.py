@@ -170,15 +170,20 @@ def make_policy(tiny_folder: Callable[..., Path]) -> Callable[..., model_and_opt
     """A tiny policy with its optimizer: `make_policy(learning_rate=1e-3)`."""
 
     def make(
-        kind: str = "qwen3", *, num_updates: int = 10, **settings: object
+        kind: str = "qwen3",
+        *,
+        num_updates: int = 10,
+        raw: dict[str, Any] | None = None,
+        **settings: object,
     ) -> model_and_optimizer.Policy:
-        folder = tiny_folder(kind)
+        folder, trainer = tiny_folder(kind), TrainerSettings(**settings)
         policy = model_and_optimizer.build_policy(
-            model_and_optimizer.read_config(folder, {}),
-            TrainerSettings(**settings),
+            model_and_optimizer.read_config(folder, raw or {}, dtype=trainer.dtype),
+            trainer,
             num_updates=num_updates,
         )
         import_weights.load_huggingface(policy.model, folder)
+        policy.take_weights()
         return policy
 
     return make
@@ -191,7 +196,11 @@ def make_lead() -> Iterator[Callable[..., Lead]]:
     def make(run: Run, *, num_updates: int | None = None) -> Lead:
         work = Work(
             run,
-            model_and_optimizer.read_config(run.settings.model.path, run.settings.trainer.megatron),
+            model_and_optimizer.read_config(
+                run.settings.model.path,
+                run.settings.trainer.megatron,
+                dtype=run.settings.trainer.dtype,
+            ),
         )
         timeout_s = run.settings.trainer.hang_timeout_s
         watchdogs.append(Watchdog(run.dir, rank=0, num_ranks=1, hang_timeout_s=timeout_s))

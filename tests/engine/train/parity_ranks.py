@@ -66,14 +66,16 @@ def samples_of(seed: int, *, vocab_size: int, count: int = 11) -> list[Sample]:
 def run_case(case: dict[str, Any], folder: Path, *, num_ranks: int) -> None:
     """Some updates in the case's layout; what they measured and the weights they led to."""
     model = Path(case["model"])
-    config = model_and_optimizer.read_config(model, case.get("megatron", {}), num_ranks=num_ranks)
+    chosen = {"learning_rate": 1e-3, "max_microbatch_tokens": 64} | case.get("settings", {})
+    settings = TrainerSettings(**chosen)
+    config = model_and_optimizer.read_config(
+        model, case.get("megatron", {}), num_ranks=num_ranks, dtype=settings.dtype
+    )
     model_and_optimizer.join_process_group(seed=1, sizes=config.sizes, timeout_s=120.0)
     try:
-        settings = TrainerSettings(
-            **({"learning_rate": 1e-3, "max_microbatch_tokens": 64} | case.get("settings", {}))
-        )
         policy = model_and_optimizer.build_policy(config, settings, num_updates=10)
         import_weights.load_huggingface(policy.model, model)
+        policy.take_weights()
         exports = Exports(policy.model, message_bytes=MESSAGE_BYTES)
         is_bit_equal = _comes_back(exports, model)
         first = 0
@@ -138,7 +140,7 @@ def _comes_back(exports: Exports, model: Path) -> bool:
     with HuggingFaceFolder(model) as folder:
         named = dict(folder.shapes)
         for name, tensor in exports.named(bucket_bytes=1):
-            if not torch.equal(tensor, folder.read(name)):
+            if not torch.equal(tensor.cpu(), folder.read(name).to(tensor.dtype)):
                 return False
             del named[name]
         with _Largest() as largest:

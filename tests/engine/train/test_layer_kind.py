@@ -69,7 +69,8 @@ def _varlen(model: model_and_optimizer.PolicyModel) -> list[OneByOne]:
     [
         ("auto", "cuda", True, "transformer_engine"),
         ("auto", "cuda:1", True, "transformer_engine"),
-        ("auto", "cuda", False, "local"),
+        ("auto", "cuda", False, "local_varlen"),
+        ("local_varlen", "cuda", True, "local_varlen"),
         ("auto", "cpu", True, "local"),
         ("auto", "cpu", False, "local"),
         ("local", "cuda", True, "local"),
@@ -99,6 +100,12 @@ def test_layers_that_cannot_be_had_are_refused(
         choose_layers("transformer_engine", device=device, is_importable=is_importable)
 
 
+def test_attention_of_variable_length_is_refused_on_a_cpu() -> None:
+    """torch has no such kernels there."""
+    with pytest.raises(SettingsError, match='trainer.layers="local_varlen" on device=.cpu'):
+        choose_layers("local_varlen", device="cpu", is_importable=False)
+
+
 def test_settings_choose_the_layers() -> None:
     """Local ones on a CPU by default, and a word of one's own is heard."""
     assert layers_of(TrainerSettings()) == "local"
@@ -118,6 +125,59 @@ def test_a_row_for_kernels_says_where_samples_begin(lengths: list[int]) -> None:
     assert (row.max_seqlen_q, row.max_seqlen_kv) == (max(lengths), max(lengths))
     assert row.positions.tolist() == [i for length in lengths for i in range(length)]
     assert row.num_padded_tokens == row.num_tokens == sum(lengths)
+
+
+def _varlen_attn_of_a_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What torch.nn.attention.varlen.varlen_attn documents, which runs on CUDA only."""
+    assert query.dtype == key.dtype == value.dtype == torch.bfloat16
+    assert window_size == (-1, 0)
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert int(cu_seq_q.diff().max()) == max_q == max_k
+    parts = []
+    for start, stop in pairwise(cu_seq_q.tolist()):
+        q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
+        parts.append(
+            functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa
+            ).transpose(0, 1)
+        )
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama3"])
+def test_torchs_kernel_is_asked_for_packed_attention(
+    kind: str, tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of kind local_varlen give what padded attention gives, to bfloat16's rounding.
+
+    The kernel itself has no CPU side: here a stand-in checks how it is called, and on a GPU
+    tests/gpu does the same with the kernel.
+    """
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _varlen_attn_of_a_cpu)
+    folder = tiny_folder(kind, tied=False)
+    ids = torch.randint(0, 400, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    everywhere = torch.arange(sum(LENGTHS))
+    logits = []
+    for layers in ("local", "local_varlen"):
+        config = model_and_optimizer.read_config(folder, {}, layers=layers)
+        model = model_and_optimizer.PolicyModel(config)
+        import_weights.load_huggingface(model, folder)
+        row = pack_row(LENGTHS, torch.device("cpu"), layers=layers)
+        with torch.no_grad():
+            logits.append(model.logits(model(ids, row, everywhere)))
+    assert 0 < (logits[0] - logits[1]).abs().max() <= MAX_BFLOAT16_GAP
 
 
 # Not with experts: rounding may change which of them a token goes to.

@@ -256,3 +256,57 @@ def test_every_checkpoint_loads_in_another_layout(
 ) -> None:
     """Save in one, load in the other, one more step: equal."""
     assert_resumed(before, after, reshardings)
+
+
+IN_BFLOAT16 = ("dp2", "dp2_distributed", "tp2_sp", "pp2_tied", "ep2")
+MAX_BFLOAT16_LOSS_GAP = 0.01
+MAX_BFLOAT16_NORM_GAP = 0.03
+MAX_BFLOAT16_LOGPROB_GAP = 0.05
+"""Of one process's; ranks round partial sums to bfloat16 that one process does not have."""
+
+
+@pytest.fixture(scope="module")
+def in_bfloat16(work: Path, job: Job) -> Path:
+    """Layouts of two ranks and one process, with bfloat16 weights."""
+    settings = {"dtype": "bfloat16", "learning_rate": 1e-5}
+    models = sorted({MATRIX[name][1] for name in IN_BFLOAT16})
+    path = {model: str(work / "models" / model) for model in models}
+    alone = [
+        {"name": f"bfloat16_{model}", "model": path[model], "settings": settings}
+        for model in models
+    ]
+    split = {"order_seed": 5, "settings": settings | {"max_microbatch_tokens": 96}}
+    job(1, alone)
+    job(
+        2,
+        [
+            {
+                "name": f"bfloat16_{name}",
+                "model": path[MATRIX[name][1]],
+                "megatron": MATRIX[name][2],
+            }
+            | split
+            for name in IN_BFLOAT16
+        ],
+    )
+    return work
+
+
+@pytest.mark.parity
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_layouts_in_bfloat16_agree_with_one_process(name: str, in_bfloat16: Path) -> None:
+    """Plain and distributed optimizers, every kind of split; to bfloat16's rounding."""
+    want, got = (
+        json.loads((in_bfloat16 / f"bfloat16_{case}.json").read_text())
+        for case in (MATRIX[name][1], name)
+    )
+    assert got["is_bit_equal"]
+    for before, after in zip(want["updates"], got["updates"], strict=True):
+        loss_gap = abs(before["train/loss"] - after["train/loss"])
+        assert loss_gap <= MAX_BFLOAT16_LOSS_GAP
+        assert after["train/grad_norm"] == pytest.approx(
+            before["train/grad_norm"], rel=MAX_BFLOAT16_NORM_GAP
+        )
+    gaps = [abs(a - b) for a, b in zip(want["scores"], got["scores"], strict=True)]
+    assert max(gaps) <= MAX_BFLOAT16_LOGPROB_GAP
