@@ -154,7 +154,13 @@ class CommandAgent:
             folder=folder,
         )
         try:
-            reward = await verify(self._verifier, task, result)
+            reward = await verify(
+                self._verifier,
+                task,
+                result,
+                timeout_s=self._env.verifier_timeout_s,
+                deadline=episode.deadline,
+            )
         except VerifierTimeout as late:
             worst = Reward(value=self._env.failure_reward)
             return failed(error or late, "agent", reward=worst, outcome="failed", output=output)

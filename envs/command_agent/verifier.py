@@ -2,8 +2,9 @@
 
 Owns: the allowed forms of `env.verifier`, its deadline, repeating it when it fails on its own
 account. Does not own: what is right (the verifier), what the reward leads to (buffer).
-Invariant: a verifier sees the task and the result, never the episode's key; what it cannot finish
-within its deadline is the agent's failure, what it raises is the environment's.
+Invariant: a verifier sees the task and the result, never the episode's key; an answer that it works
+on for longer than its deadline is the agent's failure; what it raises, and the time that it waits
+for other verifications, are the environment's.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import json
 import re
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,13 +31,18 @@ from outloop.envs.command_agent import command
 from outloop.envs.rollout.artifacts import Result
 from outloop.envs.rollout.episode_result import as_reward
 from outloop.envs.runner.imports import import_object, tear_down
+from outloop.envs.verifiers.clock import VerifierClock
 
 _SETTING = "env.verifier"
 _EXPECTED = "`def verify(task, result) -> float`"
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _NUM_TRIES = 3
 _NUM_THREADS = 16
+_MAX_LEFT_BEHIND = 64
+"""Threads in calls that did not return in time; each costs its stack, and the CPU if it spins."""
 _OUTPUT_BYTES = 2**20
+_MARGIN_S = 0.3
+"""Before the episode's deadline: what is not scored by then is cut off without a word."""
 _FILES = ("task_file", "result_file", "episode_dir")
 
 
@@ -43,10 +50,14 @@ class VerifierTimeout(Exception):
     """The verifier did not finish within env.verifier_timeout_s."""
 
 
+class TurnTimeout(EnvironmentFailure):
+    """The verifier never got to work on the answer; not asked again, for the time is over."""
+
+
 class Verifier(Protocol):
     """Scores one result."""
 
-    async def __call__(self, task: Task, result: Result) -> Reward: ...
+    async def __call__(self, task: Task, result: Result, clock: VerifierClock) -> Reward: ...
 
     async def tear_down(self) -> None: ...
 
@@ -82,25 +93,50 @@ def load_verifier(env: EnvSettings) -> Verifier:
     return _FunctionVerifier(function, env)
 
 
-async def verify(verifier: Verifier, task: Task, result: Result) -> Reward:
+async def verify(
+    verifier: Verifier, task: Task, result: Result, *, timeout_s: float, deadline: float
+) -> Reward:
     """The verifier's reward; one that fails on its own account is asked again.
+
+    Args:
+        timeout_s: how long it may work on the answer.
+        deadline: of the episode, in Unix seconds.
 
     Raises:
         VerifierTimeout: it did not finish in time.
         RecordError: it gave no usable number.
-        EnvironmentFailure: it raised, every time.
+        EnvironmentFailure: it raised, every time, or its turn did not come.
     """
+    end = time.monotonic() + deadline - time.time() - _MARGIN_S
     for attempt in range(1, _NUM_TRIES + 1):
         try:
-            return await verifier(task, result)
-        except (VerifierTimeout, RecordError):
+            return await verifier(task, result, VerifierClock(timeout_s, end))
+        except VerifierTimeout as error:
+            if attempt == 1:
+                raise
+            raise EnvironmentFailure(f"the verifier raised, and then: {error}") from error
+        except (TurnTimeout, RecordError):
             raise
         except Exception as error:
             if attempt == _NUM_TRIES:
                 raise EnvironmentFailure(
                     f"the verifier raised {type(error).__name__}: {error} ({attempt} times)"
+                    f"{_hint(error)}"
                 ) from error
     raise AssertionError
+
+
+def _hint(error: Exception) -> str:
+    """What to change, for the mistakes that are made with a task."""
+    text = str(error)
+    if isinstance(error, TypeError | AttributeError) and "'Task' object" in text:
+        return (
+            "; a task's fields are in task.payload: write task.payload['answer'], not "
+            "task['answer'] or task.answer"
+        )
+    if isinstance(error, TypeError | AttributeError) and "'Result' object" in text:
+        return "; what the agent wrote is result.answer, and its files are in result.folder"
+    return ""
 
 
 class _FunctionVerifier:
@@ -108,28 +144,114 @@ class _FunctionVerifier:
         self._function = function
         call = function if inspect.isroutine(function) else type(function).__call__
         self._is_async = inspect.iscoroutinefunction(inspect.unwrap(call))
-        self._timeout_s = env.verifier_timeout_s
         self._weights = env.reward_weights
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="verify")
+        self._threads = _Threads(_NUM_THREADS)
 
-    async def __call__(self, task: Task, result: Result) -> Reward:
+    async def __call__(self, task: Task, result: Result, clock: VerifierClock) -> Reward:
         if self._is_async:
-            working = asyncio.ensure_future(self._function(task, result))
+            with clock.running():
+                working = asyncio.ensure_future(self._function(task, result))
+            try:
+                is_done = await clock.watch(working)
+            finally:
+                working.cancel()
+            if not is_done:
+                raise _late(clock)
+            returned = working.result()
         else:
-            working = asyncio.wrap_future(self._threads.submit(self._function, task, result))
-        done, _ = await asyncio.wait({working}, timeout=self._timeout_s)
-        if not done:
-            working.cancel()
-            raise VerifierTimeout(f"the verifier took longer than {self._timeout_s:g} s")
-        returned = working.result()
+            returned = await self._threads.call(self._function, task, result, clock)
         if returned is None:
             raise RecordError(f"no reward: the verifier returned None; {_EXPECTED} is allowed")
         return as_reward(returned, self._weights)
 
     async def tear_down(self) -> None:
         """Call the verifier's own; of a function, those of the verifiers that it names."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
         await tear_down(self._function)
+
+
+class _Threads:
+    """A thread for each call of a verifier that blocks.
+
+    A call that does not return in time is left behind and takes nobody's place; its thread ends
+    with the process.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._places = asyncio.Semaphore(num_threads)
+        self._num_left_behind = 0
+
+    async def call(
+        self, function: Callable[..., Any], task: Task, result: Result, clock: VerifierClock
+    ) -> Any:
+        """What the function returns.
+
+        Raises:
+            VerifierTimeout: not in time.
+            TurnTimeout: other calls were not over in time.
+        """
+        try:
+            with clock.waiting():
+                async with asyncio.timeout(clock.until_end_s):
+                    await self._places.acquire()
+        except TimeoutError:
+            raise _late(clock) from None
+        try:
+            if self._num_left_behind >= _MAX_LEFT_BEHIND:
+                raise TurnTimeout(
+                    f"{self._num_left_behind} calls of the verifier have not returned long after "
+                    "env.verifier_timeout_s; give what it waits for a timeout of its own, write it "
+                    "as `async def`, or make it a command"
+                )
+            working = self._start(function, task, result)
+            if not await clock.watch(working):
+                self._num_left_behind += 1
+                working.add_done_callback(self._came_back)
+                raise _late(clock)
+            return working.result()
+        finally:
+            self._places.release()
+
+    def _start(self, function: Callable[..., Any], *arguments: object) -> asyncio.Future[Any]:
+        loop = asyncio.get_running_loop()
+        working: asyncio.Future[Any] = loop.create_future()
+
+        def end(returned: Any, error: BaseException | None) -> None:
+            if working.done():  # its episode was given up
+                return
+            if error is None:
+                working.set_result(returned)
+            else:
+                working.set_exception(error)
+
+        def work() -> None:
+            returned, error = None, None
+            try:
+                returned = function(*arguments)
+            except Exception as raised:  # noqa: BLE001 - the verifier may raise anything
+                error = raised
+            except BaseException as raised:  # noqa: BLE001 - SystemExit, which would end nobody here
+                error = RuntimeError(f"{type(raised).__name__}: {raised}")
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(end, returned, error)
+
+        threading.Thread(target=work, name="verify", daemon=True).start()
+        return working
+
+    def _came_back(self, working: asyncio.Future[Any]) -> None:
+        self._num_left_behind -= 1
+        if not working.cancelled():
+            working.exception()
+
+
+def _late(clock: VerifierClock) -> Exception:
+    """Whose failure it is that a verification was not over in time."""
+    if clock.left_s <= 0:
+        return VerifierTimeout(f"the verifier took longer than {clock.limit_s:g} s")
+    return TurnTimeout(
+        f"the verifier was waiting for other verifications for {clock.waited_s:.1f} s, until the "
+        "episode's time was over; give it more cores, raise env.episode_deadline_s, or play "
+        "fewer episodes at once"
+    )
 
 
 class _CommandVerifier:
@@ -139,14 +261,14 @@ class _CommandVerifier:
         self._line.check(_FILES)
         self._env = env
 
-    async def __call__(self, task: Task, result: Result) -> Reward:
+    async def __call__(self, task: Task, result: Result, clock: VerifierClock) -> Reward:
         folder = Path(tempfile.mkdtemp(prefix="outloop-verdict-"))
         try:
-            ran = await self._run(task, result, folder)
+            ran = await self._run(task, result, folder, clock.limit_s)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         if ran.reason == "time":
-            raise VerifierTimeout(f"{_SETTING} took longer than {self._env.verifier_timeout_s:g} s")
+            raise VerifierTimeout(f"{_SETTING} took longer than {clock.limit_s:g} s")
         if ran.exit_code != 0:
             raise RuntimeError(
                 f"{_SETTING} ended with exit_code={ran.exit_code} {ran.reason}: {ran.stderr[-400:]}"
@@ -156,7 +278,7 @@ class _CommandVerifier:
     async def tear_down(self) -> None:
         """Nothing outlives a verdict."""
 
-    async def _run(self, task: Task, result: Result, folder: Path) -> command.Ran:
+    async def _run(self, task: Task, result: Result, folder: Path, limit_s: float) -> command.Ran:
         task_file, result_file = folder / "task.json", folder / "result.json"
         task_file.write_text(json.dumps({"task_id": task.task_id, **task.payload}))
         fields = msgspec.to_builtins(result, enc_hook=str)
@@ -168,9 +290,7 @@ class _CommandVerifier:
                 "episode_dir": str(result.folder or folder),
             }
         )
-        limits = command.Limits(
-            self._env.verifier_timeout_s, self._env.agent_memory_mb, _OUTPUT_BYTES, 2**16
-        )
+        limits = command.Limits(limit_s, self._env.agent_memory_mb, _OUTPUT_BYTES, 2**16)
         return await command.run(
             words, limits, env=command.environment({}), folder=self._line.folder
         )

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import structlog
 
-from outloop.buffer.errors import OutloopError, PartFailed
+from outloop.buffer.errors import DeadlineExceeded, OutloopError, PartFailed
 from outloop.buffer.records import FailureKind
 from outloop.buffer.settings import Settings
 from outloop.envs.command_agent.agent import load_player
@@ -68,10 +69,15 @@ class WorkerPool:
         env = settings.env
         share = -(-env.max_concurrent_episodes // env.num_workers)
         self._env = env
+        # On this machine there may be as many runners, each with as many workers.
+        num_processes = env.num_workers * max(1, env.num_runners)
+        self._num_cores = max(1, len(os.sched_getaffinity(0)) // num_processes)
         self._begin = worker_protocol.Begin(
             env.model_dump_json(), share, settings.telemetry.log_level
         )
         self._workers: list[WorkerProcess] = []
+        """Those that came up; a worker is taken off when it has died, or when it retired and is
+        done."""
         self._ending: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._changed = asyncio.Event()
@@ -94,10 +100,13 @@ class WorkerPool:
             SettingsError: the user's code cannot be used.
             PartFailed, DeadlineExceeded: a worker did not come up.
         """
-        started = [self._start_one() for _ in range(self._env.num_workers)]
+        starting = [asyncio.create_task(self._start_one()) for _ in range(self._env.num_workers)]
         try:
-            await asyncio.gather(*started)
+            await asyncio.gather(*starting)
         except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
             await self.close()
             raise
         self._watching = asyncio.create_task(self._watch())
@@ -131,6 +140,7 @@ class WorkerPool:
         """Stop every worker."""
         if self._watching is not None:
             self._watching.cancel()
+        # Those that start a worker end it when they are cancelled.
         for task in self._ending:
             task.cancel()
         await asyncio.gather(*self._ending, return_exceptions=True)
@@ -152,9 +162,15 @@ class WorkerPool:
                 return None
 
     async def _start_one(self) -> None:
-        worker = WorkerProcess(self._begin, self._env.failure_reward, self._worker_changed)
+        worker = WorkerProcess(
+            self._begin, self._env.failure_reward, self._worker_changed, self._num_cores
+        )
+        try:
+            self.kind = await worker.start(self._env.set_up_timeout_s + _START_S)
+        except BaseException:
+            await worker.stop()
+            raise
         self._workers.append(worker)
-        self.kind = await worker.start(self._env.set_up_timeout_s + _START_S)
         self._worker_changed()
 
     def _worker_changed(self) -> None:
@@ -206,8 +222,7 @@ class WorkerPool:
             try:
                 await self._start_one()
                 return
-            except PartFailed:
-                self._workers.pop()
+            except (PartFailed, DeadlineExceeded):
                 if attempt == _MAX_EARLY_DEATHS:
                     raise
 

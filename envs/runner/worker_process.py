@@ -30,6 +30,7 @@ from outloop.envs.rollout.episode_result import Ending
 from outloop.envs.rollout.rollout_function import Kind
 from outloop.envs.runner import worker_protocol
 from outloop.envs.runner.crash_attribution import Marker
+from outloop.envs.verifiers.task_fields import NUM_CORES_VARIABLE
 
 _STOP_S = 3.0
 _KILL_S = 5.0
@@ -48,14 +49,20 @@ class WorkerProcess:
 
     Args:
         on_change: called when it may have become free, or more of its threads hang.
+        num_cores: its share of the machine's, for the verifiers that start processes.
     """
 
     def __init__(
-        self, begin: worker_protocol.Begin, failure_reward: float, on_change: Callable[[], None]
+        self,
+        begin: worker_protocol.Begin,
+        failure_reward: float,
+        on_change: Callable[[], None],
+        num_cores: int,
     ) -> None:
         self._begin = begin
         self._failure_reward = failure_reward
         self._on_change = on_change
+        self._num_cores = num_cores
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._marker = Marker.create()
@@ -104,15 +111,22 @@ class WorkerProcess:
         stacks, their_stacks = os.pipe()
         os.set_blocking(stacks, False)
         asyncio.get_running_loop().add_reader(stacks, self._take_stacks, stacks)
-        self._process = await asyncio.create_subprocess_exec(
+        starting = asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "outloop.envs.runner.worker_main"),
             *(str(theirs.fileno()), str(self._marker.descriptor), str(their_stacks)),
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), self._marker.descriptor, their_stacks),
             start_new_session=True,
+            env={**os.environ, NUM_CORES_VARIABLE: str(self._num_cores)},
         )
-        theirs.close()
-        os.close(their_stacks)
+        try:
+            self._process = await starting
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(their_stacks)
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._reading = asyncio.create_task(self._read(reader))
         self._send(self._begin)
@@ -168,6 +182,10 @@ class WorkerProcess:
         """Have it cancel what it plays, tear down and end; killed when it does not."""
         if self._process is None:
             return
+        if self._reading is None:  # cancelled while it was being started
+            self._signal(signal.SIGKILL)
+            await self._process.wait()
+            return
         if not self.died.is_set():
             with suppress(ConnectionError, RuntimeError):
                 self._send(worker_protocol.Stop())
@@ -175,7 +193,6 @@ class WorkerProcess:
                 await asyncio.wait_for(self.died.wait(), _STOP_S)
             except TimeoutError:
                 await self.kill()
-        assert self._reading is not None
         await self._reading
 
     def _send(self, message: worker_protocol.ToWorker) -> None:

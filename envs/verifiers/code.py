@@ -12,7 +12,6 @@ import ast
 import asyncio
 import builtins
 import json
-import os
 import symtable
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -27,7 +26,7 @@ from outloop.envs.rollout.artifacts import Result
 from outloop.envs.sandbox.api import Jail, Limits, Program, RunResult, Sandbox
 from outloop.envs.sandbox.backends import open_sandbox
 from outloop.envs.verifiers import isolated_unit_tests
-from outloop.envs.verifiers.task_fields import code_of, field_of, next_free
+from outloop.envs.verifiers.task_fields import code_of, field_of, next_free, num_cores
 
 _PACKAGE = Path(isolated_unit_tests.__file__).parent
 _MAX_CALLS = 500
@@ -35,7 +34,7 @@ _MAX_CALLS = 500
 
 
 class _Jails:
-    """Open jails, one for each core, used by turns; made when first needed."""
+    """Open jails, one for each core of this process's share, used by turns; made when needed."""
 
     def __init__(self, make_sandbox: Callable[[], Sandbox], limits: Limits) -> None:
         self._make_sandbox = make_sandbox
@@ -49,7 +48,7 @@ class _Jails:
         if self._free is None:
             self._sandbox = self._make_sandbox()
             self._free = asyncio.Queue()
-            for _ in range(os.cpu_count() or 1):
+            for _ in range(num_cores()):
                 self._free.put_nowait(None)
         assert self._sandbox is not None
         free = self._free

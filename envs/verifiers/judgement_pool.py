@@ -8,7 +8,6 @@ job of its slot finds a new one, forked with everything imported.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from contextlib import suppress
 import msgspec
 
 from outloop.buffer.errors import DeadlineExceeded, EnvironmentFailure
-from outloop.envs.verifiers.task_fields import next_free
+from outloop.envs.verifiers.task_fields import next_free, num_cores
 
 _START_S = 120.0
 _MAX_ANSWER_BYTES = 2**20
@@ -36,7 +35,7 @@ class Workers:
     """A pool, started by its first job in the event loop that makes it.
 
     Args:
-        num_workers: jobs at the same time; None: as many as there are cores.
+        num_workers: jobs at the same time; None: this process's share of the cores.
         preload: modules that the workers find imported.
         memory_bytes: address space of each.
     """
@@ -48,7 +47,7 @@ class Workers:
         preload: Sequence[str] = (),
         memory_bytes: int = 2 * 2**30,
     ) -> None:
-        self._num_workers = num_workers or os.cpu_count() or 1
+        self._num_workers = num_workers or num_cores()
         self._options = [str(memory_bytes), *preload]
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None

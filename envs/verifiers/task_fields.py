@@ -8,17 +8,28 @@ EnvironmentFailure; nothing that a policy writes raises here.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from typing import TypeVar
 
 from outloop.buffer.errors import EnvironmentFailure
 from outloop.buffer.records import Task
+from outloop.envs.verifiers.clock import waiting_for_turn
 
 T = TypeVar("T")
 MAX_QUEUE_S = 15.0
 MAX_ANSWER_CHARS = 200_000
 """Longer answers are judged by their end."""
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
+
+
+NUM_CORES_VARIABLE = "OUTLOOP_WORKER_CORES"
+"""Set for each worker process to its share of the machine's cores."""
+
+
+def num_cores() -> int:
+    """How many judgements this process may run at once."""
+    return int(os.environ.get(NUM_CORES_VARIABLE, 0)) or len(os.sched_getaffinity(0))
 
 
 async def next_free(queue: asyncio.Queue[T], what: str) -> T:
@@ -28,8 +39,9 @@ async def next_free(queue: asyncio.Queue[T], what: str) -> T:
         EnvironmentFailure: none was free for MAX_QUEUE_S, which is no answer's fault.
     """
     try:
-        async with asyncio.timeout(MAX_QUEUE_S):
-            return await queue.get()
+        with waiting_for_turn():
+            async with asyncio.timeout(MAX_QUEUE_S):
+                return await queue.get()
     except TimeoutError as error:
         raise EnvironmentFailure(
             f"no {what} was free to judge for {MAX_QUEUE_S:g} s; give the verifier more cores, a "

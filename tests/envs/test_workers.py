@@ -15,6 +15,7 @@ import pytest
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
 from outloop.envs.runner.runner import run
+from outloop.envs.runner.worker_pool import WorkerPool
 
 PlayWith = Callable[..., Any]
 
@@ -130,6 +131,76 @@ async def test_a_worker_that_somebody_kills_blames_nobody(
     assert innocent == ["ep-0", "ep-1", "ep-2", "ep-3"]
     assert "SIGKILL" in router.closes["ep-0"]["error"]
     assert [router.closes[f"ep-{n}"]["outcome"] for n in (4, 5)] == ["completed"] * 2
+
+
+FRAGILE = """
+import os, time
+
+for name in ("bad-0", "bad-1"):
+    try:
+        os.rename(name, name + "-taken")
+    except OSError:
+        continue
+    os._exit(3)
+time.sleep(0.5)
+
+
+async def play(task, episode):
+    return 1.0
+
+
+def tasks():
+    return [{"question": "?"}]
+"""
+
+
+def worker_processes() -> list[psutil.Process]:
+    """The workers of this process that are alive."""
+    return [
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE
+        and "outloop.envs.runner.worker_main" in child.cmdline()
+    ]
+
+
+async def test_a_worker_that_does_not_come_up_costs_no_other(
+    folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """Three are killed, and two of those started in their place die too: then there are three."""
+    (folder / "user.py").write_text(FRAGILE)
+    pool = WorkerPool(make_settings(num_workers=3, max_concurrent_episodes=6), lambda: None)
+    await pool.start()
+    assert pool.num_free() == 6
+    for name in ("bad-0", "bad-1"):
+        (folder / name).touch()
+    for worker in worker_processes():
+        worker.kill()
+    async with asyncio.timeout(60):
+        while not (folder / "bad-1-taken").exists() or pool.num_free() < 6:
+            await asyncio.sleep(0.05)
+    # Time for one too many to come up.
+    await asyncio.sleep(3)
+    assert len(worker_processes()) == 3
+    assert pool.num_free() == 6
+    await pool.close()
+    assert worker_processes() == []
+
+
+async def test_workers_share_the_cores(router: Any, play_with: PlayWith) -> None:
+    """What verifiers start in each worker is together no more than the machine has cores."""
+    source = """
+from outloop.envs.verifiers.task_fields import num_cores
+
+
+async def play(task, episode):
+    return float(num_cores())
+"""
+    router.num_episodes = 4
+    cores = len(os.sched_getaffinity(0))
+    await play_with(router, source, num_workers=2)
+    shares = {reward["value"] for reward in router.closed("reward")}
+    assert shares == {float(max(1, cores // 2))}
 
 
 async def test_memory_is_limited_and_a_growing_worker_is_replaced(
@@ -328,6 +399,7 @@ RUNNER = """
 import asyncio, sys
 from outloop.buffer.settings import build_settings
 from outloop.envs.runner.runner import run
+from outloop.envs.runner.worker_pool import WorkerPool
 
 env = {"tasks": "user:tasks", "rollout_function_path": "user:play"}
 settings = build_settings({"model": {"path": "."}, "env": env}, source="test")
