@@ -137,7 +137,7 @@ async def test_the_run_governs_every_dialect(make_stage, meet, dialect) -> None:
     await talker.ask(stream=False, extra_body={"temperature": 0.1, "top_p": 0.5})
     sampling = stage.turns(episode)[0].sampling
     assert (sampling.temperature, sampling.top_p) == (0.8, 1.0)
-    with pytest.raises((openai.NotFoundError, anthropic.PermissionDeniedError)) as caught:
+    with pytest.raises((openai.NotFoundError, anthropic.NotFoundError)) as caught:
         await talker.ask(stream=True)
     assert "max_turns_per_episode=1" in str(caught.value)
     assert len(stage.server.requests) == 1
