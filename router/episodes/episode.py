@@ -41,6 +41,8 @@ class EpisodeSession:
         """By retry key, oldest first."""
         self.undelivered: set[str] = set()
         """Retry keys of turns of other processes that nobody has the answer of."""
+        self.refused_attempts: dict[str, int] = {}
+        """By retry key: the last attempt at a new turn that was told to come back."""
         self.heard: Heard | None = None
         """What its last request said."""
         self.is_closed = False
@@ -103,6 +105,14 @@ class EpisodeSession:
             return False
         self.undelivered.discard(retry_key)
         return True
+
+    def is_retry_of_refused(self, retry_key: str, attempt: int) -> bool:
+        """True if the attempt before this one asked for a new turn and was told to come back.
+
+        It asks for that turn then, not for an earlier one of the same request.
+        """
+        is_running = any(not job.is_over for job in self.jobs.get(retry_key, ()))
+        return not is_running and self.refused_attempts.get(retry_key) == attempt - 1
 
     def let_go(self, job: TurnJob, retry_key: str) -> None:
         """Forget a job whose answer was handed over; its turns tell a retry the same again."""

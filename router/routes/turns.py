@@ -55,7 +55,28 @@ class Front:
         heard = await self._hear(dialect, exchange, session)
         if heard is None:
             return
-        request, retry_key, is_retry = heard
+        request, retry_key, attempt = heard
+        is_retry = attempt is None or (
+            attempt > 0 and not session.is_retry_of_refused(retry_key, attempt)
+        )
+        try:
+            await self._answer(dialect, exchange, session, request, retry_key, is_retry=is_retry)
+        except Refusal as refusal:
+            if refusal.status >= 500 and attempt is not None and not is_retry:
+                session.refused_attempts[retry_key] = attempt
+            raise
+        session.refused_attempts.pop(retry_key, None)
+
+    async def _answer(
+        self,
+        dialect: Dialect,
+        exchange: Exchange,
+        session: EpisodeSession,
+        request: TurnRequest,
+        retry_key: str,
+        *,
+        is_retry: bool,
+    ) -> None:
         job = await self._service.submit(session, request, retry_key=retry_key, is_retry=is_retry)
         job.attach(exchange)
         try:
@@ -74,9 +95,9 @@ class Front:
 
     async def _hear(
         self, dialect: Dialect, exchange: Exchange, session: EpisodeSession
-    ) -> tuple[TurnRequest, str, bool] | None:
-        """What is asked for, its retry key and whether it says it is a retry; None: an upstream
-        was asked, and has answered.
+    ) -> tuple[TurnRequest, str, int | None] | None:
+        """What is asked for, its retry key and how many attempts it says came before (None: it is
+        known by an idempotency key); None: an upstream was asked, and has answered.
 
         The body ends here: thousands that wait for servers would keep thousands of bodies.
         """
@@ -199,10 +220,11 @@ def _is_ours(key: str) -> bool:
     return key.startswith("ol-")
 
 
-def _retry(exchange: Exchange, digest: str) -> tuple[str, bool]:
-    """The key under which identical requests meet, and whether this one says it is a retry."""
+def _retry(exchange: Exchange, digest: str) -> tuple[str, int | None]:
+    """The key under which identical requests meet, and how many attempts came before this one by
+    its own account; None: its idempotency key makes every attempt the same request."""
     idempotency_key = exchange.headers.get(b"idempotency-key")
     if idempotency_key is not None:
-        return f"{idempotency_key.decode('latin-1')[:200]}:{digest}", True
+        return f"{idempotency_key.decode('latin-1')[:200]}:{digest}", None
     count = exchange.headers.get(b"x-stainless-retry-count", b"0")
-    return digest, count.isdigit() and count.strip(b"0") != b""
+    return digest, int(count[:9]) if count.isdigit() else 0

@@ -50,7 +50,8 @@ class Retries:
     def _recorded(
         self, session: EpisodeSession, request: TurnRequest, retry_key: str, since: float
     ) -> tuple[TurnResult, ...]:
-        nodes = session.tree.recorded_under(retry_key)
+        # Who went on from an answer has read it, and asks for another.
+        nodes = [node for node in session.tree.recorded_under(retry_key) if not node.children]
         last = max((node.turn.started_at for node in nodes), default=0.0)
         if last < since:
             return ()

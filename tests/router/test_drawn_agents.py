@@ -159,9 +159,17 @@ def causes_of_edit(kind: str, talk) -> set[str]:
 
 
 async def retry(agent: DrawnAgent, move: Move) -> None:
-    """A request that says it is a retry gets the newest answer to it, and nothing is drawn."""
+    """A request that says it is a retry gets the newest answer to it that nothing went on from, and
+    nothing is generated."""
     asked = agent.asked[move.pick % len(agent.asked)]
-    same = [one for one in agent.asked if json.dumps(one.body) == json.dumps(asked.body)]
+    continued = {turn.parent_turn_id for turn in agent.turns}
+    same = [
+        one
+        for one in agent.asked
+        if json.dumps(one.body) == json.dumps(asked.body) and continued.isdisjoint(one.turn_ids)
+    ]
+    if not same:
+        return
     num_turns, num_drawn = len(agent.turns), agent.num_drawn
     turn_id, said = await agent.post(asked.body, **{"x-stainless-retry-count": "1"})
     assert turn_id == same[-1].turn_ids[0]

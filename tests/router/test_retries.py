@@ -172,3 +172,67 @@ async def test_choices_of_which_some_were_recorded_are_drawn_together_again(make
     assert len(stage.turns(episode)) == 3
     other = await make_stage(buffer=stage.buffer)
     assert (await other.post(path, body, key, **retry)).json() == answers[0]
+
+
+def text_of(answer) -> str:
+    """What a plain answer says."""
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+async def test_the_retry_of_a_refused_second_sample_is_a_fresh_sample(make_stage) -> None:
+    """The router is full when a request is repeated on purpose: its retry is no retry of the turn
+    that was answered before, and a retry of that retry is one of it."""
+    stage = await make_stage(router={"max_queued_turns": 1})
+    stage.says("one", "other", "two")
+    episode, other = await stage.open(), await stage.open(attempt=1)
+    assert text_of(await ask(stage, episode)) == "one"
+    stage.server.gate.clear()
+    busy = asyncio.create_task(ask(stage, other))
+    while len(stage.server.requests) == 1:
+        await asyncio.sleep(0.005)
+    for headers in ({}, {"x_stainless_retry_count": "1"}):
+        assert (await ask(stage, episode, **headers)).status_code == 503
+    stage.server.gate.set()
+    assert text_of(await busy) == "other"
+    for attempt in ("2", "3"):
+        assert text_of(await ask(stage, episode, x_stainless_retry_count=attempt)) == "two"
+    assert len(stage.turns(episode)) == 2
+
+
+async def test_a_retry_of_an_answered_turn_that_meets_a_full_router_stays_one(make_stage) -> None:
+    """What was refused was marked already: it asks for the turn that was answered before."""
+    stage = await make_stage(router={"max_queued_turns": 1})
+    stage.says("one", "other", "two")
+    episode, other = await stage.open(), await stage.open(attempt=1)
+    assert text_of(await ask(stage, episode)) == "one"
+    stage.server.gate.clear()
+    busy = asyncio.create_task(ask(stage, other))
+    while len(stage.server.requests) == 1:
+        await asyncio.sleep(0.005)
+    assert text_of(await ask(stage, episode, x_stainless_retry_count="1")) == "one"
+    stage.server.gate.set()
+    await busy
+    assert text_of(await ask(stage, episode, x_stainless_retry_count="2")) == "one"
+    assert len(stage.turns(episode)) == 1
+
+
+@pytest.mark.parametrize("has_other_router", [False, True])
+async def test_a_retry_of_a_turn_that_was_continued_is_a_fresh_sample(
+    make_stage, stage, has_other_router: bool
+) -> None:
+    """Whoever goes on from an answer has read it: the step is asked anew, and its first attempt
+    never arrived."""
+    stage.says("one", "then", "two")
+    episode = await stage.open()
+    assert text_of(await ask(stage, episode)) == "one"
+    messages = [
+        *BODY["messages"],
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "go on"},
+    ]
+    assert text_of(await ask(stage, episode, {**BODY, "messages": messages})) == "then"
+    elsewhere = await make_stage(buffer=stage.buffer) if has_other_router else stage
+    for attempt in ("1", "2"):
+        answer = await ask(elsewhere, episode, x_stainless_retry_count=attempt)
+        assert text_of(answer) == "two"
+    assert len(stage.turns(episode)) == 3
