@@ -28,6 +28,7 @@ from pydantic_settings import (
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings.buffer import BufferSettings, check_replay
 from outloop.buffer.settings.env import EnvSettings, EvalSettings, check_choice
+from outloop.buffer.settings.recipes import DEFAULT_MAX_NEW_TOKENS, with_recipe
 from outloop.buffer.settings.server import ServerSettings
 from outloop.buffer.settings.trainer import TrainerSettings
 
@@ -68,7 +69,7 @@ class SamplingSettings(_Section):
     """What trained traffic is sampled with, and what to do about a client that asks otherwise."""
 
     temperature: float = Field(1.0, gt=0)
-    max_new_tokens: int = Field(256, gt=0)
+    max_new_tokens: int = Field(DEFAULT_MAX_NEW_TOKENS, gt=0)
     governance: Governance = "enforce"
     """enforce: the run's value wins. record: the client's wins and is recorded. reject: 400."""
     governance_by_parameter: dict[str, Governance] = {}
@@ -184,6 +185,12 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Only explicit values: `load_settings` merges file, environment and flags itself."""
         return (init_settings,)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_recipe(cls, tree: Any) -> Any:
+        """`trainer.recipe` sets defaults in [trainer] and [buffer]."""
+        return with_recipe(tree) if isinstance(tree, dict) else tree
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Settings:

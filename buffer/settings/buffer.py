@@ -100,6 +100,7 @@ class BufferSettings(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> BufferSettings:
+        self._refuse_what_has_no_effect()
         if self.depth > self.max_staleness:
             raise ValueError(
                 f"buffer.pipeline_depth={self.depth} exceeds buffer.max_staleness="
@@ -138,6 +139,21 @@ class BufferSettings(BaseModel):
                 "or neither"
             )
         return self
+
+    def _refuse_what_has_no_effect(self) -> None:
+        fields = type(self).model_fields
+        for name in ("replay_size", "replay_max_age", "replay_min_reward"):
+            value = getattr(self, name)
+            if not self.replay_share and value != fields[name].default:
+                raise ValueError(
+                    f"buffer.{name}={value!r} has no effect: it needs buffer.replay_share; "
+                    "leave it out, or set that"
+                )
+        if self.max_refills and not self.drop_zero_signal and self.filter_path is None:
+            raise ValueError(
+                f"buffer.max_refills={self.max_refills} has no effect: it needs "
+                "buffer.drop_zero_signal = true or buffer.filter_path; leave it out, or set one"
+            )
 
     def num_replayed(self, num_fresh: int) -> int:
         """The most r with r / (num_fresh + r) <= replay_share."""

@@ -7,10 +7,13 @@ cross-field rules refuse and never rewrite.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from outloop.buffer.settings.recipes import EFFECTS, RL_ONLY, Recipe, trainer_defaults
 
 
 class TrainerSettings(BaseModel):
@@ -19,6 +22,9 @@ class TrainerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Literal["rl", "sft"] = "rl"
+    recipe: Recipe | None = None
+    """An algorithm by name: sets the defaults of what its paper's objective needs, here and in
+    [buffer]; whatever is set explicitly wins. See docs/algorithms.md."""
     num_steps: int = Field(40, gt=0)
     groups_per_step: int = Field(32, gt=0)
     """Groups (RL) or conversations (SFT) that one step consumes."""
@@ -27,7 +33,8 @@ class TrainerSettings(BaseModel):
     num_epochs: int = Field(1, gt=0)
     """SFT: passes over the conversations."""
     max_microbatch_tokens: int = Field(16384, gt=0)
-    learning_rate: float = Field(1e-3, gt=0)
+    learning_rate: float = Field(1e-6, gt=0)
+    """For a pretrained model of some billion parameters; one of a million takes 1e-3."""
     warmup_steps: int = Field(0, ge=0)
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
@@ -45,39 +52,68 @@ class TrainerSettings(BaseModel):
     """Tokens drawn in an episode, over all its turns, from which the whole penalty is due."""
     overlong_buffer_tokens: int = Field(0, ge=0)
     """The penalty grows linearly over this many tokens below overlong_max_tokens."""
-    loss: Literal["ppo_clip", "gspo", "cispo"] = "ppo_clip"
+    loss: Literal["ppo_clip", "gspo", "cispo", "reinforce"] = "ppo_clip"
     loss_path: str | None = None
-    """package.module:function, `def loss(policy_logprobs, proximal_logprobs, advantages, *,
-    clip_low, clip_high) -> losses`, float32 tensors [N]; takes the place of `loss`."""
+    """package.module:function, `def loss(inputs: LossInputs) -> losses`, float32 [N]; takes the
+    place of `loss`."""
+    loss_options: dict[str, Any] = {}
+    """Numbers and names for your own loss: its `inputs.options`."""
     clip_low: float = Field(0.2, gt=0)
-    """Ratios are clipped below 1 - clip_low; 1 or more: no lower bound. GSPO's ratio is a mean
-    over a sequence: its paper uses 3e-4 here and 4e-4 for clip_high."""
+    """Ratios are clipped below 1 - clip_low; 1 or more: no lower bound. Left out: 0.2 for ppo_clip,
+    3e-4 for gspo, 1.0 for cispo."""
     clip_high: float = Field(0.28, gt=0)
-    """Ratios are clipped above 1 + clip_high."""
-    denominator: Literal["tokens", "episodes", "constant"] = "tokens"
-    denominator_constant: float = Field(1.0, gt=0)
+    """Ratios are clipped above 1 + clip_high. Left out: 0.28 for ppo_clip, 4e-4 for gspo, 4.0 for
+    cispo."""
+    dual_clip: float = Field(3.0, ge=0)
+    """Where the advantage is negative, ppo_clip's and gspo's loss is at most this times
+    |advantage|; more than 1, or 0: no bound but that of the log-ratio, exp(20)."""
+    denominator: Literal["tokens", "episodes", "episode_means", "budget", "constant"] = "tokens"
+    """What an update's summed loss is divided by: trained tokens; episodes; episodes, with each
+    one's sum divided by its trained tokens first; episodes times token_budget; a constant."""
+    denominator_constant: float | None = Field(None, gt=0)
+    """Required by denominator = "constant"."""
+    token_budget: int | None = Field(None, gt=0)
+    """Tokens that an episode may generate; required by denominator = "budget"."""
     proximal: Literal["behavior", "recompute"] = "behavior"
     """What the ratio of the loss is taken to: the logprobs recorded when tokens were drawn, or
     those of the trainer's weights before the first update of a take (one forward more)."""
-    correction: Literal["none", "token_tis", "sequence_tis", "token_mis", "sequence_mis"] = "none"
-    """Weight of a token for the step from behavior to proximal logprobs, by token or by sequence:
-    truncated at correction_cap, or masked outside correction_floor..correction_cap."""
+    correction: Literal[
+        "none",
+        "token_tis",
+        "sequence_tis",
+        "geometric_tis",
+        "token_mis",
+        "sequence_mis",
+        "geometric_mis",
+    ] = "none"
+    """Weight of a token for the step from behavior to proximal logprobs: its own ratio, the product
+    over its sequence, or their geometric mean, which does not depend on length; truncated (tis) at
+    correction_cap, or masked (mis) outside correction_floor..correction_cap. A masked token adds
+    nothing to the loss, KL and entropy included."""
     correction_cap: float = Field(2.0, ge=1)
-    """Largest importance weight; also that of the KL term in the loss."""
+    """Largest importance weight."""
     correction_floor: float = Field(0.0, ge=0, le=1)
     """Masked corrections: ratios below are masked too."""
     correction_veto: float = Field(0.0, ge=0, lt=1)
     """A sequence with a token whose ratio proximal / behavior is below is masked whole; 0: none."""
+    opsm_delta: float = Field(0.0, ge=0)
+    """Off-policy sequence masking: tokens with a negative advantage are left out of the policy's
+    term where the mean of behavior - policy logprobs over their sequence exceeds this, in nats;
+    0: none are."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
     """Pull towards the reference model: k1 in the reward, k2 or k3 in the loss."""
     reference_path: Path | None = None
     """Hugging Face folder of the reference, of the policy's vocabulary; left out: model.path as
     it was when the run began."""
     kl_coefficient: float = Field(1e-3, ge=0)
+    kl_ratio_cap: float = Field(2.0, ge=1)
+    """Largest weight policy / behavior of k2 and k3 in the loss."""
     entropy_coefficient: float = Field(0.0, ge=0)
     """Bonus per nat of entropy at trained tokens."""
     mask_truncated: bool = False
-    """Leave truncated episodes' tokens out of the loss (they keep counting in statistics)."""
+    """Leave the tokens of episodes that a limit ended out of the loss (they keep counting in
+    statistics): of turns, time or tokens, or that of an answer (a branch whose last turn has
+    finish_reason "length")."""
     num_threads: int = Field(1, gt=0)
     num_ranks: int = Field(1, gt=0)
     """Trainer processes, started by torchrun; how they split the model is in `megatron`."""
@@ -118,13 +154,20 @@ class TrainerSettings(BaseModel):
     megatron: dict[str, Any] = {}
     """Raw Megatron-core TransformerConfig fields under their upstream names."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_defaults(cls, tree: Any) -> Any:
+        """A recipe and a loss bring their own defaults."""
+        return trainer_defaults(tree) if isinstance(tree, dict) else tree
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> TrainerSettings:
+        self._refuse_what_has_no_effect()
         limit, ramp = self.overlong_max_tokens, self.overlong_buffer_tokens
         if self.overlong_penalty and limit is None:
             raise ValueError(
                 f"trainer.overlong_penalty={self.overlong_penalty} without overlong_max_tokens; "
-                "say from how many drawn tokens an episode pays it"
+                "say from how many generated tokens an episode pays it"
             )
         if limit is not None and ramp > limit:
             raise ValueError(
@@ -136,14 +179,58 @@ class TrainerSettings(BaseModel):
                 f'trainer.correction="{self.correction}" corrects from behavior to recomputed '
                 'logprobs; set trainer.proximal = "recompute", or trainer.correction = "none"'
             )
-        if self.correction_veto and self.correction == "none":
+        if 0 < self.dual_clip <= 1:
             raise ValueError(
-                f'trainer.correction_veto={self.correction_veto} with trainer.correction="none" '
-                'masks nothing; choose a correction, for example "token_mis"'
+                f"trainer.dual_clip={self.dual_clip} would bound the loss on policy too; more than "
+                "1 is allowed, 3 is usual, and 0 turns it off"
             )
-        if self.loss == "gspo" and self.loss_path is None and self.denominator == "tokens":
+        if self.denominator == "constant" and self.denominator_constant is None:
             raise ValueError(
-                'trainer.loss="gspo" gives every sequence the same weight; '
-                'set trainer.denominator = "episodes" (the paper) or "constant"'
+                'trainer.denominator="constant" needs trainer.denominator_constant: the number by '
+                'which an update\'s summed loss is divided; or set trainer.denominator = "budget"'
             )
+        if self.denominator == "budget" and self.token_budget is None:
+            raise ValueError(
+                'trainer.denominator="budget" needs trainer.token_budget: the tokens that an '
+                "episode may generate, for example sampling.max_new_tokens"
+            )
+        if self.loss == "gspo" and self.loss_path is None:
+            self._refuse_wrong_gspo()
         return self
+
+    def _refuse_wrong_gspo(self) -> None:
+        if self.denominator != "episode_means":
+            raise ValueError(
+                f'trainer.loss="gspo" with trainer.denominator="{self.denominator}": in GSPO every '
+                'sequence weighs the same; set trainer.denominator = "episode_means", or leave it '
+                "out"
+            )
+        if min(self.clip_low, self.clip_high) >= _WIDE_FOR_GSPO:
+            raise ValueError(
+                f'trainer.loss="gspo" with trainer.clip_low={self.clip_low}, clip_high='
+                f"{self.clip_high}: the mean ratio of a sequence never goes so far, so nothing "
+                "would be clipped; below 0.2 is allowed, the paper's 3e-4 and 4e-4 are the default"
+            )
+
+    def _refuse_what_has_no_effect(self) -> None:
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        fields = type(self).model_fields
+        changed = [name for name in fields if values[name] != fields[name].default]
+        for name in changed:
+            has_effect, needed = EFFECTS.get(name, _ALWAYS)
+            if not has_effect(values):
+                raise ValueError(
+                    f"trainer.{name}={values[name]!r} has no effect: it needs {needed}; "
+                    "leave it out, or set that"
+                )
+        idle = [name for name in changed if name in RL_ONLY]
+        if self.mode == "sft" and idle:
+            raise ValueError(
+                f'trainer.{idle[0]}={values[idle[0]]!r} has no effect with trainer.mode="sft"; '
+                "leave it out"
+            )
+
+
+_WIDE_FOR_GSPO = 0.2
+"""The usual range of a token's ratio."""
+_ALWAYS: tuple[Callable[[Any], bool], str] = (lambda values: True, "")

@@ -35,34 +35,37 @@ def has_signal(rewards: Sequence[float]) -> bool:
 def grpo(rewards: Float64) -> Float64:
     """(r - mean) / std: GRPO, arXiv:2402.03300, section 4.1.2 (outcome supervision).
 
-    The paper does not say which standard deviation; this is the population's. 1e-6 is added to it.
+    The paper does not say which standard deviation; this is the sample's (divided by G - 1), as in
+    TRL, verl and slime. 1e-6 is added to it.
     """
-    return (rewards - rewards.mean()) / (rewards.std() + _EPSILON)
+    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + _EPSILON)
 
 
 def dr_grpo(rewards: Float64) -> Float64:
     """r - mean: Dr.GRPO, arXiv:2503.20783, section 3.2, which removes GRPO's division by std.
 
-    The paper's other change, a constant denominator in place of each response's length, is
-    trainer.denominator = "constant".
+    The paper's other change, the generation budget in place of each response's length, is
+    trainer.denominator = "budget".
     """
     return rewards - rewards.mean()
 
 
 def rloo(rewards: Float64) -> Float64:
-    """r_i - mean of the others: RLOO, arXiv:2402.14740, section 3.3 (leave-one-out baseline).
+    """r_i - mean of the others: RLOO, arXiv:2402.14740, section 2.3 (leave-one-out baseline of Kool
+    et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!").
 
-    The paper uses it with REINFORCE; here it may be combined with any loss.
+    The paper uses it with REINFORCE (trainer.loss = "reinforce"); here any loss may be set.
     """
     return (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1))
 
 
 def reinforce_pp(groups: Sequence[Float64]) -> list[Float64]:
-    """(r - mean) / std over all episodes of a take: REINFORCE++, arXiv:2501.03262, equation 10.
+    """(r - mean) / std over all episodes of a take: REINFORCE++, arXiv:2501.03262v9, equation 10.
 
     Differs from the paper, which normalises over tokens: an episode counts once, however many
     tokens and branches it has. The paper's KL per token to go is trainer.kl = "k1", one sum per
-    episode. The standard deviation is the population's; 1e-6 is added to it.
+    episode. The standard deviation is the population's (of a take it hardly differs from the
+    sample's); 1e-6 is added to it.
     """
     everyone = np.concatenate(groups)
     scale = everyone.std() + _EPSILON
@@ -72,7 +75,8 @@ def reinforce_pp(groups: Sequence[Float64]) -> list[Float64]:
 def reinforce_pp_baseline(groups: Sequence[Float64]) -> list[Float64]:
     """(r - group mean) / std of the same over a take: REINFORCE++ with baseline, arXiv:2501.03262.
 
-    Differs as `reinforce_pp` does. The only member of its group is its own mean: it gets zero and
+    Differs as `reinforce_pp` does. The paper's KL is k2 in the loss here, trainer.kl = "k2", not k1
+    in the reward. The only member of its group is its own mean: it gets zero and
     counts in the standard deviation.
     """
     centred = [rewards - rewards.mean() for rewards in groups]
@@ -107,7 +111,11 @@ def groups_with_signal(groups: Sequence[Sequence[float]], advantage: str | Advan
 
 
 def take_advantages(
-    groups: Sequence[Sequence[float]], advantage: str | Advantage, *, signal: Sequence[bool]
+    groups: Sequence[Sequence[float]],
+    advantage: str | Advantage,
+    *,
+    signal: Sequence[bool],
+    counted: Sequence[bool] | None = None,
 ) -> list[Float64]:
     """Advantages of every group of a take, from the rewards of their scored episodes.
 
@@ -115,7 +123,9 @@ def take_advantages(
         groups: rewards by group; a group may be empty.
         advantage: a name of ADVANTAGES or TAKE_ADVANTAGES, or a function of one group.
         signal: `groups_with_signal`; the others get zeros, but count in a take's statistics.
+        counted: which groups count in a take's statistics; None: all.
     """
+    counted = [True] * len(groups) if counted is None else counted
     arrays = [np.asarray(rewards, np.float64) for rewards in groups]
     of_take = TAKE_ADVANTAGES.get(advantage) if isinstance(advantage, str) else None
     if of_take is None:
@@ -123,7 +133,7 @@ def take_advantages(
             _of_group(rewards, advantage) if has else np.zeros(len(rewards))
             for rewards, has in zip(arrays, signal, strict=True)
         ]
-    filled = [index for index, rewards in enumerate(arrays) if len(rewards)]
+    filled = [index for index, rewards in enumerate(arrays) if len(rewards) and counted[index]]
     results = [np.zeros(len(rewards)) for rewards in arrays]
     if filled:
         for index, values in zip(filled, of_take([arrays[i] for i in filled]), strict=True):

@@ -2,8 +2,8 @@
 
 Owns: importance weights of tokens and sequences, truncated or masked, and their statistics. Does
 not own: the ratio policy / proximal, which the loss clips. Invariant: weights are constants of the
-take, fixed before its first update; a masked token stays in the denominator (6.1 rule 7). A
-sequence is a sample: the trained tokens of one branch.
+take, fixed before its first update; a masked token adds nothing to the loss and stays in the
+denominator (6.1 rule 7). A sequence is a sample: the trained tokens of one branch.
 """
 
 from __future__ import annotations
@@ -15,10 +15,18 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from outloop.engine.train.algorithms.ratios import MAX_LOG_RATIO
+
 Float64 = npt.NDArray[np.float64]
-Kind = Literal["none", "token_tis", "sequence_tis", "token_mis", "sequence_mis"]
-_MAX_LOG_RATIO = 80.0
-"""Keeps the ratio of a long sequence finite; every cap is far below exp of it."""
+Kind = Literal[
+    "none",
+    "token_tis",
+    "sequence_tis",
+    "geometric_tis",
+    "token_mis",
+    "sequence_mis",
+    "geometric_mis",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +51,39 @@ def correct(
     floor: float,
     veto: float,
 ) -> Correction:
-    """Weights w of one sequence, from r_t = exp(proximal - behavior) at its trained tokens.
+    """Weights w of one sequence, from r_t = exp(proximal - behavior) at its N trained tokens.
 
-    token_tis: w_t = min(r_t, cap); Yao et al. 2025, "Your efficient RL framework secretly brings
-    you off-policy RL training". With cap = inf it is the behavior weight of decoupled PPO, AReaL,
-    arXiv:2505.24298, section 5.2.
-    sequence_tis: w_t = min(prod_t r_t, cap), the same number for every token.
-    token_mis, sequence_mis: w = r where floor <= r <= cap and 0 elsewhere; Liu et al. 2025, "When
-    speed kills stability" (token_mis with a floor is also IcePop).
+    token_*: r = r_t, each token's own. sequence_*: r = prod_t r_t, one number for the sequence;
+    unbiased, and the longer the sequence the further from 1. geometric_*: r = (prod_t r_t)^(1/N),
+    which does not depend on length; Zheng et al., GSPO, arXiv:2507.18071, equation 7, used as a
+    weight by AReaL and as a mask by Liu et al. 2025.
+
+    *_tis: w = min(r, cap); Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training". token_tis with cap = inf is the behavior weight of decoupled PPO:
+    Hilton, Cobbe, Schulman, "Batch size-invariance for policy optimization", arXiv:2110.00641;
+    AReaL, arXiv:2505.24298, section 5.2, equations 4 and 5.
+    *_mis: w = r where floor <= r <= cap and 0 elsewhere; Liu et al. 2025, "When speed kills
+    stability". token_mis with a floor is also IcePop, arXiv:2510.18855.
     veto: if any r_t < veto, every weight of the sequence is 0, whatever the kind.
     none: all weights 1, ratios reported by token.
+
+    Every log-ratio is cut to +-20 before it is exponentiated.
 
     Args:
         proximal_logprobs: [N] at trained tokens.
         behavior_logprobs: [N].
     """
-    log_ratios = np.clip(proximal_logprobs - behavior_logprobs, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    log_ratios = np.clip(proximal_logprobs - behavior_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     count = len(log_ratios)
-    by_sequence = kind.startswith("sequence")
-    if by_sequence:
-        total = np.clip(log_ratios.sum(), -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-        ratios = np.exp(np.array([total]))
+    by_token = np.exp(log_ratios)
+    if kind.startswith("sequence"):
+        ratios = np.exp(np.clip(log_ratios.sum(keepdims=True), -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    elif kind.startswith("geometric"):
+        ratios = np.exp(log_ratios.sum(keepdims=True) / max(1, count))
     else:
-        ratios = np.exp(log_ratios)
-    per_token = np.full(count, ratios[0]) if by_sequence else ratios
-    is_vetoed = bool(veto > 0 and (np.exp(log_ratios) < veto).any())
+        ratios = by_token
+    per_token = np.broadcast_to(ratios, (count,))
+    is_vetoed = bool(veto > 0 and (by_token < veto).any())
     if kind == "none":
         weights = np.ones(count)
     elif kind.endswith("tis"):

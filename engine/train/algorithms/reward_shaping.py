@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from outloop.buffer.records import Trajectory
+from outloop.engine.train.algorithms.kl import k1
 from outloop.engine.train.data.samples import Sample
 
 
@@ -39,11 +38,7 @@ def num_drawn_tokens(trajectory: Trajectory) -> int:
 
 
 def kl_penalty(samples: Sequence[Sample]) -> float:
-    """Sum over an episode's trained tokens of behavior - reference logprob (k1).
-
-    Schulman, "Approximating KL divergence" (2020), k1; in the reward as in REINFORCE++,
-    arXiv:2501.03262, equation 9. Differs from the paper: one sum for the episode instead of the
-    sum to go at each token: the same expected gradient, with more variance.
+    """Sum over an episode's trained tokens of behavior - reference logprob: see `kl.k1`.
 
     Args:
         samples: of one episode, with reference_logprobs; each trained token is in one of them.
@@ -52,6 +47,6 @@ def kl_penalty(samples: Sequence[Sample]) -> float:
     for sample in samples:
         assert sample.behavior_logprobs is not None
         assert sample.reference_logprobs is not None
-        gap = sample.behavior_logprobs.astype(np.float64) - sample.reference_logprobs
+        gap = k1(sample.behavior_logprobs, sample.reference_logprobs)
         total += float(gap[sample.loss_mask].sum())
     return total

@@ -22,12 +22,18 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Group
 from outloop.buffer.settings import Settings
 from outloop.engine.train.algorithms.advantages import Advantage, Float64
-from outloop.engine.train.algorithms.losses import TokenLoss
-from outloop.engine.train.step.policy_update import LossFunction
+from outloop.engine.train.algorithms.losses import (
+    LossFunction,
+    LossInputs,
+    Sequences,
+    TokenLoss,
+    is_sequence_level,
+    sequence_level,
+)
 
 _ADVANTAGE = "def advantage(rewards) -> advantages"
 _KEEP = "def keep(group) -> str"
-_LOSS = "def loss(policy_logprobs, proximal_logprobs, advantages, *, clip_low, clip_high) -> losses"
+_LOSS = "def loss(inputs) -> losses"
 
 
 def advantage_of(settings: Settings) -> str | Advantage:
@@ -66,20 +72,22 @@ def loss_of(settings: Settings) -> LossFunction | None:
         return None
     named = f"trainer.loss_path={path!r}"
     function = _import(path, named, settings.env.import_dir)
-    clips = {"clip_low": 0.2, "clip_high": 0.2}
-    _check_signature(function, named, _LOSS, (None, None, None), clips)
+    _check_signature(function, named, _LOSS, (None,), {})
 
-    def checked(policy: Tensor, proximal: Tensor, advantages: Tensor, **clips: float) -> TokenLoss:
-        losses = function(policy, proximal, advantages, **clips)
-        if not isinstance(losses, Tensor) or losses.shape != policy.shape:
+    def checked(inputs: LossInputs) -> TokenLoss:
+        losses = function(inputs)
+        if isinstance(losses, TokenLoss):
+            return losses
+        wanted = inputs.policy_logprobs.shape
+        if not isinstance(losses, Tensor) or losses.shape != wanted:
             raise SettingsError(
                 f"{named} gave {getattr(losses, 'shape', type(losses).__name__)}; a tensor of one "
-                f"loss per token, shape {tuple(policy.shape)}, is allowed. Do not sum or average."
+                f"loss per token, shape {tuple(wanted)}, is allowed. Do not sum or average."
             )
-        ratio = torch.exp(policy - proximal).detach()
+        ratio = inputs.ratio.detach()
         return TokenLoss(loss=losses, ratio=ratio, is_clipped=torch.zeros_like(ratio).bool())
 
-    return checked
+    return sequence_level(checked) if is_sequence_level(function) else checked
 
 
 def filter_of(settings: Settings) -> Callable[[Group], str] | None:
@@ -120,15 +128,33 @@ def check_custom(settings: Settings) -> None:
     loss = loss_of(settings)
     if loss is None:
         return
-    policy = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
-    old, advantages = policy.detach() - 0.1, torch.tensor([1.0, -1.0, 0.5])
-    clips = {"clip_low": settings.trainer.clip_low, "clip_high": settings.trainer.clip_high}
-    result = _probe("trainer.loss_path", lambda: loss(policy, old, advantages, **clips))
+    inputs = _probe_inputs(settings, sees_sequences=is_sequence_level(loss))
+    result = _probe("trainer.loss_path", lambda: loss(inputs))
     if not result.loss.requires_grad:
         raise SettingsError(
             f"trainer.loss_path={settings.trainer.loss_path!r} gave losses without gradient; "
-            "compute them from policy_logprobs"
+            "compute them from inputs.policy_logprobs"
         )
+
+
+def _probe_inputs(settings: Settings, *, sees_sequences: bool) -> LossInputs:
+    """Three tokens of two sequences, with everything that a loss may look at."""
+    trainer = settings.trainer
+    policy = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    return LossInputs(
+        policy_logprobs=policy,
+        behavior_logprobs=policy.detach() - 0.2,
+        proximal_logprobs=policy.detach() - 0.1,
+        reference_logprobs=None if trainer.kl == "none" else policy.detach() - 0.3,
+        advantages=torch.tensor([1.0, -1.0, 0.5]),
+        entropies=torch.tensor([1.0, 2.0, 3.0]),
+        policy_versions=torch.tensor([0, 1, 1]),
+        clip_low=trainer.clip_low,
+        clip_high=trainer.clip_high,
+        dual_clip=trainer.dual_clip,
+        sequences=Sequences(torch.tensor([0, 0, 1]), 2) if sees_sequences else None,
+        options=trainer.loss_options,
+    )
 
 
 def _probe(setting: str, call: Callable[[], Any]) -> Any:

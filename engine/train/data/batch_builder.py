@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,13 @@ from outloop.engine.train.algorithms.reward_shaping import (
     overlong_penalty,
 )
 from outloop.engine.train.algorithms.user_functions import advantage_of, filter_of
-from outloop.engine.train.data.samples import Sample, build_samples, oldest_trained_version
+from outloop.engine.train.data.samples import (
+    Sample,
+    build_samples,
+    is_cut,
+    is_truncated,
+    oldest_trained_version,
+)
 from outloop.engine.train.step.recompute_logprobs import Score, mean_kl, with_references
 
 Episodes = list[tuple[Sample, ...]]
@@ -51,11 +57,15 @@ class Batch:
     """What is wrong with each group that was dropped as malformed."""
 
     def updates(self, num_updates: int) -> list[list[Sample]]:
-        """The samples of each of at most `num_updates` updates: whole groups, each in one."""
+        """The samples of each of `num_updates` updates, or of as many as there are groups.
+
+        Whole groups, each in one update; the numbers of groups differ by one at most, so that no
+        update's tokens weigh several times what another's do.
+        """
         groups = [samples for samples in self.samples if samples]
-        size = max(1, -(-len(groups) // num_updates))
-        chunks = [groups[start : start + size] for start in range(0, len(groups), size)]
-        return [list(chain.from_iterable(chunk)) for chunk in chunks]
+        count = min(num_updates, len(groups))
+        bounds = [len(groups) * index // count for index in range(count + 1)] if count else []
+        return [list(chain.from_iterable(groups[start:end])) for start, end in pairwise(bounds)]
 
 
 def build_batch(
@@ -75,8 +85,11 @@ def build_batch(
     malformed (ids outside the vocabulary, or a record that contradicts itself).
 
     Advantages come from rewards less the overlong penalty and, with trainer.kl = "k1", less the KL
-    penalty. Whether rewards carry signal is decided before the KL penalty, which nearly always
-    differs; statistics over a take include groups that are dropped, without KL penalty.
+    penalty. Whether a group carries signal is decided on the verifier's rewards alone, before
+    either (DAPO, arXiv:2503.14476, equation 11 filters on correctness): an unsolved task with one
+    overlong attempt teaches nothing. A kept group whose rewards less the overlong penalty are equal
+    has advantages of zero. Statistics over a take include groups that are dropped, but for k1,
+    which only kept groups pay.
 
     Args:
         score_reference: reference logprobs; needed unless trainer.kl = "none".
@@ -94,7 +107,8 @@ def build_batch(
         [r - penalty for r, penalty in zip(group_rewards(group), taken_off, strict=True)]
         for group, taken_off in zip(ordered, penalties, strict=True)
     ]
-    signal = groups_with_signal(rewards, advantage)
+    signal = groups_with_signal([group_rewards(group) for group in ordered], advantage)
+    differs = groups_with_signal(rewards, advantage)
     episodes, dropped, sentences = _sift(
         ordered, signal, settings, staleness_of=staleness_of, vocab_size=vocab_size
     )
@@ -102,7 +116,12 @@ def build_batch(
     if settings.trainer.kl != "none":
         assert score_reference is not None
         kl_metrics = _apply_reference(episodes, rewards, settings, score_reference)
-    advantages = take_advantages(rewards, advantage, signal=signal)
+    advantages = take_advantages(
+        rewards,
+        advantage,
+        signal=[has and still for has, still in zip(signal, differs, strict=True)],
+        counted=[settings.trainer.kl != "k1" or index in episodes for index in range(len(ordered))],
+    )
     samples = {
         index: _trained(ordered[index], rows, advantages[index], settings)
         for index, rows in episodes.items()
@@ -196,7 +215,7 @@ def _reason_to_drop(
 
 
 def _is_masked(trajectory: Trajectory, settings: Settings) -> bool:
-    return settings.trainer.mask_truncated and trajectory.episode.outcome == "truncated"
+    return settings.trainer.mask_truncated and is_truncated(trajectory)
 
 
 def _group_samples(group: Group, settings: Settings) -> Episodes:
@@ -266,6 +285,7 @@ def _take_metrics(groups: Sequence[Group], signal: Sequence[bool]) -> dict[str, 
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = np.array([r for group in groups for r in group_rewards(group)], np.float64)
     outcomes = [t.episode.outcome for t in trajectories]
+    lengths = [num_drawn_tokens(t) for t in trajectories]
     return {
         "train/reward_mean": _mean(rewards),
         "train/reward_std": float(rewards.std()) if len(rewards) else float("nan"),
@@ -273,9 +293,23 @@ def _take_metrics(groups: Sequence[Group], signal: Sequence[bool]) -> dict[str, 
         "train/episodes": len(trajectories),
         "train/turns_per_episode": _mean([len(t.turns) for t in trajectories]),
         "train/branches_per_episode": _mean([len(t.branches()) for t in trajectories]),
-        "train/truncated_share": _mean([outcome == "truncated" for outcome in outcomes]),
+        "train/truncated_share": _mean([is_truncated(t) for t in trajectories]),
+        "train/length_cut_share": _mean([is_cut(t) for t in trajectories]),
+        "train/generated_tokens_mean": _mean(lengths),
+        "train/generated_tokens_max": max(lengths, default=float("nan")),
+        "train/length_reward_correlation": _length_reward_correlation(groups),
         "train/failed_share": _mean([outcome == "failed" for outcome in outcomes]),
     }
+
+
+def _length_reward_correlation(groups: Sequence[Group]) -> float:
+    """Pearson's, over the scored episodes of the take; NaN where either does not vary."""
+    episodes = [t for group in groups for t in scored(group)]
+    lengths = np.array([num_drawn_tokens(t) for t in episodes], np.float64)
+    rewards = np.array([r for group in groups for r in group_rewards(group)], np.float64)
+    if len(episodes) < 2 or not lengths.std() or not rewards.std():
+        return float("nan")
+    return float(np.corrcoef(lengths, rewards)[0, 1])
 
 
 def _penalty_metrics(penalties: Sequence[list[float]], settings: Settings) -> dict[str, float]:

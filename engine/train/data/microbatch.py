@@ -47,8 +47,6 @@ class Targets:
     """[N] float32; None: all 1."""
     token_weight_N: Tensor | None = None
     """[N] float32; None: all 1."""
-    sequence_log_ratios_N: Tensor | None = None
-    """[N] float32, mean of policy - proximal logprobs over the token's sequence; GSPO only."""
 
     def part(self, where: slice) -> Targets:
         """The same for some of the tokens."""

@@ -174,6 +174,16 @@ def _trainable_spans(turn: Turn, *, is_sft: bool) -> Iterator[tuple[int, int]]:
     yield from turn.loss_spans
 
 
+def is_cut(trajectory: Trajectory) -> bool:
+    """True if the last turn of any branch was cut at its token limit."""
+    return any(branch[-1].finish_reason == "length" for branch in trajectory.branches())
+
+
+def is_truncated(trajectory: Trajectory) -> bool:
+    """True if any limit ended the episode, or an answer that nothing follows (6.1 rule 16)."""
+    return trajectory.episode.outcome == "truncated" or is_cut(trajectory)
+
+
 def oldest_trained_version(trajectory: Trajectory) -> int | None:
     """The oldest policy_version that drew a trainable token; None when there is none."""
     bounds = (trained_version_bounds(t)[0] for t in trajectory.turns if t.sampling.is_plain)

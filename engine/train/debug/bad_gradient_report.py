@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from outloop.buffer.records import Float32
+from outloop.engine.train.algorithms.ratios import MAX_LOG_RATIO
 from outloop.engine.train.data.samples import Sample
 
 _NUM_NAMED = 5
@@ -76,7 +77,7 @@ def _look(sample: Sample, logprobs: Float32 | None) -> Suspect:
     gaps = np.zeros(0)
     if logprobs is not None and sample.behavior_logprobs is not None:
         gaps = (logprobs - sample.behavior_logprobs)[mask][is_finite].astype(np.float64)
-    pull = np.abs(sample.advantage) * np.exp(np.clip(gaps, -80.0, 80.0)).sum()
+    pull = np.abs(sample.advantage) * np.exp(np.clip(gaps, -MAX_LOG_RATIO, MAX_LOG_RATIO)).sum()
     return Suspect(
         episode_id=sample.episode_id,
         group_id=sample.group_id,

@@ -1,9 +1,10 @@
 """One optimizer update from samples: forward, backward, step, and what was measured on the way.
 
-Owns: the terms of a token's loss and accumulating it over microbatches. Does not own: which
-samples, the model's layers, the optimizer. Invariant: the gradient of an update is
-d(sum of token losses)/d(weights) / denominator, whatever the split into ranks and microbatches;
-logits exist for trained tokens only, for one chunk of them at a time, in this rank's columns.
+Owns: accumulating the objective over microbatches and chunks. Does not own: what is minimised
+(objective, losses), which samples, the model's layers, the optimizer. Invariant: the gradient of
+an update is d(sum of token losses)/d(weights) / denominator, whatever the split into ranks and
+microbatches; logits exist for trained tokens only, for one chunk of them at a time, in this rank's
+columns.
 
 Shape letters: T tokens of a packed row, N trained tokens in it, C columns of the vocabulary that
 this rank holds.
@@ -15,24 +16,18 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from outloop.buffer.settings.trainer import TrainerSettings
-from outloop.engine.train.algorithms.losses import (
-    TokenLoss,
-    cispo,
-    denominator,
-    gspo,
-    kl_loss,
-    ppo_clip,
-)
+from outloop.engine.train.algorithms.denominators import denominator, token_weights
+from outloop.engine.train.algorithms.losses import LOSSES, LossFunction, LossInputs, Sequences
+from outloop.engine.train.algorithms.objective import needs_sequences, objective
 from outloop.engine.train.algorithms.token_logprobs import logprobs_and_entropies
 from outloop.engine.train.data.microbatch import Microbatch, Targets
 from outloop.engine.train.data.packing import imbalance
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.megatron.model_and_optimizer import Policy, PolicyModel
-from outloop.engine.train.megatron.parallel_rank import VocabPart, context_group, data_rank
+from outloop.engine.train.megatron.parallel_rank import context_group, data_rank
 from outloop.engine.train.megatron.pipeline_schedule import deal_samples, run_microbatches
 from outloop.engine.train.step.update_metrics import UpdateReport, merge_reports
 
@@ -40,12 +35,9 @@ _MAX_CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 """Logits alive at once: 64 MiB in float32, and 1 GiB where each chunk reads and writes the output
 layer's gradient in a device's memory."""
 
-
-LossFunction = Callable[..., TokenLoss]
-"""(policy_logprobs, proximal_logprobs, advantages, *, clip_low, clip_high), each [N]."""
-_LOSSES: dict[str, LossFunction] = {"ppo_clip": ppo_clip, "gspo": gspo, "cispo": cispo}
-TokenLossFunction = Callable[[Targets, Tensor, VocabPart, UpdateReport], Tensor]
-"""Targets and logits [N, C] of a chunk -> losses [N]; adds what it measures to the report."""
+TokenLosses = Callable[[Targets, Tensor, Tensor, Sequences | None, UpdateReport], Tensor]
+"""Targets, policy logprobs and entropies [N], and for a loss that needs them the sequences of the
+whole microbatch -> losses [N]; adds what it measures to the report."""
 
 
 def rl_update(
@@ -67,80 +59,71 @@ def rl_update(
     Raises:
         FloatingPointError: the gradient is not finite; weights are unchanged.
     """
-    is_by_sequence = loss is None and settings.loss == "gspo"
-    if is_by_sequence:
-        samples = _with_equal_episodes(samples)
-    function = loss or _LOSSES[settings.loss]
+    function = loss or LOSSES[settings.loss]
+    counts = [sample.num_trained_tokens for sample in samples]
+    episodes = [sample.episode_id for sample in samples]
+    weights = token_weights(settings.denominator, num_trained_tokens=counts, episode_ids=episodes)
+    if weights is not None:
+        samples = [
+            dataclasses.replace(sample, token_weight=float(weight))
+            for sample, weight in zip(samples, weights, strict=True)
+        ]
 
-    def token_loss(
-        targets: Targets, logits: Tensor, part: VocabPart, report: UpdateReport
+    def token_losses(
+        targets: Targets,
+        policy_logprobs: Tensor,
+        entropies: Tensor,
+        sequences: Sequences | None,
+        report: UpdateReport,
     ) -> Tensor:
-        policy_logprobs, entropies = logprobs_and_entropies(
-            logits,
-            targets.token_ids_N,
-            targets.temperature_N,
-            has_entropy_gradient=settings.entropy_coefficient > 0,
-            vocab_start=part.start,
-            group=part.group,
-        )
-        result = function(
-            policy_logprobs,
-            targets.sequence_log_ratios_N if is_by_sequence else _old_logprobs(targets),
-            targets.advantages_N,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-        )
+        inputs = _loss_inputs(targets, policy_logprobs, entropies, sequences, settings)
+        result = objective(inputs, function, settings, token_weights=targets.token_weight_N)
         report.add(targets, result, policy_logprobs.detach(), policy_version=policy_version)
         report.entropy_sum = report.entropy_sum + entropies.detach().sum(dtype=torch.float64)
-        return _with_other_terms(result.loss, policy_logprobs, entropies, targets, settings)
+        return result.loss
 
-    scale = denominator(samples, settings.denominator, constant=settings.denominator_constant)
+    scale = denominator(
+        settings.denominator,
+        num_trained_tokens=counts,
+        episode_ids=episodes,
+        constant=settings.denominator_constant,
+        token_budget=settings.token_budget,
+    )
     return _update(
-        policy, samples, settings, scale, token_loss, on_microbatch, is_by_sequence=is_by_sequence
+        policy,
+        samples,
+        settings,
+        scale,
+        token_losses,
+        on_microbatch,
+        sees_sequences=needs_sequences(function, settings),
     )
 
 
-def _with_other_terms(
-    loss: Tensor,
+def _loss_inputs(
+    targets: Targets,
     policy_logprobs: Tensor,
     entropies: Tensor,
-    targets: Targets,
+    sequences: Sequences | None,
     settings: TrainerSettings,
-) -> Tensor:
-    """The policy's token losses [N] with correction, KL term, entropy bonus and token weights."""
-    if targets.correction_N is not None:
-        loss = loss * targets.correction_N
-    if settings.kl == "k2" or settings.kl == "k3":
-        assert targets.reference_logprobs_N is not None
-        assert targets.behavior_logprobs_N is not None
-        loss = loss + settings.kl_coefficient * kl_loss(
-            policy_logprobs,
-            targets.reference_logprobs_N,
-            targets.behavior_logprobs_N,
-            kind=settings.kl,
-            ratio_cap=settings.correction_cap,
-        )
-    if settings.entropy_coefficient > 0:
-        loss = loss - settings.entropy_coefficient * entropies
-    if targets.token_weight_N is not None:
-        loss = loss * targets.token_weight_N
-    return loss
-
-
-def _old_logprobs(targets: Targets) -> Tensor:
-    """What the loss takes its ratio to."""
-    proximal = targets.proximal_logprobs_N
-    old = targets.behavior_logprobs_N if proximal is None else proximal
-    assert old is not None
-    return old
-
-
-def _with_equal_episodes(samples: Sequence[Sample]) -> list[Sample]:
-    """Token weights under which every episode of the update weighs one."""
-    counts: dict[str, int] = {}
-    for sample in samples:
-        counts[sample.episode_id] = counts.get(sample.episode_id, 0) + sample.num_trained_tokens
-    return [dataclasses.replace(s, token_weight=1.0 / counts[s.episode_id]) for s in samples]
+) -> LossInputs:
+    behavior, proximal = targets.behavior_logprobs_N, targets.proximal_logprobs_N
+    assert behavior is not None
+    return LossInputs(
+        policy_logprobs=policy_logprobs,
+        behavior_logprobs=behavior,
+        proximal_logprobs=behavior if proximal is None else proximal,
+        advantages=targets.advantages_N,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        dual_clip=settings.dual_clip,
+        reference_logprobs=targets.reference_logprobs_N,
+        entropies=entropies,
+        policy_versions=targets.policy_versions_N,
+        correction=targets.correction_N,
+        sequences=sequences,
+        options=settings.loss_options,
+    )
 
 
 def sft_update(
@@ -148,16 +131,23 @@ def sft_update(
 ) -> UpdateReport:
     """One cross-entropy update over trained tokens, averaged over them."""
 
-    def token_loss(
-        targets: Targets, logits: Tensor, part: VocabPart, report: UpdateReport
+    def token_losses(
+        targets: Targets,
+        policy_logprobs: Tensor,
+        entropies: Tensor,
+        sequences: Sequences | None,
+        report: UpdateReport,
     ) -> Tensor:
-        logprobs, _ = logprobs_and_entropies(
-            logits, targets.token_ids_N, None, vocab_start=part.start, group=part.group
-        )
-        return -logprobs
+        return -policy_logprobs
 
-    scale = denominator(samples, "tokens", constant=1.0)
-    return _update(policy, samples, settings, scale, token_loss, lambda: None)
+    scale = denominator(
+        "tokens",
+        num_trained_tokens=[sample.num_trained_tokens for sample in samples],
+        episode_ids=[sample.episode_id for sample in samples],
+    )
+    return _update(
+        policy, samples, settings, scale, token_losses, lambda: None, sees_sequences=False
+    )
 
 
 def _update(
@@ -165,29 +155,40 @@ def _update(
     samples: Sequence[Sample],
     settings: TrainerSettings,
     scale: float,
-    token_loss: TokenLossFunction,
+    token_losses: TokenLosses,
     on_microbatch: Callable[[], None],
     *,
-    is_by_sequence: bool = False,
+    sees_sequences: bool,
 ) -> UpdateReport:
     report = UpdateReport()
     model = policy.model
-    part = model.vocab_part
+    has_entropy_gradient = settings.entropy_coefficient > 0
     losses: list[Tensor] = []
     policy.zero_grad()
 
     def on_hidden(batch: Microbatch, hidden: Tensor) -> Tensor:
         # Cut the graph at the hidden states: each chunk's logits are freed by its own backward.
         leaf = hidden.detach().requires_grad_()
-        targets = batch.targets
-        if is_by_sequence:
-            targets = _with_sequence_ratios(batch, trained_logprobs(model, batch, leaf))
+        gradients: list[Tensor] = []
+        if sees_sequences:
+            loss, *gradients = _gradients_by_token(model, batch, leaf, token_losses, report, scale)
+            losses.append(loss.double())
         for where in _chunks(len(leaf), model):
-            logits = model.logits(leaf[where])
-            loss = token_loss(targets.part(where), logits, part, report).sum() / scale
+            logprobs, entropies = _logprobs_and_entropies(
+                model,
+                batch.targets.part(where),
+                leaf[where],
+                has_entropy_gradient=has_entropy_gradient,
+            )
             with policy.hold_sync():
-                loss.backward()
-            losses.append(loss.detach().double())
+                if not sees_sequences:
+                    targets = batch.targets.part(where)
+                    loss = token_losses(targets, logprobs, entropies, None, report).sum() / scale
+                    loss.backward()
+                    losses.append(loss.detach().double())
+                else:
+                    outputs = [logprobs, entropies] if has_entropy_gradient else [logprobs]
+                    torch.autograd.backward(outputs, [g[where] for g in gradients[: len(outputs)]])
         report.num_tokens += batch.num_tokens
         report.num_padded_tokens += batch.row.num_padded_tokens
         report.num_trained_tokens += len(leaf)
@@ -210,37 +211,55 @@ def _update(
     return report
 
 
+def _gradients_by_token(
+    model: PolicyModel,
+    batch: Microbatch,
+    hidden_NH: Tensor,
+    token_losses: TokenLosses,
+    report: UpdateReport,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and its gradients by every logprob and by every entropy, both [N], from one look at the
+    whole microbatch; logits are computed once more for their own backward."""
+    logprobs, entropies = trained_statistics(model, batch, hidden_NH)
+    logprobs.requires_grad_()
+    entropies.requires_grad_()
+    sequences = Sequences(batch.sequences_N, batch.num_samples, context_group())
+    loss = token_losses(batch.targets, logprobs, entropies, sequences, report).sum() / scale
+    by_logprob, by_entropy = torch.autograd.grad(
+        loss, [logprobs, entropies], allow_unused=True, materialize_grads=True
+    )
+    return loss.detach(), by_logprob, by_entropy
+
+
 @torch.no_grad()
-def trained_logprobs(model: PolicyModel, batch: Microbatch, hidden_NH: Tensor) -> Tensor:
-    """Logprobs [N] of the trained tokens, chunk by chunk as in an update, without gradient."""
-    parts = []
-    vocab = model.vocab_part
-    for where in _chunks(len(hidden_NH), model):
-        targets = batch.targets.part(where)
-        logits = model.logits(hidden_NH[where])
-        logprobs, _ = logprobs_and_entropies(
-            logits,
-            targets.token_ids_N,
-            targets.temperature_N,
-            vocab_start=vocab.start,
-            group=vocab.group,
-        )
-        parts.append(logprobs)
-    return torch.cat(parts) if parts else hidden_NH.new_zeros(0)
+def trained_statistics(
+    model: PolicyModel, batch: Microbatch, hidden_NH: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies [N] of the trained tokens, chunk by chunk as in an update, without
+    gradient."""
+    parts = [
+        _logprobs_and_entropies(model, batch.targets.part(where), hidden_NH[where])
+        for where in _chunks(len(hidden_NH), model)
+    ]
+    if not parts:
+        nothing = hidden_NH.new_zeros(0, dtype=torch.float32)
+        return nothing, nothing.clone()
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _with_sequence_ratios(batch: Microbatch, policy_logprobs: Tensor) -> Targets:
-    log_ratios = (policy_logprobs - _old_logprobs(batch.targets)).double()
-    sequences = batch.sequences_N
-    counts = torch.bincount(sequences, minlength=batch.num_samples).double()
-    sums = torch.zeros_like(counts).index_add(0, sequences, log_ratios)
-    group = context_group()
-    if group is not None:
-        # A sequence's tokens are on several ranks, its mean is one.
-        dist.all_reduce(counts, group=group)
-        dist.all_reduce(sums, group=group)
-    means = sums / counts.clamp(min=1)
-    return dataclasses.replace(batch.targets, sequence_log_ratios_N=means[sequences].float())
+def _logprobs_and_entropies(
+    model: PolicyModel, targets: Targets, hidden_NH: Tensor, *, has_entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    return logprobs_and_entropies(
+        model.logits(hidden_NH),
+        targets.token_ids_N,
+        targets.temperature_N,
+        has_entropy_gradient=has_entropy_gradient,
+        vocab_start=model.vocab_part.start,
+        group=model.vocab_part.group,
+    )
 
 
 def _chunks(num_tokens: int, model: PolicyModel) -> Iterator[slice]:

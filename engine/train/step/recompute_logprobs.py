@@ -30,7 +30,7 @@ from outloop.engine.train.megatron.model_and_optimizer import PolicyModel
 from outloop.engine.train.megatron.parallel_rank import data_rank, is_reporting_rank
 from outloop.engine.train.megatron.pipeline_schedule import deal_samples, run_microbatches
 from outloop.engine.train.ranks.collectives import gather_bytes
-from outloop.engine.train.step.policy_update import trained_logprobs
+from outloop.engine.train.step.policy_update import trained_statistics
 
 Score = Callable[[Sequence[Sample]], list[Float32]]
 """Samples -> logprobs [T] of each; 0 at context tokens."""
@@ -57,7 +57,8 @@ def score(
 
     def on_hidden(batch: Microbatch, hidden: Tensor) -> None:
         found = hidden.new_zeros(batch.num_trained_tokens, dtype=torch.float32)
-        found[batch.trained_N] = trained_logprobs(model, batch, hidden)
+        logprobs, _ = trained_statistics(model, batch, hidden)
+        found[batch.trained_N] = logprobs
         mine.append(found.cpu().numpy().tobytes())
 
     dealt = deal_samples(samples, model.config, max_tokens=max_tokens)

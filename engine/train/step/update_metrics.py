@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from outloop.engine.train.algorithms.losses import TokenLoss
+from outloop.engine.train.algorithms.ratios import ratio_of
 from outloop.engine.train.data.microbatch import Targets
 from outloop.engine.train.megatron.parallel_rank import is_reporting_rank
 from outloop.engine.train.ranks.collectives import gather_bytes
@@ -47,6 +48,7 @@ class UpdateReport:
     """policy / recomputed proximal of every trained token."""
     num_clipped: int | Tensor = 0
     num_clipped_low: int | Tensor = 0
+    num_opsm_masked: int | Tensor = 0
     imbalance: float = 0.0
     """Estimated cost of the busiest data-parallel rank over the mean, less one."""
     gaps: list[Tensor] = field(default_factory=list)
@@ -68,15 +70,19 @@ class UpdateReport:
             policy_version: whose own tokens measure the logprob gap.
         """
         assert targets.behavior_logprobs_N is not None
-        ratio = torch.exp(policy_logprobs - targets.behavior_logprobs_N)
+        if not len(policy_logprobs):
+            return
+        ratio = ratio_of(policy_logprobs, targets.behavior_logprobs_N)
         self.ratio_sum = self.ratio_sum + ratio.sum(dtype=torch.float64)
         self.ratio_max = torch.clamp(ratio.max(), min=self.ratio_max)
         self.ratios.append(ratio)
         if targets.proximal_logprobs_N is not None:
-            self.proximal_ratios.append(torch.exp(policy_logprobs - targets.proximal_logprobs_N))
+            self.proximal_ratios.append(ratio_of(policy_logprobs, targets.proximal_logprobs_N))
         self.num_clipped = self.num_clipped + result.is_clipped.sum()
         is_low = result.is_clipped & (result.ratio < 1)
         self.num_clipped_low = self.num_clipped_low + is_low.sum()
+        if result.is_masked is not None:
+            self.num_opsm_masked = self.num_opsm_masked + result.is_masked.sum()
         own = targets.policy_versions_N == policy_version
         gap = (policy_logprobs - targets.behavior_logprobs_N).abs()
         self.gaps.append(torch.where(own, gap, _NOT_OWN))
@@ -113,6 +119,7 @@ class UpdateReport:
             "train/clip_share": int(self.num_clipped) / count,
             "train/clip_low_share": int(self.num_clipped_low) / count,
             "train/clip_high_share": int(self.num_clipped - self.num_clipped_low) / count,
+            "train/opsm_masked_share": int(self.num_opsm_masked) / count,
             "train/logprob_gap_mean": float(gap.mean()) if len(gap) else float("nan"),
             "train/logprob_gap_max": float(gap.max()) if len(gap) else float("nan"),
         }

@@ -12,6 +12,7 @@ import torch
 
 from outloop.buffer.records import (
     Episode,
+    FinishReason,
     Outcome,
     Purpose,
     Reward,
@@ -80,6 +81,7 @@ def make_turn() -> Callable[..., Turn]:
         spans: tuple[VersionSpan, ...] | None = None,
         loss_spans: tuple[tuple[int, int], ...] | None = None,
         sampling: Sampling | None = None,
+        finish_reason: FinishReason = "stop",
     ) -> Turn:
         size = len(output)
         if logprobs == ():
@@ -95,7 +97,7 @@ def make_turn() -> Callable[..., Turn]:
             version_spans=() if logprobs is None else spans or default,
             loss_spans=((0, size),) if loss_spans is None else loss_spans,
             sampling=sampling or Sampling(temperature=1.0),
-            finish_reason="stop",
+            finish_reason=finish_reason,
             started_at=0.0,
             finished_at=0.0,
         )
@@ -176,7 +178,8 @@ def make_policy(tiny_folder: Callable[..., Path]) -> Callable[..., model_and_opt
         raw: dict[str, Any] | None = None,
         **settings: object,
     ) -> model_and_optimizer.Policy:
-        folder, trainer = tiny_folder(kind), TrainerSettings(**settings)
+        folder = tiny_folder(kind)
+        trainer = TrainerSettings(**({"learning_rate": 1e-3} | settings))
         policy = model_and_optimizer.build_policy(
             model_and_optimizer.read_config(folder, raw or {}, dtype=trainer.dtype),
             trainer,

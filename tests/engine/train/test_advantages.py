@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ def reference(rewards: list[float], name: str) -> list[float]:
     count = len(rewards)
     mean = sum(rewards) / count
     if name == "grpo":
-        std = (sum((r - mean) ** 2 for r in rewards) / count) ** 0.5
+        std = (sum((r - mean) ** 2 for r in rewards) / (count - 1)) ** 0.5
         return [(r - mean) / (std + 1e-6) for r in rewards]
     if name == "dr_grpo":
         return [r - mean for r in rewards]
@@ -55,7 +56,7 @@ def test_fewer_than_two_different_rewards_are_no_signal(rewards: list[float]) ->
 
 def test_two_different_rewards_are_a_signal() -> None:
     """The smallest group that can be learned from."""
-    assert group_advantages([0.0, 1.0], "grpo") == pytest.approx([-1.0, 1.0], abs=1e-5)
+    assert group_advantages([0.0, 1.0], "grpo") == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-5)
 
 
 GROUPS = st.lists(
@@ -115,3 +116,23 @@ def test_rounding_in_an_equal_group_is_not_an_advantage() -> None:
     first, second = take_advantages(groups, "reinforce_pp_baseline", signal=signal)
     assert (first == 0.0).all()
     assert second[1] > 0
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_grpo_divides_by_the_deviation_that_torch_computes(size: int) -> None:
+    """TRL, verl and slime take torch.std: the sample's, not the population's."""
+    rewards = np.random.default_rng(size).normal(size=size)
+    wanted = torch.tensor(rewards)
+    wanted = (wanted - wanted.mean()) / (wanted.std() + 1e-6)
+    assert group_advantages(rewards.tolist(), "grpo") == pytest.approx(wanted.numpy())
+
+
+def test_groups_that_do_not_count_change_nobodys_statistics() -> None:
+    """Left out of the take's mean and deviation, with advantages of zero."""
+    groups = [[1.0, 0.0], [9.0, 9.0], [0.5]]
+    signal = [True, True, True]
+    got = take_advantages(groups, "reinforce_pp", signal=signal, counted=[True, False, True])
+    alone = take_advantages([[1.0, 0.0], [0.5]], "reinforce_pp", signal=[True, True])
+    assert got[0].tolist() == alone[0].tolist()
+    assert got[2].tolist() == alone[1].tolist()
+    assert got[1].tolist() == [0.0, 0.0]

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from outloop.engine.train.algorithms.importance_weights import correct, correction_metrics
 
-KINDS = ["none", "token_tis", "sequence_tis", "token_mis", "sequence_mis"]
+KINDS = [
+    "none",
+    "token_tis",
+    "sequence_tis",
+    "geometric_tis",
+    "token_mis",
+    "sequence_mis",
+    "geometric_mis",
+]
 CAP, FLOOR = 1.5, 0.6
 
 
@@ -21,6 +29,8 @@ def reference(ratios: list[float], kind: str, veto: float) -> list[float]:
         return [1.0] * len(ratios)
     if kind.startswith("sequence"):
         ratios = [math.prod(ratios)] * len(ratios)
+    if kind.startswith("geometric"):
+        ratios = [math.prod(ratios) ** (1 / max(1, len(ratios)))] * len(ratios)
     if kind.endswith("tis"):
         return [min(ratio, CAP) for ratio in ratios]
     return [ratio if FLOOR <= ratio <= CAP else 0.0 for ratio in ratios]
@@ -72,3 +82,29 @@ def test_what_was_cut_masked_and_vetoed_is_reported() -> None:
     assert metrics["train/correction_vetoed_share"] == pytest.approx(1 / 2)
     assert metrics["train/correction_ratio_max"] == pytest.approx(4.0)
     assert correction_metrics([]) == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gap", [-200.0, 200.0])
+def test_no_gap_overflows_a_weight(kind: str, gap: float) -> None:
+    """Whatever the servers recorded: every log-ratio is cut to +-20 before it is exponentiated."""
+    behavior = np.full(3, -2.0)
+    got = correct(behavior + gap, behavior, kind=kind, cap=1e12, floor=0.0, veto=0.0)
+    assert (got.weights <= math.exp(20) * (1 + 1e-9)).all()
+    assert (got.ratios >= math.exp(-20) * (1 - 1e-9)).all()
+
+
+@pytest.mark.parametrize("length", [1, 10, 10_000])
+def test_a_geometric_mean_does_not_depend_on_length(length: int) -> None:
+    """The same gap at every token: weight exp(gap), kept by the mask, however long the answer.
+
+    The product of the same ratios leaves the mask's range as the answer grows.
+    """
+    behavior = np.full(length, -2.0)
+    limits = {"cap": 1.02, "floor": 0.99, "veto": 0.0}
+    for kind in ("geometric_tis", "geometric_mis"):
+        got = correct(behavior + 0.01, behavior, kind=kind, **limits)
+        assert got.weights == pytest.approx(np.full(length, math.exp(0.01)))
+        assert len(got.ratios) == 1
+    by_product = correct(behavior + 0.01, behavior, kind="sequence_mis", **limits)
+    assert bool(by_product.weights.all()) == (length == 1)

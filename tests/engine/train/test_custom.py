@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.settings import Settings
+from outloop.buffer.settings import Settings, TrainerSettings
 from outloop.engine.train.algorithms.advantages import take_advantages
-from outloop.engine.train.algorithms.losses import ppo_clip
+from outloop.engine.train.algorithms.losses import LossFunction
 from outloop.engine.train.algorithms.user_functions import advantage_of, check_custom, loss_of
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.main import check_settings
@@ -19,6 +18,8 @@ from outloop.engine.train.step.policy_update import rl_update
 
 CODE = """
 import torch
+
+from outloop.engine.train.algorithms.losses import sequence_level
 
 def best_of(rewards):
     return (rewards == rewards.max()) - 0.5
@@ -32,19 +33,28 @@ def raises(rewards):
 def no_arguments():
     return 0
 
-def clipped(policy_logprobs, proximal_logprobs, advantages, *, clip_low, clip_high):
-    ratio = torch.exp(policy_logprobs - proximal_logprobs)
-    cut = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -torch.minimum(ratio * advantages, cut * advantages)
+def clipped(inputs):
+    cut = inputs.ratio.clamp(1 - inputs.clip_low, 1 + inputs.clip_high)
+    return -torch.minimum(inputs.ratio * inputs.advantages, cut * inputs.advantages)
 
-def without_clips(policy_logprobs, proximal_logprobs, advantages):
+def two_arguments(policy_logprobs, advantages):
     return -advantages * policy_logprobs
 
-def averaged(policy_logprobs, proximal_logprobs, advantages, *, clip_low, clip_high):
-    return (-advantages * policy_logprobs).mean()
+def averaged(inputs):
+    return (-inputs.advantages * inputs.policy_logprobs).mean()
 
-def constant(policy_logprobs, proximal_logprobs, advantages, *, clip_low, clip_high):
-    return -advantages
+def constant(inputs):
+    return -inputs.advantages
+
+def half_known(inputs):
+    return -inputs.advantages * inputs.sequence_mean(inputs.policy_logprobs)
+
+@sequence_level
+def by_sequence(inputs):
+    logprobs = inputs.policy_logprobs
+    distance = inputs.sequence_mean(logprobs - inputs.behavior_logprobs)
+    height = inputs.options.get("height", 1.0)
+    return -height * inputs.advantages * torch.exp(distance + (logprobs - logprobs.detach()))
 """
 
 
@@ -55,7 +65,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settin
     (tmp_path / "own_broken.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
 
-    def make(**trainer: str) -> Settings:
+    def make(**trainer: object) -> Settings:
         return Settings(model={"path": "m"}, env={"import_dir": tmp_path}, trainer=trainer)
 
     return make
@@ -71,8 +81,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settin
         ({"advantage_path": "own_algorithms:no_arguments"}, "cannot be called as `def advantage"),
         ({"advantage_path": "own_algorithms:short"}, "of the same shape"),
         ({"advantage_path": "own_algorithms:raises"}, "raised RuntimeError: no"),
-        ({"loss_path": "own_algorithms:best_of"}, "cannot be called as `def loss"),
-        ({"loss_path": "own_algorithms:without_clips"}, "clip_low"),
+        ({"loss_path": "own_algorithms:no_arguments"}, "cannot be called as `def loss"),
+        ({"loss_path": "own_algorithms:two_arguments"}, "def loss(inputs)"),
+        ({"loss_path": "own_algorithms:half_known"}, "sequence_level"),
         ({"loss_path": "own_algorithms:averaged"}, "Do not sum or average"),
         ({"loss_path": "own_algorithms:constant"}, "without gradient"),
     ],
@@ -105,35 +116,89 @@ def test_an_own_loss_is_used(
 ) -> None:
     """PPO written by the user trains bit for bit as the built-in one does."""
     settings = own(loss_path="own_algorithms:clipped")
+    builtin = TrainerSettings(dual_clip=0)
     check_custom(settings)
-    policies = make_policy(), make_policy()
-    for policy, loss in zip(policies, (loss_of(settings), None), strict=True):
+    assert_equal_updates(
+        make_policy, make_samples, (settings.trainer, loss_of(settings)), (builtin, None)
+    )
+
+
+def test_an_own_loss_of_whole_sequences_is_used(
+    own: Callable[..., Settings],
+    make_policy: Callable[..., Policy],
+    make_samples: Callable[..., list[Sample]],
+) -> None:
+    """Marked as such it sees all tokens of a sequence, however their logits are chunked, and its
+    options: GSPO without clips, written by the user, trains as the built-in one does."""
+    settings = own(
+        loss_path="own_algorithms:by_sequence",
+        loss_options={"height": 1.0},
+        denominator="episode_means",
+    )
+    check_custom(settings)
+    wide = TrainerSettings(loss="gspo", clip_low=0.19, clip_high=1e9, dual_clip=0)
+    assert_equal_updates(
+        make_policy, make_samples, (settings.trainer, loss_of(settings)), (wide, None)
+    )
+
+
+def assert_equal_updates(
+    make_policy: Callable[..., Policy],
+    make_samples: Callable[..., list[Sample]],
+    *ways: tuple[TrainerSettings, LossFunction | None],
+) -> None:
+    """One update in each way leads to the same weights, bit for bit."""
+    policies = [make_policy() for _ in ways]
+    before = [parameter.clone() for parameter in policies[0].model.parameters()]
+    for policy, (trainer, loss) in zip(policies, ways, strict=True):
         rl_update(
             policy,
             make_samples(5),
-            settings.trainer,
+            trainer,
             policy_version=0,
             on_microbatch=lambda: None,
             loss=loss,
         )
     pairs = zip(*(p.model.parameters() for p in policies), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    values = torch.tensor([-1.0, -2.0])
-    clips = {"clip_low": 0.2, "clip_high": 0.28}
-    wanted = ppo_clip(values, values - 1, torch.ones(2), **clips)
-    loss = loss_of(settings)
-    assert loss is not None
-    assert np.allclose(loss(values, values - 1, torch.ones(2), **clips).loss, wanted.loss)
+    now = policies[0].model.parameters()
+    assert not all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
 
 
 @pytest.mark.parametrize(
     ("trainer", "sentence"),
     [
         ({"overlong_penalty": 1.0}, "without overlong_max_tokens"),
-        ({"overlong_max_tokens": 4, "overlong_buffer_tokens": 5}, "exceeds overlong_max_tokens=4"),
+        (
+            {"overlong_penalty": 1.0, "overlong_max_tokens": 4, "overlong_buffer_tokens": 5},
+            "exceeds overlong_max_tokens=4",
+        ),
         ({"correction": "token_tis"}, 'set trainer.proximal = "recompute"'),
-        ({"correction_veto": 0.1}, "masks nothing"),
-        ({"loss": "gspo"}, 'set trainer.denominator = "episodes"'),
+        ({"correction_veto": 0.1}, "has no effect: it needs a trainer.correction"),
+        ({"loss": "gspo", "denominator": "tokens"}, 'set trainer.denominator = "episode_means"'),
+        ({"loss": "gspo", "clip_low": 0.2, "clip_high": 0.28}, "never goes so far"),
+        ({"dual_clip": 0.9}, "more than 1 is allowed"),
+        ({"denominator": "constant"}, "needs trainer.denominator_constant"),
+        ({"denominator": "budget"}, "needs trainer.token_budget"),
+        ({"kl_coefficient": 0.1}, "has no effect: it needs a trainer.kl"),
+        ({"kl_ratio_cap": 5.0, "kl": "k1"}, 'needs trainer.kl = "k2" or "k3"'),
+        ({"denominator_constant": 4.0}, 'needs trainer.denominator = "constant"'),
+        ({"token_budget": 4}, 'needs trainer.denominator = "budget"'),
+        (
+            {"proximal": "recompute", "correction": "token_tis", "correction_floor": 0.1},
+            "needs a masked trainer.correction",
+        ),
+        ({"correction_cap": 5.0}, "has no effect: it needs a trainer.correction"),
+        ({"loss": "cispo", "dual_clip": 4.0}, 'needs trainer.loss = "ppo_clip" or "gspo"'),
+        ({"loss": "reinforce", "clip_low": 0.1}, 'other than "reinforce"'),
+        ({"loss_path": "a:b", "loss": "cispo"}, "which takes its place"),
+        ({"loss_options": {"height": 1.0}}, "needs trainer.loss_path"),
+        ({"advantage_path": "a:b", "advantage": "rloo"}, "which takes its place"),
+        ({"overlong_max_tokens": 4}, "needs trainer.overlong_penalty"),
+        ({"min_lr_ratio": 0.5}, "needs trainer.lr_decay"),
+        ({"num_epochs": 2}, 'needs trainer.mode = "sft"'),
+        ({"mode": "sft", "kl": "k2"}, 'has no effect with trainer.mode="sft"'),
+        ({"mode": "sft", "recipe": "grpo"}, 'has no effect with trainer.mode="sft"'),
     ],
 )
 def test_contradictions_are_refused(trainer: dict[str, object], sentence: str) -> None:

@@ -13,12 +13,12 @@ MakeRun = Callable[..., Setup]
 BANDIT = {"learning_rate": 4e-3, "groups_per_step": 8, "num_steps": 25}
 RECOMPUTE = {"proximal": "recompute"}
 ALGORITHMS = {
-    "dr_grpo": {"advantage": "dr_grpo", "denominator": "constant", "denominator_constant": 64.0},
+    "dr_grpo": {"advantage": "dr_grpo", "denominator": "budget", "token_budget": 1},
     "rloo": {"advantage": "rloo"},
     "reinforce_pp": {"advantage": "reinforce_pp"},
     "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline"},
-    "gspo": {"loss": "gspo", "denominator": "episodes"},
-    "cispo": {"loss": "cispo", "clip_low": 1.0},
+    "gspo": {"loss": "gspo"},
+    "cispo": {"loss": "cispo"},
     "decoupled": RECOMPUTE,
     "token_tis": RECOMPUTE | {"correction": "token_tis"},
     "sequence_tis": RECOMPUTE | {"correction": "sequence_tis"},

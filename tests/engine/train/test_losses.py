@@ -1,6 +1,8 @@
 """Losses, logprobs and denominators against float64 references."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,14 +10,35 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outloop.engine.train.algorithms.denominators import denominator, token_weights
+from outloop.engine.train.algorithms.kl import kl_loss
 from outloop.engine.train.algorithms.losses import (
+    LOSSES,
+    LossInputs,
+    Sequences,
+    TokenLoss,
     cispo,
-    denominator,
     gspo,
-    kl_loss,
     ppo_clip,
+    reinforce,
 )
-from outloop.engine.train.data.samples import Sample
+
+
+def inputs(
+    policy: Any, old: Any, advantages: Any, *, clips: tuple[float, float], **more: Any
+) -> LossInputs:
+    """Tokens whose ratio is taken to what was recorded."""
+    policy, old, advantages = map(torch.as_tensor, (policy, old, advantages))
+    low, high = clips
+    return LossInputs(
+        policy_logprobs=policy,
+        behavior_logprobs=old,
+        proximal_logprobs=old,
+        advantages=advantages,
+        clip_low=low,
+        clip_high=high,
+        **more,
+    )
 
 
 @given(
@@ -25,13 +48,7 @@ from outloop.engine.train.data.samples import Sample
 )
 def test_ppo_clip_agrees_with_equation_7(policy: float, behavior: float, advantage: float) -> None:
     """min(ratio A, clip(ratio) A), negated, with DAPO's asymmetric range."""
-    got = ppo_clip(
-        torch.tensor([policy]),
-        torch.tensor([behavior]),
-        torch.tensor([advantage]),
-        clip_low=0.2,
-        clip_high=0.28,
-    )
+    got = ppo_clip(inputs([policy], [behavior], [advantage], clips=(0.2, 0.28)))
     ratio = math.exp(policy - behavior)
     want = -min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
     assert float(got.loss) == pytest.approx(want, rel=1e-4, abs=1e-5)
@@ -42,7 +59,7 @@ def test_a_clipped_token_has_no_gradient() -> None:
     behavior = torch.zeros(4)
     policy = torch.tensor([0.5, -0.5, 0.5, -0.5], requires_grad=True)
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    result = ppo_clip(policy, behavior, advantages, clip_low=0.2, clip_high=0.28)
+    result = ppo_clip(inputs(policy, behavior, advantages, clips=(0.2, 0.28)))
     result.loss.sum().backward()
     assert result.is_clipped.tolist() == [True, False, False, True]
     assert policy.grad is not None
@@ -53,7 +70,7 @@ def test_on_policy_the_gradient_is_reinforce() -> None:
     """At ratio 1 the gradient by the logprob is minus the advantage."""
     policy = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages = torch.tensor([0.7, -0.3])
-    ppo_clip(policy, policy.detach(), advantages, clip_low=0.2, clip_high=0.2).loss.sum().backward()
+    ppo_clip(inputs(policy, policy.detach(), advantages, clips=(0.2, 0.2))).loss.sum().backward()
     assert policy.grad is not None
     assert torch.allclose(policy.grad, -advantages)
 
@@ -69,13 +86,7 @@ def test_cispo_agrees_with_equation_4(
 ) -> None:
     """-clip(ratio) A log policy; the gradient is -clip(ratio) A, clipped or not."""
     logprob = torch.tensor([policy], requires_grad=True)
-    got = cispo(
-        logprob,
-        torch.tensor([proximal]),
-        torch.tensor([advantage]),
-        clip_low=clip_low,
-        clip_high=0.28,
-    )
+    got = cispo(inputs(logprob, [proximal], [advantage], clips=(clip_low, 0.28)))
     ratio = math.exp(policy - proximal)
     clipped = min(max(ratio, 1 - clip_low), 1.28)
     assert float(got.loss.detach()) == pytest.approx(
@@ -95,13 +106,14 @@ def test_gspo_agrees_with_equations_5_to_7(seed: int) -> None:
         proximal = policy + generator.normal(0, 0.3, size)
         advantage = float(generator.normal())
         leaf = torch.tensor(policy, requires_grad=True)
-        log_ratio = torch.full((size,), float((policy - proximal).mean()), dtype=torch.float64)
         got = gspo(
-            leaf,
-            log_ratio,
-            torch.full((size,), advantage, dtype=torch.float64),
-            clip_low=0.05,
-            clip_high=0.1,
+            inputs(
+                leaf,
+                proximal,
+                np.full(size, advantage),
+                clips=(0.05, 0.1),
+                sequences=Sequences(torch.zeros(size, dtype=torch.int64), 1),
+            )
         )
         (got.loss.sum() / size).backward()
         ratio = math.exp((policy - proximal).mean())
@@ -145,25 +157,131 @@ def test_the_weight_of_the_kl_loss_is_cut() -> None:
     assert float(got_k3) == pytest.approx(2 * (math.exp(-distance) + distance - 1), rel=1e-5)
 
 
-def sample(episode: str, num_trained: int) -> Sample:
-    """A row with `num_trained` trained tokens after one of context."""
-    size = num_trained + 1
-    return Sample(
-        episode_id=episode,
-        group_id="g",
-        branch=0,
-        token_ids=np.zeros(size, np.int32),
-        loss_mask=np.arange(size) > 0,
-        behavior_logprobs=np.zeros(size, np.float32),
-        policy_versions=np.zeros(size, np.int32),
-        temperature=np.ones(size, np.float32),
-        advantage=1.0,
+def gradient_of(
+    function: Callable[[LossInputs], TokenLoss], log_ratio: float, advantage: float, **more: Any
+) -> tuple[float, float]:
+    """Loss and gradient by the logprob of one token, a sequence of its own, in float32."""
+    policy = torch.tensor([-1.0], requires_grad=True)
+    known = inputs(
+        policy,
+        [-1.0 - log_ratio],
+        torch.tensor([advantage]),
+        clips=(0.2, 0.28),
+        sequences=Sequences(torch.zeros(1, dtype=torch.int64), 1),
+        **more,
     )
+    loss = function(known).loss.sum()
+    loss.backward()
+    assert policy.grad is not None
+    return float(loss.detach()), float(policy.grad)
+
+
+@given(
+    name=st.sampled_from(sorted(LOSSES)),
+    log_ratio=st.floats(-300, 300, width=32),
+    advantage=st.floats(-3, 3, width=32),
+    dual_clip=st.sampled_from([1.5, 3.0]),
+)
+def test_no_token_pulls_harder_than_its_bound(
+    name: str, log_ratio: float, advantage: float, dual_clip: float
+) -> None:
+    """|d loss / d logprob| <= c |A| whatever the servers recorded, in every loss; never NaN.
+
+    On the code before the bound this was 1.8e8 at a log-ratio of 19, and NaN or infinite from 89.
+    """
+    loss, gradient = gradient_of(LOSSES[name], log_ratio, advantage, dual_clip=dual_clip)
+    assert math.isfinite(loss)
+    bound = 1.0 if name == "reinforce" else max(dual_clip, 1.28)
+    assert abs(gradient) <= bound * abs(advantage) * (1 + 1e-5)
+
+
+@given(
+    log_ratio=st.floats(-3, 3),
+    advantage=st.floats(-3, 3),
+    dual_clip=st.sampled_from([0.0, 1.5, 3.0]),
+)
+def test_the_dual_clip_agrees_with_its_definition(
+    log_ratio: float, advantage: float, dual_clip: float
+) -> None:
+    """max(min(r A, clip(r) A), c A) where A < 0, and only there; in float64."""
+    policy = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    known = inputs(
+        policy,
+        torch.tensor([-1.0 - log_ratio], dtype=torch.float64),
+        torch.tensor([advantage], dtype=torch.float64),
+        clips=(0.2, 0.28),
+        dual_clip=dual_clip,
+    )
+    got = ppo_clip(known)
+    ratio = math.exp(-1.0 - (-1.0 - log_ratio))
+    objective = min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
+    slope = ratio * advantage if objective == ratio * advantage else 0.0
+    if advantage < 0 and dual_clip and objective < dual_clip * advantage:
+        objective, slope = dual_clip * advantage, 0.0
+        assert got.is_clipped.item()
+    assert float(got.loss.detach()) == pytest.approx(-objective, rel=1e-12)
+    got.loss.sum().backward()
+    assert policy.grad is not None
+    assert float(policy.grad) == pytest.approx(-slope, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("log_ratio", [-200.0, -89.0, 19.0, 59.0, 89.0, 200.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_without_a_dual_clip_nothing_overflows(
+    name: str, log_ratio: float, advantage: float
+) -> None:
+    """The clamp of the log-ratio alone keeps value and gradient finite."""
+    assert all(map(math.isfinite, gradient_of(LOSSES[name], log_ratio, advantage)))
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+@pytest.mark.parametrize("to_reference", [-200.0, 0.0, 200.0])
+@pytest.mark.parametrize("to_behavior", [-200.0, 0.0, 200.0])
+def test_the_kl_loss_is_finite_wherever_the_models_are(
+    kind: str, to_reference: float, to_behavior: float
+) -> None:
+    """Value and gradient; k3's were NaN where the policy had become much unlikelier."""
+    policy = torch.tensor([-1.0], requires_grad=True)
+    loss = kl_loss(
+        policy,
+        torch.tensor([-1.0 - to_reference]),
+        torch.tensor([-1.0 - to_behavior]),
+        kind=kind,
+        ratio_cap=2.0,
+    )
+    loss.sum().backward()
+    assert policy.grad is not None
+    assert math.isfinite(float(loss.detach()))
+    assert math.isfinite(float(policy.grad))
+
+
+def test_reinforce_ignores_the_ratio() -> None:
+    """-A log policy, whoever sampled the token."""
+    policy = torch.tensor([-1.0, -2.0], requires_grad=True)
+    reinforce(inputs(policy, [-4.0, 0.0], [0.5, -2.0], clips=(0.2, 0.2))).loss.sum().backward()
+    assert policy.grad is not None
+    assert policy.grad.tolist() == [-0.5, 2.0]
+
+
+def test_a_loss_that_sees_parts_of_sequences_cannot_take_their_mean() -> None:
+    """The sentence says how to ask for whole ones."""
+    known = inputs([-1.0], [-1.0], [1.0], clips=(0.2, 0.2))
+    with pytest.raises(ValueError, match="sequence_level"):
+        gspo(known)
+
+
+ROWS = {"num_trained_tokens": [3, 2, 7], "episode_ids": ["a", "a", "b"]}
 
 
 def test_denominators_count_tokens_or_episodes_or_neither() -> None:
     """Two branches of one episode are one episode; the constant is what it says."""
-    samples = [sample("a", 3), sample("a", 2), sample("b", 7)]
-    assert denominator(samples, "tokens", constant=5.0) == 12.0
-    assert denominator(samples, "episodes", constant=5.0) == 2.0
-    assert denominator(samples, "constant", constant=5.0) == 5.0
+    wanted = {"tokens": 12, "episodes": 2, "episode_means": 2, "budget": 200, "constant": 5}
+    for kind, number in wanted.items():
+        got = denominator(kind, **ROWS, constant=5.0, token_budget=100)
+        assert got == number
+        weights = token_weights(kind, **ROWS)
+        if kind == "episode_means":
+            assert weights == pytest.approx([1 / 5, 1 / 5, 1 / 7])
+        else:
+            assert weights is None

@@ -29,12 +29,16 @@ MakeTurn = Callable[..., Turn]
 MakeTrajectory = Callable[..., Trajectory]
 VOCAB = 400
 CLIPS = {"clip_low": 0.1, "clip_high": 0.15}
-GSPO = {"loss": "gspo", "denominator": "episodes"}
+GSPO = {"loss": "gspo"}
 CONSTANT = {"denominator": "constant", "denominator_constant": 9.0}
-RECOMPUTE = {"proximal": "recompute", "correction_cap": 1.3, "correction_floor": 0.7}
+BUDGET = {"denominator": "budget", "token_budget": 11}
+RECOMPUTE = {"proximal": "recompute", "correction_cap": 1.3}
+FLOOR = {"correction_floor": 0.7}
 CHOICES: list[dict[str, Any]] = [
     {"advantage": "grpo"},
     {"advantage": "rloo", "denominator": "episodes"},
+    {"advantage": "grpo", "denominator": "episode_means", "kl": "k3", "kl_coefficient": 0.1},
+    {"advantage": "dr_grpo", **BUDGET},
     {"advantage": "dr_grpo", **CONSTANT},
     {"advantage": "reinforce_pp", "kl": "k1", "kl_coefficient": 0.1},
     {"advantage": "reinforce_pp_baseline", "kl": "k2", "kl_coefficient": 0.1},
@@ -42,10 +46,21 @@ CHOICES: list[dict[str, Any]] = [
     {"advantage": "grpo", "kl": "k1", "kl_coefficient": 0.2, **GSPO},
     {"advantage": "grpo", "entropy_coefficient": 0.02, **GSPO},
     {"loss": "cispo", "advantage": "rloo"},
+    {"loss": "reinforce", "advantage": "rloo", "kl": "k1", "kl_coefficient": 0.1},
     {"correction": "token_tis", **RECOMPUTE},
     {"correction": "sequence_tis", **RECOMPUTE, **GSPO},
-    {"correction": "token_mis", "correction_veto": 0.5, **RECOMPUTE},
-    {"correction": "sequence_mis", "correction_veto": 0.5, "loss": "cispo", **RECOMPUTE},
+    {"correction": "geometric_tis", "kl": "k3", "kl_ratio_cap": 1.1, **RECOMPUTE},
+    {"correction": "token_mis", "correction_veto": 0.5, **RECOMPUTE, **FLOOR},
+    {"correction": "sequence_mis", "correction_veto": 0.5, "loss": "cispo", **RECOMPUTE, **FLOOR},
+    {
+        "correction": "geometric_mis",
+        "kl": "k2",
+        "kl_coefficient": 0.3,
+        "entropy_coefficient": 0.02,
+        **(RECOMPUTE | {"correction_cap": 1.05, "correction_floor": 0.95}),
+    },
+    {"opsm_delta": 0.02, "kl": "k3", "kl_coefficient": 0.1, "dual_clip": 1.05},
+    {"opsm_delta": 0.05, **GSPO},
     {
         "overlong_penalty": 0.7,
         "overlong_max_tokens": 9,
@@ -114,6 +129,7 @@ class Takes:
             logprobs=self._random.normal(-6.0, 0.3, size).tolist(),
             loss_spans=((start, size),),
             sampling=Sampling(temperature=0.0) if greedy else None,
+            finish_reason="length" if self._random.random() < 0.1 else "stop",
         )
 
 
@@ -169,10 +185,11 @@ def has_signal(rewards: list[float]) -> bool:
     return len(rewards) > 1 and max(rewards) - min(rewards) > 1e-9
 
 
-def statistics(values: list[float]) -> tuple[float, float]:
-    """Mean and the population's standard deviation."""
+def statistics(values: list[float], *, less: int = 0) -> tuple[float, float]:
+    """Mean and standard deviation: the population's, or the sample's (`less` = 1)."""
     mean = math.fsum(values) / len(values)
-    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
+    squares = math.fsum((v - mean) ** 2 for v in values)
+    return mean, math.sqrt(squares / max(1, len(values) - less))
 
 
 def advantages_of(rewards: list[list[float]], name: str) -> list[list[float]]:
@@ -194,7 +211,7 @@ def advantages_of(rewards: list[list[float]], name: str) -> list[list[float]]:
         elif name == "dr_grpo":
             results.append(middle)
         else:
-            std = statistics(group)[1] if group else 0.0
+            std = statistics(group, less=1)[1] if group else 0.0
             results.append([r / (std + 1e-6) for r in middle])
     return results
 
@@ -209,25 +226,45 @@ def penalty_of(trajectory: Trajectory, trainer: Any) -> float:
     return trainer.overlong_penalty * min(max(share, 0.0), 1.0)
 
 
+def is_truncated(trajectory: Trajectory) -> bool:
+    """A limit ended the episode, or the answer at the end of one of its branches."""
+    parents = {turn.parent_turn_id for turn in trajectory.turns}
+    last = [turn for turn in trajectory.turns if turn.turn_id not in parents]
+    cut = any(turn.finish_reason == "length" for turn in last)
+    return cut or trajectory.episode.outcome == "truncated"
+
+
+def policy_term(trainer: Any, ratio: float, advantage: float, logprob: float) -> float:
+    """The policy's loss of one token."""
+    cut = min(max(ratio, 1 - trainer.clip_low), 1 + trainer.clip_high)
+    if trainer.loss == "reinforce":
+        return -advantage * logprob
+    if trainer.loss == "cispo":
+        return -cut * advantage * logprob
+    objective = min(ratio * advantage, cut * advantage)
+    if advantage < 0:
+        objective = max(objective, trainer.dual_clip * advantage)
+    return -objective
+
+
 def token_losses(row: Row, advantage: float, table: np.ndarray, trainer: Any) -> float:
     """The summed loss of one branch; `table` [T, V] are logprobs of what follows each position."""
-    low, high = 1 - trainer.clip_low, 1 + trainer.clip_high
     policy = [float(table[position - 1, row.ids[position]]) for position in row.trained]
     old = policy if trainer.proximal == "recompute" else row.behavior
-    to_proximal = [math.exp(p - b) for p, b in zip(policy, row.behavior, strict=True)]
-    weights = correction_of(to_proximal, trainer)
+    to_policy = [math.exp(p - b) for p, b in zip(policy, row.behavior, strict=True)]
+    weights = correction_of(to_policy, trainer)
     mean_gap = math.fsum(p - o for p, o in zip(policy, old, strict=True)) / len(policy)
+    drift = math.fsum(b - p for p, b in zip(policy, row.behavior, strict=True)) / len(policy)
     total = 0.0
     for index, position in enumerate(row.trained):
+        if weights[index] == 0.0:
+            continue
         ratio = math.exp(mean_gap if trainer.loss == "gspo" else policy[index] - old[index])
-        cut = min(max(ratio, low), high)
-        if trainer.loss == "cispo":
-            loss = -cut * advantage * policy[index]
-        else:
-            loss = -min(ratio * advantage, cut * advantage)
-        loss *= weights[index]
+        loss = policy_term(trainer, ratio, advantage, policy[index]) * weights[index]
+        if trainer.opsm_delta and advantage < 0 and drift > trainer.opsm_delta:
+            loss = 0.0
         distance = policy[index] - (row.behavior[index] - row.offsets[index])
-        weight = min(to_proximal[index], trainer.correction_cap)
+        weight = min(to_policy[index], trainer.kl_ratio_cap)
         if trainer.kl == "k2":
             loss += trainer.kl_coefficient * weight * distance**2 / 2
         if trainer.kl == "k3":
@@ -245,6 +282,8 @@ def correction_of(ratios: list[float], trainer: Any) -> list[float]:
         return [0.0] * len(ratios)
     if trainer.correction.startswith("sequence"):
         ratios = [math.prod(ratios)] * len(ratios)
+    if trainer.correction.startswith("geometric"):
+        ratios = [math.prod(ratios) ** (1 / len(ratios))] * len(ratios)
     if trainer.correction.endswith("tis"):
         return [min(ratio, cap) for ratio in ratios]
     if trainer.correction.endswith("mis"):
@@ -256,27 +295,28 @@ def wanted_loss(groups: list[Group], chosen: Settings, model: Any) -> float | No
     """The loss of the take's one update; None when nothing can be trained."""
     trainer = chosen.trainer
     scored = [[t for t in group.trajectories if t.episode.reward is not None] for group in groups]
+    verified = [[t.episode.reward.value for t in group] for group in scored]
     rewards = [[t.episode.reward.value - penalty_of(t, trainer) for t in group] for group in scored]
-    if trainer.advantage == "reinforce_pp":
-        take = has_signal([r for group in rewards for r in group])
-        signal = [take and bool(group) for group in rewards]
-    else:
-        signal = [has_signal(group) for group in rewards]
+    # What can teach anything is decided on what the verifier said, before any penalty.
+    signal, differs = signal_of(verified, trainer), signal_of(rewards, trainer)
     kept = [
         index
         for index, group in enumerate(scored)
         if group and (signal[index] or not chosen.buffer.drop_zero_signal)
     ]
+    counted = list(range(len(groups)))
     if trainer.kl == "k1":
+        counted = kept
         for index in kept:
             for place, trajectory in enumerate(scored[index]):
                 gaps = [gap for row in rows_of(trajectory) for gap in row.offsets]
                 rewards[index][place] -= trainer.kl_coefficient * math.fsum(gaps)
-    advantages = advantages_of(rewards, trainer.advantage)
+    values = advantages_of([rewards[index] for index in counted], trainer.advantage)
+    advantages = dict(zip(counted, values, strict=True))
     total, num_tokens, num_episodes = 0.0, 0, 0
     for index in kept:
         for trajectory, value in zip(scored[index], advantages[index], strict=True):
-            if trainer.mask_truncated and trajectory.episode.outcome == "truncated":
+            if trainer.mask_truncated and is_truncated(trajectory):
                 continue
             rows = rows_of(trajectory)
             count = sum(len(row.trained) for row in rows)
@@ -285,12 +325,27 @@ def wanted_loss(groups: list[Group], chosen: Settings, model: Any) -> float | No
                 with torch.no_grad():
                     logits = model(torch.tensor([row.ids])).logits[0]
                 table = logits.log_softmax(-1).numpy()
-                loss = token_losses(row, value if signal[index] else 0.0, table, trainer)
-                total += loss / count if trainer.loss == "gspo" else loss
+                teaches = signal[index] and differs[index]
+                loss = token_losses(row, value if teaches else 0.0, table, trainer)
+                total += loss / count if trainer.denominator == "episode_means" else loss
     if num_tokens == 0:
         return None
-    scale = {"tokens": num_tokens, "episodes": num_episodes}
-    return total / scale.get(trainer.denominator, trainer.denominator_constant)
+    scale = {
+        "tokens": num_tokens,
+        "episodes": num_episodes,
+        "episode_means": num_episodes,
+        "budget": num_episodes * (trainer.token_budget or 0),
+        "constant": trainer.denominator_constant,
+    }
+    return total / scale[trainer.denominator]
+
+
+def signal_of(rewards: list[list[float]], trainer: Any) -> list[bool]:
+    """Whether each group's rewards differ, or the take's where that is the baseline."""
+    if trainer.advantage == "reinforce_pp":
+        take = has_signal([r for group in rewards for r in group])
+        return [take and bool(group) for group in rewards]
+    return [has_signal(group) for group in rewards]
 
 
 @pytest.fixture(scope="session")
@@ -318,7 +373,9 @@ def test_the_loss_of_a_ragged_take_is_that_of_the_formulas(
     chosen = Settings(
         model={"path": "m"},
         buffer={"drop_zero_signal": not keeps_equal},
-        trainer=CLIPS | {"max_microbatch_tokens": 60} | choice,
+        trainer=({} if choice.get("loss") == "reinforce" else CLIPS)
+        | {"max_microbatch_tokens": 60}
+        | choice,
     )
     groups = Takes(seed, make_turn, make_trajectory).take()
     batch = build_batch(

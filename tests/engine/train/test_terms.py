@@ -93,6 +93,8 @@ def wanted_gradient(
                 ratio * sample.advantage, ratio.clamp(low, high) * sample.advantage
             )
             loss = (term * weight * torch.ones_like(logprobs)).sum()
+        elif trainer.loss == "reinforce":
+            loss = -(sample.advantage * logprobs * weight).sum()
         elif trainer.loss == "cispo":
             ratio = (logprobs - proximal).exp().detach().clamp(low, high)
             loss = -(ratio * sample.advantage * logprobs * weight).sum()
@@ -100,23 +102,26 @@ def wanted_gradient(
             ratio = (logprobs - proximal).exp() * sample.advantage
             cut = (logprobs - proximal).exp().clamp(low, high) * sample.advantage
             loss = -(torch.minimum(ratio, cut) * weight).sum()
+        drift = (behavior - logprobs.detach()).mean()
+        if trainer.opsm_delta and sample.advantage < 0 and drift > trainer.opsm_delta:
+            loss = loss * 0
         if trainer.kl == "k3":
             distance = logprobs - torch.tensor(sample.reference_logprobs[mask]).double()
-            rho = (logprobs - behavior).exp().clamp(max=trainer.correction_cap)
+            rho = (logprobs - behavior).exp().clamp(max=trainer.kl_ratio_cap)
             kl = (rho * ((-distance).exp() + distance - 1)).sum()
             loss = loss + trainer.kl_coefficient * kl
         if trainer.entropy_coefficient:
             entropy = -(table.exp() * table).sum()
             loss = loss - trainer.entropy_coefficient * entropy
-        if trainer.loss == "gspo":
+        if trainer.denominator == "episode_means":
             loss = loss / counts[sample.episode_id]
         total = total + loss
-    scale = len(counts) if trainer.denominator == "episodes" else sum(counts.values())
+    scale = sum(counts.values()) if trainer.denominator == "tokens" else len(counts)
     grads = torch.autograd.grad(total / scale, list(model.parameters()))
     return torch.cat([grad.flatten() for grad in grads]).float()
 
 
-GSPO = {"loss": "gspo", "denominator": "episodes", "clip_low": 0.01, "clip_high": 0.02}
+GSPO = {"loss": "gspo", "clip_low": 0.01, "clip_high": 0.02}
 
 
 @pytest.mark.parametrize(
@@ -125,6 +130,9 @@ GSPO = {"loss": "gspo", "denominator": "episodes", "clip_low": 0.01, "clip_high"
         GSPO,
         GSPO | {"kl": "k3", "kl_coefficient": 0.3, "entropy_coefficient": 0.2},
         {"loss": "cispo"},
+        {"loss": "reinforce"},
+        {"denominator": "episode_means", "kl": "k3", "kl_coefficient": 0.3},
+        {"opsm_delta": 0.01, "kl": "k3", "kl_coefficient": 0.3, "entropy_coefficient": 0.2},
         {"loss": "cispo", "denominator": "episodes", **EVERYTHING},
         EVERYTHING,
         {"entropy_coefficient": 0.5},
@@ -181,8 +189,15 @@ def test_a_masked_token_stays_in_the_denominator(
         for i, s in enumerate(make_samples(2))
     )
     vetoed = dataclasses.replace(second, correction=np.zeros(second.num_tokens, np.float32))
+    # Neither its KL nor its entropy pulls: a masked token is no sample of the policy.
     kept = dataclasses.replace(first, correction=np.ones(first.num_tokens, np.float32))
-    trainer = TrainerSettings(max_grad_norm=1e9)
+    trainer = TrainerSettings(
+        max_grad_norm=1e9, entropy_coefficient=0.3, kl="k3", kl_coefficient=0.5
+    )
+    first, second, kept, vetoed = (
+        dataclasses.replace(s, reference_logprobs=s.behavior_logprobs - 0.5)
+        for s in (first, second, kept, vetoed)
+    )
     both, alone = make_policy(max_grad_norm=1e9), make_policy(max_grad_norm=1e9)
     update(both, [kept, vetoed], trainer)
     update(alone, [first], trainer)

@@ -36,13 +36,22 @@ def update(policy: Policy, samples: list[Sample], settings: TrainerSettings) -> 
     return rl_update(policy, samples, settings, policy_version=0, on_microbatch=lambda: None)
 
 
-@pytest.mark.parametrize("kind", ["tokens", "episodes", "constant"])
+DENOMINATORS = {
+    "tokens": {},
+    "episodes": {},
+    "episode_means": {},
+    "budget": {"token_budget": 50},
+    "constant": {"denominator_constant": 7.0},
+}
+
+
+@pytest.mark.parametrize("kind", DENOMINATORS)
 def test_splitting_and_permuting_leave_the_gradient_unchanged(
     kind: str, make_policy: MakePolicy, make_samples: MakeSamples
 ) -> None:
     """One microbatch, many, and any order of the same samples: one gradient."""
     samples = make_samples(13)
-    settings = {"denominator": kind, "denominator_constant": 7.0}
+    settings = {"denominator": kind, **DENOMINATORS[kind]}
     whole = gradient_of(make_policy(max_grad_norm=1e9), samples, **settings)
     split = gradient_of(
         make_policy(max_grad_norm=1e9), samples, max_microbatch_tokens=40, **settings
@@ -168,9 +177,10 @@ def test_the_gradient_is_the_sum_over_the_denominator(
         total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum()
     wanted = torch.autograd.grad(total, list(model.parameters()))
     flat = torch.cat([grad.flatten() for grad in wanted]).float()
-    for kind, scale in (("tokens", num_tokens), ("episodes", 3), ("constant", 11.0)):
+    scales = {"tokens": num_tokens, "episodes": 3, "budget": 3 * 50, "constant": 7.0}
+    for kind, scale in scales.items():
         fresh = make_policy(max_grad_norm=1e9)
-        got = gradient_of(fresh, samples, denominator=kind, denominator_constant=11.0)
+        got = gradient_of(fresh, samples, denominator=kind, **DENOMINATORS[kind])
         assert (got - flat / scale).abs().max() <= 1e-5 * (flat / scale).abs().max()
 
 

@@ -1,0 +1,267 @@
+"""Algorithms by name: the settings that a paper's objective needs.
+
+A recipe sets defaults and nothing else: whatever is set explicitly wins, and `sentence` says what
+the recipe set and where it was overridden. What each one is, with its equation and its differences
+from the paper, is in docs/algorithms.md; tests/engine/train/test_recipes.py holds each against the
+paper's objective in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+Recipe = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "decoupled_ppo",
+]
+Tree = dict[str, Any]
+DEFAULT_MAX_NEW_TOKENS = 256
+"""sampling.max_new_tokens where it is left out."""
+_CLIPPED = ("ppo_clip", "gspo")
+
+_EVERY_GROUP: Tree = {"drop_zero_signal": False}
+"""Groups without signal count in the denominator, and are pulled to the reference."""
+_DYNAMIC_SAMPLING: Tree = {"drop_zero_signal": True, "max_refills": 8}
+"""DAPO, equation 11: the batch is filled again until all its groups have signal."""
+_PPO: Tree = {"loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2}
+
+RECIPES: dict[str, dict[str, Tree]] = {
+    # DeepSeekMath, arXiv:2402.03300, equation 3 and section 4.1.2; beta is its 0.04.
+    "grpo": {
+        "trainer": _PPO
+        | {
+            "advantage": "grpo",
+            "denominator": "episode_means",
+            "kl": "k3",
+            "kl_coefficient": 0.04,
+        },
+        "buffer": _EVERY_GROUP,
+    },
+    # arXiv:2503.20783, section 3.2.
+    "dr_grpo": {
+        "trainer": _PPO | {"advantage": "dr_grpo", "denominator": "budget"},
+        "buffer": _EVERY_GROUP,
+    },
+    # arXiv:2503.14476, equations 8 to 13.
+    "dapo": {
+        "trainer": {
+            "loss": "ppo_clip",
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "advantage": "grpo",
+            "denominator": "tokens",
+            "overlong_penalty": 1.0,
+        },
+        "buffer": _DYNAMIC_SAMPLING,
+    },
+    # arXiv:2507.18071, equations 5 to 7; the clip range is that of its section 5.1.
+    "gspo": {
+        "trainer": {
+            "loss": "gspo",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+            "advantage": "grpo",
+            "denominator": "episode_means",
+        },
+        "buffer": _EVERY_GROUP,
+    },
+    # MiniMax-M1, arXiv:2506.13585, equations 4 and 5, with DAPO's dynamic sampling.
+    "cispo": {
+        "trainer": {
+            "loss": "cispo",
+            "clip_low": 1.0,
+            "clip_high": 4.0,
+            "advantage": "grpo",
+            "denominator": "tokens",
+        },
+        "buffer": _DYNAMIC_SAMPLING,
+    },
+    # arXiv:2402.14740, section 2.3: REINFORCE over whole answers, KL in the reward.
+    "rloo": {
+        "trainer": {
+            "loss": "reinforce",
+            "advantage": "rloo",
+            "denominator": "episodes",
+            "kl": "k1",
+            "kl_coefficient": 0.03,
+        },
+        "buffer": _EVERY_GROUP,
+    },
+    # arXiv:2501.03262 (v9), equations 8 to 10.
+    "reinforce_pp": {
+        "trainer": _PPO | {"advantage": "reinforce_pp", "denominator": "tokens", "kl": "k1"},
+        "buffer": _EVERY_GROUP,
+    },
+    # The same paper's variant for groups: its KL is k2, in the loss.
+    "reinforce_pp_baseline": {
+        "trainer": _PPO
+        | {"advantage": "reinforce_pp_baseline", "denominator": "tokens", "kl": "k2"},
+        "buffer": _EVERY_GROUP,
+    },
+    # arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2, whose code masks weights above 5.
+    "decoupled_ppo": {
+        "trainer": _PPO
+        | {
+            "denominator": "tokens",
+            "proximal": "recompute",
+            "correction": "token_mis",
+            "correction_cap": 5.0,
+        },
+        "buffer": {},
+    },
+}
+
+LOSS_DEFAULTS: dict[str, Tree] = {
+    "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "denominator": "episode_means"},
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
+}
+"""What a loss brings along where nothing else is set: GSPO's ratio is a mean over a sequence and
+never reaches a range that is right for a token's."""
+
+_OVERLONG_SHARE = 5
+"""DAPO, section 4.1: a buffer of 4,096 of 20,480 tokens."""
+
+Values = Mapping[str, Any]
+EFFECTS: dict[str, tuple[Callable[[Values], bool], str]] = {
+    "kl_coefficient": (lambda v: v.get("kl", "none") != "none", 'a trainer.kl other than "none"'),
+    "kl_ratio_cap": (lambda v: v.get("kl") in ("k2", "k3"), 'trainer.kl = "k2" or "k3"'),
+    "reference_path": (lambda v: v.get("kl", "none") != "none", 'a trainer.kl other than "none"'),
+    "denominator_constant": (
+        lambda v: v.get("denominator") == "constant",
+        'trainer.denominator = "constant"',
+    ),
+    "token_budget": (
+        lambda v: v.get("denominator") == "budget",
+        'trainer.denominator = "budget"',
+    ),
+    "correction_cap": (
+        lambda v: v.get("correction", "none") != "none",
+        'a trainer.correction other than "none"',
+    ),
+    "correction_floor": (
+        lambda v: str(v.get("correction")).endswith("_mis"),
+        'a masked trainer.correction, for example "token_mis"',
+    ),
+    "correction_veto": (
+        lambda v: v.get("correction", "none") != "none",
+        'a trainer.correction other than "none", for example "token_mis"',
+    ),
+    "dual_clip": (
+        lambda v: v.get("loss_path") is not None or v.get("loss", "ppo_clip") in _CLIPPED,
+        'trainer.loss = "ppo_clip" or "gspo"',
+    ),
+    "clip_low": (lambda v: _has_clips(v), 'a trainer.loss other than "reinforce"'),
+    "clip_high": (lambda v: _has_clips(v), 'a trainer.loss other than "reinforce"'),
+    "loss": (lambda v: v.get("loss_path") is None, "no trainer.loss_path, which takes its place"),
+    "loss_options": (lambda v: v.get("loss_path") is not None, "trainer.loss_path"),
+    "advantage": (
+        lambda v: v.get("advantage_path") is None,
+        "no trainer.advantage_path, which takes its place",
+    ),
+    "overlong_max_tokens": (lambda v: bool(v.get("overlong_penalty")), "trainer.overlong_penalty"),
+    "overlong_buffer_tokens": (
+        lambda v: bool(v.get("overlong_penalty")),
+        "trainer.overlong_penalty",
+    ),
+    "min_lr_ratio": (
+        lambda v: v.get("lr_decay", "constant") != "constant",
+        'trainer.lr_decay = "linear" or "cosine"',
+    ),
+    "num_epochs": (lambda v: v.get("mode") == "sft", 'trainer.mode = "sft"'),
+}
+"""Settings of [trainer] that do something only beside others: when, and what they need."""
+
+RL_ONLY = (
+    *("recipe", "num_updates_per_take", "advantage", "advantage_path", "overlong_penalty"),
+    *("loss", "loss_path", "denominator", "proximal", "correction", "opsm_delta", "kl"),
+    *("entropy_coefficient", "mask_truncated"),
+)
+"""Settings of [trainer] without effect on supervised fine-tuning."""
+
+
+def trainer_defaults(trainer: Values, *, budget: int | None = None) -> Tree:
+    """`trainer` with the defaults of its recipe and of its loss under what is set explicitly.
+
+    A default that would have no effect beside what is set explicitly is left out.
+
+    Args:
+        budget: tokens of one answer, sampling.max_new_tokens, if they are known.
+    """
+    name = str(trainer.get("recipe"))
+    recipe = dict(RECIPES.get(name, {}).get("trainer", {}))
+    if budget is not None and name == "dr_grpo":
+        recipe["token_budget"] = budget
+    if budget is not None and name == "dapo":
+        limit = trainer.get("overlong_max_tokens") or budget
+        recipe["overlong_max_tokens"] = limit
+        recipe["overlong_buffer_tokens"] = int(limit) // _OVERLONG_SHARE
+    merged = recipe | dict(trainer)
+    if merged.get("loss_path") is None:
+        merged = LOSS_DEFAULTS.get(str(merged.get("loss", "ppo_clip")), {}) | merged
+    return {
+        key: value
+        for key, value in merged.items()
+        if key in trainer or key not in EFFECTS or EFFECTS[key][0](merged)
+    }
+
+
+def with_recipe(tree: Values) -> Tree:
+    """A tree of settings with the defaults of `trainer.recipe` in every section it concerns."""
+    trainer = tree.get("trainer")
+    if not isinstance(trainer, Mapping) or trainer.get("recipe") not in RECIPES:
+        return dict(tree)
+    sampling = tree.get("sampling")
+    budget = sampling.get("max_new_tokens") if isinstance(sampling, Mapping) else None
+    merged = dict(tree)
+    merged["trainer"] = trainer_defaults(trainer, budget=budget or DEFAULT_MAX_NEW_TOKENS)
+    own = tree.get("buffer")
+    if own is None or isinstance(own, Mapping):
+        own = dict(own or {})
+        buffer = RECIPES[trainer["recipe"]]["buffer"] | own
+        if "max_refills" not in own and not buffer.get("drop_zero_signal", True):
+            buffer.pop("max_refills", None)
+        merged["buffer"] = buffer
+    return merged
+
+
+def recipe_sentence(trainer: Values, buffer: Values) -> str:
+    """What `trainer.recipe` set and what was set otherwise; empty without a recipe.
+
+    Args:
+        trainer, buffer: the resolved sections.
+    """
+    name = trainer.get("recipe")
+    if name is None:
+        return ""
+    kept, other = [], []
+    recipe = RECIPES[name]
+    for section, values in (("trainer", trainer), ("buffer", buffer)):
+        for key, wanted in recipe[section].items():
+            if values[key] == wanted:
+                kept.append(f"{section}.{key}={_toml(wanted)}")
+            else:
+                other.append(f"{section}.{key}={_toml(values[key])} (recipe: {_toml(wanted)})")
+    for key in ("token_budget", "overlong_max_tokens", "overlong_buffer_tokens"):
+        if values_set := trainer.get(key):
+            kept.append(f"trainer.{key}={values_set}")
+    sentence = f"recipe {name}: {', '.join(kept)}"
+    return f"{sentence}; overridden: {', '.join(other)}" if other else sentence
+
+
+def _has_clips(values: Values) -> bool:
+    return values.get("loss_path") is not None or values.get("loss") != "reinforce"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else f"{value}"

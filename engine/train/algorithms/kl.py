@@ -1,0 +1,51 @@
+"""KL to the frozen reference: k1 in the reward, k2 and k3 in the loss.
+
+Estimators of Schulman, "Approximating KL divergence" (2020), joschu.net/blog/kl-approx.html.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outloop.buffer.records import Float32
+from outloop.engine.train.algorithms.ratios import MAX_LOG_RATIO, ratio_of
+
+
+def kl_loss(
+    policy_logprobs: Tensor,
+    reference_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    *,
+    kind: Literal["k2", "k3"],
+    ratio_cap: float,
+) -> Tensor:
+    """Per-token loss [N] whose expected gradient under the behavior policy is that of KL(policy,
+    reference), while no ratio exceeds `ratio_cap`.
+
+    With d = policy - reference logprob and ratio = policy / behavior: k2 is stop_gradient(ratio) *
+    d^2 / 2 (the term of REINFORCE++ with baseline, arXiv:2501.03262), k3 is ratio * (exp(-d) + d -
+    1) with the gradient through the ratio, as in DeepSeek-V3.2, arXiv:2512.02556, equation 7
+    (without it, as in GRPO, arXiv:2402.03300, equation 4, k3's gradient is not that of the KL; in
+    value and on policy both are equal). Differs: the ratio is cut to `ratio_cap` and every exponent
+    to +-20. Of the two only k3 is the KL in value too.
+    """
+    distance = policy_logprobs - reference_logprobs
+    ratio = ratio_of(policy_logprobs, behavior_logprobs).clamp(max=ratio_cap)
+    if kind == "k2":
+        return ratio.detach() * distance.square() / 2
+    towards = torch.exp((-distance).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return ratio * (towards + distance - 1.0)
+
+
+def k1(behavior_logprobs: Float32, reference_logprobs: Float32) -> np.ndarray:
+    """behavior - reference logprob of each token, float64: what k1 takes off a reward.
+
+    REINFORCE++, arXiv:2501.03262 (v9): equation 9 defines it, equation 8 takes it off the reward.
+    Differs from the paper: one sum for the episode instead of the sum to go at each token: the same
+    expected gradient, with more variance.
+    """
+    return behavior_logprobs.astype(np.float64) - reference_logprobs

@@ -1,0 +1,69 @@
+"""What is minimised for one trained token: the policy's loss with every other term."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from outloop.buffer.settings.trainer import TrainerSettings
+from outloop.engine.train.algorithms.kl import kl_loss
+from outloop.engine.train.algorithms.losses import (
+    LossFunction,
+    LossInputs,
+    TokenLoss,
+    is_sequence_level,
+)
+
+
+def needs_sequences(function: LossFunction, settings: TrainerSettings) -> bool:
+    """True if the objective looks at whole sequences, not at some tokens at a time."""
+    return is_sequence_level(function) or settings.opsm_delta > 0
+
+
+def objective(
+    inputs: LossInputs,
+    function: LossFunction,
+    settings: TrainerSettings,
+    *,
+    token_weights: Tensor | None = None,
+) -> TokenLoss:
+    """The losses [N] to be summed and divided by the update's denominator.
+
+    function(inputs) * correction, without the sequences that OPSM masks; plus the KL term, less the
+    entropy bonus; all of it times `token_weights`. A token that a correction masked or vetoed
+    (weight 0) adds nothing at all, neither KL nor entropy: it is rejected as a sample of the
+    policy. OPSM masks the policy's term alone, as its source does. Either way the token stays in
+    the denominator.
+
+    OPSM (off-policy sequence masking): DeepSeek-V3.2, arXiv:2512.02556, section 3.1: a sequence's
+    tokens with A < 0 are masked where the mean of behavior - policy logprobs over it exceeds
+    trainer.opsm_delta.
+    """
+    result = function(inputs)
+    loss = result.loss
+    is_masked = None
+    if inputs.correction is not None:
+        loss = loss * inputs.correction
+    if settings.opsm_delta > 0:
+        distance = inputs.sequence_mean(inputs.behavior_logprobs - inputs.policy_logprobs)
+        is_masked = (inputs.advantages < 0) & (distance > settings.opsm_delta)
+        loss = torch.where(is_masked, torch.zeros_like(loss), loss)
+    if settings.kl == "k2" or settings.kl == "k3":
+        assert inputs.reference_logprobs is not None
+        loss = loss + settings.kl_coefficient * kl_loss(
+            inputs.policy_logprobs,
+            inputs.reference_logprobs,
+            inputs.behavior_logprobs,
+            kind=settings.kl,
+            ratio_cap=settings.kl_ratio_cap,
+        )
+    if settings.entropy_coefficient > 0:
+        assert inputs.entropies is not None
+        loss = loss - settings.entropy_coefficient * inputs.entropies
+    if inputs.correction is not None:
+        loss = torch.where(inputs.correction == 0, torch.zeros_like(loss), loss)
+    if token_weights is not None:
+        loss = loss * token_weights
+    return dataclasses.replace(result, loss=loss, is_masked=is_masked)
