@@ -33,8 +33,8 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "grpo": ("trainer.clip_high=0.2",),
     "dr_grpo": (
         'trainer.advantage="dr_grpo"',
-        'trainer.denominator="constant"',
-        "trainer.denominator_constant=2000",
+        'trainer.denominator="budget"',
+        "trainer.token_budget=48",
     ),
     "rloo": ('trainer.advantage="rloo"',),
     "reinforce_pp": ('trainer.advantage="reinforce_pp"',),
@@ -50,13 +50,8 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         "trainer.overlong_max_tokens=48",
         "trainer.overlong_buffer_tokens=24",
     ),
-    "gspo": (
-        'trainer.loss="gspo"',
-        'trainer.denominator="episodes"',
-        "trainer.clip_low=3e-4",
-        "trainer.clip_high=4e-4",
-    ),
-    "cispo": ('trainer.loss="cispo"', "trainer.clip_low=1.0"),
+    "gspo": ('trainer.loss="gspo"',),
+    "cispo": ('trainer.loss="cispo"',),
 }
 """Every advantage and every loss."""
 MORE: dict[str, tuple[str, ...]] = {

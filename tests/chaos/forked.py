@@ -94,6 +94,7 @@ def settings_of(choices: random.Random, folder: Path, model: Path, num_steps: in
             "trainer": {
                 "num_steps": num_steps,
                 "groups_per_step": 3,
+                "learning_rate": 1e-3,
                 "checkpoint_every": choices.choice([1, 2, 3, num_steps]),
                 "keep_checkpoints": 1000,
                 "take_timeout_s": 90.0,

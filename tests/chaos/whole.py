@@ -62,6 +62,7 @@ group_deadline_s = 400
 
 [trainer]
 num_steps = {steps}
+learning_rate = 1e-3
 groups_per_step = 3
 checkpoint_every = {checkpoint_every}
 keep_checkpoints = 1000

@@ -1,13 +1,21 @@
 """What is trained, what is dropped and what was measured before."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
 
 from outloop.buffer.records import Group, Trajectory, Turn
 from outloop.buffer.settings import Settings
 from outloop.engine.train.data.batch_builder import build_batch
 
+SPREAD = 0.5**0.5
+"""GRPO's advantage of two different rewards."""
 MakeTurn = Callable[..., Turn]
 MakeTrajectory = Callable[..., Trajectory]
 MakeGroup = Callable[..., Group]
@@ -104,7 +112,7 @@ def test_unscored_episodes_are_neither_counted_nor_trained(make_group: MakeGroup
     group = make_group("g", rewards=[0.0, None, 1.0])
     batch = build_batch([group], settings(), policy_version=0, vocab_size=10)
     assert [sample.episode_id for sample in batch.samples[0]] == ["g-0", "g-2"]
-    assert [sample.advantage for sample in batch.samples[0]] == pytest.approx([-1, 1], abs=1e-5)
+    assert [s.advantage for s in batch.samples[0]] == pytest.approx([-SPREAD, SPREAD], abs=1e-5)
 
 
 def test_an_episode_without_turns_counts_in_the_baseline(
@@ -132,29 +140,130 @@ def test_unusable_ids_are_malformed_and_long_rows_overlong(make_group: MakeGroup
     assert "token_ids hold id 10; ids below the model's vocab_size=10" in batch.sentences["ids"]
 
 
+@pytest.mark.parametrize("limit", ["episode", "answer", "answer of a branch"])
 def test_truncated_episodes_are_masked_only_if_asked(
-    make_turn: MakeTurn, make_trajectory: MakeTrajectory
+    limit: str, make_turn: MakeTurn, make_trajectory: MakeTrajectory
 ) -> None:
-    """They stay in the statistics either way (6.1 rule 9)."""
-    trajectories = (
-        make_trajectory([make_turn("a")], reward=0.0, episode_id="cut", outcome="truncated"),
-        make_trajectory([make_turn("a")], reward=1.0, episode_id="done"),
+    """Whatever limit ended them; they stay in the statistics either way (6.1 rules 9 and 16)."""
+    turns = [make_turn("a", finish_reason="length" if limit == "answer" else "stop")]
+    if limit == "answer of a branch":
+        turns += [
+            make_turn("b", parent="a"),
+            make_turn("c", parent="a", finish_reason="length"),
+        ]
+    cut = make_trajectory(
+        turns,
+        reward=0.0,
+        episode_id="cut",
+        outcome="truncated" if limit == "episode" else "completed",
     )
-    group = Group(group_id="g", slot=0, task_id="t", group_size=2, trajectories=trajectories)
-    for masked, episodes in ((False, ["cut", "done"]), (True, ["done"])):
+    done = make_trajectory([make_turn("a")], reward=1.0, episode_id="done")
+    group = Group(group_id="g", slot=0, task_id="t", group_size=2, trajectories=(cut, done))
+    for masked, episodes in ((False, {"cut", "done"}), (True, {"done"})):
         chosen = settings(trainer={"mask_truncated": masked})
         batch = build_batch([group], chosen, policy_version=0, vocab_size=10)
-        assert [sample.episode_id for sample in batch.samples[0]] == episodes
-        assert batch.samples[0][-1].advantage == pytest.approx(1.0, abs=1e-5)
+        assert {sample.episode_id for sample in batch.samples[0]} == episodes
+        assert batch.samples[0][-1].advantage == pytest.approx(SPREAD, abs=1e-5)
+        assert batch.metrics["train/truncated_share"] == 0.5
+        assert batch.metrics["train/length_cut_share"] == (0.0 if limit == "episode" else 0.5)
 
 
-def test_a_take_is_split_into_updates_by_whole_groups(make_group: MakeGroup) -> None:
-    """Every sample is in exactly one update."""
-    groups = [make_group(f"g{i}", rewards=[0.0, 1.0], slot=i) for i in range(5)]
-    batch = build_batch(groups, settings(), policy_version=0, vocab_size=10)
-    updates = batch.updates(2)
-    assert [sorted({s.group_id for s in update}) for update in updates] == [
-        ["g0", "g1", "g2"],
-        ["g3", "g4"],
+def test_an_answer_that_was_cut_and_went_on_is_not_truncated(
+    make_turn: MakeTurn, make_trajectory: MakeTrajectory
+) -> None:
+    """The agent asked again: only the last answer of a branch decides."""
+    turns = [make_turn("a", finish_reason="length"), make_turn("b", parent="a")]
+    group = Group(
+        group_id="g",
+        slot=0,
+        task_id="t",
+        group_size=2,
+        trajectories=tuple(
+            make_trajectory(turns, reward=reward, episode_id=f"e{reward}") for reward in (0.0, 1.0)
+        ),
+    )
+    chosen = settings(trainer={"mask_truncated": True})
+    batch = build_batch([group], chosen, policy_version=0, vocab_size=10)
+    assert len(batch.samples[0]) == 2
+    assert batch.metrics["train/truncated_share"] == 0.0
+
+
+def test_lengths_are_measured_before_filters(make_group: MakeGroup) -> None:
+    """Tokens generated in an episode, and whether longer ones are rewarded."""
+    groups = [
+        make_group("short", rewards=[0.0, 0.0], output=(3, 4), slot=0),
+        make_group("long", rewards=[1.0, 1.0], output=(3, 4, 5, 6), slot=1),
     ]
-    assert build_batch([], settings(), policy_version=0, vocab_size=10).updates(2) == []
+    metrics = build_batch(groups, settings(), policy_version=0, vocab_size=10).metrics
+    assert metrics["train/generated_tokens_mean"] == 3.0
+    assert metrics["train/generated_tokens_max"] == 4
+    assert metrics["train/length_reward_correlation"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("reason", ["stale", "filtered", "overlong", "malformed"])
+def test_statistics_of_a_take_cover_every_kind_of_dropped_group(
+    reason: str, make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mean and deviation are those of all that was taken, whatever is dropped afterwards."""
+    (tmp_path / "own_filter.py").write_text(
+        "def keep(group):\n    return 'not this one' if group.group_id == 'filtered' else ''\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    unlike: dict[str, dict[str, Any]] = {
+        "stale": {"version": 1},
+        "filtered": {},
+        "overlong": {"output": (3,) * 30},
+        "malformed": {"output": (3, 10)},
+    }
+    groups = [
+        make_group("kept", rewards=[0.0, 1.0], version=4),
+        make_group(reason, rewards=[5.0, 6.0], slot=1, **({"version": 4} | unlike[reason])),
+    ]
+    chosen = settings(
+        trainer={"advantage": "reinforce_pp", "max_microbatch_tokens": 20},
+        buffer={"max_staleness": 1, "filter_path": "own_filter:keep"},
+    )
+    batch = build_batch(groups, chosen, policy_version=4, vocab_size=10)
+    assert batch.dropped == ((reason, reason),)
+    rewards = np.array([0.0, 1.0, 5.0, 6.0])
+    wanted = (rewards[:2] - rewards.mean()) / rewards.std()
+    assert [s.advantage for s in batch.samples[0]] == pytest.approx(wanted.tolist(), rel=1e-5)
+
+
+def test_staleness_goes_by_the_oldest_turn(
+    make_turn: MakeTurn, make_trajectory: MakeTrajectory
+) -> None:
+    """An episode that began two versions before the limit is stale, however fresh its end is."""
+    turns = [make_turn("a", version=2), make_turn("b", parent="a", version=5)]
+    group = Group(
+        group_id="g",
+        slot=0,
+        task_id="t",
+        group_size=2,
+        trajectories=tuple(
+            make_trajectory(turns, reward=reward, episode_id=f"e{reward}") for reward in (0.0, 1.0)
+        ),
+    )
+    one = settings(buffer={"max_staleness": 1})
+    batch = build_batch([group], one, policy_version=5, vocab_size=10)
+    assert batch.dropped == (("g", "stale"),)
+    three = settings(buffer={"max_staleness": 3})
+    kept = build_batch([group], three, policy_version=5, vocab_size=10)
+    assert kept.metrics["train/staleness_max"] == 3
+
+
+@given(num_groups=st.integers(0, 40), num_updates=st.integers(1, 9))
+@settings_of_hypothesis(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_take_is_split_into_updates_of_equal_size(
+    num_groups: int, num_updates: int, make_group: MakeGroup
+) -> None:
+    """Whole groups in order, each in one update; as many updates as asked for, or as groups, and
+    none with more than one group beyond another's."""
+    groups = [make_group(f"g{i}", rewards=[0.0, 1.0], slot=i) for i in range(num_groups)]
+    batch = build_batch(groups, settings(), policy_version=0, vocab_size=10)
+    updates = batch.updates(num_updates)
+    names = [list(dict.fromkeys(s.group_id for s in update)) for update in updates]
+    assert [name for update in names for name in update] == [f"g{i}" for i in range(num_groups)]
+    assert len(updates) == min(num_updates, num_groups)
+    sizes = [len(update) for update in names]
+    assert max(sizes, default=0) - min(sizes, default=0) <= 1

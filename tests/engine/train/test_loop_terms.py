@@ -69,8 +69,7 @@ def test_an_own_loss_takes_the_place_of_the_built_in_one(
 ) -> None:
     """One that is zero everywhere leaves the weights as they were."""
     (tmp_path / "own_zero.py").write_text(
-        "def zero(policy_logprobs, proximal_logprobs, advantages, *, clip_low, clip_high):\n"
-        "    return 0.0 * policy_logprobs\n"
+        "def zero(inputs):\n    return 0.0 * inputs.policy_logprobs\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     rows = setup(trainer=FAST | {"num_steps": 1, "loss_path": "own_zero:zero"}).train()

@@ -144,3 +144,50 @@ def test_a_token_is_as_old_as_what_it_attended_to(
     (sample,) = build_samples(make_trajectory([turn]), advantage=1.0)
     assert sample.policy_versions.tolist() == [-1, -1, 1]
     assert oldest_trained_version(make_trajectory([turn])) == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"temperature": 0.0},
+        {"top_p": 0.9},
+        {"top_k": 20},
+        {"min_p": 0.05},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+        {"constraint": "json_schema:0"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_each_parameter_that_changes_the_distribution_masks_its_turn(
+    changed: dict[str, object], make_turn: MakeTurn, make_trajectory: MakeTrajectory
+) -> None:
+    """Alone, and only its own turn: the next one is trained (6.1 rule 2)."""
+    odd = make_turn("a", output=[3, 4], sampling=Sampling(**{"temperature": 1.0} | changed))
+    plain = make_turn("b", parent="a", prompt=[5], output=[6], version=4)
+    trajectory = make_trajectory([odd, plain])
+    (sample,) = build_samples(trajectory, advantage=1.0)
+    assert sample.token_ids[sample.loss_mask].tolist() == [6]
+    assert oldest_trained_version(trajectory) == 4
+    assert build_samples(make_trajectory([odd]), advantage=1.0) == ()
+
+
+def test_the_oldest_version_is_that_of_the_oldest_turn(
+    make_turn: MakeTurn, make_trajectory: MakeTrajectory
+) -> None:
+    """Not the newest turn's, and not the last one's."""
+    turns = [make_turn("a", version=5), make_turn("b", parent="a", version=2)]
+    assert oldest_trained_version(make_trajectory(turns)) == 2
+    turns = [make_turn("a", version=2), make_turn("b", parent="a", version=5)]
+    assert oldest_trained_version(make_trajectory(turns)) == 2
+
+
+def test_the_first_token_of_a_row_is_never_trained(
+    make_turn: MakeTurn, make_trajectory: MakeTrajectory
+) -> None:
+    """A turn without a prompt: nothing predicts its first token."""
+    (sample,) = build_samples(
+        make_trajectory([make_turn("a", prompt=[], output=[3, 4])]), advantage=1.0
+    )
+    assert sample.loss_mask.tolist() == [False, True]

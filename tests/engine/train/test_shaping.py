@@ -1,5 +1,6 @@
 """What is taken off a reward, and when."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -61,19 +62,44 @@ def settings(**trainer: object) -> Settings:
     return Settings(model={"path": "m"}, trainer={"advantage": "dr_grpo", **trainer})
 
 
-def test_overlong_shaping_comes_before_group_statistics(group: Group) -> None:
-    """Length is what an episode drew over all branches; the reported reward stays as it was."""
+def test_overlong_shaping_comes_before_group_statistics(
+    group: Group, make_turn: MakeTurn, make_trajectory: MakeTrajectory
+) -> None:
+    """Length is what was generated over all branches; the reported reward stays as it was."""
     shaped = settings(overlong_penalty=0.5, overlong_max_tokens=5, overlong_buffer_tokens=2)
-    batch = build_batch([group], shaped, policy_version=0, vocab_size=10)
-    # Drawn: 2, 5 and 0 tokens, so the rewards are 1, 0.5 and 1.
+    wrong = make_trajectory([make_turn("z", output=(9,))], reward=0.0, episode_id="e3")
+    mixed = dataclasses.replace(group, group_size=4, trajectories=(*group.trajectories, wrong))
+    batch = build_batch([mixed], shaped, policy_version=0, vocab_size=10)
+    # Generated: 2, 5, 0 and 1 tokens, so the rewards are 1, 0.5, 1 and 0.
     (samples,) = batch.samples
     advantages = {sample.episode_id: sample.advantage for sample in samples}
-    assert advantages == pytest.approx({"e0": 1 / 6, "e1": -1 / 3})
-    assert batch.metrics["train/reward_mean"] == 1.0
-    assert batch.metrics["train/overlong_penalty_mean"] == pytest.approx(0.5 / 3)
+    assert advantages == pytest.approx({"e0": 0.375, "e1": -0.125, "e3": -0.625})
+    assert batch.metrics["train/reward_mean"] == 0.75
+    assert batch.metrics["train/overlong_penalty_mean"] == pytest.approx(0.5 / 4)
     plain = build_batch([group], settings(), policy_version=0, vocab_size=10)
     assert plain.dropped == (("g", "no_signal"),)
     assert "train/overlong_penalty_mean" not in plain.metrics
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_length_alone_is_no_signal(drops: bool, group: Group) -> None:
+    """Equal rewards of which one pays for its length: DAPO filters on correctness (equation 11).
+
+    Before, one overlong attempt at a task that nobody solves made three wrong answers good ones.
+    """
+    chosen = Settings(
+        model={"path": "m"},
+        buffer={"drop_zero_signal": drops},
+        trainer={
+            "overlong_penalty": 0.5,
+            "overlong_max_tokens": 5,
+            "overlong_buffer_tokens": 2,
+        },
+    )
+    batch = build_batch([group], chosen, policy_version=0, vocab_size=10)
+    assert batch.metrics["train/groups_with_signal_share"] == 0.0
+    assert batch.dropped == ((("g", "no_signal"),) if drops else ())
+    assert all(sample.advantage == 0.0 for samples in batch.samples for sample in samples)
 
 
 def reference_of(samples: Sequence[Sample]) -> list[Float32]:
@@ -138,3 +164,38 @@ def test_a_masked_episode_still_pays_for_its_distance(
     ((sample,),) = batch.samples
     assert sample.episode_id == "e0"
     assert sample.advantage == pytest.approx((0.8 - -0.8) / 2)
+
+
+def test_groups_that_pay_no_kl_do_not_shift_the_others_mean(
+    make_turn: MakeTurn, make_trajectory: MakeTrajectory
+) -> None:
+    """Under reinforce_pp with k1 a dropped group is left out of the take's mean: its reward is not
+    less a penalty, and would push all others down."""
+
+    def pair(name: str, slot: int, version: int) -> Group:
+        return Group(
+            group_id=name,
+            slot=slot,
+            task_id="t",
+            group_size=2,
+            trajectories=tuple(
+                make_trajectory(
+                    [make_turn("a", output=(3 + index,), version=version)],
+                    reward=float(index),
+                    episode_id=f"{name}{index}",
+                    group_id=name,
+                )
+                for index in range(2)
+            ),
+        )
+
+    chosen = settings(advantage="reinforce_pp", kl="k1", kl_coefficient=1.0)
+    taken = [pair("kept", 0, 4), pair("stale", 1, 0)]
+    batch = build_batch(
+        taken, chosen, policy_version=4, vocab_size=10, score_reference=reference_of
+    )
+    assert batch.dropped == (("stale", "stale"),)
+    (samples,) = batch.samples
+    assert sum(sample.advantage for sample in samples) == pytest.approx(0.0, abs=1e-6)
+    # Rewards 0 - 0.3 and 1 - 0.4.
+    assert [s.advantage for s in samples] == pytest.approx([-1.0, 1.0], rel=1e-4)
