@@ -246,6 +246,8 @@ def recipe_sentence(trainer: Values, buffer: Values) -> str:
     recipe = RECIPES[name]
     for section, values in (("trainer", trainer), ("buffer", buffer)):
         for key, wanted in recipe[section].items():
+            if section == "trainer" and key in EFFECTS and not EFFECTS[key][0](trainer):
+                continue
             if values[key] == wanted:
                 kept.append(f"{section}.{key}={_toml(wanted)}")
             else:

@@ -35,6 +35,7 @@ from outloop.buffer.reader import BufferReader, init_run
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.run import Run, create_run, make_run_folder
 from outloop.buffer.settings import Settings
+from outloop.buffer.settings.recipes import recipe_sentence
 from outloop.buffer.transcripts import save_failed
 from outloop.engine.launch.child_process import PartProcess, part_command
 from outloop.engine.launch.console import RunProgress
@@ -392,6 +393,8 @@ def train(settings: Settings, *, stop: threading.Event, console: Console) -> int
         run = launcher.run
         progress = RunProgress(run.dir, num_steps=settings.trainer.num_steps, console=console)
         console.print(f"run folder {settings.run.dir / settings.run.name}", highlight=False)
+        if recipe := recipe_sentence(dict(settings.trainer), dict(settings.buffer)):
+            console.print(recipe, highlight=False, markup=False, soft_wrap=True)
         if settings.trainer.mode == "rl":
             start_serving(launcher)
         else:

@@ -20,6 +20,7 @@ from outloop.buffer.errors import RankKilled, SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
+from outloop.buffer.settings.recipes import recipe_sentence
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.publish.publisher import Publisher as TransactionalPublisher
 from outloop.engine.train.algorithms.user_functions import check_custom
@@ -158,6 +159,8 @@ def _lead(
 ) -> None:
     """Rank 0: everything that is not the model."""
     settings = run.settings
+    if recipe := recipe_sentence(dict(settings.trainer), dict(settings.buffer)):
+        _log.info("recipe", sentence=recipe)
     work, watchdog = _join(run, stack, on_hang)
     lead = Lead(
         work,

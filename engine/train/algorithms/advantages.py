@@ -98,6 +98,12 @@ def group_advantages(rewards: Sequence[float], advantage: str | Advantage) -> Fl
     return _of_group(np.asarray(rewards, np.float64), advantage)
 
 
+def divides_by_group(advantage: str | Advantage) -> bool:
+    """True if a group's advantages are of one size however little its rewards differ; of a function
+    of the user's own it may be true."""
+    return advantage == "grpo" or not isinstance(advantage, str)
+
+
 def groups_with_signal(groups: Sequence[Sequence[float]], advantage: str | Advantage) -> list[bool]:
     """For each group of a take whether its rewards can teach anything under `advantage`.
 

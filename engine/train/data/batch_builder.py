@@ -20,7 +20,11 @@ import structlog
 from outloop.buffer.errors import RecordError
 from outloop.buffer.records import DropReason, Group, Trajectory
 from outloop.buffer.settings import Settings
-from outloop.engine.train.algorithms.advantages import groups_with_signal, take_advantages
+from outloop.engine.train.algorithms.advantages import (
+    divides_by_group,
+    groups_with_signal,
+    take_advantages,
+)
 from outloop.engine.train.algorithms.reward_shaping import (
     kl_penalty,
     num_drawn_tokens,
@@ -87,9 +91,10 @@ def build_batch(
     Advantages come from rewards less the overlong penalty and, with trainer.kl = "k1", less the KL
     penalty. Whether a group carries signal is decided on the verifier's rewards alone, before
     either (DAPO, arXiv:2503.14476, equation 11 filters on correctness): an unsolved task with one
-    overlong attempt teaches nothing. A kept group whose rewards less the overlong penalty are equal
-    has advantages of zero. Statistics over a take include groups that are dropped, but for k1,
-    which only kept groups pay.
+    overlong attempt teaches nothing. A kept group without signal, or whose rewards less the
+    overlong penalty are equal, has advantages of zero; but under k1 it learns from its KL, unless
+    the advantage divides by the group's own deviation, which would blow that up. Statistics over a
+    take include groups that are dropped, but for k1, which only kept groups pay.
 
     Args:
         score_reference: reference logprobs; needed unless trainer.kl = "none".
@@ -112,14 +117,20 @@ def build_batch(
     episodes, dropped, sentences = _sift(
         ordered, signal, settings, staleness_of=staleness_of, vocab_size=vocab_size
     )
+    _warn_about_failure_reward(ordered, settings)
     kl_metrics: dict[str, float] = {}
     if settings.trainer.kl != "none":
         assert score_reference is not None
         kl_metrics = _apply_reference(episodes, rewards, settings, score_reference)
+    teaches = [has and still for has, still in zip(signal, differs, strict=True)]
+    if settings.trainer.kl == "k1" and not divides_by_group(advantage):
+        # What the KL makes of equal rewards stays as small as it is.
+        differs = groups_with_signal(rewards, advantage)
+        teaches = [index in episodes and has for index, has in enumerate(differs)]
     advantages = take_advantages(
         rewards,
         advantage,
-        signal=[has and still for has, still in zip(signal, differs, strict=True)],
+        signal=teaches,
         counted=[settings.trainer.kl != "k1" or index in episodes for index in range(len(ordered))],
     )
     samples = {
@@ -300,6 +311,19 @@ def _take_metrics(groups: Sequence[Group], signal: Sequence[bool]) -> dict[str, 
         "train/length_reward_correlation": _length_reward_correlation(groups),
         "train/failed_share": _mean([outcome == "failed" for outcome in outcomes]),
     }
+
+
+def _warn_about_failure_reward(groups: Sequence[Group], settings: Settings) -> None:
+    """An agent that fails must not do better than one that is wrong."""
+    lowest = min((min(group_rewards(group), default=np.inf) for group in groups), default=np.inf)
+    failed = settings.env.failure_reward
+    if lowest < failed:
+        _log.warning(
+            "failure_reward_too_high",
+            sentence=f"an episode was scored {lowest:g}, less than env.failure_reward={failed:g}, "
+            "which an agent gets that crashes or hangs: failing pays. Set env.failure_reward to "
+            "the lowest reward that the verifier can give.",
+        )
 
 
 def _length_reward_correlation(groups: Sequence[Group]) -> float:

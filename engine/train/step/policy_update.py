@@ -219,8 +219,10 @@ def _gradients_by_token(
     report: UpdateReport,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and its gradients by every logprob and by every entropy, both [N], from one look at the
-    whole microbatch; logits are computed once more for their own backward."""
+    """The loss, and its gradients by every logprob and by every entropy, both [N].
+
+    From one look at the whole microbatch; logits are computed once more for their own backward.
+    """
     logprobs, entropies = trained_statistics(model, batch, hidden_NH)
     logprobs.requires_grad_()
     entropies.requires_grad_()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from outloop.buffer.records import (
     Episode,
@@ -64,6 +65,12 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
         return made[kind, tied]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def double_model(tiny_folder: Callable[..., Path]) -> Any:
+    """The tiny policy in transformers, in float64."""
+    return transformers.AutoModelForCausalLM.from_pretrained(tiny_folder()).double()
 
 
 @pytest.fixture

@@ -18,10 +18,18 @@ RECOMPUTE = {"proximal": "recompute"}
 def test_the_second_update_of_a_take_is_corrected_for_the_first(
     setup: MakeRun,
 ) -> None:
-    """Both updates take their ratio to the weights before the first."""
+    """Both updates take their ratio to the weights before the first.
+
+    Recomputed before each update, the second's clip would start again from its own weights: a range
+    so narrow that one update leaves it shows that it does not.
+    """
     chosen = RECOMPUTE | {"correction": "token_tis", "num_updates_per_take": 2}
-    rows = setup(trainer=FAST | {"num_steps": 2} | chosen).train()
+    narrow = {"clip_low": 1e-4, "clip_high": 1e-4}
+    rows = setup(trainer=FAST | {"num_steps": 2} | chosen | narrow).train()
     for row in rows:
+        assert row["train/clip_share"] == 0.0
+        assert row["train/last_clip_share"] > 0.1
+        assert row["train/last_ratio_max"] > 1.0 + 1e-4
         assert row["train/proximal_ratio_max"] == pytest.approx(1.0, abs=1e-5)
         assert row["train/correction_ratio_max"] == pytest.approx(1.0, abs=1e-3)
         assert row["train/correction_masked_share"] == 0.0

@@ -6,13 +6,11 @@ reward, truncated, with one branch, two or three; turns whose tokens may not be 
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -311,6 +309,10 @@ def wanted_loss(groups: list[Group], chosen: Settings, model: Any) -> float | No
             for place, trajectory in enumerate(scored[index]):
                 gaps = [gap for row in rows_of(trajectory) for gap in row.offsets]
                 rewards[index][place] -= trainer.kl_coefficient * math.fsum(gaps)
+    teaches = [has and still for has, still in zip(signal, differs, strict=True)]
+    if trainer.kl == "k1" and trainer.advantage != "grpo":
+        differs = signal_of(rewards, trainer)
+        teaches = [index in kept and has for index, has in enumerate(differs)]
     values = advantages_of([rewards[index] for index in counted], trainer.advantage)
     advantages = dict(zip(counted, values, strict=True))
     total, num_tokens, num_episodes = 0.0, 0, 0
@@ -325,8 +327,7 @@ def wanted_loss(groups: list[Group], chosen: Settings, model: Any) -> float | No
                 with torch.no_grad():
                     logits = model(torch.tensor([row.ids])).logits[0]
                 table = logits.log_softmax(-1).numpy()
-                teaches = signal[index] and differs[index]
-                loss = token_losses(row, value if teaches else 0.0, table, trainer)
+                loss = token_losses(row, value if teaches[index] else 0.0, table, trainer)
                 total += loss / count if trainer.denominator == "episode_means" else loss
     if num_tokens == 0:
         return None
@@ -346,12 +347,6 @@ def signal_of(rewards: list[list[float]], trainer: Any) -> list[bool]:
         take = has_signal([r for group in rewards for r in group])
         return [take and bool(group) for group in rewards]
     return [has_signal(group) for group in rewards]
-
-
-@pytest.fixture(scope="session")
-def double_model(tiny_folder: Callable[..., Path]) -> Any:
-    """The tiny policy in transformers, in float64."""
-    return transformers.AutoModelForCausalLM.from_pretrained(tiny_folder()).double()
 
 
 @examples(

@@ -1,0 +1,428 @@
+"""Each recipe against its paper's objective, in float64 on ragged data.
+
+A paper's objective is written here from its equation, with its constants, and knows nothing of our
+settings; the recipe's loss is that of a whole update of the tiny policy, from taken groups on.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.records import Float32, Group, Trajectory, Turn
+from outloop.buffer.settings import Settings, build_settings
+from outloop.buffer.settings.recipes import RECIPES, recipe_sentence
+from outloop.engine.train.data.batch_builder import build_batch
+from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.megatron.model_and_optimizer import Policy
+from outloop.engine.train.step.policy_update import rl_update
+from outloop.engine.train.step.recompute_logprobs import score, with_proximals
+
+MakeTurn = Callable[..., Turn]
+MakeTrajectory = Callable[..., Trajectory]
+VOCAB = 400
+MAX_NEW_TOKENS = 10
+GROUP_SIZE = 4
+
+
+@dataclasses.dataclass
+class Played:
+    """One answer: its reward, and logprobs of its tokens under three policies."""
+
+    reward: float
+    policy: list[float]
+    behavior: list[float]
+    reference: list[float]
+
+    @property
+    def ratios(self) -> list[float]:
+        """policy / behavior."""
+        return [math.exp(p - b) for p, b in zip(self.policy, self.behavior, strict=True)]
+
+
+Take = list[list[Played]]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Their mean."""
+    return math.fsum(values) / len(values)
+
+
+def deviation(values: Sequence[float], less: int) -> float:
+    """Their standard deviation over n - less."""
+    middle = mean(values)
+    return math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - less))
+
+
+def clipped(ratio: float, advantage: float, low: float, high: float) -> float:
+    """PPO's min(r A, clip(r) A)."""
+    return min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+
+
+def group_advantages(group: list[Played]) -> list[float]:
+    """GRPO: rewards less their mean over their deviation."""
+    rewards = [one.reward for one in group]
+    std = deviation(rewards, 1)
+    return [0.0 if std == 0 else (r - mean(rewards)) / (std + 1e-6) for r in rewards]
+
+
+def k3(one: Played) -> list[float]:
+    """GRPO's equation 4 at each token; its weight is 1 on policy and policy / behavior off it."""
+    pairs = zip(one.policy, one.reference, one.ratios, strict=True)
+    return [min(w, 2.0) * (math.exp(r - p) - (r - p) - 1) for p, r, w in pairs]
+
+
+def grpo(take: Take) -> float:
+    """arXiv:2402.03300, equation 3: mean over answers of the mean over their tokens."""
+    terms = []
+    for group in take:
+        for one, advantage in zip(group, group_advantages(group), strict=True):
+            objective = [clipped(r, advantage, 0.2, 0.2) for r in one.ratios]
+            terms.append(mean([o - 0.04 * d for o, d in zip(objective, k3(one), strict=True)]))
+    return mean(terms)
+
+
+def dr_grpo(take: Take) -> float:
+    """arXiv:2503.20783, section 3.2: no deviation, and the budget in place of each length."""
+    terms = []
+    for group in take:
+        middle = mean([one.reward for one in group])
+        for one in group:
+            objective = [clipped(r, one.reward - middle, 0.2, 0.2) for r in one.ratios]
+            terms.append(math.fsum(objective) / MAX_NEW_TOKENS)
+    return mean(terms)
+
+
+def dapo(take: Take) -> float:
+    """arXiv:2503.14476: equation 11 keeps groups with 0 < correct < G, equation 13 is taken off
+    their rewards, equations 9, 10 and 12 are the rest."""
+    total, count = 0.0, 0
+    buffer = MAX_NEW_TOKENS // 5
+    for group in take:
+        if not 0 < sum(one.reward > 0 for one in group) < len(group):
+            continue
+        excess = [(len(one.policy) - (MAX_NEW_TOKENS - buffer)) / buffer for one in group]
+        shaped = [
+            dataclasses.replace(one, reward=one.reward - min(max(x, 0.0), 1.0))
+            for one, x in zip(group, excess, strict=True)
+        ]
+        for one, advantage in zip(shaped, group_advantages(shaped), strict=True):
+            total += math.fsum(clipped(r, advantage, 0.2, 0.28) for r in one.ratios)
+            count += len(one.ratios)
+    return total / count
+
+
+def gspo(take: Take) -> float:
+    """arXiv:2507.18071, equations 5 to 7, with the range of section 5.1."""
+    terms = []
+    for group in take:
+        for one, advantage in zip(group, group_advantages(group), strict=True):
+            gaps = [p - b for p, b in zip(one.policy, one.behavior, strict=True)]
+            terms.append(clipped(math.exp(mean(gaps)), advantage, 3e-4, 4e-4))
+    return mean(terms)
+
+
+def cispo(take: Take) -> float:
+    """arXiv:2506.13585, equations 4 and 5, without a lower bound, over the groups that dynamic
+    sampling keeps; the weight's upper bound of 5 is ScaleRL's."""
+    total, count = 0.0, 0
+    for group in take:
+        if 0 < sum(one.reward > 0 for one in group) < len(group):
+            for one, advantage in zip(group, group_advantages(group), strict=True):
+                pairs = zip(one.ratios, one.policy, strict=True)
+                total += math.fsum(min(r, 5.0) * advantage * p for r, p in pairs)
+                count += len(one.policy)
+    return total / count
+
+
+def rloo(take: Take) -> float:
+    """arXiv:2402.14740, section 2.3: REINFORCE on whole answers, KL in the reward."""
+    terms = []
+    for group in take:
+        rewards = [one.reward - 0.03 * k1(one) for one in group]
+        for index, one in enumerate(group):
+            others = rewards[:index] + rewards[index + 1 :]
+            terms.append((rewards[index] - mean(others)) * math.fsum(one.policy))
+    return mean(terms)
+
+
+def k1(one: Played) -> float:
+    """Sum over the answer of sampling - reference logprob."""
+    return math.fsum(b - r for b, r in zip(one.behavior, one.reference, strict=True))
+
+
+def reinforce_pp(take: Take) -> float:
+    """arXiv:2501.03262 (v9), equations 8 to 10: the whole batch is the baseline."""
+    rewards = [one.reward - 1e-3 * k1(one) for group in take for one in group]
+    middle, std = mean(rewards), deviation(rewards, 0)
+    answers = [one for group in take for one in group]
+    total = 0.0
+    for one, reward in zip(answers, rewards, strict=True):
+        advantage = (reward - middle) / (std + 1e-6)
+        total += math.fsum(clipped(r, advantage, 0.2, 0.2) for r in one.ratios)
+    return total / sum(len(one.policy) for one in answers)
+
+
+def reinforce_pp_baseline(take: Take) -> float:
+    """The same paper's variant: the group's mean, the batch's deviation, k2 in the loss."""
+    centred = [o.reward - mean([x.reward for x in group]) for group in take for o in group]
+    std = deviation(centred, 0)
+    answers = [one for group in take for one in group]
+    total = 0.0
+    for one, value in zip(answers, centred, strict=True):
+        for ratio, p, r in zip(one.ratios, one.policy, one.reference, strict=True):
+            objective = clipped(ratio, value / (std + 1e-6), 0.2, 0.2)
+            total += objective - 1e-3 * min(ratio, 2.0) * (p - r) ** 2 / 2
+    return total / sum(len(one.policy) for one in answers)
+
+
+def decoupled_ppo(take: Take) -> float:
+    """AReaL, arXiv:2505.24298, equation 5 at the first update of a take, where the proximal policy
+    is the policy; weights above 5 are masked, as in its code."""
+    total, count = 0.0, 0
+    for group in take:
+        if len({one.reward for one in group}) > 1:
+            for one, advantage in zip(group, group_advantages(group), strict=True):
+                total += math.fsum(w * advantage for w in one.ratios if w <= 5.0)
+                count += len(one.policy)
+    return total / count
+
+
+PAPERS: dict[str, Callable[[Take], float]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "dapo": dapo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "decoupled_ppo": decoupled_ppo,
+}
+
+
+def offset(token_ids: Any) -> Any:
+    """behavior - reference logprob of a token."""
+    return 0.05 * (np.asarray(token_ids) % 5)
+
+
+def reference_logprobs(samples: Sequence[Sample]) -> list[Float32]:
+    """A frozen model that finds some tokens less likely than they were when sampled."""
+    return [
+        np.where(s.loss_mask, s.behavior_logprobs - offset(s.token_ids), 0.0).astype(np.float32)
+        for s in samples
+    ]
+
+
+@pytest.fixture
+def played(
+    make_turn: MakeTurn, make_trajectory: MakeTrajectory, double_model: Any
+) -> Callable[..., tuple[list[Group], Take]]:
+    """Groups of one to three turns an answer: two mixed, one all wrong, one all right."""
+
+    def play(seed: int, *, on_policy: bool = False, spread: float = 0.3) -> Any:
+        random = np.random.default_rng(seed)
+        rewards = [[1, -1, -1, 1], [-1, -1, -1, -1], [1, 1, 1, 1], [-1, 1, -1, -1]]
+        groups, take = [], []
+        for slot, of_group in enumerate(rewards):
+            trajectories, answers = [], []
+            for index, reward in enumerate(of_group):
+                ids: list[int] = []
+                trained: list[int] = []
+                prompts: list[list[int]] = []
+                outputs: list[list[int]] = []
+                for _ in range(int(random.integers(1, 4))):
+                    prompts.append(random.integers(0, VOCAB, int(random.integers(1, 4))).tolist())
+                    outputs.append(random.integers(0, VOCAB, int(random.integers(1, 7))).tolist())
+                    ids += prompts[-1]
+                    trained += range(len(ids), len(ids) + len(outputs[-1]))
+                    ids += outputs[-1]
+                with torch.no_grad():
+                    table = double_model(torch.tensor([ids])).logits[0].log_softmax(-1)
+                policy = [float(table[place - 1, ids[place]]) for place in trained]
+                noise = (
+                    np.zeros(len(policy)) if on_policy else random.normal(0, spread, len(policy))
+                )
+                behavior = np.asarray(policy + noise, np.float32)
+                turns, start = [], 0
+                for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+                    turns.append(
+                        make_turn(
+                            str(number),
+                            parent=str(number - 1) if number else None,
+                            prompt=prompt,
+                            output=output,
+                            logprobs=behavior[start : start + len(output)].tolist(),
+                        )
+                    )
+                    start += len(output)
+                trajectories.append(
+                    make_trajectory(
+                        turns, reward=reward, episode_id=f"{slot}-{index}", group_id=f"g{slot}"
+                    )
+                )
+                gaps = offset([ids[place] for place in trained])
+                answers.append(
+                    Played(reward, policy, behavior.tolist(), (behavior - gaps).tolist())
+                )
+            groups.append(
+                Group(
+                    group_id=f"g{slot}",
+                    slot=slot,
+                    task_id="t",
+                    group_size=GROUP_SIZE,
+                    trajectories=tuple(trajectories),
+                )
+            )
+            take.append(answers)
+        return groups, take
+
+    return play
+
+
+def loss_of_the_recipe(name: str, groups: list[Group], policy: Policy) -> float:
+    """What one update under the recipe reports, with nothing else set."""
+    settings = Settings(
+        model={"path": "m"},
+        sampling={"max_new_tokens": MAX_NEW_TOKENS},
+        trainer={"recipe": name, "max_microbatch_tokens": 60},
+    )
+    batch = build_batch(
+        groups,
+        settings,
+        policy_version=0,
+        vocab_size=VOCAB,
+        score_reference=reference_logprobs,
+    )
+    updates = batch.updates(1)
+    if settings.trainer.proximal == "recompute":
+        updates, _ = with_proximals(
+            updates,
+            settings.trainer,
+            lambda some: score(policy.model, some, max_tokens=60, on_microbatch=lambda: None),
+        )
+    (samples,) = updates
+    report = rl_update(
+        policy, samples, settings.trainer, policy_version=0, on_microbatch=lambda: None
+    )
+    return report.loss
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_recipe_is_its_papers_objective(
+    name: str, seed: int, played: Callable[..., Any], make_policy: Callable[..., Policy]
+) -> None:
+    """Off policy, with answers of unequal length, unsolved tasks and solved ones.
+
+    The papers' ratios stay below the dual clip here (it is none of theirs), but in decoupled PPO,
+    where some weights exceed its cap of 5.
+    """
+    groups, take = played(seed, spread=1.2 if name == "decoupled_ppo" else 0.3)
+    largest = max(ratio for group in take for one in group for ratio in one.ratios)
+    assert (largest > 5.0) == (name == "decoupled_ppo")
+    got = loss_of_the_recipe(name, groups, make_policy())
+    assert got == pytest.approx(-PAPERS[name](take), rel=2e-4, abs=2e-5)
+
+
+def test_grpo_on_policy_is_its_paper_without_our_weights(
+    played: Callable[..., Any], make_policy: Callable[..., Policy]
+) -> None:
+    """With every ratio 1 the KL term is exactly equation 4: its importance weight is the only
+    difference from the paper."""
+    groups, take = played(5, on_policy=True)
+    terms = []
+    for group in take:
+        for one, advantage in zip(group, group_advantages(group), strict=True):
+            gaps = [r - p for p, r in zip(one.policy, one.reference, strict=True)]
+            terms.append(advantage - 0.04 * mean([math.exp(g) - g - 1 for g in gaps]))
+    got = loss_of_the_recipe("grpo", groups, make_policy())
+    assert got == pytest.approx(-mean(terms), rel=2e-4, abs=2e-5)
+
+
+def test_every_recipe_has_a_paper() -> None:
+    """None is added without its objective."""
+    assert RECIPES.keys() == PAPERS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_what_is_set_explicitly_wins(name: str) -> None:
+    """Every default of a recipe gives way, and the sentence says that it did."""
+    settings = Settings(model={"path": "m"}, trainer={"recipe": name})
+    for section, defaults in RECIPES[name].items():
+        for key, wanted in defaults.items():
+            assert getattr(getattr(settings, section), key) == wanted
+    own = {"recipe": name, "loss": "ppo_clip", "clip_low": 0.1, "clip_high": 0.11, "kl": "none"}
+    chosen = Settings(
+        model={"path": "m"},
+        trainer=own | {"denominator": "tokens"},
+        buffer={"drop_zero_signal": True},
+    )
+    assert chosen.trainer.clip_high == 0.11
+    assert chosen.trainer.kl == "none"
+    assert chosen.buffer.drop_zero_signal
+    sentence = recipe_sentence(dict(chosen.trainer), dict(chosen.buffer))
+    assert sentence.startswith(f"recipe {name}: ")
+    assert "; overridden: " in sentence
+    assert ("trainer.clip_high=0.11 (recipe: " in sentence) == ("clip_high" in defaults_of(name))
+    again = build_settings(chosen.model_dump(mode="json"), source="again")
+    assert again == chosen
+
+
+def defaults_of(name: str) -> dict[str, Any]:
+    """A recipe's, of the trainer."""
+    return RECIPES[name]["trainer"]
+
+
+def test_the_sentence_says_what_was_set() -> None:
+    """Without a recipe there is none."""
+    plain = Settings(model={"path": "m"})
+    assert recipe_sentence(dict(plain.trainer), dict(plain.buffer)) == ""
+    gspo = Settings(model={"path": "m"}, trainer={"recipe": "gspo"})
+    assert recipe_sentence(dict(gspo.trainer), dict(gspo.buffer)) == (
+        'recipe gspo: trainer.loss="gspo", trainer.clip_low=0.0003, trainer.clip_high=0.0004, '
+        'trainer.advantage="grpo", trainer.denominator="episode_means", '
+        "buffer.drop_zero_signal=false"
+    )
+
+
+def test_an_unknown_recipe_is_refused() -> None:
+    """With those that exist."""
+    with pytest.raises(SettingsError, match="'grpo', 'dr_grpo', 'dapo'"):
+        build_settings({"model": {"path": "m"}, "trainer": {"recipe": "ppo"}}, source="x")
+
+
+def test_the_budget_comes_from_the_run() -> None:
+    """Dr.GRPO's and DAPO's lengths are those of an answer, unless they are set."""
+    sampling = {"max_new_tokens": 1000}
+    made = Settings(model={"path": "m"}, sampling=sampling, trainer={"recipe": "dr_grpo"})
+    assert made.trainer.token_budget == 1000
+    made = Settings(model={"path": "m"}, sampling=sampling, trainer={"recipe": "dapo"})
+    assert made.trainer.overlong_max_tokens == 1000
+    assert made.trainer.overlong_buffer_tokens == 200
+    own = {"recipe": "dapo", "overlong_max_tokens": 50}
+    made = Settings(model={"path": "m"}, sampling=sampling, trainer=own)
+    assert made.trainer.overlong_buffer_tokens == 10
+    without = Settings(model={"path": "m"}, trainer={"recipe": "dapo", "overlong_penalty": 0})
+    assert without.trainer.overlong_max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "sentence"),
+    [
+        ("buffer", {"max_refills": 3, "drop_zero_signal": False}, "buffer.max_refills=3 has no"),
+        ("buffer", {"replay_size": 3}, "buffer.replay_size=3 has no effect"),
+    ],
+)
+def test_idle_settings_of_the_buffer_are_refused(
+    section: str, values: dict[str, object], sentence: str
+) -> None:
+    """As those of the trainer are (test_custom)."""
+    with pytest.raises(ValueError, match="has no effect") as caught:
+        Settings(model={"path": "m"}, **{section: values})
+    assert sentence in str(caught.value)
