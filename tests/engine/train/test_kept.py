@@ -146,7 +146,7 @@ def test_nothing_is_kept_or_replayed_by_default(make_batch: MakeBatch, tmp_path:
     [
         ({}, {"correction": "none"}, 'trainer.correction="none" trains what older weights drew'),
         ({}, {"correction": "none", "proximal": "behavior"}, "set trainer.correction"),
-        ({}, {"mode": "sft"}, "trainer.num_epochs"),
+        ({}, {"mode": "sft", "correction": "none", "proximal": "behavior"}, "trainer.num_epochs"),
         ({}, {"groups_per_step": 4, "num_updates_per_take": 2}, "0.334 or more, below 0.5"),
         ({"replay_share": 0.5}, {}, "buffer.replay_share=0.5: input should be less than 0.5"),
         ({"replay_size": 0}, {}, "buffer.replay_size=0"),

@@ -74,11 +74,11 @@ def join(
 def test_a_reference_of_another_vocabulary_is_refused_first(
     join: Callable[..., None], tmp_path: Path
 ) -> None:
-    """Before a process group is formed; without a KL term nobody looks at it."""
+    """Before a process group is formed; without a KL term it has no effect, and is refused."""
     make_family("llama", tmp_path / "reference", is_tied=True, vocab_size=300)
     with pytest.raises(SettingsError, match=r"reference_path=.*vocab_size=300, .* has 400"):
         join(kl="k3", reference_path=tmp_path / "reference")
-    with pytest.raises(AssertionError, match="a process group is formed"):
+    with pytest.raises(ValueError, match="has no effect: it needs a trainer.kl"):
         join(reference_path=tmp_path / "reference")
 
 
