@@ -25,10 +25,11 @@ from outloop.buffer.records import Trajectory
 from outloop.buffer.redis.client import translated
 from outloop.buffer.redis.keys import group_prefix
 from outloop.buffer.redis.scripts import SyncScripts
-from outloop.buffer.store.episodes import EPISODE_FIELDS, trajectory_from
+from outloop.buffer.store.episodes import EPISODE_FIELDS, open_episode_from, trajectory_from
 from outloop.buffer.store.sft import put_sync, sft_records
 
 _CHUNK = 64
+_SCAN_COUNT = 1000
 _CHUNK_BYTES = 8 * 2**20
 _MAX_NAMED_LINES = 10
 
@@ -57,13 +58,15 @@ class Archive:
 
     def trajectories(self) -> Iterator[Trajectory | OutloopError]:
         """Every scored episode that Redis holds: of live groups by slot, evaluations, dead letters,
-        then those for SFT, then imported ones; an error in the place of a damaged one, or one of
-        another release.
+        evaluation episodes that nobody claimed, then those for SFT, then imported ones; an error in
+        the place of a damaged one, or one of another release.
 
         What a checkpoint contains was freed and is not among them.
         """
+        seen: set[str] = set()
         for name in self._lists():
-            yield from self._episodes_of(name)
+            yield from self._episodes_of(name, seen)
+        yield from self._unclaimed(seen)
         yield from self._of_stream()
         with translated("reading imported trajectories"):
             for _, record in self._client.hscan_iter(f"{self._prefix}imported", count=_CHUNK):
@@ -169,7 +172,7 @@ class Archive:
             *(f"{group_prefix(self._prefix, group)}dead:{group}:episodes" for group in dead),
         ]
 
-    def _episodes_of(self, name: str) -> Iterator[Trajectory | OutloopError]:
+    def _episodes_of(self, name: str, seen: set[str]) -> Iterator[Trajectory | OutloopError]:
         with translated("reading trajectories"):
             ids: Any = self._client.lrange(name, 0, -1)
             with self._client.pipeline(transaction=True) as pipeline:
@@ -182,12 +185,35 @@ class Archive:
         if not is_there:
             # Acknowledged or dropped meanwhile: its turns may be gone already.
             return
+        seen.update(episode_id.decode() for episode_id in ids)
         stored = iter(found)
         for episode_id in ids:
             try:
                 yield trajectory_from(episode_id.decode(), next(stored), next(stored))
             except UNREADABLE as error:
                 yield error
+
+    def _unclaimed(self, seen: set[str]) -> Iterator[Trajectory | OutloopError]:
+        """Closed evaluation episodes that were opened by hand: they are in no list."""
+        pattern = f"{self._prefix}episode:*"
+        with translated("listing evaluation episodes"):
+            names: Any = self._client.scan_iter(pattern, count=_SCAN_COUNT, _type="hash")
+            for name in names:
+                episode_id = name.decode().removeprefix(pattern[:-1])
+                if episode_id in seen:
+                    continue
+                with self._client.pipeline(transaction=True) as pipeline:
+                    pipeline.hmget(name, list(EPISODE_FIELDS))
+                    pipeline.lrange(f"{pattern[:-1]}{episode_id}:turns", 0, -1)
+                    fields, turns = pipeline.execute()
+                try:
+                    episode = open_episode_from([*fields, None], turns)
+                    if episode is None or not episode.is_closed:
+                        continue
+                    if episode.opening.purpose == "eval" and not episode.opening.eval_name:
+                        yield trajectory_from(episode_id, fields, turns)
+                except UNREADABLE as error:
+                    yield error
 
     def _of_stream(self) -> Iterator[Trajectory | OutloopError]:
         for record in sft_records(self._client, self._prefix):

@@ -18,6 +18,7 @@ import structlog
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -33,6 +34,7 @@ from outloop.router.episodes.episode import Episodes
 from outloop.router.errors import Refusal, as_refusal
 from outloop.router.http.endpoint import Endpoint, Handler, Receive, Scope, Send
 from outloop.router.http.openapi import describe
+from outloop.router.http.protocol import CONNECTION
 from outloop.router.metrics import RouterMetrics
 from outloop.router.peers.turn_locator import Peers
 from outloop.router.rendering.renderer import PolicyRenderer
@@ -180,6 +182,14 @@ def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
 
     app = RouterApp(title="outloop router", lifespan=lifespan)
     app.state.is_serving = asyncio.Event()
+    if run.settings.router.cors_origins:
+        app.cross_origin = CORSMiddleware(
+            app.serve,
+            allow_origins=run.settings.router.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", "retry-after-ms", "x-should-retry"],
+        )
     app.add_exception_handler(OutloopError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse)
     app.add_exception_handler(HTTPException, _refuse)
@@ -194,8 +204,18 @@ class RouterApp(FastAPI):
     """
 
     endpoints: Mapping[str, Endpoint] = MappingProxyType({})
+    cross_origin: CORSMiddleware | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, with the headers that browsers ask for where a setting allows it."""
+        if self.cross_origin is None or scope["type"] != "http":
+            await self.serve(scope, receive, send)
+            return
+        # Headers can be added to answers that are sent as ASGI has it.
+        scope.pop(CONNECTION, None)
+        await self.cross_origin(scope, receive, send)
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a raw route, or hand on to FastAPI."""
         if scope["type"] == "http":
             pattern, episode_id = _pattern(scope["path"])

@@ -174,7 +174,8 @@ def drop_letters(groups: tuple[str, ...], run_dir: Path) -> None:
 def export_file(file: Path, run_dir: Path) -> None:
     """Write every trajectory that Redis holds to FILE, as JSONL.
 
-    Those that a checkpoint contains were freed and are not among them.
+    Evaluation episodes are among them; those that a client opened by itself for an hour after their
+    end. What a checkpoint contains was freed and is not.
     """
     from outloop.buffer.cli.open_run import joined
 

@@ -107,6 +107,9 @@ class RouterSettings(_Section):
     The kernel spreads connections over them."""
     unkeyed: Literal["refuse", "serve"] = "refuse"
     """Traffic without an episode key: 401, or served without being recorded for training."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins, such as `https://example.org`, whose pages may use the router from a browser; `*`:
+    all."""
     turn_timeout_s: float = Field(120.0, gt=0)
     buffer_timeout_s: float = Field(30.0, ge=0)
     """How long a turn waits for a Redis that is away, to be begun and to be recorded; then 503."""

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from outloop.buffer.codec.jsonl import format_line, parse_line
 from outloop.buffer.errors import Conflict, RecordError, SchemaMismatch, SettingsError
 from outloop.buffer.reader import BufferReader
-from outloop.buffer.records import Episode, Reward, Sampling, Trajectory, Turn, VersionSpan
+from outloop.buffer.records import Episode, Opening, Reward, Sampling, Trajectory, Turn, VersionSpan
 
 TEXT = st.text(max_size=12)
 FLOAT = st.floats(allow_nan=False, allow_infinity=False)
@@ -329,3 +329,36 @@ async def test_files_that_are_not_there(start: Callable[..., Any], tmp_path: Pat
         loop.reader.archive.read(tmp_path / "missing")
     with pytest.raises(SettingsError, match="no_folder"):
         loop.reader.archive.write(tmp_path / "no_folder" / "a.jsonl")
+
+
+async def test_evaluation_episodes_that_nobody_claimed_are_exported(
+    start: Callable[..., Any], make_turn: Callable[..., Turn], tmp_path: Path
+) -> None:
+    """Each that is closed, once; those that are open are not finished yet."""
+    loop = await start()
+    loop.reader.request_eval("0:greedy", policy_version=0, num_episodes=2, sampling={})
+    await loop.play_all()
+    for number in range(3):
+        opening = Opening(
+            episode_id=f"by-hand-{number}",
+            task_id="t0",
+            group_id=None,
+            attempt=0,
+            purpose="eval",
+            deadline_at=1000.0,
+            opened_at=100.0,
+        )
+        await loop.writer.open_episode(opening)
+        await loop.writer.append_turn(make_turn(f"by-hand-{number}"))
+        if number:
+            await loop.close(f"by-hand-{number}", 0.5 * number)
+    file = tmp_path / "episodes.jsonl"
+    num_written, num_damaged = loop.reader.archive.write(file)
+    lines = [json.loads(line)["trajectory"]["episode"] for line in file.read_text().splitlines()]
+    by_hand = [line for line in lines if line["episode_id"].startswith("by-hand")]
+    assert sorted((line["episode_id"], line["reward"]["value"]) for line in by_hand) == [
+        ("by-hand-1", 0.5),
+        ("by-hand-2", 1.0),
+    ]
+    assert (num_written, num_damaged) == (len(lines), 0)
+    assert len({line["episode_id"] for line in lines}) == len(lines)
