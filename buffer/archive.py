@@ -73,8 +73,8 @@ class Archive:
                 yield _decoded(record)
 
     def episode_ids(self) -> Iterator[str]:
-        """Of every scored episode that Redis holds, as trajectories() lists them; none imported."""
-        for name in self._lists():
+        """Of every scored episode that Redis holds, and of the last 64 that failed."""
+        for name in (f"{self._prefix}failed", *self._lists()):
             with translated("listing episodes"):
                 ids: Any = self._client.lrange(name, 0, -1)
             yield from (episode_id.decode() for episode_id in ids)

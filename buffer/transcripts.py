@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import FailureKind, Outcome, Purpose, Turn
 from outloop.buffer.settings import Settings
-
-SAVED_NAME = "failed_episodes.jsonl"
-"""In the run folder: failed episodes as they were when the run was stopped because of them."""
-_MAX_SAVED = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,24 +46,22 @@ class Transcript:
 
 
 def read_transcripts(
-    reader: BufferReader, settings: Settings, run_dir: Path, *, failed: bool = False
+    reader: BufferReader, settings: Settings, *, failed: bool = False
 ) -> Iterator[Transcript]:
-    """Scored episodes that the run still holds, oldest group first; `failed`: only those.
+    """Closed episodes that the run still holds, each once; `failed`: only those that failed.
 
-    Episodes that a checkpoint contains were freed; failed ones that stopped a run were saved
-    before, and come first.
+    The last 64 that failed are always there and come first. Others are freed when a checkpoint
+    contains their group or the group is dropped.
 
     Raises:
         SettingsError: the policy's tokenizer.json cannot be read.
     """
     decode = _Decoder(settings.model.path)
-    seen = set()
-    for transcript in _saved(run_dir):
-        seen.add(transcript.episode_id)
-        yield transcript
+    seen: set[str] = set()
     for episode_id in reader.archive.episode_ids():
         if episode_id in seen:
             continue
+        seen.add(episode_id)
         found = reader.load_episode(episode_id)
         if found is None or not found.is_closed:
             continue
@@ -86,35 +78,6 @@ def read_transcripts(
         )
         if transcript.is_failed or not failed:
             yield transcript
-
-
-def save_failed(reader: BufferReader, settings: Settings, run_dir: Path) -> int:
-    """Write the failed episodes that the run holds now, at most 256, to its folder; how many.
-
-    For the end of a run that fails: the trainer's last checkpoint frees them.
-    """
-    number = 0
-    found = list(read_transcripts(reader, settings, run_dir, failed=True))[-_MAX_SAVED:]
-    if found:
-        with (run_dir / SAVED_NAME).open("w") as file:
-            for transcript in found:
-                file.write(json.dumps(asdict(transcript)) + "\n")
-                number += 1
-    return number
-
-
-def _saved(run_dir: Path) -> Iterator[Transcript]:
-    path = run_dir / SAVED_NAME
-    if not path.exists():
-        return
-    with path.open() as file:
-        for line in file:
-            row: dict[str, Any] = json.loads(line)
-            turns = (
-                TurnText(**{**turn, "policy_versions": tuple(turn["policy_versions"])})
-                for turn in row["turns"]
-            )
-            yield Transcript(**{**row, "turns": tuple(turns)})
 
 
 class _Decoder:

@@ -296,6 +296,7 @@ class BufferWriter:
             "" if reward is None else repr(float(reward.value)),
             (failure_kind or "infrastructure") if is_lost and failure_kind != "agent" else "",
             int(failure_kind == "infrastructure"),
+            int(failure_kind in ("agent", "environment")),
             what=f"closing episode_id={episode_id}",
         )
         return CloseResult(counted=bool(counted), sealed_group=sealed.decode() or None)

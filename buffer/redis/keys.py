@@ -100,6 +100,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("episode:EPISODE", "hash", _HOUR_AFTER, "open", "opening, closure, reward, turn index"),
     KeySpec("episode:EPISODE:turns", "list", "until its end", "append_turn", "turns in order"),
     KeySpec("replaced_tasks", "zset", _RUN, "scripts", "tasks by number of lost attempts"),
+    KeySpec("failed", "list", _RUN, "close", "the last 64 episodes that failed, kept with turns"),
     KeySpec("dead", "list", _RUN, "scripts", "groups dropped as failed or malformed, the last 256"),
     KeySpec("dead:GROUP", "hash", _LETTER, "scripts", "why it was dropped, slot, task, tallies"),
     KeySpec("dead:GROUP:episodes", "list", "16 letters", "scripts", "its scored episode ids"),

@@ -20,12 +20,14 @@ from rich.table import Table
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "train/reward_mean", ".3f"),
     ("signal", "train/groups_with_signal_share", ".2f"),
+    ("failed", "train/failed_share", ".2f"),
     ("staleness", "train/staleness_mean", ".2f"),
     ("tokens/s", "train/tokens_per_s", ".0f"),
     ("logprob gap", "train/logprob_gap_mean", ".1e"),
     ("loss", "train/loss", ".4f"),
     ("step s", "train/step_s", ".1f"),
 )
+_ONLY_ABOVE_ZERO = frozenset({"train/failed_share"})
 _NUM_ROWS = 10
 
 
@@ -130,7 +132,7 @@ class RunProgress:
         table = Table(box=None, pad_edge=False)
         table.add_column("step", justify="right")
         shown = self._rows[-_NUM_ROWS:]
-        columns = [c for c in _COLUMNS if any(row.get(c[1]) is not None for row in shown)]
+        columns = [c for c in _COLUMNS if any(_is_shown(row, c[1]) for row in shown)]
         for heading, _, _ in columns:
             table.add_column(heading, justify="right")
         for row in shown:
@@ -143,6 +145,11 @@ def _without_digits(text: str) -> str:
     return "".join(character for character in text if not character.isdigit())
 
 
+def _is_shown(row: Mapping[str, Any], name: str) -> bool:
+    value = row.get(name)
+    return value is not None and (value > 0 or name not in _ONLY_ABOVE_ZERO)
+
+
 def _cell(row: Mapping[str, Any], name: str, form: str) -> str:
     value = row.get(name)
     return "-" if value is None else format(value, form)
@@ -152,6 +159,6 @@ def _line(row: Mapping[str, Any]) -> str:
     cells = [
         f"{heading} {_cell(row, name, form)}"
         for heading, name, form in _COLUMNS
-        if row.get(name) is not None
+        if _is_shown(row, name)
     ]
     return f"step {row['step']}: " + "  ".join(cells)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -27,7 +27,6 @@ from outloop.buffer.errors import (
     RANK_KILLED_EXIT_CODE,
     BufferUnavailable,
     DeadlineExceeded,
-    OutloopError,
     PartFailed,
     SettingsError,
 )
@@ -36,7 +35,6 @@ from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.run import Run, create_run, make_run_folder
 from outloop.buffer.settings import Settings
 from outloop.buffer.settings.recipes import recipe_sentence
-from outloop.buffer.transcripts import save_failed
 from outloop.engine.launch.child_process import PartProcess, part_command
 from outloop.engine.launch.console import RunProgress
 from outloop.engine.launch.cpu_usage import CpuUsage
@@ -402,7 +400,7 @@ def train(settings: Settings, *, stop: threading.Event, console: Console) -> int
         launcher.start("trainer", "trainer")
         for index in range(settings.env.num_runners):
             launcher.start(f"runner-{index}", "runner")
-        with progress, keeping_failed(launcher):
+        with progress:
             while launcher.parts["trainer"].exit_code != 0 and not stop.is_set():
                 launcher.check()
                 launcher.sample_usage()
@@ -422,17 +420,6 @@ def train(settings: Settings, *, stop: threading.Event, console: Console) -> int
     if picture is not None:
         console.print(f"curve {picture}", highlight=False, soft_wrap=True)
     return 0
-
-
-@contextmanager
-def keeping_failed(launcher: Launcher) -> Iterator[None]:
-    """When the run fails, save its failed episodes before a last checkpoint frees them."""
-    try:
-        yield
-    except (SettingsError, PartFailed):
-        with suppress(OutloopError):
-            save_failed(launcher.reader, launcher.run.settings, launcher.run.dir)
-        raise
 
 
 def serve(

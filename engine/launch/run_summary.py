@@ -33,6 +33,8 @@ class Curve:
     rewards: tuple[float, ...]
     """Empty for SFT."""
     losses: tuple[float, ...]
+    failed_shares: tuple[float, ...]
+    """Of the episodes of each step; empty for SFT."""
     sampled: tuple[EvalPoint, ...]
     greedy: tuple[EvalPoint, ...]
 
@@ -60,6 +62,11 @@ def read_curve(run_dir: Path) -> Curve:
     return Curve(
         steps=tuple(row["step"] for row in trained),
         rewards=tuple(row["train/reward_mean"] for row in rewarded),
+        failed_shares=tuple(
+            row["train/failed_share"]
+            for row in trained
+            if row.get("train/failed_share") is not None
+        ),
         losses=tuple(row["train/loss"] for row in trained if row["train/loss"] is not None),
         sampled=_points(rows, "sampled"),
         greedy=_points(rows, "greedy"),
@@ -67,15 +74,15 @@ def read_curve(run_dir: Path) -> Curve:
 
 
 def result_table(run_dir: Path) -> Table:
-    """First and last evaluation and training reward of a run."""
+    """First and last evaluation and training reward of a run; of training, means of ten steps."""
     curve = read_curve(run_dir)
     table = Table(title=f"run {run_dir.name}")
     for heading in ("", "first", "last"):
         table.add_column(heading, justify="left" if not heading else "right")
     if curve.rewards:
-        table.add_row(
-            "training reward (T of the run)", f"{curve.rewards[0]:.3f}", f"{curve.rewards[-1]:.3f}"
-        )
+        table.add_row("training reward, sampled", *_ends(curve.rewards))
+        if any(curve.failed_shares):
+            table.add_row("share of failed episodes", *_ends(curve.failed_shares))
     elif curve.losses:
         table.add_row("training loss", f"{curve.losses[0]:.3f}", f"{curve.losses[-1]:.3f}")
     for name, points in (("evaluation, sampled", curve.sampled), ("greedy", curve.greedy)):
@@ -88,6 +95,13 @@ def result_table(run_dir: Path) -> Table:
             )
     table.add_row("steps", "", str(curve.steps[-1] if curve.steps else 0))
     return table
+
+
+def _ends(values: Sequence[float]) -> tuple[str, str]:
+    """Means of the first and of the last steps, ten or a quarter of them."""
+    number = min(10, max(1, len(values) // 4))
+    first, last = values[:number], values[-number:]
+    return f"{sum(first) / number:.3f}", f"{sum(last) / number:.3f}"
 
 
 def draw_curve(run_dir: Path) -> Path | None:

@@ -86,9 +86,10 @@ class Run:
         return read_metrics(self.folder)
 
     def episodes(self, *, failed: bool = False) -> list[Transcript]:
-        """Scored episodes that the run still holds, as text; `failed`: only those that failed.
+        """Closed episodes that the run still holds, as text; `failed`: only those that failed.
 
-        Episodes that a checkpoint contains were freed; failed ones that stopped the run are kept.
+        The last 64 that failed are always there; others until a checkpoint contains their group or
+        the group is dropped.
 
         Raises:
             SettingsError: the policy's tokenizer is not where the settings say.
@@ -98,7 +99,7 @@ class Run:
         from outloop.buffer.transcripts import read_transcripts
 
         with joined(self.folder) as reader:
-            return list(read_transcripts(reader, self.settings, self.folder, failed=failed))
+            return list(read_transcripts(reader, self.settings, failed=failed))
 
     def curve(self) -> Path | None:
         """Draw the learning curve so far; the picture, None without points or matplotlib."""

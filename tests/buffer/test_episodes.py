@@ -272,3 +272,30 @@ async def test_an_evaluation_episode_may_be_opened_by_anybody(
     await loop.writer.open_episode(replace(opening, episode_id="own-2"))
     assert not (await loop.close("own-2", None, failure_kind="infrastructure")).counted
     assert (await loop.writer.load_episode("own-2")).is_closed
+
+
+async def test_the_last_failed_episodes_stay(
+    start: Callable[..., Any], make_turn: Callable[..., Turn]
+) -> None:
+    """With their turns, though their groups are gone; older ones make room."""
+    loop = await start(
+        num_tasks=40, buffer__max_staleness=1000, buffer__group_size=2, trainer__groups_per_step=40
+    )
+    failed = []
+    while len(failed) < 70:
+        for claim in (await loop.claim(10)).claims:
+            episode_id = await loop.open(claim)
+            await loop.writer.append_turn(make_turn(episode_id))
+            await loop.close(
+                episode_id, None, outcome="failed", failure_kind="agent", error="KeyError: 'x'"
+            )
+            failed.append(episode_id)
+    leases = loop.take(len(failed) // 2)
+    assert leases
+    for lease in leases:
+        loop.reader.drop(lease.group.group_id, "no_signal", fence=loop.fence)
+    kept = list(loop.reader.archive.episode_ids())
+    assert kept == failed[-64:]
+    assert len(loop.reader.load_episode(failed[-1]).turns) == 1
+    assert loop.reader.load_episode(failed[-1]).error == "KeyError: 'x'"
+    assert loop.reader.load_episode(failed[0]).turns == ()

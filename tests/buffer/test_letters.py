@@ -88,7 +88,14 @@ async def test_a_discarded_letter_frees_its_data(
         loop.reader.dead_letters.read(group_id)
     client = loop.reader._client
     names = list(client.scan_iter(match=f"{loop.reader._prefix}*", count=1000))
-    own = [name for name in names if b"episode:" in name or b"group:g0" in name]
+    # The last episodes that failed stay for whoever asks why.
+    failed = client.lrange(f"{loop.reader._prefix}failed", 0, -1)
+    own = [
+        name
+        for name in names
+        if (b"episode:" in name or b"group:g0" in name)
+        and not any(episode_id in name for episode_id in failed)
+    ]
     assert not [name for name in names if b"dead" in name]
     assert all(client.pttl(name) > 0 for name in own)
     assert loop.reader.stats()["buffer/slots_to_replay"] == 0

@@ -149,6 +149,24 @@ def test_progress_prints_a_line_a_step(tmp_path: Path) -> None:
     assert "step 1: reward 0.250" in text
 
 
+def test_failed_episodes_are_in_the_line_and_the_table(tmp_path: Path) -> None:
+    """A step in which none failed says nothing of it."""
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    with (
+        RunProgress(tmp_path, num_steps=2, console=console) as progress,
+        MetricsWriter(tmp_path) as writer,
+    ):
+        for step, share in ((1, 0.0), (2, 0.5)):
+            row = {"train/loss": 0.5, "train/reward_mean": 0.25, "train/failed_share": share}
+            writer.write(step, row)
+            progress.update({})
+    assert "failed" not in out.getvalue().splitlines()[0]
+    assert "failed 0.50" in out.getvalue().splitlines()[1]
+    console.print(result_table(tmp_path))
+    assert "share of failed episodes" in out.getvalue()
+
+
 def test_a_warning_is_shown_once(tmp_path: Path) -> None:
     """What a part warns of reaches the person at the terminal, and is not repeated."""
     out = io.StringIO()

@@ -78,6 +78,23 @@ def test_a_run_in_the_background_is_stopped_and_resumed(
     assert again.metrics()[-1]["step"] == num_steps + 1
 
 
+def test_failed_episodes_can_be_read(config: dict[str, dict[str, object]]) -> None:
+    """The sentence, file and line, and what the policy wrote, after the run was stopped by them."""
+    broken = {"env.rollout_function_path": "mine:broken", "trainer.num_steps": 50}
+    with pytest.raises(SettingsError, match=r"32 of the last 32 episodes failed .*mine\.py:11"):
+        outloop.train(config, settings=broken)
+    run = outloop.Run("runs/small")
+    failed = run.episodes(failed=True)
+    assert len(failed) >= 16
+    for episode in failed:
+        assert episode.error.startswith("KeyError: 'answer' at ")
+        assert episode.error.endswith("mine.py:11")
+        assert episode.reward == 0.0
+        (turn,) = episode.turns
+        assert "+" in turn.prompt
+        assert turn.output
+
+
 def test_a_policy_is_served(config: dict[str, dict[str, object]]) -> None:
     """Inside `with` an episode is opened and called; afterwards nothing answers."""
     del config["env"]

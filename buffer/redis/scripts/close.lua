@@ -3,7 +3,7 @@
 -- ARGV[2]  episode_id   ARGV[3] idempotency key   ARGV[4] closure record, reward included
 -- ARGV[5]  reward record or ''   ARGV[6] its value or ''
 -- ARGV[7]  failure kind if the attempt must not count without a reward, else ''
--- ARGV[8]  1 if the attempt must not count at all
+-- ARGV[8]  1 if the attempt must not count at all   ARGV[9] 1 if the agent or its environment failed
 -- Returns  {'ok', 1 if it counted else 0, sealed group_id or ''}; not_found; conflict: the key closed
 --          it with another content; gone: it was closed under another key.
 -- Keeps    an attempt is scored, replaced or still waiting for its reward, and only one of these;
@@ -29,6 +29,7 @@ end
 local bound = redis.call('HGET', ATTEMPTS, f[1]) == episode_id
 redis.call('HSET', e, 'closed', now, 'close_key', ARGV[3], 'closure', ARGV[4])
 count('closed')
+if ARGV[9] == '1' then keep_failed(episode_id) end
 if not bound then
   if ARGV[5] ~= '' then count('late_rewards') end
   return {'ok', 0, ''}

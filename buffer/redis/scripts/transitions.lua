@@ -31,6 +31,7 @@ local MIN_SCORED = 2
 local SWEEP_LIMIT = 256
 -- Dead letters kept, and how many of the newest keep their episodes.
 local MAX_LETTERS, MAX_WHOLE_LETTERS = 256, 16
+local MAX_FAILED = 64
 
 local STATE, OPEN, REPLAY = key('state'), key('open'), key('replay')
 local GROUPS, FILL, GROUP_DEADLINES = key('groups'), key('fill'), key('group_deadlines')
@@ -38,6 +39,7 @@ local READY, READY_DEPTHS, LEASES = key('ready'), key('ready_depths'), key('leas
 local ATTEMPT_DEADLINES, ATTEMPT_RUNNERS = key('attempt_deadlines'), key('attempt_runners')
 local ATTEMPT_STARTS, LEDGER = key('attempt_starts'), key('ledger')
 local RUNNERS, WAKE, DEAD = key('runners'), key('wake'), key('dead')
+local FAILED = key('failed')
 local function group_key(group_id) return prefix .. 'group:' .. group_id end
 local function eval_key(name) return prefix .. 'eval:' .. name end
 
@@ -53,14 +55,31 @@ end
 -- start with this write, which is never refused.
 local function allow_when_full() redis.call('DEL', key('nothing')) end
 
--- An episode, and those that it resumed.
+local function free_episode(e)
+  redis.call('DEL', e .. ':turns')
+  redis.call('PEXPIRE', e, RETENTION_MS)
+end
+
+-- An episode, and those that it resumed. One that failed lately is freed when others have failed.
 local function discard_episode(episode_id)
   repeat
     local e = episode_key(episode_id)
-    redis.call('DEL', e .. ':turns')
-    redis.call('PEXPIRE', e, RETENTION_MS)
+    if redis.call('HEXISTS', e, 'kept') == 1 then
+      redis.call('HSET', e, 'freed', 1)
+    else
+      free_episode(e)
+    end
     episode_id = redis.call('HGET', e, 'resumes')
   until not episode_id
+end
+
+-- The last episodes that failed are there for somebody to look at, whatever becomes of their groups.
+local function keep_failed(episode_id)
+  redis.call('HSET', episode_key(episode_id), 'kept', 1)
+  if redis.call('RPUSH', FAILED, episode_id) <= MAX_FAILED then return end
+  local e = episode_key(redis.call('LPOP', FAILED))
+  redis.call('HDEL', e, 'kept')
+  if redis.call('HEXISTS', e, 'freed') == 1 then free_episode(e) end
 end
 
 local function resumable_key(group_id) return group_key(group_id) .. ':resumable' end

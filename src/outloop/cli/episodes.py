@@ -25,8 +25,8 @@ _MAX_CHARS = 300
 def episodes(run_dir: Path, failed: bool, limit: int, full: bool, as_json: bool) -> None:
     """List episodes with what was asked, answered and scored, and why they failed.
 
-    Episodes that a checkpoint contains were freed and are not among them; failed episodes that
-    stopped a run are kept in its folder.
+    The last 64 episodes that failed are always there. Others are freed when a checkpoint contains
+    their group, or the group is dropped.
     """
     from dataclasses import asdict
 
