@@ -1,8 +1,10 @@
 """Buckets broadcast to all servers at once, over a group that publisher and servers join.
 
 Owns: who is a member, rebuilding without those that fail. Does not own: the group itself (group),
-the pipeline (transports). Invariant: a bucket counts as taken only by servers that answered for it;
-a member that is dead, hangs or never joins costs the others one deadline, then is left out.
+the pipeline (transports). Invariant: every wait has a deadline; a member that is dead, hangs or
+never joins costs the others one, then is left out. Over gloo a bucket counts as taken only by
+servers that answered for it. Over NCCL SGLang answers before a byte came, so an answer says nothing
+(verification does), and a broadcast that breaks costs every member.
 """
 
 from __future__ import annotations
@@ -11,17 +13,29 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
 
-from outloop.buffer.errors import DeadlineExceeded, OutloopError, ServerUnavailable
+from outloop.buffer.errors import (
+    DeadlineExceeded,
+    OutloopError,
+    PublishFailed,
+    ServerUnavailable,
+)
 from outloop.engine.publish.buckets.pipeline import Filled
 from outloop.engine.publish.buckets.plan import PACKED
 from outloop.engine.publish.server_client import ServerClient
 from outloop.engine.publish.server_fanout import Action, error_of
-from outloop.engine.publish.transports.process_group import Backend, Group, Rendezvous, join_group
+from outloop.engine.publish.transports.process_group import (
+    Backend,
+    Group,
+    Rendezvous,
+    in_thread,
+    join_group,
+)
 
 _GONE = (DeadlineExceeded, ServerUnavailable)
 _LEAVE_TIMEOUT_S = 2.0
@@ -60,11 +74,10 @@ class GroupSender:
         """(server_id, url) in the order of their ranks, which begin with 1."""
         self._name = ""
         self._numbers = itertools.count()
-        # Leaving a broken group blocks until what is under way in it has run out.
-        self._pool = ThreadPoolExecutor(4, thread_name_prefix="publish-group")
         self._bucket: Filled | None = None
         self._posts: dict[str, Future[None]] = {}
         self._cast: Future[None] | None = None
+        self._cast_until = 0.0
 
     def connect(self, fanout: Servers) -> None:
         """Have a group of exactly the servers that are left.
@@ -90,9 +103,9 @@ class GroupSender:
 
         self._posts = fanout.start(post, [server_id for server_id, _ in self._members])
         # Sooner than the servers' answers are given up, so that those that wait for others answer.
-        self._cast = self._pool.submit(
-            group.broadcast, bucket.content, timeout_s=fanout.timeout_s / 2
-        )
+        half_s = fanout.timeout_s / 2
+        self._cast = in_thread(lambda: group.broadcast(bucket.content, timeout_s=half_s))
+        self._cast_until = time.monotonic() + fanout.timeout_s
 
     def finish(self, fanout: Servers) -> None:
         """Wait until every server has answered; broadcast again without those that cannot.
@@ -111,6 +124,8 @@ class GroupSender:
                 if errors:
                     self._rebuild(fanout)
                 return
+            if self._backend == "nccl":
+                self._fail_all(fanout)
             if not gone:
                 self._send_one_by_one(fanout, self._bucket)
                 self._rebuild(fanout)
@@ -118,35 +133,59 @@ class GroupSender:
             self._rebuild(fanout)
             self.start(fanout, self._bucket)
 
+    def _fail_all(self, fanout: Servers) -> None:
+        """After a break over NCCL no answer counts, and nobody can be sent to by the next group.
+
+        A server of SGLang answers when its kernel is queued, before a byte came; a kernel that
+        waits for what will not come holds its stream until a timeout of its own.
+
+        Raises:
+            PublishFailed: always.
+        """
+        for server_id in fanout.left:
+            fanout.fail(
+                server_id,
+                "bucket",
+                "the NCCL broadcast broke; it may wait in it until its own timeout, and is to be "
+                "started anew",
+            )
+        fanout.require_some()
+
     def close(self) -> None:
         """Leave the group, and tell its members."""
         for server_id, url in self._members:
             self._tell_to_leave(server_id, url)
         self._leave()
-        self._pool.shutdown(wait=False)
 
     def forget(self) -> None:
         """Leave the group without a word to its members."""
         self._members = ()
         self._leave()
-        self._pool.shutdown(wait=False)
 
     def _settle(self, fanout: Servers) -> tuple[bool, dict[str, OutloopError]]:
         """Whether the broadcast broke, and how it failed on servers."""
         assert self._cast is not None
         cast, posts = self._cast, self._posts
-        wait([cast, *posts.values()], return_when=FIRST_EXCEPTION)
+        left_s = max(0.0, self._cast_until - time.monotonic())
+        wait([cast, *posts.values()], timeout=left_s, return_when=FIRST_EXCEPTION)
         # One that failed takes no part any more; its leaving frees those that wait for it.
         failed = [server_id for server_id, f in posts.items() if f.done() and error_of(f)]
         for server_id in failed:
             self._tell_to_leave(server_id, fanout.url_of(server_id))
-        error = error_of(cast)
+        error = self._error_of_cast(cast)
         is_broken = error is not None
         if is_broken:
             _log.warning("broadcast_broke", error=str(error))
             self._leave()
         found = {server_id: error_of(future) for server_id, future in posts.items()}
         return is_broken, {server_id: error for server_id, error in found.items() if error}
+
+    def _error_of_cast(self, cast: Future[None]) -> OutloopError | None:
+        """How the broadcast failed; one that does not end by its deadline is left to its thread."""
+        left_s = max(0.0, self._cast_until - time.monotonic())
+        if not wait([cast], timeout=left_s).done:
+            return PublishFailed("the broadcast did not end by its deadline; it is given up")
+        return error_of(cast)
 
     def _send_one_by_one(self, fanout: Servers, bucket: Filled) -> None:
         """Find out who breaks a group in which all answer: each alone gets the bucket, or fails."""
@@ -194,15 +233,17 @@ class GroupSender:
 
         began_at, half_s = time.monotonic(), fanout.timeout_s / 2
         posts = fanout.start(post, chosen)
-        own = self._pool.submit(
-            join_group,
-            host,
-            port,
-            rank=0,
-            world_size=world_size,
-            name=name,
-            backend=self._backend,
-            timeout_s=half_s,
+        own = in_thread(
+            partial(
+                join_group,
+                host,
+                port,
+                rank=0,
+                world_size=world_size,
+                name=name,
+                backend=self._backend,
+                timeout_s=half_s,
+            )
         )
         pending: list[Future[Any]] = [own, *posts.values()]
         wait(pending, return_when=FIRST_EXCEPTION)
@@ -265,4 +306,5 @@ class GroupSender:
             self._rendezvous.close()
             self._rendezvous = None
         if group is not None:
-            self._pool.submit(group.close)
+            # Leaving a broken group blocks until what is under way in it has run out.
+            in_thread(group.close)

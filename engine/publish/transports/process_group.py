@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 import os
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -22,12 +25,24 @@ from torch.distributed import ProcessGroupGloo
 
 from outloop.buffer.errors import PublishFailed
 
+Result = TypeVar("Result")
 Backend = Literal["gloo", "nccl"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 _DEVICE_OF: dict[Backend, str] = {"gloo": "cpu", "nccl": "cuda"}
 _LOCAL_ADDRESS = "127.0.0.1"
 _NUM_GLOO_THREADS = 2
 _CONNECT_TIMEOUT_S = 10.0
+_NCCL_ENVIRONMENT = {
+    # After an error the communicator is given up; by default the process would end with it.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    # Giving it up would wait for a minute for a dump that nobody reads,
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # and end the process if that took longer.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""What torch reads when it makes a group, and only then: the trainer's own groups keep theirs."""
+_NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+"""Seconds, read once in a process: how long calls of communicators that do not block may take."""
 
 
 class Rendezvous:
@@ -108,11 +123,14 @@ class Group:
         finally:
             # It keeps the connections open, on which others wait, and an error keeps its frame.
             work = None
-        raise PublishFailed(f"the broadcast of {len(content)} bytes failed: {reason}")
+        raise PublishFailed(f"the broadcast of {len(content)} bytes failed: {_remedied(reason)}")
 
     def close(self) -> None:
         """Leave; members that wait for this one fail. May take as long as what is under way."""
-        self._members = None
+        members, self._members = self._members, None
+        if members is not None and self.device_type == "cuda":
+            # Destruction would wait too, and keep every other thread from running meanwhile.
+            members.abort()
 
 
 def join_group(
@@ -158,13 +176,57 @@ def _join(
 
         nccl = ProcessGroupNCCL.Options()
         nccl._timeout = timeout
-        return ProcessGroupNCCL(store, rank, world_size, nccl)
+        # The communicator is made in the first broadcast: one that blocks would have no deadline.
+        nccl.config.blocking = 0
+        seconds = str(max(1, math.ceil(timeout.total_seconds())))
+        os.environ.setdefault(_NONBLOCKING_TIMEOUT, seconds)
+        with _environment(_NCCL_ENVIRONMENT):
+            return ProcessGroupNCCL(store, rank, world_size, nccl)
     gloo_type: Any = ProcessGroupGloo
     gloo = gloo_type._Options()
     gloo._timeout = timeout
     gloo._threads = _NUM_GLOO_THREADS
     gloo._devices = [gloo_type.create_device(hostname=address)]
     return gloo_type(store, rank, world_size, gloo)
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables that hold while a group is made."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _remedied(reason: str) -> str:
+    """An error of NCCL, with what to do where that is known."""
+    if "mismatched nccl version" in reason.lower():
+        return (
+            f"{reason}; trainer and servers need the same release of NCCL: "
+            "see `outloop doctor`, or set another publish.transport"
+        )
+    return reason
+
+
+def in_thread(function: Callable[[], Result]) -> Future[Result]:
+    """Run `function` in a thread of its own that does not keep the process alive."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except Exception as error:  # noqa: BLE001 - handed to whoever waits for the future
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="publish-group", daemon=True).start()
+    return future
 
 
 def _prefixes(name: str, backend: Backend) -> tuple[str, str, str]:

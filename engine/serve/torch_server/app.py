@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from torch import Tensor
 
 from outloop.engine.publish.flattened_bucket import PayloadRefused, read_bucket
+from outloop.engine.publish.transports.process_group import in_thread
 from outloop.engine.serve.torch_server.generate import GenerateEndpoint
 from outloop.engine.serve.torch_server.scheduler import Engine
 from outloop.engine.serve.torch_server.schemas import (
@@ -34,7 +35,7 @@ from outloop.engine.serve.torch_server.schemas import (
     VersionBody,
 )
 from outloop.engine.serve.torch_server.weight_update import UpdateRefused
-from outloop.engine.serve.torch_server.weight_update_groups import UpdateGroups, in_thread
+from outloop.engine.serve.torch_server.weight_update_groups import UpdateGroups
 from outloop.engine.serve.torch_server.weights import WeightsRefused
 
 PURPOSE = "outloop's torch server: for laptops and tests. Use SGLang to serve at speed."

@@ -7,10 +7,7 @@ group that failed is left only when it is destroyed.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +20,6 @@ from outloop.engine.serve.torch_server.weight_update import UpdateRefused
 
 _TIMEOUT_S = 300.0
 """A publisher that ends frees its members at once; this is for one that does not."""
-_T = TypeVar("_T")
 
 
 class UpdateGroups:
@@ -99,20 +95,6 @@ class UpdateGroups:
             )
             for place in bucket
         ]
-
-
-def in_thread(function: Callable[[], _T]) -> Future[_T]:
-    """Run `function` in a thread of its own that does not keep the process alive."""
-    future: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except Exception as error:  # noqa: BLE001 - handed to whoever waits for the future
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="torch-server-group", daemon=True).start()
-    return future
 
 
 def lay_out(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[list[int]]) -> Bucket:

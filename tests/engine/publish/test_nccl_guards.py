@@ -1,0 +1,154 @@
+"""What keeps a broken NCCL group from ending or holding the trainer; shown without a GPU.
+
+torch without CUDA has no NCCL: a stand-in records how a group is made. The same group breaks for
+real in `make gpu-check`.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from outloop.buffer.errors import PublishFailed
+from outloop.engine.publish.buckets.pipeline import Filled
+from outloop.engine.publish.buckets.plan import PACKED, TensorSpec, plan_buckets
+from outloop.engine.publish.transports import broadcast
+from outloop.engine.publish.transports.broadcast import GroupSender
+from outloop.engine.publish.transports.process_group import Rendezvous, join_group
+
+GUARDED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+PHASE_S = 0.4
+
+
+class _Nccl:
+    """torch.distributed.ProcessGroupNCCL, as far as joining and leaving go."""
+
+    made: ClassVar[list["_Nccl"]] = []
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(blocking=1)
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.environment = {name: os.environ.get(name) for name in GUARDED}
+        self.blocking = options.config.blocking
+        self.is_aborted = False
+        self.made.append(self)
+
+    def broadcast(self, tensors: Any, options: Any) -> Any:
+        raise RuntimeError("NCCL WARN Mismatched NCCL version detected : rank 0 22907 rank 1 23007")
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_a_group_of_nccl_does_not_block_and_does_not_end_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Communicators that do not block, errors that only clean up; for this group alone."""
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", _Nccl, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
+    # Kept by the process, which reads it once.
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "7")
+    rendezvous = Rendezvous("127.0.0.1")
+    group = join_group(
+        "127.0.0.1",
+        rendezvous.port,
+        rank=0,
+        world_size=2,
+        name="g",
+        backend="nccl",
+        timeout_s=5.0,
+    )
+    (made,) = _Nccl.made
+    assert made.blocking == 0
+    assert made.environment == {GUARDED[0]: "2", GUARDED[1]: "0"}
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
+    assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ
+    with pytest.raises(PublishFailed, match="same release of NCCL: see `outloop doctor`"):
+        group.broadcast(torch.zeros(4, dtype=torch.uint8), timeout_s=1.0)
+    group.close()
+    assert made.is_aborted
+    rendezvous.close()
+
+
+class _Stuck:
+    """A group whose broadcast never ends, as NCCL's did in making a communicator."""
+
+    def __init__(self, until: threading.Event) -> None:
+        self.num_broadcasts = 0
+        self._until = until
+
+    def broadcast(self, content: torch.Tensor, *, timeout_s: float) -> None:
+        self.num_broadcasts += 1
+        self._until.wait(60.0)
+
+    def close(self) -> None:
+        """Blocks too."""
+        self._until.wait(60.0)
+
+
+class _Answering:
+    """Servers that answer everything at once."""
+
+    timeout_s = PHASE_S
+
+    def __init__(self) -> None:
+        self.failed: dict[str, str] = {}
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        return tuple(name for name in ("a", "b") if name not in self.failed)
+
+    def url_of(self, server_id: str) -> str:
+        return "http://127.0.0.1:9"
+
+    def start(self, action: Any, only: Sequence[str] | None = None) -> dict[str, Future[None]]:
+        answers: dict[str, Future[None]] = {name: Future() for name in only or self.left}
+        for answer in answers.values():
+            answer.set_result(None)
+        return answers
+
+    def fail(self, server_id: str, phase: str, error: str) -> None:
+        self.failed[server_id] = error
+
+    def require_some(self) -> None:
+        if not self.left:
+            raise PublishFailed("no server is left")
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Stuck]:
+    """What every joining gives."""
+    until = threading.Event()
+    group = _Stuck(until)
+    monkeypatch.setattr(broadcast, "join_group", lambda *args, **kwargs: group)
+    yield group
+    until.set()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_broadcast_that_never_ends_costs_its_deadline(stuck: _Stuck, backend: Any) -> None:
+    """Over NCCL every member is given up at once; over gloo each is tried alone, then given up."""
+    servers = _Answering()
+    sender = GroupSender(host="127.0.0.1", backend=backend)
+    sender.connect(servers)
+    spec = TensorSpec(name="t", shape=(4,), dtype=torch.float32)
+    (bucket,) = plan_buckets([spec], 64, PACKED)
+    began_at = time.monotonic()
+    sender.start(servers, Filled(torch.zeros(16, dtype=torch.uint8), bucket))
+    with pytest.raises(PublishFailed):
+        sender.finish(servers)
+    assert time.monotonic() - began_at < 20 * PHASE_S
+    assert sorted(servers.failed) == ["a", "b"]
+    assert stuck.num_broadcasts == (1 if backend == "nccl" else 3)
+    if backend == "nccl":
+        assert "to be started anew" in servers.failed["a"]
+    sender.close()
