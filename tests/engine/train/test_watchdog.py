@@ -122,10 +122,10 @@ def test_a_process_that_hangs_ends_with_the_sentence(tmp_path: Path) -> None:
     program = (
         "import sys, threading\n"
         "from pathlib import Path\n"
-        "from outloop.cli import _end_hanging\n"
+        "from outloop.cli.trainer import end_process\n"
         "from outloop.engine.train.ranks.watchdog import Watchdog\n"
         "watchdog = Watchdog(Path(sys.argv[1]), rank=0, num_ranks=1, hang_timeout_s=0.2,\n"
-        "                    on_hang=_end_hanging)\n"
+        "                    on_hang=end_process)\n"
         "watchdog.progress('publish')\n"
         "threading.Event().wait()\n"
     )
