@@ -8,6 +8,8 @@ run's cannot load it.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import secrets
@@ -28,6 +30,15 @@ class RunKeys:
     admin_key: str
     episode_secret: str
 
+    @property
+    def server_key(self) -> str:
+        """What the run's own servers want as a bearer token.
+
+        Derived, so that the keys of a run that was begun before servers had one need no change.
+        """
+        digest = hmac.new(self.episode_secret.encode(), b"outloop server key", hashlib.sha256)
+        return f"ol-server-{digest.hexdigest()}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
@@ -39,6 +50,20 @@ class Run:
     redis_url: str = field(repr=False)
     """redis://host:port/db or unix:///path/to/socket, with the password and the files of TLS."""
     keys: RunKeys = field(repr=False)
+
+    @property
+    def server_key(self) -> str | None:
+        """What this run's servers are called with; None for attached servers without a key.
+
+        Raises:
+            SettingsError: server.api_key_file cannot be read.
+        """
+        server = self.settings.server
+        if server.num_servers:
+            return self.keys.server_key
+        if server.api_key_file is None:
+            return None
+        return read_secret(server.api_key_file, "server.api_key_file")
 
     @property
     def redis_address(self) -> str:

@@ -95,6 +95,7 @@ class Parts:
                 self.pool,
                 timeout_s=turn_s,
                 may_mix_versions=settings.buffer.max_staleness > 0,
+                server_key=run.server_key,
             ),
             self.metrics,
             self.peers,

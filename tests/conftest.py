@@ -151,6 +151,7 @@ def start_torch_server() -> Iterator[Callable[..., ServerThread]]:
         is_stream_incremental: bool = False,
         max_context_tokens: int = 512,
         port: int = 0,
+        key: str | None = None,
         **server: Any,
     ) -> ServerThread:
         tree = {
@@ -165,6 +166,7 @@ def start_torch_server() -> Iterator[Callable[..., ServerThread]]:
             build_settings(tree, source="test"),
             is_stream_incremental=is_stream_incremental,
             port=port,
+            key=key,
         )
         thread = ServerThread(serve, timeout_s=30)
         started.append(thread)
@@ -180,7 +182,9 @@ def start_sglang_server() -> Iterator[Callable[..., ServerThread]]:
     """`start_sglang_server(folder, max_context_tokens=512, ...)`: real SGLang on the CPU."""
     started: list[ServerThread] = []
 
-    def start(folder: Path, *, max_context_tokens: int = 512, **server: Any) -> ServerThread:
+    def start(
+        folder: Path, *, max_context_tokens: int = 512, key: str | None = None, **server: Any
+    ) -> ServerThread:
         from outloop.buffer.settings import build_settings
         from outloop.engine.serve.sglang.process import serve_sglang
 
@@ -188,7 +192,7 @@ def start_sglang_server() -> Iterator[Callable[..., ServerThread]]:
             "model": {"path": str(folder), "max_context_tokens": max_context_tokens},
             "server": {"kind": "sglang", "start_timeout_s": SGLANG_TIMEOUT_S, **server},
         }
-        serve = partial(serve_sglang, build_settings(tree, source="test"))
+        serve = partial(serve_sglang, build_settings(tree, source="test"), key=key)
         thread = ServerThread(serve, timeout_s=SGLANG_TIMEOUT_S + 10)
         started.append(thread)
         return thread

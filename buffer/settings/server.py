@@ -24,6 +24,8 @@ _SGLANG_OWNED = {
     "tensor_parallel_size": "server.tensor_parallel_size",
     "max_running_requests": "server.max_running_requests",
     "weight_version": "the publisher",
+    "api_key": "the run's keys",
+    "admin_api_key": "the run's keys",
 }
 """SGLang's arguments that have a setting of ours, and which."""
 _SGLANG_EXPERT_RANKS = ("ep_size", "expert_parallel_size", "ep")
@@ -39,6 +41,9 @@ class ServerSettings(BaseModel):
     """0: attach to `urls`."""
     urls: tuple[str, ...] = ()
     """Servers that somebody else started; they are trusted with weights."""
+    api_key_file: Path | None = None
+    """The key that the servers at `urls` want as a bearer token, if they want one. Servers of
+    `num_servers` have a key of the run."""
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
     """Of the first server, the next ones count up; 0: any free port."""
@@ -76,6 +81,12 @@ class ServerSettings(BaseModel):
                 "server.sglang and server.tensor_parallel_size are SGLang's; "
                 'set server.kind to "sglang", or leave them out'
             )
+        if self.api_key_file is not None and self.num_servers:
+            raise ValueError(
+                f"server.api_key_file={str(self.api_key_file)!r} with server.num_servers="
+                f"{self.num_servers}: these servers have a key of the run; leave the file out, or "
+                "attach to server.urls with server.num_servers = 0"
+            )
         keys = {key.replace("-", "_") for key in self.sglang}
         is_on_gpu = self.kind == "sglang" and self.device.startswith("cuda")
         if is_on_gpu and self.dtype == "float32" and "attention_backend" not in keys:
@@ -83,6 +94,11 @@ class ServerSettings(BaseModel):
                 'server.dtype="float32" with server.kind="sglang" on CUDA: the attention kernels '
                 'that SGLang chooses there take 16 bit only; set server.dtype = "bfloat16", or '
                 "name a server.sglang.attention_backend that takes float32"
+            )
+        if self.sglang.get("tokenizer_worker_num", 1) != 1:
+            raise ValueError(
+                "server.sglang.tokenizer_worker_num: SGLang takes no key with several tokenizer "
+                "workers, and servers of a run have one; leave it out"
             )
         taken = sorted(keys & _SGLANG_OWNED.keys())
         if taken:

@@ -459,7 +459,7 @@ def name_weights(launcher: Launcher, timeout_s: float) -> None:
     version = launcher.reader.highest_version() + 1
     launcher.reader.announce_version(version, None)
     for entry in launcher.reader.servers():
-        client = ServerClient(entry.server_id, entry.url)
+        client = ServerClient(entry.server_id, entry.url, key=launcher.run.server_key)
         client.set_version(str(version), time.monotonic() + timeout_s)
         client.close()
         launcher.reader.set_server_version(entry.server_id, version, quarantined=False)

@@ -22,7 +22,7 @@ from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
 from outloop.engine.publish.buckets.pipeline import Fed
-from outloop.engine.publish.server_client import ServerClient
+from outloop.engine.publish.server_client import KeyRefused, ServerClient
 from outloop.engine.publish.server_fanout import Fanout, ServerResult
 from outloop.engine.publish.tensor_source import TensorSource
 from outloop.engine.publish.transports.base import Transport
@@ -86,6 +86,7 @@ class Publisher:
         settings = run.settings
         self._settings = settings
         self._registry = registry
+        self._key = run.server_key
         self._num_expected = settings.server.num_servers or len(settings.server.urls)
         self._start_timeout_s = settings.server.start_timeout_s
         self._has_published = False
@@ -125,7 +126,7 @@ class Publisher:
         """
         entries = self._wait_for_servers(on_wait)
         began_at = time.monotonic()
-        pass_of = _Passes(entries, self._registry, self._settings)
+        pass_of = _Passes(entries, self._registry, self._settings, self._key)
         holders, main, spare = self._divide(entries, policy_version)
         error: PublishFailed | None = None
         try:
@@ -134,7 +135,7 @@ class Publisher:
         except PublishFailed as failure:
             error = failure
         if self._fallback is not None and not (holders or pass_of.has_any):
-            spare = _answering(entries)
+            spare = _answering(entries, self._key)
         try:
             if self._fallback is not None and spare:
                 # Both together would hold more than two buckets.
@@ -208,10 +209,10 @@ class Publisher:
             if not entry.is_quarantined
             or now - self._silent_since.get(entry.server_id, -math.inf) > _PROBE_AGAIN_S
         ]
-        answering = _answering(asked)
+        answering = _answering(asked, self._key)
         if not answering and len(asked) < len(entries):
             asked = list(entries)
-            answering = _answering(asked)
+            answering = _answering(asked, self._key)
         for entry in asked:
             self._silent_since.pop(entry.server_id, None)
             if entry not in answering:
@@ -227,8 +228,10 @@ class _Passes:
         entries: Sequence[ServerEntry],
         registry: Registry,
         settings: Settings,
+        key: str | None,
     ) -> None:
         self._registry = registry
+        self._key = key
         self._settings = settings
         self._probe: Probe | None = None
         self._kinds = {entry.server_id: entry.kind for entry in entries}
@@ -270,7 +273,10 @@ class _Passes:
             is_gpu=settings.server.device != "cpu",
         )
         fanout = Fanout(
-            entries, phase_timeout_s=settings.publish.phase_timeout_s, on_failure=quarantine
+            entries,
+            phase_timeout_s=settings.publish.phase_timeout_s,
+            on_failure=quarantine,
+            key=self._key,
         )
         try:
             with fanout:
@@ -340,22 +346,25 @@ class _Passes:
         fanout.run("version", lambda client, deadline: client.set_version(version, deadline))
 
 
-def _answering(entries: Sequence[ServerEntry]) -> list[ServerEntry]:
+def _answering(entries: Sequence[ServerEntry], key: str | None) -> list[ServerEntry]:
     """Those that answer a probe; all are asked at once."""
     if not entries:
         return []
     with ThreadPoolExecutor(len(entries), thread_name_prefix="probe") as pool:
-        answers = list(pool.map(_answers, entries))
+        answers = list(pool.map(lambda entry: _answers(entry, key), entries))
     return [entry for entry, answers_now in zip(entries, answers, strict=True) if answers_now]
 
 
-def _answers(entry: ServerEntry) -> bool:
+def _answers(entry: ServerEntry, key: str | None) -> bool:
     try:
-        client = ServerClient(entry.server_id, entry.url)
+        client = ServerClient(entry.server_id, entry.url, key=key)
     except OutloopError:
         return False
     try:
         client.model_info(time.monotonic() + _PROBE_TIMEOUT_S)
+    except KeyRefused:
+        # It is there; the first phase says what it wants.
+        return True
     except OutloopError:
         return False
     finally:

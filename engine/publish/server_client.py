@@ -29,10 +29,15 @@ class NotServed(PublishFailed):
     """The server answered 404: its release does not have this route."""
 
 
+class KeyRefused(PublishFailed):
+    """The server wants a key, or another one."""
+
+
 class ServerClient:
     """Speaks SGLang's control routes; one thread at a time. `deadline` is in monotonic seconds."""
 
-    def __init__(self, server_id: str, url: str) -> None:
+    def __init__(self, server_id: str, url: str, *, key: str | None = None) -> None:
+        """`key`: sent as a bearer token, see `Run.server_key`."""
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ServerUnavailable(
@@ -42,6 +47,7 @@ class ServerClient:
         self.url = url
         self._connection = http.client.HTTPConnection(parts.hostname, parts.port or 80)
         self._used_at = 0.0
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def close(self) -> None:
         """Close the connection."""
@@ -223,8 +229,8 @@ class ServerClient:
             self._connection.connect()
         self._connection.sock.settimeout(_remaining(deadline))
         data = None if body is None else json.dumps(body).encode()
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        self._connection.request(method, path, data, headers)
+        content_type = {} if body is None else {"Content-Type": "application/json"}
+        self._connection.request(method, path, data, self._headers | content_type)
         response = self._connection.getresponse()
         parts: list[bytes] = []
         while True:
@@ -245,6 +251,11 @@ class ServerClient:
         text = content[:300].decode(errors="replace")
         if status == 404:
             raise NotServed(where)
+        if status in (401, 403):
+            raise KeyRefused(
+                f"{where}: it wants another key; servers of this run take the one in secrets.json, "
+                "for attached ones name the file of theirs as server.api_key_file"
+            )
         if status >= 500:
             raise ServerUnavailable(f"{where}: {text}")
         if status != 200:

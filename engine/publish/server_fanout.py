@@ -45,10 +45,12 @@ class Fanout:
         *,
         phase_timeout_s: float,
         on_failure: Callable[[str], None],
+        key: str | None = None,
     ) -> None:
+        """`key`: of the servers, see `Run.server_key`."""
         self._timeout_s = phase_timeout_s
         self._on_failure = on_failure
-        self._clients = {e.server_id: ServerClient(e.server_id, e.url) for e in entries}
+        self._clients = {e.server_id: ServerClient(e.server_id, e.url, key=key) for e in entries}
         self._kinds = {e.server_id: e.kind for e in entries}
         self._failures: dict[str, ServerResult] = {}
         self._pool = ThreadPoolExecutor(max(1, len(entries)), thread_name_prefix="publish")

@@ -31,11 +31,16 @@ async def attach(run: Run, registration: Registration, url: str, *, stop: asynci
 
     Raises:
         DeadlineExceeded: it did not answer within server.start_timeout_s.
-        SettingsError: its logprobs are not those that training needs.
+        SettingsError: its logprobs are not those that training needs, or it wants another key.
         ServerUnavailable, PublishFailed: it went away, or is no SGLang, while it was asked.
     """
+    key = run.server_key
     watch = Watch(
-        registration.server_id, url, timeout_s=_PROBE_TIMEOUT_S, max_missed=_MAX_MISSED_PROBES
+        registration.server_id,
+        url,
+        timeout_s=_PROBE_TIMEOUT_S,
+        max_missed=_MAX_MISSED_PROBES,
+        key=key,
     )
     timeout_s = run.settings.server.start_timeout_s
     deadline = time.monotonic() + timeout_s
@@ -47,7 +52,7 @@ async def attach(run: Run, registration: Registration, url: str, *, stop: asynci
             held = await watch.weight_version()
             if held is not None and not is_entered:
                 await asyncio.to_thread(
-                    check_logprobs, registration.server_id, url, timeout_s=timeout_s
+                    check_logprobs, registration.server_id, url, timeout_s=timeout_s, key=key
                 )
                 await asyncio.to_thread(registration.enter, url)
                 _log.info("server_attached", server_id=registration.server_id, url=url)

@@ -10,16 +10,19 @@ from __future__ import annotations
 import asyncio
 import time
 
-from outloop.buffer.errors import OutloopError
-from outloop.engine.publish.server_client import ServerClient
+from outloop.buffer.errors import OutloopError, SettingsError
+from outloop.engine.publish.server_client import KeyRefused, ServerClient
 
 
 class Watch:
     """Asks the server at `url` which weights it holds."""
 
-    def __init__(self, server_id: str, url: str, *, timeout_s: float, max_missed: int) -> None:
+    def __init__(
+        self, server_id: str, url: str, *, timeout_s: float, max_missed: int, key: str | None
+    ) -> None:
+        """`key`: of the server, see `Run.server_key`."""
         self.url = url
-        self._client = ServerClient(server_id, url)
+        self._client = ServerClient(server_id, url, key=key)
         self._timeout_s = timeout_s
         self._max_missed = max_missed
         self._num_missed = 0
@@ -30,7 +33,11 @@ class Watch:
         return self._num_missed >= self._max_missed
 
     async def weight_version(self) -> str | None:
-        """The version that it says it holds; None if it does not answer in time."""
+        """The version that it says it holds; None if it does not answer in time.
+
+        Raises:
+            SettingsError: it wants another key.
+        """
         version = await asyncio.to_thread(self._ask)
         self._num_missed = 0 if version is not None else self._num_missed + 1
         return version
@@ -42,6 +49,8 @@ class Watch:
     def _ask(self) -> str | None:
         try:
             info = self._client.model_info(time.monotonic() + self._timeout_s)
+        except KeyRefused as error:
+            raise SettingsError(str(error)) from error
         except OutloopError:
             return None
         return str(info.get("weight_version"))

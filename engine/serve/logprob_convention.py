@@ -28,7 +28,7 @@ _TOLERANCE = 0.1
 _log = structlog.get_logger()
 
 
-def check_logprobs(server_id: str, url: str, *, timeout_s: float) -> None:
+def check_logprobs(server_id: str, url: str, *, timeout_s: float, key: str | None = None) -> None:
     """Ask the server at T = 1 and at T = 0.5, and compare.
 
     A server that somebody left paused is told to go on, so that it can answer.
@@ -39,7 +39,7 @@ def check_logprobs(server_id: str, url: str, *, timeout_s: float) -> None:
         DeadlineExceeded: it did not answer within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
-    client = ServerClient(server_id, url)
+    client = ServerClient(server_id, url, key=key)
     try:
         client.resume(deadline)
         for prompt in _PROMPTS:

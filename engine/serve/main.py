@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Literal
@@ -83,7 +84,11 @@ async def serve(
 
     async def on_bound(url: str) -> None:
         await asyncio.to_thread(
-            check_logprobs, registration.server_id, url, timeout_s=server.start_timeout_s
+            check_logprobs,
+            registration.server_id,
+            url,
+            timeout_s=server.start_timeout_s,
+            key=run.server_key,
         )
         await asyncio.to_thread(registration.enter, url)
         on_ready(url)
@@ -91,7 +96,14 @@ async def serve(
     port = port or (server.port + index if server.port else 0)
     serve_kind = serve_sglang if server.kind == "sglang" else serve_torch
     try:
-        await serve_kind(run.settings, stop=stop, on_bound=on_bound, port=port, advertise=advertise)
+        await serve_kind(
+            run.settings,
+            stop=stop,
+            on_bound=on_bound,
+            port=port,
+            advertise=advertise,
+            key=run.server_key,
+        )
     finally:
         await asyncio.to_thread(registration.withdraw)
 
@@ -104,13 +116,23 @@ async def serve_torch(
     is_stream_incremental: bool = False,
     port: int = 0,
     advertise: str | None = None,
+    key: str | None = None,
 ) -> None:
     """A torch server of the settings' policy, without a run; `on_bound` gets its URL.
 
+    Args:
+        key: what every request but for its health must bring; None: nothing, on loopback only.
+
     Raises:
-        SettingsError: the model folder cannot be served.
+        SettingsError: the model folder cannot be served, or it would be open to other machines.
         PartFailed: the engine or the HTTP server ended by itself.
     """
+    if key is None and not _is_loopback(settings.server.host):
+        raise SettingsError(
+            f"server.host={settings.server.host!r} without a key: whoever reaches it could replace "
+            "the weights; start it as part of a run (`outloop server --run DIR`), or listen on "
+            "127.0.0.1"
+        )
     torch.set_num_threads(settings.server.num_threads)
     loop = asyncio.get_running_loop()
     engine = await asyncio.to_thread(build_engine, settings, notify=Progress(loop))
@@ -121,6 +143,7 @@ async def serve_torch(
         engine,
         model_path=str(settings.model.path),
         is_stream_incremental=is_stream_incremental,
+        key=key,
     )
     engine.start()
     try:
@@ -186,6 +209,15 @@ async def _serve_app(
         # Requests that are held would keep their connections, and with them the server.
         engine.abort(None)
         await serving
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -73,7 +73,10 @@ class Generator:
         *,
         timeout_s: float,
         may_mix_versions: bool,
+        server_key: str | None = None,
     ) -> None:
+        """`server_key`: of the servers, see `Run.server_key`."""
+        self._headers = {"Authorization": f"Bearer {server_key}"} if server_key else {}
         self._session = session
         self._links = Links()
         self._pool = pool
@@ -171,6 +174,7 @@ class Generator:
             async with self._session.post(
                 f"{server.entry.url}/abort_request",
                 json={"rid": rid},
+                headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=_CONNECT_TIMEOUT_S),
             ):
                 pass
@@ -230,7 +234,7 @@ class Generator:
                 f"{server.entry.url}/generate",
                 body,
                 timeout_s=timeout_s,
-                headers=trace,
+                headers=(*trace, *self._headers.items()),
                 on_data=events.add if events is not None else None,
             )
         finally:

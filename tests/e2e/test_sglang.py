@@ -85,14 +85,18 @@ def wait_for(what: str, is_true: Callable[[], bool], process: subprocess.Popen[s
 
 def crash(run_dir: Path) -> None:
     """Ask the run's server for an id outside the vocabulary, past the router that refuses it."""
-    reader = BufferReader.connect(load_run(run_dir))
+    run = load_run(run_dir)
+    reader = BufferReader.connect(run)
     (entry,) = reader.servers()
     reader.close()
     body = {"input_ids": [1, UNKNOWN_ID], "sampling_params": {"max_new_tokens": 4}}
     request = urllib.request.Request(
         entry.url + "/generate",
         data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
+        headers={
+            "Content-Type": "application/json",
+            "Authorization": f"Bearer {run.server_key}",
+        },
     )
     # The connection closes without an answer: that it may also be an error status is all the same.
     with pytest.raises((urllib.error.URLError, ConnectionError)):

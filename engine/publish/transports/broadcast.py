@@ -10,7 +10,7 @@ servers that answered for it. Over NCCL SGLang answers before a byte came, so an
 from __future__ import annotations
 
 import itertools
-import os
+import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -63,8 +63,14 @@ class GroupSender:
     alignment = PACKED
     is_joint = True
 
-    def __init__(self, *, host: str, backend: Backend, num_ranks: int = 1) -> None:
-        """`host` is where servers reach this process; each server joins with `num_ranks` ranks."""
+    def __init__(
+        self, *, host: str, backend: Backend, num_ranks: int = 1, key: str | None = None
+    ) -> None:
+        """`host` is where servers reach this process; each server joins with `num_ranks` ranks.
+
+        `key`: of the servers, see `Run.server_key`.
+        """
+        self._key = key
         self._num_ranks = num_ranks
         self._host = host
         self._backend: Backend = backend
@@ -216,7 +222,8 @@ class GroupSender:
         num_ranks = self._num_ranks
         rank_of = {server_id: 1 + num_ranks * index for index, server_id in enumerate(chosen)}
         world_size = 1 + num_ranks * len(chosen)
-        name = f"outloop-{os.getpid()}-{next(self._numbers)}"
+        # Servers are told the name under their key: whoever does not know it joins another group.
+        name = f"outloop-{next(self._numbers)}-{secrets.token_hex(16)}"
         rendezvous = Rendezvous(self._host)
         host, port = rendezvous.host, rendezvous.port
 
@@ -284,7 +291,7 @@ class GroupSender:
                 )
 
     def _tell_to_leave(self, server_id: str, url: str) -> None:
-        client = ServerClient(server_id, url)
+        client = ServerClient(server_id, url, key=self._key)
         try:
             client.leave_group(self._name, time.monotonic() + _LEAVE_TIMEOUT_S)
         except OutloopError as error:

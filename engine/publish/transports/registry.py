@@ -38,7 +38,13 @@ def build_transport(run: Run, name: str) -> Transport:
     elif name == "collective":
         backend: Backend = "nccl" if server.device.startswith("cuda") else "gloo"
         device = torch.device("cuda" if backend == "nccl" else "cpu")
-        join = partial(GroupSender, host=publish.host, backend=backend, num_ranks=num_ranks)
+        join = partial(
+            GroupSender,
+            host=publish.host,
+            backend=backend,
+            num_ranks=num_ranks,
+            key=run.server_key,
+        )
         # Sending to each server by itself would cost a GPU's link once per server.
         sender = join() if backend == "nccl" else GroupPerServer(join)
         staging = Staging(DeviceBuffer(device), DeviceBuffer(device))

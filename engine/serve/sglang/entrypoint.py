@@ -4,7 +4,9 @@ Owns: settings table -> command line. Does not own: the process (supervise), wha
 mean. Invariant: an argument that the installed SGLang does not know ends the process with code 2
 and a sentence, before any weight is read; with `--check` nothing is started at all.
 
-Called as `python -P start.py [--check] TABLE`, TABLE being JSON with upstream names.
+Called as `python -P entrypoint.py [--check] TABLE`, TABLE being JSON with upstream names. Without
+--check the first line of its standard input is the server's key, or empty: unlike a command line
+it can be read by nobody else.
 """
 
 from __future__ import annotations
@@ -42,8 +44,14 @@ def main(arguments: list[str]) -> None:
         except (ValueError, AssertionError, OSError, RuntimeError) as error:
             _refuse(str(error).strip() or type(error).__name__)
         return
-    sys.argv = ["sglang.launch_server", *command_line]
+    # This list is of this process alone; what `ps` shows is what it was started with.
+    sys.argv = ["sglang.launch_server", *command_line, *_keys(sys.stdin.readline().strip())]
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+
+
+def _keys(key: str) -> list[str]:
+    """One key for turns and for control: who may replace weights may sample from them."""
+    return [f"--api-key={key}", f"--admin-api-key={key}"] if key else []
 
 
 def _command_line(parser: argparse.ArgumentParser, table: dict[str, Any]) -> list[str]:

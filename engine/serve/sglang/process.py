@@ -46,8 +46,12 @@ async def serve_sglang(
     on_bound: Callable[[str], Awaitable[None]],
     port: int = 0,
     advertise: str | None = None,
+    key: str | None = None,
 ) -> None:
     """Start SGLang, call `on_bound` with its URL when it answers, and watch it until `stop`.
+
+    Args:
+        key: SGLang's api_key and admin_api_key; it is on no command line and in no environment.
 
     Raises:
         SettingsError: there is no SGLang here, or it refuses its arguments.
@@ -55,11 +59,11 @@ async def serve_sglang(
         PartFailed: it ended by itself, or no longer answers.
     """
     if port:
-        await _serve_at(port, settings, stop, on_bound, advertise)
+        await _serve_at(port, settings, stop, on_bound, advertise, key)
         return
     # SGLang binds its port half a minute after it was told which.
     with hold_port(settings.server.host) as held:
-        await _serve_at(held.getsockname()[1], settings, stop, on_bound, advertise)
+        await _serve_at(held.getsockname()[1], settings, stop, on_bound, advertise, key)
 
 
 async def _serve_at(
@@ -68,19 +72,21 @@ async def _serve_at(
     stop: asyncio.Event,
     on_bound: Callable[[str], Awaitable[None]],
     advertise: str | None,
+    key: str | None,
 ) -> None:
     url = advertised_url(settings.server.host, port, advertise)
     identity = f"started-{uuid.uuid4().hex[:12]}"
     command = start_command(settings, port=port, identity=identity)
     process = await asyncio.create_subprocess_exec(
         *command,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         env=process_environment(settings),
         # SGLang's other processes end when this one does.
         preexec_fn=lambda: die_with_parent(signal.SIGKILL),
     )
-    watch = Watch("sglang", url, timeout_s=_PROBE_TIMEOUT_S, max_missed=_MAX_MISSED_PROBES)
+    watch = Watch("sglang", url, timeout_s=_PROBE_TIMEOUT_S, max_missed=_MAX_MISSED_PROBES, key=key)
     try:
+        await _hand_over(process, key)
         timeout_s = settings.server.start_timeout_s
         if not await _wait_until_it_answers(timeout_s, process, watch, identity, stop):
             return
@@ -90,6 +96,16 @@ async def _serve_at(
     finally:
         watch.close()
         await _end(process)
+
+
+async def _hand_over(process: Process, key: str | None) -> None:
+    """Give the key to the process by its standard input; command lines are for all to read."""
+    assert process.stdin is not None
+    process.stdin.write(f"{key or ''}\n".encode())
+    with contextlib.suppress(ConnectionError):
+        # One that ended already is noticed while its answer is awaited.
+        await process.stdin.drain()
+    process.stdin.close()
 
 
 async def _wait_until_it_answers(

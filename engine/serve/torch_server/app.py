@@ -7,6 +7,7 @@ Invariant: routes that change the engine answer after the change, and say what t
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -53,7 +54,10 @@ class ServerApp:
         *,
         model_path: str,
         is_stream_incremental: bool = False,
+        key: str | None = None,
     ) -> None:
+        """`key`: what every request but for its health must bring as a bearer token."""
+        self._authorization = f"Bearer {key}".encode() if key else None
         self._engine = engine
         self._model_path = model_path
         self._groups = UpdateGroups(engine.update.live.device)
@@ -69,11 +73,20 @@ class ServerApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Route /generate past FastAPI, which would cost more than the turn's own work."""
+        if scope["type"] == "http" and not self._is_allowed(scope):
+            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+            return
         is_generate = scope["type"] == "http" and scope["path"] == "/generate"
         target: ASGIApp = self._control
         if is_generate and scope["method"] in ("POST", "PUT"):
             target = self._generate
         await target(scope, receive, send)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        if self._authorization is None or scope["path"] == "/health":
+            return True
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._authorization)
 
     async def _in_engine(self, function: Callable[[], _T]) -> _T:
         """Run `function` between two passes.

@@ -123,3 +123,18 @@ def test_contradictions_are_refused(server: dict[str, Any], sentence: str) -> No
     """Server settings that work against one another are named before anything starts."""
     with pytest.raises(SettingsError, match=sentence):
         build_settings({"model": {"path": "m"}, "server": server}, source="test")
+
+
+async def test_a_server_that_wants_a_key_is_attached_to_with_it(
+    make_model: Callable[..., Path], start_torch_server: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Without the key the part ends with the setting's name, with it the server is entered."""
+    folder = make_model()
+    url = start_torch_server(folder, key="secret").url
+    async with attached(folder, tmp_path / "without", url) as (_, _, task, _):
+        with pytest.raises(SettingsError, match=r"server\.api_key_file"):
+            await asyncio.wait_for(task, 30)
+    (tmp_path / "key").write_text("secret")
+    file = str(tmp_path / "key")
+    async with attached(folder, tmp_path / "with", url, api_key_file=file) as (_, reader, _, _):
+        assert (await entry_when(reader, lambda e: not e.is_quarantined)).url == url

@@ -17,13 +17,17 @@ from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
-from outloop.engine.serve.main import serve
+from outloop.engine.serve.main import serve, serve_torch
 
 PROMPT = list(range(20, 40))
 
 
-async def _post(url: str, **body: Any) -> tuple[int, Any]:
-    async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+async def _post(url: str, *, key: str | None = None, **body: Any) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(url, json=body) as response,
+    ):
         return response.status, json.loads(await response.read() or b"null")
 
 
@@ -48,9 +52,15 @@ async def test_it_registers_without_a_version(
         assert (entry.server_id, entry.url, entry.kind) == ("server-3", url, "torch")
         assert (entry.policy_version, entry.is_quarantined) == (None, False)
         held = asyncio.create_task(
-            _post(f"{url}/generate", input_ids=PROMPT, sampling_params={"max_new_tokens": 1})
+            _post(
+                f"{url}/generate",
+                key=run.server_key,
+                input_ids=PROMPT,
+                sampling_params={"max_new_tokens": 1},
+            )
         )
         assert (await held)[0] == 200
+        assert (await _post(f"{url}/generate", input_ids=PROMPT))[0] == 401
         stop.set()
         await asyncio.wait_for(serving, 20)
 
@@ -161,3 +171,17 @@ async def test_incremental_streaming_sends_each_id_once(
                 ids += new
                 assert event["meta_info"]["completion_tokens"] == len(ids)
     assert ids == plain["output_ids"]
+
+
+async def test_a_server_that_other_machines_reach_has_a_key(
+    make_model: Callable[..., Path],
+) -> None:
+    """Without one it is not even started."""
+    tree = {"model": {"path": str(make_model())}, "server": {"host": "0.0.0.0"}}
+    settings = build_settings(tree, source="test")
+
+    async def on_bound(url: str) -> None:
+        raise AssertionError(url)
+
+    with pytest.raises(SettingsError, match="without a key"):
+        await serve_torch(settings, stop=asyncio.Event(), on_bound=on_bound)
