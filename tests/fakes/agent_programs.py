@@ -4,6 +4,7 @@ Each asks one question and has one tool, `calculator`; it prints what it answers
 """
 
 import asyncio
+import json
 import os
 import sys
 
@@ -150,7 +151,106 @@ async def mini_swe_agent(mode: str, base_url: str, api_key: str) -> str:
     return f"{left['exit_status']} {left['submission']}"
 
 
+async def anthropic_runner(mode: str, base_url: str, api_key: str) -> str:
+    """Anthropic's tool runner, which threads its conversations."""
+    import anthropic
+
+    @anthropic.beta_async_tool
+    async def calculator(expression: str) -> str:
+        """Computes.
+
+        Args:
+            expression: what to compute
+        """
+        return "84"
+
+    client = anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key)
+    runner = client.beta.messages.tool_runner(
+        model="policy",
+        max_tokens=256,
+        messages=[{"role": "user", "content": QUESTION}],
+        tools=[calculator],
+    )
+    message = await runner.until_done()
+    return "".join(block.text for block in message.content if block.type == "text")
+
+
+async def litellm(mode: str, base_url: str, api_key: str) -> str:
+    """A tool loop over LiteLLM, in OpenAI's or Anthropic's dialect."""
+    import litellm as client
+
+    function = {
+        "name": "calculator",
+        "description": "Computes.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    }
+    messages: list = [{"role": "user", "content": QUESTION}]
+    while True:
+        answer = await client.acompletion(
+            model=f"{mode}/policy",
+            messages=messages,
+            tools=[{"type": "function", "function": function}],
+            **where_litellm_asks(mode, base_url, api_key),
+        )
+        message = answer.choices[0].message
+        messages.append(message.model_dump())
+        if not message.tool_calls:
+            return message.content
+        messages += [
+            {"role": "tool", "tool_call_id": call.id, "content": "84"}
+            for call in message.tool_calls
+        ]
+
+
+def where_litellm_asks(mode: str, base_url: str, api_key: str) -> dict:
+    """The address as LiteLLM wants it for a dialect."""
+    url = base_url if mode == "openai" else base_url.removesuffix("/v1")
+    return {"api_base": url, "api_key": api_key, "num_retries": 0}
+
+
+async def refusals(mode: str, base_url: str, api_key: str) -> str:
+    """The names of the exceptions in which clients put a refused question; `mode` is how long it
+    is, in words."""
+    import anthropic
+    import litellm as client
+    import openai
+    from langchain_anthropic import ChatAnthropic
+    from langchain_openai import ChatOpenAI
+
+    question = "word " * int(mode)
+    messages: list = [{"role": "user", "content": question}]
+    root = base_url.removesuffix("/v1")
+    openai_client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    anthropic_client = anthropic.AsyncAnthropic(base_url=root, api_key=api_key)
+    chat = ChatOpenAI(model="policy", base_url=base_url, api_key=api_key)
+    claude = ChatAnthropic(model="policy", base_url=root, api_key=api_key, max_tokens=64)
+    asked = {
+        "openai": openai_client.chat.completions.create(model="policy", messages=messages),
+        "anthropic": anthropic_client.messages.create(
+            model="policy", max_tokens=64, messages=messages
+        ),
+        "langchain-openai": chat.ainvoke(question),
+        "langchain-anthropic": claude.ainvoke(question),
+    }
+    for dialect in ("openai", "anthropic"):
+        asked[f"litellm-{dialect}"] = client.acompletion(
+            model=f"{dialect}/policy",
+            messages=messages,
+            **where_litellm_asks(dialect, base_url, api_key),
+        )
+    found = {}
+    for name, question_asked in asked.items():
+        try:
+            await question_asked
+        except Exception as error:
+            found[name] = [kind.__name__ for kind in type(error).__mro__]
+    return json.dumps(found)
+
+
 AGENTS = {
+    "anthropic-runner": anthropic_runner,
+    "litellm": litellm,
+    "refusals": refusals,
     "mini-swe-agent": mini_swe_agent,
     "openai-agents": openai_agents,
     "pydantic-ai": pydantic_ai,
@@ -159,6 +259,6 @@ AGENTS = {
 }
 
 if __name__ == "__main__":
-    os.environ["OPENAI_API_KEY"] = "none"
+    os.environ |= {"OPENAI_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     name, _, mode = sys.argv[1].partition(":")
     print(asyncio.run(AGENTS[name](mode, *sys.argv[2:])))

@@ -1,7 +1,7 @@
 """Unmodified agents of other projects against router and torch server, with a scripted policy.
 
 They live in an environment of their own, which `make test-clients` makes and names by
-OUTLOOP_CLIENTS_PYTHON, OUTLOOP_CODEX and OUTLOOP_QWEN; other runs leave these tests out.
+OUTLOOP_CLIENTS_PYTHON, OUTLOOP_NODE_MODULES, OUTLOOP_CODEX and OUTLOOP_QWEN; other runs leave these tests out.
 """
 
 import asyncio
@@ -21,9 +21,11 @@ from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run
 
 PYTHON = os.environ.get("OUTLOOP_CLIENTS_PYTHON", "")
+NODE_MODULES = os.environ.get("OUTLOOP_NODE_MODULES", "")
 QWEN = os.environ.get("OUTLOOP_QWEN", "")
 CODEX = os.environ.get("OUTLOOP_CODEX", "")
 PROGRAMS = Path(__file__).resolve().parents[1] / "fakes" / "agent_programs.py"
+JAVASCRIPT = PROGRAMS.with_suffix(".mjs")
 THOUGHT = "<think>\nI need the tool.\n</think>\n\nLet me see.\n"
 CALL = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
 CODEX_CONFIG = """
@@ -139,6 +141,7 @@ async def overheard(home: Path) -> list[str]:
         *(f"pydantic-ai:{mode}" for mode in ("chat", "responses", "messages")),
         *(f"langgraph:{mode}" for mode in ("chat", "chat-stream", "responses", "responses-stream")),
         *(f"pydantic-ai:{mode}-stream" for mode in ("chat", "responses", "messages")),
+        *("anthropic-runner", "litellm:openai", "litellm:anthropic"),
     ],
 )
 async def test_an_agents_tool_loop_is_one_exact_branch(scene, agent: str) -> None:
@@ -149,6 +152,66 @@ async def test_an_agents_tool_loop_is_one_exact_branch(scene, agent: str) -> Non
     said = await run_program(PYTHON, str(PROGRAMS), agent, episode["base_url"], episode["api_key"])
     assert said.strip().endswith("The answer is 84.")
     assert scene.check_exact(episode) == ONE_BRANCH
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [
+        *(f"vercel:{mode}" for mode in ("responses", "chat", "messages")),
+        *(f"vercel:{mode}-stream" for mode in ("responses", "chat", "messages")),
+        *("anthropic-runner", "openai-runner", "langchain:chat", "langchain:responses"),
+    ],
+)
+async def test_a_javascript_agents_tool_loop_is_one_exact_branch(scene, agent: str) -> None:
+    """The same in JavaScript; Vercel's SDK hands reasoning and text back by their ids."""
+    call = CALL % ("calculator", '{"expression": "12 * 7"}')
+    scene.says(THOUGHT + call, "The answer is 84.")
+    episode = await scene.open()
+    said = await run_program(
+        *("node", str(JAVASCRIPT), NODE_MODULES, agent),
+        *(episode["base_url"], episode["api_key"]),
+    )
+    assert said.strip().endswith("The answer is 84.")
+    assert scene.check_exact(episode) == ONE_BRANCH
+
+
+async def test_clients_know_an_ended_episode_and_a_full_context_as_final(scene) -> None:
+    """By whatever they look at: status, type or the words of a refusal."""
+    episode = await scene.open()
+
+    async def refused(num_words: int) -> dict[str, list[str]]:
+        said = await run_program(
+            *(PYTHON, str(PROGRAMS), f"refusals:{num_words}"),
+            *(episode["base_url"], episode["api_key"]),
+        )
+        return json.loads(said.splitlines()[-1])
+
+    full = await refused(CONTEXT)
+    assert {name for name, kinds in full.items() if "BadRequestError" in kinds} == full.keys()
+    for name in ("langchain-openai", "langchain-anthropic"):
+        assert "ContextOverflowError" in full[name], full[name]
+    for name in ("litellm-openai", "litellm-anthropic"):
+        assert "ContextWindowExceededError" in full[name], full[name]
+    path = f"/episodes/{episode['episode_id']}/close"
+    await scene.http.post(path, json={"outcome": "truncated", "reward": {"value": 0}, "key": "c"})
+    ended = await refused(1)
+    assert len(ended) == 6
+    assert {name for name, kinds in ended.items() if "NotFoundError" in kinds} == ended.keys()
+
+
+async def test_mini_swe_agent_asks_an_ended_episode_once(scene, tmp_path: Path) -> None:
+    """It repeats ten times, over minutes, what it does not know as final."""
+    episode = await scene.open()
+    path = f"/episodes/{episode['episode_id']}/close"
+    await scene.http.post(path, json={"outcome": "truncated", "reward": {"value": 0}, "key": "c"})
+    with pytest.raises(AssertionError, match="NotFoundError"):
+        await run_program(
+            *(PYTHON, str(PROGRAMS), "mini-swe-agent", episode["base_url"], episode["api_key"]),
+            HOME=str(tmp_path),
+            MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT="2",
+        )
+    metrics = (await scene.http.get("/metrics")).text
+    assert 'router_refusals_total{code="episode_closed"} 1.0' in metrics
 
 
 async def test_an_agent_that_retells_its_history_branches_exactly(scene) -> None:
