@@ -77,27 +77,6 @@ def _same_json(one: str, other: str) -> bool:
         return False
 
 
-class Told(msgspec.Struct, frozen=True):
-    """What a request said, so that the next one is read from where it says more."""
-
-    text: bytes
-    """Its body up to the end of the last message."""
-    num_head: int
-    """Bytes of `text` before the first message."""
-    messages: tuple[Message, ...]
-    terms: Terms | None = None
-    """What else it said, where it is known that its messages are the list that `text` ends in."""
-
-
-class Terms(msgspec.Struct, frozen=True):
-    """All that a request said beside its messages."""
-
-    tail: bytes
-    """Its body after the end of the last message."""
-    request: TurnRequest
-    """As it was read, without messages."""
-
-
 class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a client asks for, in any dialect; None means that the client left it out."""
 
@@ -137,8 +116,6 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The client's OpenTelemetry context."""
     echoed: dict[str, Any] = {}
     """What else its answer repeats, as it was asked, where the dialect's answers do that."""
-    told: Told | None = None
-    """As it was said, where the dialect can go on from it; `messages` are its own."""
 
     @property
     def forces_call(self) -> bool:
@@ -222,5 +199,3 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     decode: Callable[[bytes], TurnRequest]
     encode: Callable[[Sequence[TurnResult], TurnRequest], bytes]
     stream: Callable[[AnswerHead, TurnRequest], AnswerStream]
-    decode_after: Callable[[bytes, Told], TurnRequest] | None = None
-    """As `decode`, for less where the body repeats what an earlier one said and adds to it."""

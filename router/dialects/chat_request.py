@@ -7,16 +7,14 @@ values are refused with 400 and the name of the parameter.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from outloop.router.dialects import fields
-from outloop.router.dialects.base import Message, Terms, Told, ToolCall, TurnRequest
+from outloop.router.dialects.base import Message, ToolCall, TurnRequest
 from outloop.router.errors import Refusal
 
 _ROLES = {
@@ -93,45 +91,17 @@ class ChatRequest(msgspec.Struct):
     """As SGLang and vLLM have it: the last message is the beginning of the answer."""
 
 
-class _Shallow(ChatRequest, kw_only=True):
-    """The body with its messages unread: what an earlier request said is not read again."""
-
-    messages: msgspec.Raw  # type: ignore[assignment]
-
-
-_MAX_TAIL_BYTES = 32 * 1024
-_EARLIER = secrets.token_hex(16)
-"""The role of a message that no client sends: it stands for all that an earlier body said."""
-_EARLIER_JSON = msgspec.json.encode({"role": _EARLIER})
 _decoder = msgspec.json.Decoder(ChatRequest)
-_shallow = msgspec.json.Decoder(_Shallow)
-_messages = msgspec.json.Decoder(list[ChatMessage])
 
 
-def decode(body: bytes, earlier: Told | None = None) -> TurnRequest:
-    """The turn request in a body; messages that it repeats from `earlier` are not read again.
+def decode(body: bytes) -> TurnRequest:
+    """The turn request in a body.
 
     Raises:
         Refusal: 400, not JSON, or a value that cannot be.
     """
-    request = _read_on(body, earlier) if earlier is not None else None
-    if request is not None:
-        return request
-    read = _read_after(body, earlier) if earlier is not None else None
-    chat, messages, told = read or _read(body)
-    request = _as_request(chat, messages)
-    if told is None:
-        return request
-    if read is not None and not chat.continue_final_message:
-        tail = body[len(told.text) :]
-        # A long one would be kept for each open episode where no two are alike.
-        if len(tail) <= _MAX_TAIL_BYTES:
-            told = replace(told, terms=_terms(told.text[: told.num_head], tail))
-    return replace(request, told=told)
-
-
-def _as_request(chat: ChatRequest, messages: tuple[Message, ...]) -> TurnRequest:
-    """The body as read; raises as decode."""
+    chat = fields.read(_decoder, body)
+    messages = to_messages(chat.messages)
     tools = to_tools(bytes(chat.tools))
     if chat.functions:
         fields.refuse(
@@ -166,87 +136,15 @@ def _as_request(chat: ChatRequest, messages: tuple[Message, ...]) -> TurnRequest
     )
 
 
-def _read_on(body: bytes, earlier: Told) -> TurnRequest | None:
-    """As decode, of a body that is an earlier one with more messages; None: it may be another.
-
-    What stands between the earlier body's last message and its end goes on with the list if it
-    does so after any other message; then nothing else can have changed.
-    """
-    terms, num_text = earlier.terms, len(earlier.text)
-    if terms is None or not (body.startswith(earlier.text) and body.endswith(terms.tail)):
-        return None
-    end = len(body) - len(terms.tail)
-    if end < num_text:
-        return None
-    try:
-        _, *new = _messages.decode(b"".join((b"[", _EARLIER_JSON, body[num_text:end], b"]")))
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    if not new:
-        return replace(terms.request, messages=earlier.messages, told=earlier)
-    messages = earlier.messages + to_messages(new, start=len(earlier.messages))
-    told = Told(body[:end], earlier.num_head, messages, terms)
-    return replace(terms.request, messages=messages, told=told)
-
-
-@lru_cache(maxsize=256)
-def _terms(head: bytes, tail: bytes) -> Terms:
-    """What a body says around its messages; most episodes of a run say the same."""
-    return Terms(tail, _as_request(_shallow.decode(head + _EARLIER_JSON + tail), ()))
-
-
-_Read = tuple[ChatRequest, tuple[Message, ...], Told | None]
-
-
-def _read(body: bytes) -> _Read:
-    """The body, its messages, and what the next one may repeat; raises as decode."""
-    try:
-        chat: ChatRequest = _shallow.decode(body)
-        text = bytes(chat.messages)  # type: ignore[arg-type]
-        messages = to_messages(_messages.decode(text))
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        # Read as a whole, it says where it is wrong.
-        chat = fields.read(_decoder, body)
-        return chat, to_messages(chat.messages), None
-    start = body.find(text)
-    told = Told(body[: start + len(text[:-1].rstrip())], start + 1, messages)
-    return chat, messages, told
-
-
-def _read_after(body: bytes, earlier: Told) -> _Read | None:
-    """As _read, of a body that begins as `earlier` did; None when it has to be read from its start.
-
-    What is repeated is neither read nor passed over: one message stands for it. Where the list that
-    is read begins with that message, it is the list that was read before.
-    """
-    if not body.startswith(earlier.text):
-        return None
-    num_text = len(earlier.text)
-    short = b"".join((earlier.text[: earlier.num_head], _EARLIER_JSON, body[num_text:]))
-    try:
-        chat: ChatRequest = _shallow.decode(short)
-        text = bytes(chat.messages)  # type: ignore[arg-type]
-        stand_in, *new = _messages.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError):
-        return None
-    if stand_in.role != _EARLIER:
-        return None
-    if not new:
-        return chat, earlier.messages, earlier
-    messages = earlier.messages + to_messages(new, start=len(earlier.messages))
-    num_new = len(text[:-1].rstrip()) - len(b"[" + _EARLIER_JSON)
-    return chat, messages, Told(body[: num_text + num_new], earlier.num_head, messages)
-
-
-def to_messages(messages: Sequence[ChatMessage], *, start: int = 0) -> tuple[Message, ...]:
-    """Normalised messages; `start` come before them.
+def to_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
+    """Normalised messages.
 
     Raises:
         Refusal: 400, none, an unknown role, or content that is not text.
     """
     if not messages:
         raise Refusal(400, "invalid_value", "messages=[]; at least one is needed", param="messages")
-    return tuple([_message(index, message) for index, message in enumerate(messages, start)])
+    return tuple([_message(index, message) for index, message in enumerate(messages)])
 
 
 @lru_cache(maxsize=256)

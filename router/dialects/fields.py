@@ -14,8 +14,8 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from outloop.router.dialects.base import Message, TokenLogprob
+from outloop.router.dialects.sampling_parameters import FLOATS, check_value
 from outloop.router.errors import Refusal
-from outloop.router.turns.sampling_parameters import FLOATS, check_value
 
 T = TypeVar("T")
 MAX_CHOICES = 128

@@ -41,7 +41,6 @@ DIALECTS: Mapping[str, Served] = MappingProxyType(
                 decode=chat_request.decode,
                 encode=chat_response.encode,
                 stream=chat_response.ChatStream,
-                decode_after=chat_request.decode,
             ),
             body=chat_request.ChatRequest,
             summary="One turn of an episode, as chat completion.",

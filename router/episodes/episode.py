@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from outloop.buffer.records import OpenEpisode, Opening
 from outloop.router.buffer_protocol import EpisodeBuffer
-from outloop.router.dialects.body_digest import Heard
 from outloop.router.episodes.replay import RecordedTurns
 from outloop.router.episodes.turn_tree import TurnTree
 from outloop.router.errors import Refusal, episode_closed
@@ -43,8 +42,6 @@ class EpisodeSession:
         """Retry keys of turns of other processes that nobody has the answer of."""
         self.refused_attempts: dict[str, int] = {}
         """By retry key: the last attempt at a new turn that was told to come back."""
-        self.heard: Heard | None = None
-        """What its last request said."""
         self.is_closed = False
         self.whose = Whose(opening.episode_id, opening.task_id) if opening is not None else NOBODY
         self.last_server: str | None = None
@@ -210,7 +207,6 @@ class Episodes:
         session.ended_at = time.monotonic()
         session.jobs = {}
         session.undelivered = set()
-        session.heard = None
         session.recorded = RecordedTurns(())
         session.tree = TurnTree(self._renderer)
 

@@ -12,13 +12,11 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from outloop.buffer.records import Turn
-from outloop.router.dialects.base import Message, TokenLogprob, ToolCall, TurnRequest, TurnResult
+from outloop.router.dialects.base import Message, TokenLogprob, TurnRequest, TurnResult
 from outloop.router.episodes.turn_tree import Plan
-from outloop.router.rendering.keyed_tool_calls import KeyedReader
 from outloop.router.rendering.message import Answer, Begun
 from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.rendering.stream_filter import (
-    Calls,
     ContentStream,
     RawStream,
     ReasonedStream,
@@ -34,7 +32,7 @@ class LiveAnswer:
         self,
         add: Callable[[list[int]], Shown],
         content: ContentStream | None = None,
-        calls: Calls | None = None,
+        calls: CallReader | None = None,
     ) -> None:
         self.add = add
         """From new ids to what to show now."""
@@ -83,37 +81,16 @@ class AnswerReader:
             stream.begin_after(plan.forced_ids)
         return LiveAnswer(stream.add, content, calls)
 
-    def _call_reader(self, request: TurnRequest) -> Calls | None:
+    def _call_reader(self, request: TurnRequest) -> CallReader | None:
         """What reads calls as they come; None where a piece might have to be taken back."""
-        form, keyed = self._renderer.call_form, self._renderer.keyed_form
-        if not request.tools or request.tool_choice == "none":
+        form = self._renderer.call_form
+        if form is None or not request.tools or request.tool_choice == "none":
             return None
         if request.stop or request.wants_logprobs:
             # A stop string may cut a call; logprobs belong to text that is not over.
             return None
         max_calls = None if request.parallel_tool_calls else 1
-        tokenizer = self._renderer.tokenizer
-        if form is not None:
-            return CallReader(tokenizer, form, max_calls=max_calls)
-        if keyed is None:
-            return None
-
-        def parse(ids: list[int]) -> Sequence[ToolCall]:
-            found = self._renderer.parse(ids, prompt_ids=[], tools=request.tools, call_prefix="")
-            return found.message.tool_calls
-
-        return KeyedReader(tokenizer, keyed, parse, max_calls=max_calls)
-
-    def is_text(
-        self, request: TurnRequest, said_ids: list[int], plan: Plan, begun: Begun | None
-    ) -> bool:
-        """True if `said_ids`, which have no stop id, are known to say text and no calls, without
-        being read."""
-        if request.prompt is not None:
-            return True
-        if plan.num_forced or begun is not None:
-            return False
-        return self._renderer.is_plain(said_ids, plan.prompt_ids)
+        return CallReader(self._renderer.tokenizer, form, max_calls=max_calls)
 
     def read(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from renderers.base import ParsedResponse, ParsedToolCall
 from renderers.reasoning import prompt_ends_in_reasoning
@@ -19,17 +19,11 @@ from outloop.buffer.settings import ModelSettings
 from outloop.router.dialects.base import Message, ToolCall
 from outloop.router.errors import Refusal
 from outloop.router.rendering.families import make_renderer
-from outloop.router.rendering.keyed_tool_calls import KEYED_FORMS, KeyedForm
 from outloop.router.rendering.message import Answer, Begun, Said, arguments_of, cut, start_of
 from outloop.router.rendering.tokenizer import PolicyTokenizer
 from outloop.router.rendering.tool_calls import FORMS, CallForm
 
-_MARKING = frozenset("<[{|")
-"""No chat format marks calls or reasoning without one of these, unless by tokens of their own."""
-_PLAIN_TEXTS = ("", "a", " a\n\nb. ", "analysis to=functions.f json", "Action: f\nAction Input: 1")
-"""Texts that a format with another way of marking would not read as text."""
 _MAX_CACHED_REST = 32
-_Form = TypeVar("_Form", CallForm, KeyedForm)
 # What a renderer may raise on a conversation or on a policy's wildest output: json.loads alone
 # raises ValueError on huge integers and RecursionError on deep nesting.
 _RENDERER_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
@@ -47,15 +41,11 @@ class PolicyRenderer:
         self._renderer = make_renderer(self.tokenizer, model)
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
         self._stop_set = frozenset(self.stop_ids)
-        self._reads_plainly = False
         self.reasoning_ids = self._find_reasoning_ids()
         self.call_form: CallForm | None = None
-        self.call_form = self._find_form(FORMS)
-        self.keyed_form = self._find_form(KEYED_FORMS)
+        self.call_form = self._find_form()
         self._forced_cached = lru_cache(maxsize=1024)(self._forced)
         self._reasons_cached = lru_cache(maxsize=256)(self._ends_in_reasoning)
-        self._marking_ids = self.tokenizer.ids_with(_MARKING) | self.tokenizer.added_ids
-        self._reads_plainly = self._find_whether_plain()
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
         """Ids of the whole conversation up to where the assistant's answer begins.
@@ -93,10 +83,6 @@ class PolicyRenderer:
         Only the turn's own ids are needed, not those before it. None when the format does not
         allow to continue verbatim.
         """
-        *said, last = output_ids or [-1]
-        if last in self._stop_set and self.is_plain(said, prompt_ids):
-            # Where nothing marks anything, what comes next depends on how the turn ends.
-            prompt_ids, output_ids = prompt_ids[max(0, self._last_stop(prompt_ids)) :], [last]
         try:
             bridged = self._renderer.bridge_to_next_turn(
                 prompt_ids, output_ids, [_as_dict(m) for m in new], tools=list(tools) or None
@@ -132,8 +118,6 @@ class PolicyRenderer:
                 broken stays a call, whose arguments end where they broke.
         """
         ids = self.until_stop(output_ids)
-        if stop_text is None and begun is None and self.is_plain(ids, prompt_ids):
-            return Answer(message=Message("assistant", self.tokenizer.decode(ids).strip()))
         try:
             # With its stop id: in harmony it is what closes a call.
             parsed = self._renderer.parse_response(
@@ -226,14 +210,6 @@ class PolicyRenderer:
             return self._ends_in_reasoning(rest)
         return self._reasons_cached(tuple(rest))
 
-    def is_plain(self, ids: Sequence[int], prompt_ids: list[int]) -> bool:
-        """True if an answer is its text and nothing else, so that there is nothing to parse."""
-        return (
-            self._reads_plainly
-            and self._marking_ids.isdisjoint(ids)
-            and not self.begins_in_reasoning(prompt_ids)
-        )
-
     def until_stop(self, output_ids: list[int]) -> list[int]:
         """`output_ids` before the first stop id."""
         *said, last = output_ids or [-1]
@@ -276,23 +252,6 @@ class PolicyRenderer:
         ids = list(rest)
         return bool(prompt_ends_in_reasoning(self.tokenizer, ids, stop_ids=self._stop_set))
 
-    def _find_whether_plain(self) -> bool:
-        """Whether the format reads an answer as its text where nothing in it marks anything."""
-        try:
-            prompt = self.render([Message("user", "-")], ())
-        except Refusal:
-            return False
-        if self.begins_in_reasoning(prompt):
-            return False
-        return all(
-            self.parse(self._said_plainly(text), prompt_ids=prompt, tools=(), call_prefix="")
-            == Answer(message=Message("assistant", text.strip()))
-            for text in _PLAIN_TEXTS
-        )
-
-    def _said_plainly(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text) + list(self.stop_ids[:1])
-
     def _find_reasoning_ids(self) -> tuple[int, int] | None:
         """The ids around reasoning, None where the format has no such pair."""
         begin, end = self.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
@@ -302,9 +261,9 @@ class PolicyRenderer:
         said = self.parse(ids, prompt_ids=[], tools=(), call_prefix="").message
         return (begin, end) if (said.reasoning, said.text) == ("a", "b") else None
 
-    def _find_form(self, forms: Sequence[_Form]) -> _Form | None:
+    def _find_form(self) -> CallForm | None:
         """The form in which this format writes calls; None: in another one."""
-        for form in forms:
+        for form in FORMS:
             ids = self.tokenizer.encode(form.example)
             if None in self.tokenizer.convert_tokens_to_ids(list(form.tokens)):
                 continue

@@ -12,13 +12,9 @@ from collections.abc import Sequence
 from io import StringIO
 from typing import NamedTuple
 
-from outloop.router.rendering.detokenizer import Detokenizer
-from outloop.router.rendering.keyed_tool_calls import KeyedReader
 from outloop.router.rendering.tokenizer import PolicyTokenizer
 from outloop.router.rendering.tool_calls import CallPiece, CallReader
 
-Calls = CallReader | KeyedReader
-"""What reads the calls of a turn."""
 _MARKERS = ("<tool_call", "<think>", "</think>", "<function", "[TOOL_CALLS]", "<|")
 
 
@@ -37,10 +33,10 @@ class ContentStream:
     """Which part of a turn's text, and of its calls, may be shown already."""
 
     def __init__(
-        self, tokenizer: PolicyTokenizer, stop: tuple[str, ...], calls: Calls | None = None
+        self, tokenizer: PolicyTokenizer, stop: tuple[str, ...], calls: CallReader | None = None
     ) -> None:
         self._added_ids = tokenizer.added_ids
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = tokenizer.detokenizer()
         self._markers = (*_MARKERS, *stop)
         self._calls = calls
         self._held = ""
@@ -110,12 +106,12 @@ class ReasonedStream:
         reasoning_ids: tuple[int, int],
         *,
         begins_in_reasoning: bool,
-        calls: Calls | None = None,
+        calls: CallReader | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._begin_id, self._end_id = reasoning_ids
         self.content = ContentStream(tokenizer, stop, calls)
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = tokenizer.detokenizer()
         self._region = "reasoning" if begins_in_reasoning else "start"
         self._waiting: list[int] = []
         self._held = ""
@@ -177,7 +173,7 @@ class RawStream:
         self, tokenizer: PolicyTokenizer, stop: tuple[str, ...], stop_ids: tuple[int, ...]
     ) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = tokenizer.detokenizer()
         self._stop = stop
         self._stop_ids = frozenset(stop_ids)
         self._held = ""

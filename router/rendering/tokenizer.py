@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from outloop.buffer.errors import SettingsError
-from outloop.router.rendering.pretokenizer_cache import WordEncoder
 
 _CACHED_TEXTS = 256
 _CACHED_TOKENS = 256
@@ -59,7 +59,6 @@ class PolicyTokenizer:
                 "with config.json, tokenizer.json and model.safetensors"
             )
         self._tokenizer = Tokenizer.from_file(str(path))
-        self._words = WordEncoder.of(self._tokenizer)
         self.name_or_path = str(folder)
         self.unk_token_id: int | None = None
         self.eos_token_id = self._special(folder, "eos_token")
@@ -94,6 +93,10 @@ class PolicyTokenizer:
         """Text of `token_ids` that go on from others: with the space that they may begin with."""
         text = self.decode(token_ids)
         return self.space_before(token_ids[0]) + text if token_ids else text
+
+    def detokenizer(self) -> Detokenizer:
+        """What turns ids of one sequence into text as they come."""
+        return Detokenizer(self._tokenizer)
 
     def space_before(self, token: int) -> str:
         """What of a token's text is dropped where it begins a text; nothing of most tokenizers'."""
@@ -135,11 +138,6 @@ class PolicyTokenizer:
         """Every token with its id."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=True))
 
-    def ids_with(self, chars: Set[str]) -> frozenset[int]:
-        """Ids whose tokens, as the vocabulary writes them, have one of these ASCII characters."""
-        found = re.compile(f"[{re.escape(''.join(sorted(chars)))}]").search
-        return frozenset(index for token, index in self.get_vocab().items() if found(token))
-
     @cached_property
     def num_ids(self) -> int:
         """One more than the highest id; ids may have holes."""
@@ -149,9 +147,6 @@ class PolicyTokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        ids = self._words.encode(text) if self._words is not None else None
-        if ids is not None:
-            return tuple(ids)
         # A batch of one: only a batch may leave out where in the text each id stands.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return tuple(encoding.ids)
@@ -164,3 +159,17 @@ class PolicyTokenizer:
         if isinstance(token, dict):
             token = token.get("content")
         return self._tokenizer.token_to_id(token) if isinstance(token, str) else None
+
+
+class Detokenizer:
+    """Turns ids into text as they come: no character is split, and the pieces concatenate to the
+    text of all ids, except for the end of a character that is not complete."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=False)
+
+    def add(self, ids: Iterable[int]) -> str:
+        """The characters that are complete now."""
+        pieces = (self._stream.step(self._tokenizer, token) for token in ids)
+        return "".join(piece for piece in pieces if piece)

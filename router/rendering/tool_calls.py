@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outloop.router.dialects.base import ToolCall
-from outloop.router.rendering.detokenizer import Detokenizer
-from outloop.router.rendering.tokenizer import PolicyTokenizer
+from outloop.router.rendering.tokenizer import Detokenizer, PolicyTokenizer
 
 _MAX_HEAD_CHARS = 1024
 """A call whose arguments have not begun by then is shown whole, if it is one."""
@@ -161,7 +160,7 @@ class CallReader:
         """The same where a call is the answer's text."""
         pieces: list[CallPiece] = []
         if self._call is None:
-            self._call = _OpenCall(Detokenizer(self._tokenizer))
+            self._call = _OpenCall(self._tokenizer.detokenizer())
         self._take(self._call, text, pieces)
         return pieces
 
@@ -169,7 +168,7 @@ class CallReader:
         call = self._call
         if call is None:
             if token == self._begin and len(self._read) != self._max_calls:
-                self._call = _OpenCall(Detokenizer(self._tokenizer))
+                self._call = _OpenCall(self._tokenizer.detokenizer())
             elif token not in self._around:
                 self._is_over = True
         elif token in self._within and not call.name:

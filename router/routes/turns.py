@@ -7,6 +7,7 @@ sent after its turns are recorded.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ from outloop.buffer.settings import Settings
 from outloop.router.auth import KeyRing
 from outloop.router.dialects import messages_request, messages_response
 from outloop.router.dialects.base import AnswerHead, AnswerStream, Dialect, TurnRequest, TurnResult
-from outloop.router.dialects.body_digest import digest
 from outloop.router.episodes.episode import Episodes, EpisodeSession
 from outloop.router.errors import Refusal
 from outloop.router.http.endpoint import Exchange
@@ -26,6 +26,9 @@ from outloop.router.routes.model_names import ModelTable
 from outloop.router.routes.upstreams import Upstreams
 from outloop.router.turns.in_flight import TurnJob
 from outloop.router.turns.service import TurnService
+
+_NUM_DIGITS = 32
+"""Of the digest by which identical requests meet."""
 
 
 class Front:
@@ -104,13 +107,9 @@ class Front:
         body = await exchange.body()
         if self._upstreams and await self._upstreams.forward(exchange, session, body):
             return None
-        heard = session.heard
-        if heard is not None and dialect.decode_after is not None:
-            request = dialect.decode_after(body, heard.told)
-        else:
-            request = dialect.decode(body)
+        request = dialect.decode(body)
         path = exchange.scope["path"].rpartition("/v1/")[2].encode()
-        same, session.heard = digest(path, body, request.told, session.heard)
+        same = hashlib.sha256(path + b"\0" + body).hexdigest()[:_NUM_DIGITS]
         version = self._models.version_of(request.model)
         if version is not None:
             request = replace(request, policy_version=version)

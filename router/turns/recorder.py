@@ -69,8 +69,6 @@ class _Choice:
         self.common, self.index, self.drawn = common, index, drawn
         self.num_until_stop = min(len(said_ids) + 1, len(drawn.ids))
         """Output ids up to and including the first stop id."""
-        self.is_text = reader.is_text(common.request, said_ids, common.plan, begun)
-        """True: no call is in it. It need not be read to be recorded."""
         self._stop_text = drawn.matched if isinstance(drawn.matched, str) else None
         self._answer: Answer | None = None
         self._result: TurnResult | None = None
@@ -208,18 +206,15 @@ class Recorder:
         session, plan = common.session, common.plan
         sampling = sampling_of_choice(common.sampling, index)
         finish: FinishReason = "length" if drawn.finish == "length" else "stop"
-        undelivered_from = None
-        if not choice.is_text:
-            answer = choice.answer
-            undelivered_from = answer.undelivered_from
-            if answer.message.tool_calls and not (answer.is_cut and finish == "length"):
-                finish = "tool_calls"
+        answer = choice.answer
+        if answer.message.tool_calls and not (answer.is_cut and finish == "length"):
+            finish = "tool_calls"
         is_known = _are_known(drawn.logprobs)
         logprobs = drawn.logprobs if is_known else [0.0] * len(drawn.ids)
         spans, reason = loss_spans(
             num_output=len(drawn.ids),
             num_until_stop=choice.num_until_stop,
-            undelivered_from=undelivered_from,
+            undelivered_from=answer.undelivered_from,
             is_delivered=not common.job.is_given_up,
             is_behavior_known=sampling.is_plain and is_known,
             is_frozen=common.request.policy_version is not None,

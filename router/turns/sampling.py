@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from outloop.buffer.records import Opening, Sampling
 from outloop.buffer.settings import SamplingSettings
 from outloop.router.dialects.base import TurnRequest
+from outloop.router.dialects.sampling_parameters import FLOATS, PARAMETERS, check_value
 from outloop.router.errors import Refusal
-from outloop.router.turns.sampling_parameters import FLOATS, PARAMETERS, check_value
 
 _MAX_SEED = 2**63 - 1
 

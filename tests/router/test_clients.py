@@ -1,7 +1,8 @@
 """Unmodified agents of other projects against router and torch server, with a scripted policy.
 
 They live in an environment of their own, which `make test-clients` makes and names by
-OUTLOOP_CLIENTS_PYTHON, OUTLOOP_NODE_MODULES, OUTLOOP_CODEX and OUTLOOP_QWEN; other runs leave these tests out.
+OUTLOOP_CLIENTS_PYTHON, OUTLOOP_NODE_MODULES, OUTLOOP_CODEX and OUTLOOP_QWEN; other runs leave these
+tests out.
 """
 
 import asyncio

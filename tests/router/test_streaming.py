@@ -6,7 +6,6 @@ from itertools import pairwise
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outloop.router.rendering.detokenizer import Detokenizer
 from outloop.router.rendering.stream_filter import ContentStream, ReasonedStream, Shown
 from outloop.router.turns.in_flight import TurnJob
 
@@ -20,14 +19,15 @@ QUICK = settings(
     ids=st.lists(st.integers(0, 399), max_size=60), cuts=st.lists(st.integers(1, 5), min_size=60)
 )
 def test_pieces_concatenate_to_the_whole_text(renderer, ids: list[int], cuts: list[int]) -> None:
-    """No character is split and none is lost, except one that stays incomplete at the end."""
+    """No character is split and none is lost, except those that stay incomplete at the end."""
     ids = [i for i in ids if i < renderer.tokenizer.vocab_size]
-    stream, text, rest = Detokenizer(renderer.tokenizer), "", list(ids)
+    stream, text, rest = renderer.tokenizer.detokenizer(), "", list(ids)
     for cut in cuts:
         text += stream.add(rest[:cut])
         rest = rest[cut:]
     whole = renderer.tokenizer.decode(ids)
-    assert whole in (text, text + "\ufffd")
+    assert whole.startswith(text)
+    assert set(whole[len(text) :]) <= {"\ufffd"}
 
 
 @QUICK
