@@ -31,6 +31,7 @@ from outloop.router.buffer_protocol import EpisodeBuffer
 from outloop.router.dialects import messages_response
 from outloop.router.dialects.table import DIALECTS
 from outloop.router.episodes.episode import Episodes
+from outloop.router.episodes.sft import ConversationRenderer
 from outloop.router.errors import Refusal, as_refusal
 from outloop.router.http.endpoint import Endpoint, Handler, Receive, Scope, Send
 from outloop.router.http.openapi import describe
@@ -38,7 +39,6 @@ from outloop.router.http.protocol import CONNECTION
 from outloop.router.metrics import RouterMetrics
 from outloop.router.peers.turn_locator import Peers
 from outloop.router.rendering.renderer import PolicyRenderer
-from outloop.router.rendering.sft import ConversationRenderer
 from outloop.router.routes.admin import admin_router
 from outloop.router.routes.model_names import ModelTable
 from outloop.router.routes.rewards import Scores

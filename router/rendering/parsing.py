@@ -1,215 +1,118 @@
-"""What the ids of a turn say to the client.
+"""From a parsed answer to the message that a client gets.
 
-Owns: choosing between chat format and raw text, results of recorded turns. Does not own: parsing
-of the chat format (rendering), recording. Invariant: the same turn gives the same result,
-whenever and by whichever process it is read.
+Owns: which calls count, their arguments as text, what stays said because it was shown. Does not
+own: parsing (renderers), ids. Invariant: a call that a client was shown is in the message, and
+begins as it was shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 
-from msgspec.structs import replace
+import msgspec
+from renderers.base import ParsedResponse, ParsedToolCall, ToolCallParseStatus
 
-from outloop.buffer.records import Turn
-from outloop.router.dialects.base import Message, TokenLogprob, TurnRequest, TurnResult
-from outloop.router.episodes.turn_tree import Plan
-from outloop.router.rendering.message import Answer, Begun
-from outloop.router.rendering.renderer import PolicyRenderer
-from outloop.router.rendering.stream_filter import (
-    ContentStream,
-    RawStream,
-    ReasonedStream,
-    Shown,
-)
-from outloop.router.rendering.tool_calls import CallReader
+from outloop.router.dialects.base import Message, ToolCall
+from outloop.router.rendering.tool_calls import CallForm
 
 
-class LiveAnswer:
-    """An answer while it is drawn: what of it is shown, and was."""
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What the policy's ids say; output ids from `undelivered_from` on were not handed out."""
 
-    def __init__(
+    message: Message
+    undelivered_from: int | None = None
+    is_cut: bool = False
+    """A call that was shown while it was drawn came to no good end."""
+
+
+class Begun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client was shown of calls while they were drawn."""
+
+    text: str
+    """All text before the first of them."""
+    calls: Sequence[ToolCall]
+
+
+def arguments_of(attempt: ParsedToolCall, form: CallForm | None) -> str | None:
+    """The call's arguments as JSON text, None when the call is not well formed.
+
+    They are as the policy wrote them where `form` finds them, so that a call that is shown piece
+    by piece is the one that is recorded.
+    """
+    name, arguments = attempt.name, attempt.arguments
+    if attempt.status != ToolCallParseStatus.OK or not isinstance(name, str):
+        return None
+    try:
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            return None
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        (name + text).encode()
+    except (ValueError, RecursionError):
+        # NaN, nesting without end, or half a surrogate pair: no client could read it.
+        return None
+    return (form.arguments_in(str(attempt.raw)) if form is not None else None) or text
+
+
+class Said:
+    """Puts an answer together call by call; what a client was shown of them stays said."""
+
+    def __init__(self, call_prefix: str, begun: Begun | None) -> None:
+        self._prefix = call_prefix
+        self._begun = begun
+        self._shown: Sequence[ToolCall] = begun.calls if begun is not None else ()
+        self._calls: list[ToolCall] = []
+        self._is_cut = False
+        self.texts: list[str] = []
+
+    def take(self, attempt: ParsedToolCall, arguments: str | None, *, parallel: bool) -> bool:
+        """Add a call, `arguments` None: a broken one; False when it comes too late."""
+        number = len(self._calls)
+        if number < len(self._shown):
+            shown = self._shown[number]
+            if attempt.name != shown.name or not (arguments or "").startswith(shown.arguments):
+                self._add(shown.name, shown.arguments, is_cut=True)
+                return True
+        if arguments is None:
+            return self._begun is None
+        if self._calls and not parallel:
+            return False
+        self._add(str(attempt.name), arguments)
+        return True
+
+    def answer(
         self,
-        add: Callable[[list[int]], Shown],
-        content: ContentStream | None = None,
-        calls: CallReader | None = None,
-    ) -> None:
-        self.add = add
-        """From new ids to what to show now."""
-        self._content = content
-        self._calls = calls
-
-    @property
-    def begun(self) -> Begun | None:
-        """The calls that were shown; None when there were none."""
-        calls = self._calls.calls if self._calls is not None else []
-        if not calls or self._content is None:
-            return None
-        return Begun(text=self._content.shown, calls=calls)
-
-
-class AnswerReader:
-    """Reads output ids as answers to requests."""
-
-    def __init__(self, renderer: PolicyRenderer) -> None:
-        self._renderer = renderer
-
-    def live(self, request: TurnRequest, plan: Plan) -> LiveAnswer | None:
-        """What shows an answer while it is drawn; None when nothing may be shown before the end.
-
-        A forced call's beginning is the first that it is given.
-        """
-        if not request.stream:
-            return None
-        tokenizer, stop = self._renderer.tokenizer, request.stop
-        if request.prompt is not None:
-            return LiveAnswer(RawStream(tokenizer, stop, self._renderer.stop_ids).add)
-        in_reasoning = self._renderer.begins_in_reasoning(plan.own_prompt_ids)
-        calls = self._call_reader(request)
-        reasoning_ids = self._renderer.reasoning_ids
-        if reasoning_ids is None and in_reasoning:
-            return None
-        stream: ContentStream | ReasonedStream
-        if reasoning_ids is not None:
-            stream = ReasonedStream(
-                tokenizer, stop, reasoning_ids, begins_in_reasoning=in_reasoning, calls=calls
-            )
-            content = stream.content
-        else:
-            stream = content = ContentStream(tokenizer, stop, calls)
-        if _is_prefilled(request, plan):
-            stream.begin_after(plan.forced_ids)
-        return LiveAnswer(stream.add, content, calls)
-
-    def _call_reader(self, request: TurnRequest) -> CallReader | None:
-        """What reads calls as they come; None where a piece might have to be taken back."""
-        form = self._renderer.call_form
-        if form is None or not request.tools or request.tool_choice == "none":
-            return None
-        if request.stop or request.wants_logprobs:
-            # A stop string may cut a call; logprobs belong to text that is not over.
-            return None
-        max_calls = None if request.parallel_tool_calls else 1
-        return CallReader(self._renderer.tokenizer, form, max_calls=max_calls)
-
-    def read(
-        self,
-        request: TurnRequest,
-        output_ids: list[int],
-        plan: Plan,
-        turn_id: str,
+        parsed: ParsedResponse,
         stop_text: str | None,
-        begun: Begun | None = None,
+        *,
+        undelivered_from: int | None = None,
     ) -> Answer:
-        """The message in `output_ids`; its text ends before `stop_text`.
-
-        Args:
-            begun: the calls that were shown while it was drawn.
-        """
-        if request.prompt is not None:
-            text = self._renderer.tokenizer.decode_on(self._renderer.until_stop(output_ids))
-            if stop_text is not None:
-                text = text.partition(stop_text)[0]
-            return Answer(message=Message("assistant", text=text))
-        is_prefilled = _is_prefilled(request, plan)
-        answer = self._renderer.parse(
-            plan.forced_ids + output_ids,
-            prompt_ids=plan.own_prompt_ids,
-            tools=request.tools,
-            call_prefix=f"call_{turn_id}_",
-            with_calls=bool(request.tools) and request.tool_choice != "none",
-            parallel=request.parallel_tool_calls,
-            # What the client wrote may hold a stop string, which stops nothing.
-            stop_text=None if is_prefilled else stop_text,
-            begun=begun,
+        """All of it."""
+        for shown in self._shown[len(self._calls) :]:
+            self._add(shown.name, shown.arguments, is_cut=True)
+        texts = [cut(parsed.content or "", stop_text).strip(), *self.texts]
+        if self._begun is not None:
+            texts = [self._begun.text]
+        message = Message(
+            "assistant",
+            text="\n".join(text for text in texts if text),
+            reasoning=(parsed.reasoning_content or "").strip(),
+            tool_calls=tuple(self._calls),
         )
-        if is_prefilled:
-            message = answer.message
-            text = _after(request.prefill, message.text)
-            text = text if stop_text is None else text.partition(stop_text)[0].rstrip()
-            text = request.prefill.lstrip() + text
-            answer = replace(answer, message=replace(message, text=text))
-        if plan.num_forced and answer.undelivered_from is not None:
-            border = max(0, answer.undelivered_from - plan.num_forced)
-            return replace(answer, undelivered_from=border)
-        return answer
+        return Answer(message=message, undelivered_from=undelivered_from, is_cut=self._is_cut)
 
-    def result(
-        self,
-        request: TurnRequest,
-        turn: Turn,
-        plan: Plan,
-        message: Message,
-        stop_text: str | None,
-        tops: Sequence[Sequence[tuple[int, float]]] = (),
-    ) -> TurnResult:
-        """The result of a recorded turn that `plan` came before.
-
-        Args:
-            tops: the most probable ids in each id's place; they are not recorded, so that a turn
-                that is read again has none.
-        """
-        logprobs = None
-        if request.wants_logprobs and turn.behavior_logprobs is not None:
-            ids = turn.output_ids.tolist()
-            logprobs = tuple(
-                self._logprob(token, logprob, tuple(self._logprob(*other) for other in top))
-                for token, logprob, top in zip(
-                    ids, turn.behavior_logprobs.tolist(), tops or ((),) * len(ids), strict=True
-                )
-            )
-        if _is_prefilled(request, plan):
-            message = replace(message, text=_after(request.prefill, message.text))
-        before = plan.parent.end if plan.parent is not None else 0
-        return TurnResult(
-            turn=turn,
-            message=message,
-            num_prompt_tokens=before + len(turn.prompt_ids),
-            stop_text=stop_text,
-            logprobs=logprobs,
-            num_reasoning_tokens=self._num_reasoning(turn) if message.reasoning else 0,
-        )
-
-    def _num_reasoning(self, turn: Turn) -> int:
-        around = self._renderer.reasoning_ids
-        if around is None:
-            return 0
-        ids = turn.output_ids.tolist()
-        return ids.index(around[1]) + 1 if around[1] in ids else len(ids)
-
-    def _logprob(
-        self, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()
-    ) -> TokenLogprob:
-        data = self._renderer.tokenizer.bytes_of(token)
-        text = data.decode(errors="replace")
-        return TokenLogprob(text=text, data=data, logprob=logprob, top=top)
-
-    def again(self, request: TurnRequest, turn: Turn, plan: Plan) -> TurnResult:
-        """The result of a turn that was recorded before, by whichever process."""
-        output_ids = turn.output_ids.tolist()
-        stop_text = self.stop_text(turn)
-        live = self.live(request, plan)
-        if live is not None:
-            forced_ids = [] if _is_prefilled(request, plan) else plan.forced_ids
-            live.add(forced_ids + output_ids)
-        begun = live.begun if live is not None else None
-        answer = self.read(request, output_ids, plan, turn.turn_id, stop_text, begun)
-        return self.result(request, turn, plan, answer.message, stop_text)
-
-    def stop_text(self, turn: Turn) -> str | None:
-        """The stop string that ended a recorded turn, if one did."""
-        if not turn.sampling.stop:
-            return None
-        text = self._renderer.tokenizer.decode_on(turn.output_ids.tolist())
-        return next((stop for stop in turn.sampling.stop if stop in text), None)
+    def _add(self, name: str, arguments: str, *, is_cut: bool = False) -> None:
+        self._calls.append(ToolCall(f"{self._prefix}{len(self._calls)}", name, arguments))
+        self._is_cut = self._is_cut or is_cut
 
 
-def _is_prefilled(request: TurnRequest, plan: Plan) -> bool:
-    """True if the client wrote the beginning of the answer."""
-    return bool(request.prefill) and plan.num_forced > 0
+def start_of(attempt: ParsedToolCall) -> int:
+    """The first id of a call."""
+    return attempt.token_span[0] if attempt.token_span else 0
 
 
-def _after(prefill: str, text: str) -> str:
-    """What of an answer's text comes after the client's beginning."""
-    begun = prefill.lstrip()
-    return text[len(begun) :] if text.startswith(begun) else ""
+def cut(text: str, stop_text: str | None) -> str:
+    """`text` before `stop_text`."""
+    return text if stop_text is None else text.partition(stop_text)[0].rstrip()

@@ -12,14 +12,16 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
+from renderers import create_renderer
 from renderers.base import ParsedResponse, ParsedToolCall
+from renderers.configs import config_from_name
 from renderers.reasoning import prompt_ends_in_reasoning
 
+from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import ModelSettings
 from outloop.router.dialects.base import Message, ToolCall
 from outloop.router.errors import Refusal
-from outloop.router.rendering.families import make_renderer
-from outloop.router.rendering.message import Answer, Begun, Said, arguments_of, cut, start_of
+from outloop.router.rendering.parsing import Answer, Begun, Said, arguments_of, cut, start_of
 from outloop.router.rendering.tokenizer import PolicyTokenizer
 from outloop.router.rendering.tool_calls import FORMS, CallForm
 
@@ -27,6 +29,18 @@ _MAX_CACHED_REST = 32
 # What a renderer may raise on a conversation or on a policy's wildest output: json.loads alone
 # raises ValueError on huge integers and RecursionError on deep nesting.
 _RENDERER_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
+
+
+_FAMILY_OF_MODEL_TYPE = {
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3",
+    "qwen3_5": "qwen3.5",
+    "llama": "llama-3",
+    "glm4_moe": "glm-4.5",
+    "deepseek_v3": "deepseek-v3",
+    "gpt_oss": "gpt-oss",
+    "minimax_m2": "minimax-m2",
+}
 
 
 class PolicyRenderer:
@@ -38,7 +52,7 @@ class PolicyRenderer:
 
     def __init__(self, model: ModelSettings) -> None:
         self.tokenizer = PolicyTokenizer(model.path)
-        self._renderer = make_renderer(self.tokenizer, model)
+        self._renderer = _make_renderer(self.tokenizer, model)
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
         self._stop_set = frozenset(self.stop_ids)
         self.reasoning_ids = self._find_reasoning_ids()
@@ -335,3 +349,32 @@ def _not_sayable(answer: Message, why: str) -> Refusal:
         "model.renderer_options.",
         param="messages",
     )
+
+
+def _make_renderer(tokenizer: PolicyTokenizer, model: ModelSettings) -> Any:
+    """The renderer of `model`'s chat format.
+
+    Raises:
+        SettingsError: an unknown `model.renderer`, or options it refuses.
+    """
+    name = model.renderer
+    if name == "auto":
+        config = json.loads((model.path / "config.json").read_text())
+        model_type = config.get("model_type")
+        if model_type not in _FAMILY_OF_MODEL_TYPE:
+            raise SettingsError(
+                f'model.renderer="auto" does not know model_type={model_type!r} of '
+                f"{str(model.path)!r}; known: {', '.join(sorted(_FAMILY_OF_MODEL_TYPE))}. "
+                "Set model.renderer to a family of the renderers package."
+            )
+        name = _FAMILY_OF_MODEL_TYPE[model_type]
+    try:
+        default = config_from_name(name)
+        if default is None:
+            raise ValueError("it names no family")
+        return create_renderer(tokenizer, type(default)(**model.renderer_options))
+    except (ValueError, TypeError, AssertionError, AttributeError) as error:
+        raise SettingsError(
+            f"model.renderer={name!r} with model.renderer_options={model.renderer_options} and the "
+            f"tokenizer in {str(model.path)!r} does not work: {error}"
+        ) from error

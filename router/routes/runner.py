@@ -30,10 +30,10 @@ from outloop.buffer.tasks.validation import check_id
 from outloop.router.auth import KeyRing, check_episode_id
 from outloop.router.buffer_protocol import EpisodeBuffer
 from outloop.router.episodes.episode import Episodes
+from outloop.router.episodes.sft import ConversationRenderer
 from outloop.router.errors import Refusal, stopping
 from outloop.router.http.endpoint import Exchange
 from outloop.router.metrics import RouterMetrics
-from outloop.router.rendering.sft import ConversationRenderer
 from outloop.router.routes.rewards import Scores
 from outloop.router.routes.schemas import (
     ClaimBody,

@@ -26,10 +26,10 @@ from outloop.router.dialects.base import TurnRequest, TurnResult
 from outloop.router.episodes.episode import EpisodeSession
 from outloop.router.episodes.turn_tree import Plan
 from outloop.router.metrics import RouterMetrics
-from outloop.router.rendering.message import Answer, Begun
-from outloop.router.rendering.parsing import AnswerReader
+from outloop.router.rendering.parsing import Answer, Begun
 from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.servers.generation import Drawn
+from outloop.router.turns.answer_reader import AnswerReader
 from outloop.router.turns.buffer_retry import Patience
 from outloop.router.turns.in_flight import TurnJob
 from outloop.router.turns.sampling import loss_spans, sampling_of_choice

@@ -11,7 +11,7 @@ from outloop.router.dialects.base import TurnRequest, TurnResult
 from outloop.router.episodes.episode import Episodes, EpisodeSession
 from outloop.router.episodes.turn_tree import Node, Plan
 from outloop.router.peers.turn_locator import Peers
-from outloop.router.rendering.parsing import AnswerReader
+from outloop.router.turns.answer_reader import AnswerReader
 from outloop.router.turns.in_flight import TurnJob
 from outloop.router.turns.planner import Planner
 

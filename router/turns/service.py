@@ -35,11 +35,11 @@ from outloop.router.errors import (
 )
 from outloop.router.metrics import RouterMetrics
 from outloop.router.peers.turn_locator import Peers
-from outloop.router.rendering.message import Begun
-from outloop.router.rendering.parsing import AnswerReader
+from outloop.router.rendering.parsing import Begun
 from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.servers.generate_api import NO_WISH, Prompt, Wish
 from outloop.router.servers.generation import Drawn, Generator
+from outloop.router.turns.answer_reader import AnswerReader
 from outloop.router.turns.buffer_retry import Patience
 from outloop.router.turns.in_flight import TurnJob
 from outloop.router.turns.planner import Planner

@@ -10,7 +10,7 @@ from talkers import Meeting
 
 from outloop.router.dialects.base import Message, TurnRequest
 from outloop.router.episodes.turn_tree import Plan
-from outloop.router.rendering.parsing import AnswerReader
+from outloop.router.turns.answer_reader import AnswerReader
 
 TOOLS = tuple(
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}

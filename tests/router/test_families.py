@@ -14,8 +14,8 @@ from outloop.buffer.records import Sampling, Turn, VersionSpan
 from outloop.buffer.settings import build_settings
 from outloop.router.dialects.base import Message, TurnRequest
 from outloop.router.episodes.turn_tree import Plan, TurnTree
-from outloop.router.rendering.parsing import AnswerReader
 from outloop.router.rendering.renderer import PolicyRenderer
+from outloop.router.turns.answer_reader import AnswerReader
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 THINK = ("<think>", "</think>")
