@@ -115,5 +115,7 @@ class RankKilled(PartFailed):
 
 UNREADABLE = (RecordError, SchemaMismatch)
 """What decoding stored bytes may raise: damaged, or of another release."""
+SETTINGS_EXIT_CODE = 2
+"""Of a part that was refused its settings: starting it again would change nothing."""
 RANK_KILLED_EXIT_CODE = 75
 """Of a trainer that lost a rank: the launcher starts it again."""

@@ -7,7 +7,6 @@ is in its own process group, so that Ctrl-C reaches the launcher alone, which st
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -15,16 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """For a new child, before it becomes its program: end by `number` when its starter ends.
-
-    The starter is the thread that started it; one that ends early takes the child with it.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+from outloop.engine.parent_death import die_with_parent
 
 
 class PartProcess:

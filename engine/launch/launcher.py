@@ -25,6 +25,7 @@ from rich.console import Console
 
 from outloop.buffer.errors import (
     RANK_KILLED_EXIT_CODE,
+    SETTINGS_EXIT_CODE,
     BufferUnavailable,
     DeadlineExceeded,
     PartFailed,
@@ -38,8 +39,8 @@ from outloop.buffer.settings.recipes import recipe_sentence
 from outloop.engine.launch.child_process import PartProcess, part_command
 from outloop.engine.launch.console import RunProgress
 from outloop.engine.launch.cpu_usage import CpuUsage
-from outloop.engine.launch.port_reservation import hold_port
 from outloop.engine.launch.run_summary import draw_curve, result_table
+from outloop.engine.port_reservation import hold_port
 from outloop.engine.publish.server_client import ServerClient
 from outloop.engine.serve.sglang.arguments import check_arguments
 
@@ -49,8 +50,6 @@ _TRAINER_STOP_TIMEOUT_S = 60.0
 _MAX_RESTARTS = 3
 _PARTS_THAT_END = frozenset({"trainer", "runner"})
 """Parts that end by themselves when the run is finished."""
-SETTINGS_EXIT_CODE = 2
-"""Of a part that was refused its settings: starting it again would change nothing."""
 _WATCH_INTERVAL_S = 0.25
 _MODEL_FILES = {
     "config.json": "config.json",

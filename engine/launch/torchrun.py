@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outloop.buffer.errors import PartFailed, RankKilled, SettingsError
-from outloop.engine.launch.child_process import die_with_parent
+from outloop.buffer.errors import SETTINGS_EXIT_CODE, PartFailed, RankKilled, SettingsError
+from outloop.engine.parent_death import die_with_parent
 
-SETTINGS_EXIT_CODE = 2
 _STOP_TIMEOUT_S = 55
 """Within the launcher's own deadline for the trainer."""
 

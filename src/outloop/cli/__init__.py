@@ -13,6 +13,7 @@ from outloop.buffer.cli.buffer import buffer
 from outloop.buffer.cli.tasks import tasks
 from outloop.buffer.errors import (
     RANK_KILLED_EXIT_CODE,
+    SETTINGS_EXIT_CODE,
     OutloopError,
     RankKilled,
     SettingsError,
@@ -69,8 +70,7 @@ def main() -> None:
         cli()
     except SettingsError as error:
         click.echo(f"outloop: {error}", err=True)
-        # engine.launch.launcher knows this code as SETTINGS_EXIT_CODE.
-        sys.exit(2)
+        sys.exit(SETTINGS_EXIT_CODE)
     except RankKilled as error:
         click.echo(f"outloop: {error}", err=True)
         sys.exit(RANK_KILLED_EXIT_CODE)
