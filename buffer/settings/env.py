@@ -38,6 +38,15 @@ class EnvSettings(BaseModel):
     the task are filled in."""
     verifier: str | None = None
     """What scores an agent program: package.module:function, or a command."""
+    agent_environment: tuple[str, ...] = ()
+    """Variables of the runner's environment that an agent program gets too, by name: a key of a
+    search engine for example."""
+    agent_sandbox: Literal["auto", "bubblewrap", "none"] = "auto"
+    """What is around an agent program: bubblewrap, where it can be had (auto), or an error where it
+    cannot; none: it runs with the runner's rights."""
+    agent_read_only: tuple[Path, ...] = ()
+    """Folders below home folders that an agent program in bubblewrap may read, beside the project
+    and the interpreters on PATH."""
     hidden_task_fields: tuple[str, ...] = ()
     """Fields of a task that only the verifier sees."""
     reward_weights: dict[str, float] = {}

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -22,6 +23,7 @@ from rich.table import Table
 _MEGATRON_VERSION = "0.16.1"
 _MIN_MEMORY_GB = 4
 _MIN_SHM_MB = 64
+_BWRAP_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +109,31 @@ def _shared_memory() -> Finding:
     )
 
 
+def _agent_sandbox() -> Finding:
+    """Whether bubblewrap can keep an agent program away from the run's keys and answers."""
+    advice = (
+        "agent programs can read the run's keys and the tasks' answers: install the package "
+        "bubblewrap, or see env.agent_sandbox in docs/your-own-agent.md"
+    )
+    bwrap = shutil.which("bwrap")
+    found = "no bwrap on PATH"
+    if bwrap is not None:
+        argv = [bwrap, "--unshare-user", "--unshare-pid", "--ro-bind", "/", "/", "--proc", "/proc"]
+        try:
+            answer = subprocess.run(
+                [*argv, "true"], capture_output=True, text=True, timeout=_BWRAP_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            found = f"bubblewrap cannot be used: {error}"
+        else:
+            if answer.returncode == 0:
+                return Finding(
+                    what="agent sandbox", found=bwrap, is_ok=True, is_required=False, advice=""
+                )
+            found = " ".join(answer.stderr.split())[-100:]
+    return Finding(what="agent sandbox", found=found, is_ok=False, is_required=False, advice=advice)
+
+
 def _python() -> Finding:
     version = platform.python_version()
     is_ok = version.startswith("3.11.")
@@ -131,6 +158,7 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     _accelerator,
     _memory,
     _shared_memory,
+    _agent_sandbox,
 )
 
 

@@ -12,6 +12,7 @@ import asyncio
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ from outloop.buffer.errors import EnvironmentFailure, RecordError, SettingsError
 from outloop.buffer.records import Outcome, Reward, Task
 from outloop.buffer.settings.env import EnvSettings
 from outloop.envs.command_agent import command
+from outloop.envs.command_agent.confinement import open_confinement
 from outloop.envs.command_agent.verifier import (
     VerifierTimeout,
     deadline_share,
@@ -34,7 +36,10 @@ from outloop.envs.rollout.rollout_function import Rollout, load_rollout
 
 _SETTING = "env.agent_command"
 _READY_S = 5.0
-_OWN_PLACEHOLDERS = ("task_file", "episode_dir", "episode_id", "task_id", "base_url")
+_OWN_PLACEHOLDERS = (
+    *("task_file", "episode_dir", "project_dir"),
+    *("episode_id", "task_id", "base_url"),
+)
 _MAX_OUTPUT_CHARS = 8000
 
 
@@ -42,8 +47,11 @@ class AgentFailed(Exception):
     """An agent program did not end as it should."""
 
 
-def load_player(env: EnvSettings) -> Rollout:
+def load_player(env: EnvSettings, hidden: Sequence[Path]) -> Rollout:
     """What plays the run's episodes: the rollout function, or the agent command.
+
+    Args:
+        hidden: what an agent program must not see, of `confinement.hidden_paths`.
 
     Raises:
         SettingsError: neither or both are given, or the one that is given cannot be used.
@@ -55,7 +63,7 @@ def load_player(env: EnvSettings) -> Rollout:
             f"{_SETTING}={env.agent_command!r} and env.rollout_function_path="
             f"{env.rollout_function_path!r} are both given; leave one out"
         )
-    agent = CommandAgent(env)
+    agent = CommandAgent(env, hidden)
     return Rollout(
         kind="async", call=agent.play, name=f"{_SETTING}={env.agent_command!r}", owner=agent
     )
@@ -64,11 +72,13 @@ def load_player(env: EnvSettings) -> Rollout:
 class CommandAgent:
     """Plays an episode by starting the program."""
 
-    def __init__(self, env: EnvSettings) -> None:
+    def __init__(self, env: EnvSettings, hidden: Sequence[Path]) -> None:
         assert env.agent_command is not None
-        self._line = command.CommandLine(
-            env.agent_command, setting=_SETTING, import_dir=env.import_dir
-        )
+        command.check_agent_environment(env.agent_environment)
+        line = command.CommandLine(env.agent_command, setting=_SETTING, import_dir=env.import_dir)
+        self._line = line.at_home()
+        own = {Path(word) for word in self._line.words_given}
+        self._confinement = open_confinement(env, [path for path in hidden if path not in own])
         self._verifier = load_verifier(env)
         self._env = env
 
@@ -89,17 +99,28 @@ class CommandAgent:
 
     async def play(self, task: Task, episode: Episode) -> Ending:
         """Start the program, wait for its end or a limit, and have the verifier score it."""
-        folder = Path(tempfile.mkdtemp(prefix="outloop-episode-"))
+        root = Path(tempfile.mkdtemp(prefix="outloop-episode-"))
+        folder, temporary = root / "episode", root / "tmp"
+        folder.mkdir()
+        temporary.mkdir()
         try:
-            return await self._play(task, episode, folder)
+            ran = await self._run(task, episode, folder, temporary)
+            return await self._judge(task, episode, ran, folder)
         finally:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
 
-    async def _play(self, task: Task, episode: Episode, folder: Path) -> Ending:
-        shown = {k: v for k, v in task.payload.items() if k not in self._env.hidden_task_fields}
+    async def _run(
+        self, task: Task, episode: Episode, folder: Path, temporary: Path
+    ) -> command.Ran:
+        env = self._env
+        shown = {k: v for k, v in task.payload.items() if k not in env.hidden_task_fields}
         task_file = folder / "task.json"
         task_file.write_text(json.dumps({"task_id": task.task_id, **shown}))
-        files = {"task_file": str(task_file), "episode_dir": str(folder)}
+        files = {
+            "task_file": str(task_file),
+            "episode_dir": str(folder),
+            "project_dir": str(self._line.folder),
+        }
         words = self._line.words(
             {
                 **shown,
@@ -109,26 +130,29 @@ class CommandAgent:
                 "base_url": episode.base_url,
             }
         )
-        env = self._env
-        limits = command.Limits(
-            deadline_share(env, episode.deadline),
-            env.agent_memory_mb,
-            env.max_output_bytes,
-            env.max_kept_bytes,
-        )
-        ran = await command.run(
+        variables = {
+            **episode.environ(),
+            "OUTLOOP_TASK_FILE": files["task_file"],
+            "OUTLOOP_EPISODE_DIR": files["episode_dir"],
+            "OUTLOOP_PROJECT_DIR": files["project_dir"],
+        }
+        if self._line.is_module:
+            variables["PYTHONPATH"] = files["project_dir"]
+        if self._confinement is not None:
+            words = self._confinement.argv(words, folder, temporary)
+            variables |= self._confinement.environment(folder)
+        return await command.run(
             words,
-            limits,
-            env=command.environment(
-                {
-                    **episode.environ(),
-                    "OUTLOOP_TASK_FILE": files["task_file"],
-                    "OUTLOOP_EPISODE_DIR": files["episode_dir"],
-                }
+            command.Limits(
+                deadline_share(env, episode.deadline),
+                env.agent_memory_mb,
+                env.max_output_bytes,
+                env.max_kept_bytes,
             ),
-            folder=self._line.folder,
+            env=command.agent_environment(env.agent_environment, variables),
+            folder=folder,
+            is_confined=self._confinement is not None,
         )
-        return await self._judge(task, episode, ran, folder)
 
     async def _judge(self, task: Task, episode: Episode, ran: command.Ran, folder: Path) -> Ending:
         output = f"{ran.stdout}\n{ran.stderr}".strip()[-_MAX_OUTPUT_CHARS:]

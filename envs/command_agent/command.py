@@ -1,14 +1,15 @@
 """Programs that outloop starts for one episode: the agent, and a verifier that is a command.
 
-Owns: command lines with placeholders, the environment a program gets, running it under its keeper.
-Does not own: limits inside the process tree (keeper), what a program's end means (agent_command).
-Invariant: a program sees the keys of its own episode and none of outloop's settings; when `run`
-returns or is cancelled, nothing of it is alive.
+Owns: command lines with placeholders, the environment that a program gets, running it under its
+reaper. Does not own: limits inside the process tree (process_reaper), what the program can reach
+(confinement), what its end means (agent). Invariant: a program sees the key of its own episode and
+none of outloop's settings; when `run` returns or is cancelled, nothing of it is alive.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import difflib
 import json
 import os
@@ -19,8 +20,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -28,13 +29,15 @@ import msgspec
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.envs.runner.imports import import_folders
 
-_KEEPER = Path(__file__).with_name("process_reaper.py")
+_REAPER = Path(__file__).with_name("process_reaper.py")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
-_KEEPER_S = 10.0
+_REAPER_S = 10.0
 _NOT_INHERITED = re.compile(
     r"OUTLOOP_.*|(OPENAI|ANTHROPIC)_(API_KEY|BASE_URL|AUTH_TOKEN|ORG_ID|PROJECT_ID|ADMIN_KEY)"
 )
 """Variables that would show a program outloop's settings, or lead it to another endpoint."""
+_INHERITED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TZ")
+"""What an agent program gets of the runner's environment, beside PATH and what is asked for."""
 
 
 class Ran(msgspec.Struct, frozen=True):
@@ -49,6 +52,8 @@ class Ran(msgspec.Struct, frozen=True):
     stderr: str
     memory_mb: float
     is_clean: bool
+    is_started: bool
+    """False: bubblewrap failed before it came to the program."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -106,6 +111,27 @@ class CommandLine:
                 f"allowed here: {', '.join(sorted(known))}"
             )
 
+    @property
+    def words_given(self) -> tuple[str, ...]:
+        """The words with their placeholders."""
+        return tuple(self._words)
+
+    @property
+    def is_module(self) -> bool:
+        """True for `python -m NAME`, which looks for the module in the working directory."""
+        return "-m" in self._words
+
+    def at_home(self) -> CommandLine:
+        """The same command for another working directory: files of its own by their full paths."""
+        line = copy.copy(self)
+        line._words = [self._full(word) for word in self._words]
+        return line
+
+    def _full(self, word: str) -> str:
+        is_name = "/" in word or "." in word
+        found = self.folder / word
+        return str(found) if is_name and "{" not in word and found.exists() else word
+
     def words(self, values: Mapping[str, object]) -> list[str]:
         """The command with its placeholders filled in; a value is never split or quoted.
 
@@ -146,59 +172,117 @@ class CommandLine:
         )
 
 
-def environment(episode: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a program: this process's without other keys, plus the episode's."""
-    kept = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
+def agent_environment(names: Sequence[str], episode: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an agent program: little of the runner's, and the episode's."""
+    kept = {name: os.environ[name] for name in (*_INHERITED, *names) if name in os.environ}
     return {**kept, "PATH": _path(), **episode}
 
 
-async def run(words: Sequence[str], limits: Limits, *, env: Mapping[str, str], folder: Path) -> Ran:
-    """Run a program to its end or a limit.
+def check_agent_environment(names: Sequence[str]) -> None:
+    """Refuse variables that the episode sets.
 
     Raises:
-        EnvironmentFailure: its keeper could not be started, or died.
+        SettingsError: which.
     """
-    ours, theirs = socket.socketpair()
-    options = {**msgspec.structs.asdict(limits), "control": theirs.fileno()}
+    for name in names:
+        if _NOT_INHERITED.fullmatch(name) or name == "PATH" or "=" in name:
+            raise SettingsError(
+                f"env.agent_environment={list(names)!r}: {name!r} cannot be passed on; an agent "
+                "gets PATH and the address and key of its episode by itself, and names of other "
+                "variables are allowed here"
+            )
+
+
+def verifier_environment() -> dict[str, str]:
+    """The environment of a verifier: this process's, without outloop's settings and endpoints."""
+    kept = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
+    return {**kept, "PATH": _path()}
+
+
+async def run(
+    words: Sequence[str],
+    limits: Limits,
+    *,
+    env: Mapping[str, str],
+    folder: Path,
+    is_confined: bool = False,
+) -> Ran:
+    """Run a program to its end or a limit.
+
+    Args:
+        is_confined: `words` begin with bubblewrap, whose own failure is nobody's result.
+
+    Raises:
+        EnvironmentFailure: it could not be started, or its reaper died.
+    """
+    options = {**msgspec.structs.asdict(limits), "is_confined": is_confined}
+    async with _reaper(words, options, env, folder) as (reader, reaper):
+        try:
+            data = await asyncio.wait_for(reader.read(), limits.time_s + _REAPER_S)
+        except TimeoutError:
+            data = b""
     try:
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        keeper = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(_KEEPER), json.dumps(options), *words),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-            env=env,
-            cwd=folder,
-        )
-    except (OSError, ValueError) as error:
-        raise EnvironmentFailure(f"the program could not be started: {error}") from error
-    finally:
-        theirs.close()
-    try:
-        data = await asyncio.wait_for(reader.read(), limits.time_s + _KEEPER_S)
-    except TimeoutError:
-        data = b""
-    finally:
-        # Its keeper ends the program when this side is closed.
-        writer.close()
-        await _wait(keeper)
-    try:
-        return msgspec.json.decode(data, type=Ran)
+        ran = msgspec.json.decode(data, type=Ran)
     except msgspec.DecodeError as error:
         raise EnvironmentFailure(
-            f"the program's keeper ended with exit_code={keeper.returncode} and said nothing"
+            f"the program's reaper ended with exit_code={reaper.returncode} and said nothing"
         ) from error
+    if not ran.is_started and not ran.reason:
+        last = " ".join(ran.stderr.split())[-300:]
+        raise EnvironmentFailure(
+            f"the program could not be started in its sandbox: {last}; name folders that it needs "
+            'in env.agent_read_only, or set env.agent_sandbox="none"'
+        )
+    return ran
 
 
-async def _wait(keeper: asyncio.subprocess.Process) -> None:
-    waiting = asyncio.ensure_future(keeper.wait())
+@asynccontextmanager
+async def _reaper(
+    words: Sequence[str], options: dict[str, object], env: Mapping[str, str], folder: Path
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.subprocess.Process]]:
+    """The process that runs the program, and what it will say of it; both end with the context."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        # The reaper ends the program when this side is closed.
+        try:
+            options["control"] = theirs.fileno()
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(_REAPER), json.dumps(options), *words),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=env,
+                cwd=folder,
+            )
+        except (OSError, ValueError) as error:
+            await _close(writer)
+            raise EnvironmentFailure(f"the program could not be started: {error}") from error
+        except BaseException:
+            writer.close()
+            raise
     try:
-        await asyncio.wait_for(asyncio.shield(waiting), _KEEPER_S)
+        yield reader, process
+    finally:
+        await _close(writer)
+        await _wait(process)
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+
+
+async def _wait(process: asyncio.subprocess.Process) -> None:
+    waiting = asyncio.ensure_future(process.wait())
+    try:
+        await asyncio.wait_for(asyncio.shield(waiting), _REAPER_S)
     except TimeoutError:
         with suppress(ProcessLookupError):
-            os.killpg(keeper.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         await waiting
 
 

@@ -5,7 +5,8 @@ Owns: the program's process tree, its time, memory and output. Does not own: wha
 Invariant: when this process ends, no descendant of the program is alive, also none that left its
 session: it is their reaper. When its runner goes away it ends them at once.
 
-LIMITS is JSON: control (a socket to the runner), time_s, memory_mb, output_bytes, kept_bytes.
+LIMITS is JSON: control (a socket to the runner), time_s, memory_mb, output_bytes, kept_bytes,
+is_confined (COMMAND begins with bubblewrap, which reports on descriptor 3).
 """
 
 from __future__ import annotations
@@ -187,8 +188,11 @@ class Keeper:
             self.reason = "memory"
 
     def _ask_to_end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGTERM)
+        # Bubblewrap would end at once, and all that it holds with it.
+        asked = set(descendants()) - {self._pid} if self._limits["is_confined"] else {-self._pid}
+        for one in asked:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGTERM)
         end = time.monotonic() + _TERM_GRACE_S
         while self.status is None and time.monotonic() < end and not self._is_abandoned:
             self._read(0.02)
@@ -234,7 +238,8 @@ def main() -> None:
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-    pipes = {target: os.pipe() for target in (1, 2)}
+    # Standard output, standard error, and what bubblewrap reports.
+    pipes = {target: os.pipe() for target in ((1, 2, 3) if limits["is_confined"] else (1, 2))}
     pid = start(command, limits, {target: ends[1] for target, ends in pipes.items()})
     signal.signal(signal.SIGTERM, lambda number, frame: (kill_all(pid), os._exit(1)))
     kept = {target: Kept(int(limits["kept_bytes"])) for target in pipes}
@@ -252,6 +257,7 @@ def main() -> None:
         "stderr": kept[2].text(),
         "memory_mb": keeper.memory_mb,
         "is_clean": is_clean,
+        "is_started": 3 not in kept or "exit-code" in kept[3].text(),
     }
     data = json.dumps(result).encode()
     with contextlib.suppress(OSError):

@@ -292,7 +292,7 @@ class _CommandVerifier:
         )
         limits = command.Limits(limit_s, self._env.agent_memory_mb, _OUTPUT_BYTES, 2**16)
         return await command.run(
-            words, limits, env=command.environment({}), folder=self._line.folder
+            words, limits, env=command.verifier_environment(), folder=self._line.folder
         )
 
 

@@ -51,12 +51,16 @@ class FailureLog:
     """Logs a failure in full when its like is first seen, counts the rest, and stops a lost run.
 
     Args:
-        max_failed_share: env.max_failed_share.
+        max_failed_share, failure_reward: env's settings of these names.
         run_folder: as the user would write it in a command.
     """
 
-    def __init__(self, *, max_failed_share: float, run_folder: str) -> None:
+    def __init__(
+        self, *, max_failed_share: float, run_folder: str, failure_reward: float = 0.0
+    ) -> None:
         self._max_failed_share = max_failed_share
+        self._failure_reward = failure_reward
+        self._has_warned_of_reward = False
         self._run_folder = run_folder
         self._counts: Counter[_Signature] = Counter()
         self._examples: dict[_Signature, tuple[Ending, str]] = {}
@@ -65,10 +69,22 @@ class FailureLog:
         self._num_failed = 0
         self._warn_at = _MIN_FAILURES
 
-    def success(self) -> None:
-        """An episode ended as it should."""
+    def success(self, ending: Ending) -> str:
+        """An episode ended as it should; returns a sentence for the user when failing pays."""
         self._num_closed += 1
         self._last.append(None)
+        if (
+            ending.reward is None
+            or ending.reward.value >= self._failure_reward
+            or self._has_warned_of_reward
+        ):
+            return ""
+        self._has_warned_of_reward = True
+        return (
+            f"an episode was scored {ending.reward.value:g}, below env.failure_reward="
+            f"{self._failure_reward:g}, which episodes that crash or run out of time get: the "
+            "policy learns to fail. Set env.failure_reward to the lowest reward that you give"
+        )
 
     def failure(self, ending: Ending, episode_id: str) -> str:
         """An episode failed; returns a sentence for the user when it is time for one, else "".

@@ -13,6 +13,7 @@ import sys
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings, build_settings
 from outloop.envs.command_agent.agent import CommandAgent, load_player
+from outloop.envs.command_agent.confinement import hidden_paths
 from outloop.envs.tasks.sft_conversations import load_conversations
 from outloop.envs.tasks.task_files import load_run_tasks
 
@@ -30,10 +31,11 @@ def check_rollout(settings: Settings) -> None:
     env = settings.env
     if env.num_runners == 0 and env.rollout_function_path is None and env.agent_command is None:
         return
-    load_player(env)
+    hidden = hidden_paths(settings)
+    load_player(env, hidden)
     found = load_run_tasks(settings)
     if env.agent_command is not None:
-        CommandAgent(env).check_tasks(found.tasks + found.eval_tasks)
+        CommandAgent(env, hidden).check_tasks(found.tasks + found.eval_tasks)
 
 
 def main(arguments: list[str]) -> int:

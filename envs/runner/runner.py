@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -27,6 +28,7 @@ from outloop.buffer.errors import (
     SettingsError,
 )
 from outloop.buffer.settings import Settings
+from outloop.envs.command_agent.confinement import hidden_paths
 from outloop.envs.rollout.episode_result import Ending, failed
 from outloop.envs.runner.failures import FailureLog
 from outloop.envs.runner.router_client import OpenedClaim, RouterClient
@@ -63,11 +65,14 @@ async def run(
     runner_key: str,
     stop: asyncio.Event,
     in_process: bool = False,
+    private: Sequence[Path] = (),
 ) -> None:
     """Play until the run is finished or `stop` is set; with trainer.mode "sft", send conversations.
 
     Args:
         in_process: play in this process, whatever env.num_workers says.
+        private: files and folders that agent programs must not see, beside those that the settings
+            name.
 
     Raises:
         SettingsError: the user's code or the tasks are wrong, the key is refused, episodes end
@@ -89,7 +94,10 @@ async def run(
             return
         alone = in_process or settings.env.num_workers == 0
         changed = asyncio.Event()
-        players: Players = InProcess(settings) if alone else WorkerPool(settings, changed.set)
+        hidden = [*hidden_paths(settings), *(path.resolve() for path in private)]
+        players: Players = (
+            InProcess(settings, hidden) if alone else WorkerPool(settings, changed.set, hidden)
+        )
         try:
             await _until_stopped(players.start(), stop)
             if not stop.is_set():
@@ -123,6 +131,7 @@ class Runner:
         self._failures = FailureLog(
             max_failed_share=settings.env.max_failed_share,
             run_folder=str(settings.run.dir / settings.run.name),
+            failure_reward=settings.env.failure_reward,
         )
         self._warning = ""
         """About failures, for whoever watches the run; not sent yet."""
@@ -282,13 +291,9 @@ class Runner:
         if ending.failure_kind is None:
             self._num_bad_rewards = 0
             self._backoff_s = 0.0
-            self._failures.success()
+            self._warn("failing_pays", self._failures.success(ending))
             return
-        warning = self._failures.failure(ending, episode_id)
-        if warning:
-            _log.error("episodes_fail", warning=warning)
-            self._warning = warning
-            self._has_warning.set()
+        self._warn("episodes_fail", self._failures.failure(ending, episode_id))
         if ending.failure_kind != "agent":
             self._backoff_s = min(_MAX_BACKOFF_S, max(0.05, 2 * self._backoff_s))
         if ending.is_refused:
@@ -305,6 +310,13 @@ class Runner:
                 f"{name}={value!r} returned no usable reward "
                 f"{self._num_bad_rewards} times in a row, the last time: {ending.error}"
             )
+
+    def _warn(self, event: str, warning: str) -> None:
+        """Log a sentence, if there is one, and have the next heartbeat bring it to the user."""
+        if warning:
+            _log.error(event, warning=warning)
+            self._warning = warning
+            self._has_warning.set()
 
     async def _refuse_silence(self, ending: Ending, episode_id: str) -> None:
         """Notice an agent that never calls the model that is trained.

@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import structlog
 
@@ -39,12 +40,17 @@ class Worker:
     """One worker process."""
 
     def __init__(
-        self, writer: asyncio.StreamWriter, marker: Marker, env: EnvSettings, max_episodes: int
+        self,
+        writer: asyncio.StreamWriter,
+        marker: Marker,
+        env: EnvSettings,
+        begin: worker_protocol.Begin,
     ) -> None:
         self._writer = writer
         self._marker = marker
         self._env = env
-        self._max_episodes = max_episodes
+        self._max_episodes = begin.max_episodes
+        self._hidden = [Path(path) for path in begin.hidden]
         self._player: Player | None = None
         self._playing: set[asyncio.Task[None]] = set()
         self._num_batches = 0
@@ -52,7 +58,7 @@ class Worker:
     async def prepare(self) -> bool:
         """Load the user's code and call its set_up; False when it cannot be used."""
         try:
-            rollout = agent.load_player(self._env)
+            rollout = agent.load_player(self._env, self._hidden)
             await asyncio.wait_for(rollout.set_up(), self._env.set_up_timeout_s)
         except SettingsError as error:
             self._say(worker_protocol.Refused(str(error)))
@@ -148,7 +154,7 @@ async def _run(connection: socket.socket, marker: Marker) -> None:
     configure_logging("worker", begin.log_level)
     asyncio.get_running_loop().set_task_factory(marker.task_factory())
     env = EnvSettings.model_validate_json(begin.env)
-    worker = Worker(writer, marker, env, begin.max_episodes)
+    worker = Worker(writer, marker, env, begin)
     _limit(env.worker_memory_mb)
     if await worker.prepare():
         await worker.serve(reader)

@@ -13,6 +13,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
@@ -63,9 +64,12 @@ class WorkerPool:
 
     Args:
         on_change: called when there may be places again.
+        hidden: what agent programs must not see.
     """
 
-    def __init__(self, settings: Settings, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: Settings, on_change: Callable[[], None], hidden: Sequence[Path] = ()
+    ) -> None:
         env = settings.env
         share = -(-env.max_concurrent_episodes // env.num_workers)
         self._env = env
@@ -73,7 +77,7 @@ class WorkerPool:
         num_processes = env.num_workers * max(1, env.num_runners)
         self._num_cores = max(1, len(os.sched_getaffinity(0)) // num_processes)
         self._begin = worker_protocol.Begin(
-            env.model_dump_json(), share, settings.telemetry.log_level
+            env.model_dump_json(), tuple(map(str, hidden)), share, settings.telemetry.log_level
         )
         self._workers: list[WorkerProcess] = []
         """Those that came up; a worker is taken off when it has died, or when it retired and is
@@ -247,8 +251,9 @@ class WorkerPool:
 class InProcess:
     """Plays in the runner's own process, for debuggers (`env.num_workers = 0`)."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, hidden: Sequence[Path] = ()) -> None:
         self._settings = settings
+        self._hidden = hidden
         self._numbers = itertools.count(1)
         self._num_batches = 0
         self._playing: set[asyncio.Task[None]] = set()
@@ -266,7 +271,7 @@ class InProcess:
     async def start(self) -> None:
         """Load the user's code and call its set_up."""
         env = self._settings.env
-        rollout = load_player(env)
+        rollout = load_player(env, self._hidden)
         await asyncio.wait_for(rollout.set_up(), env.set_up_timeout_s)
         self._player = Player(rollout, env, max_episodes=env.max_concurrent_episodes)
         self.kind = rollout.kind

@@ -36,6 +36,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
     env: str
     """EnvSettings as JSON."""
+    hidden: tuple[str, ...]
+    """What agent programs must not see."""
     max_episodes: int
     log_level: str
 

@@ -98,6 +98,7 @@ def train_in_one_process(settings: Settings, *, stop: threading.Event, console: 
                     runner_key=run.keys.runner_key,
                     stop=ended,
                     in_process=True,
+                    private=[run.dir],
                 ),
             )
             train_policy(run, stop=stop)

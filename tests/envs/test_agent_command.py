@@ -1,6 +1,7 @@
 """Agents that are programs: what they are given, what they may use, and what is left of them."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -12,8 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from outloop.buffer.errors import SettingsError
+from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.buffer.settings import Settings
+from outloop.envs.command_agent import command
 from outloop.envs.runner.preflight import check_rollout
 from outloop.envs.runner.runner import run
 
@@ -102,14 +104,14 @@ def play_program(
 
 
 async def test_a_program_plays_with_its_episodes_key_only(
-    router: Any, play_program: Any, monkeypatch: pytest.MonkeyPatch
+    router: Any, play_program: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Environment, task file and output go where they should; no other key is among them."""
-    import json
-
     monkeypatch.setenv("OPENAI_API_KEY", "somebody's own")
     monkeypatch.setenv("OUTLOOP_BUFFER__REDIS_URL", "redis://:password@host")
     monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("JUDGE_KEY", "sk-judge")
     router.deadline_s = 60.0
     await play_program(
         router,
@@ -118,6 +120,7 @@ async def test_a_program_plays_with_its_episodes_key_only(
         num_workers=1,
         hidden_task_fields=["answer"],
         reward_weights={"same": 0.5},
+        agent_environment=["OPENAI_AGENTS_DISABLE_TRACING", "NOT_SET_HERE"],
     )
     assert router.num_chat_calls == 4
     for name, close in router.closes.items():
@@ -131,7 +134,8 @@ async def test_a_program_plays_with_its_episodes_key_only(
         assert env["OPENAI_BASE_URL"] == env["ANTHROPIC_BASE_URL"] + "/v1"
         assert env["OUTLOOP_EPISODE_ID"] == name
         assert env["OPENAI_AGENTS_DISABLE_TRACING"] == "1"
-        assert "OUTLOOP_BUFFER__REDIS_URL" not in env
+        assert not {"OUTLOOP_BUFFER__REDIS_URL", "HF_TOKEN", "JUDGE_KEY"} & env.keys()
+        assert env["OUTLOOP_PROJECT_DIR"] == str(folder)
         assert "ol-runner" not in stdout
         assert not Path(env["OUTLOOP_EPISODE_DIR"]).exists()
 
@@ -157,9 +161,7 @@ async def test_a_program_that_fails_while_the_router_is_away_is_repeated(
 
 RUNAWAY = """
 import os, subprocess, sys, time
-from pathlib import Path
 
-folder = Path(os.environ["OUTLOOP_TASK_FILE"]).parent
 # Daemons that left the session, and their own children; some ignore SIGTERM.
 code = (
     "import os, signal, time\\n"
@@ -173,40 +175,55 @@ for _ in range(3):
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
-            subprocess.Popen([sys.executable, "-S", "-c", code])
+            subprocess.Popen([sys.executable, "-S", "-c", code, sys.argv[2]])
         os._exit(0)
-while len(open("pids").read().split() if Path("pids").exists() else []) < 6:
+while len(open("pids").read().split() if os.path.exists("pids") else []) < 6:
     time.sleep(0.02)
 print("started", flush=True)
 """
 
 
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """What agents of this test left running: their command lines name its folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if f"witness-{folder}" in process.cmdline() and process.status() != "zombie":
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("sandbox", ["bubblewrap", "none"])
 @pytest.mark.parametrize("end", ["", "time.sleep(600)\n"])
 async def test_nothing_of_a_program_is_left(
-    end: str, router: Any, play_program: Any, folder: Path
+    end: str, sandbox: str, router: Any, play_program: Any, folder: Path
 ) -> None:
     """Descendants in other sessions die with it, whether it ended or was ended at its deadline."""
     router.num_episodes = 1
-    router.deadline_s = 20.0 if end else 60.0
-    await play_program(router, RUNAWAY + end)
+    router.deadline_s = 12.0 if end else 60.0
+    command = f"{sys.executable} -S agent.py {{task_file}} witness-{folder}"
+    await play_program(router, RUNAWAY + end, agent_command=command, agent_sandbox=sandbox)
     assert router.closed("outcome") == ["truncated" if end else "completed"]
     assert router.closed("output") == ["started"]
-    pids = [int(pid) for pid in (folder / "pids").read_text().split()]
-    assert len(pids) == 6
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert processes_of(folder) == []
 
 
+@pytest.mark.parametrize("sandbox", ["bubblewrap", "none"])
 async def test_a_killed_worker_takes_its_programs_with_it(
-    router: Any, play_program: Any, folder: Path
+    sandbox: str, router: Any, play_program: Any, folder: Path
 ) -> None:
-    """kill -9 of the worker: the keeper notices and ends the whole tree."""
+    """kill -9 of the worker: the reaper notices and ends the whole tree."""
     router.num_episodes = 1
+    command = f"{sys.executable} -S agent.py {{task_file}} witness-{folder}"
+    agent = RUNAWAY + "time.sleep(600)\n"
     playing = asyncio.create_task(
-        play_program(router, RUNAWAY + "time.sleep(600)\n", num_workers=1)
+        play_program(router, agent, num_workers=1, agent_command=command, agent_sandbox=sandbox)
     )
     async with asyncio.timeout(40):
-        while not (folder / "pids").exists() or len((folder / "pids").read_text().split()) < 6:
-            await asyncio.sleep(0.02)
+        while len(processes_of(folder)) < 7:
+            await asyncio.sleep(0.1)
     (worker,) = [
         child
         for child in psutil.Process().children()
@@ -214,10 +231,9 @@ async def test_a_killed_worker_takes_its_programs_with_it(
     ]
     os.kill(worker.pid, signal.SIGKILL)
     await playing
-    pids = [int(pid) for pid in (folder / "pids").read_text().split()]
     async with asyncio.timeout(20):
-        while any(psutil.pid_exists(pid) for pid in pids):
-            await asyncio.sleep(0.02)
+        while processes_of(folder):
+            await asyncio.sleep(0.05)
     assert router.closed("failure_kind") == ["infrastructure"]
 
 
@@ -346,6 +362,7 @@ async def test_a_verifier_command_that_fails_is_the_environments(
         ({"agent_command": "sh agent.sh {answer}"}, ["{answer}", "allowed here"]),
         ({"agent_command": "sh 'agent.sh"}, ["No closing quotation", "quote it"]),
         ({"agent_command": ""}, ["is empty"]),
+        ({"agent_environment": ["OPENAI_API_KEY"]}, ["'OPENAI_API_KEY' cannot be passed on"]),
         ({"rollout_function_path": "checks:one"}, ["both given", "leave one out"]),
     ],
 )
@@ -367,3 +384,156 @@ def test_a_command_that_cannot_work_is_a_sentence_before_anything_starts(
         check_rollout(make_settings(**(good | env)))
     assert [word for word in words if word not in str(caught.value)] == []
     assert "\n" not in str(caught.value)
+
+
+SPY = """
+import json, os
+from helper import ASKED, WORDS
+
+def text_of(path):
+    try:
+        return open(path, errors="replace").read()
+    except OSError as error:
+        return type(error).__name__
+
+own = os.environ["OUTLOOP_EPISODE_DIR"]
+seen = {path: text_of(path) for path in ASKED}
+listed = {path: os.listdir(path) for path in ASKED if os.path.isdir(path)}
+written = []
+for path in ("/etc/x", os.path.join(os.environ["OUTLOOP_PROJECT_DIR"], "x"), "/tmp/x", "x"):
+    try:
+        open(path, "w").close()
+        written.append(path)
+    except OSError:
+        pass
+pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+print(json.dumps({
+    "seen": seen, "listed": listed, "written": written, "num_processes": len(pids),
+    "cwd": os.getcwd() == own, "helper": WORDS, "home": os.environ["HOME"],
+    "others": [name for name in os.listdir(os.path.dirname(os.path.dirname(own)))
+               if name.startswith("outloop-episode") and name not in own],
+}))
+"""
+
+
+async def test_a_program_sees_its_project_and_nothing_of_the_run(
+    router: Any, play_program: Any, folder: Path
+) -> None:
+    """Under bubblewrap: no keys, run folders, tasks, verifier, other processes or homes."""
+    (folder / "runs/run").mkdir(parents=True)
+    (folder / "tasks.jsonl").write_text('{"question": "1", "answer": 24}\n')
+    secret = folder / "runs/run/secrets.json"
+    secret.write_text("the runner key")
+    asked = [secret, folder / "runs", folder / "tasks.jsonl", folder / "checks.py", Path.home()]
+    names = [str(path) for path in asked]
+    (folder / "helper.py").write_text(f"WORDS = 'own code'\nASKED = {names!r}\n")
+    router.num_episodes = 2
+    await play_program(
+        router,
+        SPY,
+        tasks="tasks.jsonl",
+        hidden_task_fields=["answer"],
+        agent_sandbox="bubblewrap",
+    )
+    assert router.closed("outcome") == ["completed"] * 2, router.closed("error")
+    for output in router.closed("output"):
+        said = json.loads(output.splitlines()[0])
+        assert "runner key" not in output
+        assert "24" not in str(said["seen"][str(asked[2])])
+        assert "def verify" not in output
+        assert said["listed"][str(folder / "runs")] == []
+        assert said["written"] == ["/tmp/x", "x"]
+        assert said["num_processes"] <= 3
+        assert said["cwd"] is True
+        assert said["helper"] == "own code"
+        assert said["others"] == []
+        assert said["home"] != str(Path.home())
+
+
+async def test_without_a_sandbox_a_program_still_starts_in_its_own_folder(
+    router: Any, play_program: Any, folder: Path
+) -> None:
+    """Its files are found from there, and what it writes is not in the project."""
+    (folder / "helper.py").write_text("WORDS = 'own code'\nASKED = []\n")
+    router.num_episodes = 1
+    await play_program(router, SPY, agent_sandbox="none")
+    said = json.loads(router.closed("output")[0])
+    assert (said["cwd"], said["helper"]) == (True, "own code")
+    assert not (folder / "task.json").exists()
+
+
+@pytest.mark.parametrize("sandbox", ["bubblewrap", "none"])
+async def test_a_program_may_be_a_module(
+    sandbox: str, router: Any, play_program: Any, folder: Path
+) -> None:
+    """`python -m package` is found in the project, though it starts elsewhere."""
+    (folder / "team").mkdir()
+    (folder / "team/__main__.py").write_text("from team import words\nprint(words.ALL)\n")
+    (folder / "team/words.py").write_text("ALL = 'found'\n")
+    router.num_episodes = 1
+    await play_program(router, "", agent_sandbox=sandbox, agent_command=f"{sys.executable} -m team")
+    assert router.closed("output") == ["found"]
+
+
+async def test_a_program_that_its_sandbox_cannot_start_is_no_result(
+    router: Any, play_program: Any, folder: Path
+) -> None:
+    """What bubblewrap cannot find is the environment's failure, with what to set."""
+    hidden = Path("/var/tmp/outloop-test-agent.sh")
+    hidden.write_text("#!/bin/sh\necho 1\n")
+    hidden.chmod(0o755)
+    router.num_episodes = 1
+    try:
+        await play_program(router, "", agent_sandbox="bubblewrap", agent_command=str(hidden))
+        assert router.closed("failure_kind") == ["environment"]
+        assert "env.agent_read_only" in router.closed("error")[0]
+        await play_program(
+            router,
+            "",
+            agent_sandbox="bubblewrap",
+            agent_command=str(hidden),
+            agent_read_only=["/var/tmp"],
+        )
+    finally:
+        hidden.unlink()
+
+
+async def test_a_program_that_asks_for_time_gets_it(router: Any, play_program: Any) -> None:
+    """At its deadline a program is asked to end before it is ended, in its sandbox too."""
+    agent = (
+        "import signal, sys, time\n"
+        "def end(number, frame):\n    print('tidied up', flush=True)\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\nprint('here', flush=True)\ntime.sleep(600)\n"
+    )
+    router.num_episodes = 1
+    router.deadline_s = 6.0
+    await play_program(router, agent, agent_sandbox="bubblewrap", verifier_timeout_s=2.0)
+    assert router.closed("output") == ["here\ntidied up"]
+    assert router.closed("outcome") == ["truncated"]
+
+
+async def test_what_cannot_be_started_leaves_no_descriptor(tmp_path: Path) -> None:
+    """Too long arguments, a missing folder and a cancelled start cost nothing that stays."""
+    limits = command.Limits(time_s=5, memory_mb=100, output_bytes=1000, kept_bytes=1000)
+
+    def num_open() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    async def start(*words: str, folder: Path = tmp_path) -> None:
+        await command.run(["true", *words], limits, env={}, folder=folder)
+
+    await start()
+    before = num_open()
+    for _ in range(5):
+        with pytest.raises(EnvironmentFailure, match="could not be started"):
+            await start("x" * 2**22)
+        with pytest.raises(EnvironmentFailure, match="could not be started"):
+            await start(folder=tmp_path / "missing")
+        for _ in range(3):
+            starting = asyncio.create_task(start())
+            await asyncio.sleep(0)
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+    await asyncio.sleep(0.5)
+    assert num_open() <= before

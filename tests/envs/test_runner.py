@@ -394,6 +394,19 @@ async def test_failures_are_reported_at_once(router: Any, play_with: PlayWith) -
     assert "KeyError: 'answer' at " in router.warnings[0]
 
 
+async def test_a_run_in_which_failing_pays_is_warned_of(router: Any, play_with: PlayWith) -> None:
+    """A scored reward below env.failure_reward is told once, with what to set."""
+    router.num_episodes = 6
+    source = "async def play(task, episode):\n    return -1.0\n"
+    await play_with(router, source, failure_reward=-0.5)
+    assert len(router.warnings) == 1
+    assert "scored -1, below env.failure_reward=-0.5" in router.warnings[0]
+    router.warnings.clear()
+    router.num_episodes = 12
+    await play_with(router, source, failure_reward=-1.0)
+    assert router.warnings == []
+
+
 async def test_a_share_of_one_stops_nothing(router: Any, play_with: PlayWith) -> None:
     """Whoever wants to watch an agent fail may."""
     router.num_episodes = 80

@@ -197,6 +197,22 @@ def test_doctor_finds_this_machine_fit() -> None:
     assert "make demo" in out.getvalue()
 
 
+def test_doctor_warns_where_agent_programs_are_not_confined(tmp_path: Path) -> None:
+    """Without bubblewrap an agent program reads the run's keys: said, and no reason to stop."""
+    answer = subprocess.run(
+        [sys.executable, "-m", "outloop.cli", "doctor"],
+        env={**os.environ, "PATH": str(tmp_path), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    (line,) = [line for line in answer.stdout.splitlines() if "agent sandbox" in line]
+    assert "no bwrap on PATH" in line
+    assert "optional" in line
+    assert "can read the run's keys" in answer.stdout
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 @pytest.mark.parametrize("weights", ["model.safetensors", "model-00001-of-00002.safetensors"])
 def test_a_model_folder_that_lacks_a_file_is_refused(

@@ -34,8 +34,11 @@ def runner(
         key = read_secret(runner_key_file, "--runner-key-file")
     else:
         key = load_run(run_dir).keys.runner_key
+    private = [run_dir] if runner_key_file is None else [run_dir, runner_key_file]
     run_until_signalled(
-        lambda stop: run_episodes(settings, router_url=url, runner_key=key, stop=stop)
+        lambda stop: run_episodes(
+            settings, router_url=url, runner_key=key, stop=stop, private=private
+        )
     )
 
 

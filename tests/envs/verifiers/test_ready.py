@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -26,7 +27,8 @@ async def test_a_verifier_by_its_path_scores() -> None:
     """A reward comes out of the runner's own call."""
     env = EnvSettings(verifier="outloop.envs.verifiers.presets:number")
     task = Task(task_id="t", payload={"answer": "42"})
-    reward = await verify(load_verifier(env), task, Result(answer="I think 42"))
+    result = Result(answer="I think 42")
+    reward = await verify(load_verifier(env), task, result, timeout_s=10, deadline=time.time() + 20)
     assert reward.value == 1.0
 
 
