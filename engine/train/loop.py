@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import structlog
 
 from outloop.buffer.errors import PublishFailed, UpdateRefused
-from outloop.buffer.records import Float32, Lease
+from outloop.buffer.records import Lease
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.train.algorithms.group_replay import KeptGroups
@@ -25,13 +26,10 @@ from outloop.engine.train.checkpoint.acknowledgement import Marks
 from outloop.engine.train.checkpoint.best_checkpoint import Choice
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint
 from outloop.engine.train.data.batch_builder import Batch, build_batch
-from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.debug.step_debugger import StepDebugger
 from outloop.engine.train.evaluation import Evaluations
 from outloop.engine.train.interfaces import LeaseRenewer, Publisher, PublishReport, Reader
 from outloop.engine.train.ranks.controller import Lead
-from outloop.engine.train.ranks.rank_worker import ModelName
-from outloop.engine.train.step.recompute_logprobs import Score, with_proximals
 from outloop.engine.train.step.update_metrics import UpdateReport
 
 _RECORDED_STATS = (
@@ -107,7 +105,8 @@ class RlLoop:
             taken_at = time.monotonic()
             batch = self._refill(leases, self._build(leases))
             self._warn_without_signal(batch)
-            report = self._update(batch)
+            batch, updates = self._load(batch)
+            report = self._update(batch, updates)
             updated_at = time.monotonic()
             self._lead.leave()
             self._lead.watchdog.progress("evaluation")
@@ -241,7 +240,6 @@ class RlLoop:
             self._settings,
             policy_version=self._version,
             vocab_size=self._lead.config.vocab_size,
-            score_reference=self._score("reference"),
             staleness_of=self._staleness_in(leases),
         )
         reward = f"{batch.metrics['train/reward_mean']:.3f}"
@@ -271,37 +269,41 @@ class RlLoop:
 
         return staleness_of
 
-    def _score(self, name: ModelName) -> Score:
-        """Logprobs under a model."""
-
-        def score_samples(samples: Sequence[Sample]) -> list[Float32]:
-            return self._lead.score(name, samples)
-
-        return score_samples
-
-    def _update(self, batch: Batch) -> UpdateReport:
-        """The step's optimizer updates; reports the first, in which the ratio starts at 1."""
+    def _load(self, batch: Batch) -> tuple[Batch, list[list[int]]]:
+        """Send a step's rows to every rank, complete them there, and divide them into updates."""
         trainer = self._settings.trainer
         updates = batch.updates(trainer.num_updates_per_take)
-        updates, replayed = self._kept.mix(updates, step=self._step + 1)
-        batch.metrics.update(replayed)
-        if trainer.proximal == "recompute":
-            updates, metrics = with_proximals(updates, trainer, self._score("policy"))
-            batch.metrics.update(metrics)
+        rows, updates, metrics = self._kept.mix(batch.rows, updates, step=self._step + 1)
+        self._lead.load_batch(rows)
+        if trainer.kl != "none" and len(batch.rows):
+            num_fresh = len(batch.rows.token_ids)
+            column = self._lead.score_reference(range(len(batch.rows)))
+            batch = batch.with_reference(column[:num_fresh], self._settings)
+            if trainer.kl == "k1":
+                advantages = np.concatenate((batch.rows.advantages, rows.advantages[num_fresh:]))
+                self._lead.set_column("advantages", advantages)
+        if trainer.proximal == "recompute" and updates:
+            metrics |= self._lead.recompute_proximal(updates)
+        batch.metrics.update(metrics)
+        return batch, updates
 
-        def make(samples: Sequence[Sample], norm_limit: float) -> UpdateReport:
+    def _update(self, batch: Batch, updates: list[list[int]]) -> UpdateReport:
+        """The step's optimizer updates; reports the first, in which the ratio starts at 1."""
+
+        def make(rows: Sequence[int], norm_limit: float) -> UpdateReport:
             return self._lead.update(
-                samples,
+                rows,
                 policy_version=self._version,
                 norm_limit=norm_limit,
             )
 
         reports = self._debugger.run(
+            self._lead.batch,
             updates,
             make,
             step=self._step + 1,
             policy_version=self._version,
-            score=self._score("policy"),
+            score=lambda rows: self._lead.score("policy", rows),
         )
         if len(reports) > 1:
             batch.metrics.update(reports[-1].last_metrics())

@@ -16,6 +16,7 @@ from outloop.buffer.errors import DeadlineExceeded, SettingsError
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.train.data.samples import Sample, build_samples
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.interfaces import Reader
 from outloop.engine.train.ranks.controller import Lead
 
@@ -61,7 +62,8 @@ def run_sft(
         if stop.is_set():
             return
         samples = [sample for index in members for sample in conversations[index]]
-        report = lead.sft_update(samples)
+        lead.load_batch(TrainBatch.of(samples))
+        report = lead.sft_update()
         tokens += report.num_tokens
         if step % every == 0 or step == len(order):
             now = time.monotonic()
@@ -118,7 +120,7 @@ def _read_conversations(run: Run, reader: Reader, vocab_size: int) -> list[Conve
     conversations: list[Conversation] = []
     num_skipped = 0
     for trajectory in reader.sft_trajectories():
-        samples = build_samples(trajectory, advantage=1.0)
+        samples = build_samples(trajectory)
         largest = max((int(sample.token_ids.max()) for sample in samples), default=0)
         if largest >= vocab_size:
             raise SettingsError(

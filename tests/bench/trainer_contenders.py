@@ -204,16 +204,21 @@ class Outloop:
         batch = build_batch(
             groups, self._settings, policy_version=0, vocab_size=self._policy.config.vocab_size
         )
-        (samples,) = batch.updates(1)
+        (rows,) = batch.updates(1)
         built = time.process_time()
         report = rl_update(
-            self._policy, samples, trainer, policy_version=0, on_microbatch=lambda: None
+            self._policy,
+            batch.rows,
+            trainer,
+            rows=rows,
+            policy_version=0,
+            on_microbatch=lambda: None,
         )
         done = time.process_time()
         # A second time and alone: inside the update it cannot be told from the first forward.
-        lengths = [sample.num_tokens for sample in samples]
+        lengths = [batch.rows.lengths[row] for row in rows]
         for members in pack(lengths, max_tokens=trainer.max_microbatch_tokens):
-            build_microbatch([samples[index] for index in members], torch.device("cpu"))
+            build_microbatch(batch.rows, [rows[index] for index in members], torch.device("cpu"))
         rows_s = time.process_time() - done
         return {
             "cpu_s": done - before,
@@ -253,7 +258,8 @@ class HuggingFace:
             trainer={"max_microbatch_tokens": self._limit},
         )
         batch = build_batch(groups, settings, policy_version=0, vocab_size=10**9)
-        (samples,) = batch.updates(1)
+        (rows,) = batch.updates(1)
+        samples = [batch.rows.row(row) for row in rows]
         total = sum(sample.num_trained_tokens for sample in samples)
         before = time.process_time()
         self._optimizer.zero_grad(set_to_none=True)

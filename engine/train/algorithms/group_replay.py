@@ -14,15 +14,15 @@ import itertools
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
 from outloop.engine.train.checkpoint.checkpoint_format import KEPT
 from outloop.engine.train.data.batch_builder import Batch
-from outloop.engine.train.data.sample_codec import decode_samples, encode_samples
-from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch, joined
 
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 class _Kept(msgspec.Struct, frozen=True, array_like=True):
@@ -30,12 +30,13 @@ class _Kept(msgspec.Struct, frozen=True, array_like=True):
     step: int
     """Of the loop, in which it was trained first."""
     best_reward: float
-    samples: bytes
+    rows: bytes
+    """A `TrainBatch`."""
 
 
 class _Head(msgspec.Struct, frozen=True):
     schema: int
-    sample_fields: list[str]
+    columns: list[str]
 
 
 class _File(_Head, frozen=True):
@@ -51,31 +52,45 @@ class KeptGroups:
         self._kept: list[_Kept] = []
 
     def mix(
-        self, updates: list[list[Sample]], *, step: int
-    ) -> tuple[list[list[Sample]], dict[str, float]]:
-        """The updates of a step with replayed groups behind the fresh ones, and the metrics of it.
+        self, fresh: TrainBatch, updates: list[list[int]], *, step: int
+    ) -> tuple[TrainBatch, list[list[int]], dict[str, float]]:
+        """The rows of a step with replayed groups behind the fresh ones, which of them each update
+        trains, and the metrics of it.
 
         At most replay_share of the groups of each update are replayed, each group once in a step.
-        Fresh groups make no room for them: the update grows.
+        Fresh groups make no room for them: the update grows. Where replayed rows bring reference
+        logprobs along, those of fresh rows are zero until they are computed.
         """
         if not self._share:
-            return updates, {}
+            return fresh, updates, {}
         settings = self._settings.buffer
         young = [kept for kept in self._kept if step - kept.step <= settings.replay_max_age]
         left = iter(sorted(young, key=lambda kept: self._draw(kept, step)))
-        mixed: list[list[Sample]] = []
+        parts, num_rows = [fresh], len(fresh)
+        mixed: list[list[int]] = []
         replayed: list[_Kept] = []
-        for samples in updates:
-            num_fresh = len({sample.group_id for sample in samples})
+        for rows in updates:
+            num_fresh = len({fresh.group_ids[row] for row in rows})
             chosen = list(itertools.islice(left, settings.num_replayed(num_fresh)))
             replayed += chosen
-            mixed.append([*samples, *(s for kept in chosen for s in decode_samples(kept.samples))])
+            mixed.append(list(rows))
+            for kept in chosen:
+                parts.append(TrainBatch.decode(kept.rows))
+                mixed[-1] += range(num_rows, num_rows + len(parts[-1]))
+                num_rows += len(parts[-1])
+        if len(parts) > 1 and parts[1].reference_logprobs is not None:
+            zeros = np.zeros(fresh.token_ids.shape, np.float32)
+            parts[0] = fresh.with_columns(reference_logprobs=zeros)
         ages = [step - kept.step for kept in replayed]
-        return mixed, {
-            "train/replayed_groups": len(replayed),
-            "train/replay_age": sum(ages) / len(ages) if ages else float("nan"),
-            "train/kept_groups": len(self._kept),
-        }
+        return (
+            joined(parts),
+            mixed,
+            {
+                "train/replayed_groups": len(replayed),
+                "train/replay_age": sum(ages) / len(ages) if ages else float("nan"),
+                "train/kept_groups": len(self._kept),
+            },
+        )
 
     def offer(self, batch: Batch, *, step: int) -> None:
         """Keep what is good of a step's fresh groups; too old ones, then the worst, make room.
@@ -86,12 +101,13 @@ class KeptGroups:
         if not self._share:
             return
         settings = self._settings.buffer
-        for group_id, samples, reward in zip(
-            batch.group_ids, batch.samples, batch.best_rewards, strict=True
+        for group_id, members, reward in zip(
+            batch.group_ids, batch.trained, batch.best_rewards, strict=True
         ):
             is_good = settings.replay_min_reward is None or reward >= settings.replay_min_reward
-            if is_good and any(sample.advantage for sample in samples):
-                self._kept.append(_Kept(group_id, step, reward, encode_samples(samples)))
+            rows = batch.rows.select(members)
+            if is_good and rows.advantages.any():
+                self._kept.append(_Kept(group_id, step, reward, rows.encode()))
         young = [kept for kept in self._kept if step - kept.step < settings.replay_max_age]
         young.sort(key=lambda kept: (-kept.best_reward, -kept.step))
         self._kept = young[: settings.replay_size]
@@ -100,7 +116,7 @@ class KeptGroups:
         """What a checkpoint holds of them; empty if nothing is ever kept."""
         if not self._share:
             return b""
-        file = _File(schema=_SCHEMA, sample_fields=_sample_fields(), groups=self._kept)
+        file = _File(schema=_SCHEMA, columns=_columns(), groups=self._kept)
         return msgspec.msgpack.encode(file)
 
     def restore(self, folder: Path) -> None:
@@ -118,10 +134,10 @@ class KeptGroups:
         remedy = "Set buffer.replay_share = 0 to go on without what was kept"
         try:
             head = msgspec.msgpack.decode(data, type=_Head)
-            if (head.schema, head.sample_fields) != (_SCHEMA, _sample_fields()):
+            if (head.schema, head.columns) != (_SCHEMA, _columns()):
                 raise SettingsError(
-                    f"path={str(path)!r} has schema={head.schema} and fields {head.sample_fields}; "
-                    f"this release reads schema {_SCHEMA} with {_sample_fields()}. {remedy}, or go "
+                    f"path={str(path)!r} has schema={head.schema} and columns {head.columns}; "
+                    f"this release reads schema {_SCHEMA} with {_columns()}. {remedy}, or go "
                     "on with the release that wrote it"
                 )
             groups = msgspec.msgpack.decode(data, type=_File).groups
@@ -136,12 +152,12 @@ class KeptGroups:
 
     def _can_be_trained(self, kept: _Kept) -> bool:
         trainer = self._settings.trainer
-        return all(
-            sample.num_tokens <= trainer.max_microbatch_tokens
-            and (trainer.kl == "none" or sample.reference_logprobs is not None)
-            for sample in decode_samples(kept.samples)
+        rows = TrainBatch.decode(kept.rows)
+        has_reference = rows.reference_logprobs is not None
+        return max(rows.lengths) <= trainer.max_microbatch_tokens and (
+            has_reference == (trainer.kl != "none")
         )
 
 
-def _sample_fields() -> list[str]:
-    return [item.name for item in dataclasses.fields(Sample)]
+def _columns() -> list[str]:
+    return [item.name for item in dataclasses.fields(TrainBatch)]

@@ -7,11 +7,7 @@ a penalty is one number per episode, whatever its turns and branches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from outloop.buffer.records import Trajectory
-from outloop.engine.train.algorithms.kl import k1
-from outloop.engine.train.data.samples import Sample
 
 
 def overlong_penalty(
@@ -35,18 +31,3 @@ def overlong_penalty(
 def num_drawn_tokens(trajectory: Trajectory) -> int:
     """Tokens that the policy drew in the episode, each once."""
     return sum(len(turn.output_ids) for turn in trajectory.turns)
-
-
-def kl_penalty(samples: Sequence[Sample]) -> float:
-    """Sum over an episode's trained tokens of behavior - reference logprob: see `kl.k1`.
-
-    Args:
-        samples: of one episode, with reference_logprobs; each trained token is in one of them.
-    """
-    total = 0.0
-    for sample in samples:
-        assert sample.behavior_logprobs is not None
-        assert sample.reference_logprobs is not None
-        gap = k1(sample.behavior_logprobs, sample.reference_logprobs)
-        total += float(gap[sample.loss_mask].sum())
-    return total

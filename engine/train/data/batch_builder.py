@@ -1,7 +1,7 @@
-"""From taken groups to the samples of a step.
+"""From taken groups to the batch of a step.
 
-Owns: reward statistics of what was taken, which groups are dropped and why, advantages on samples,
-the split of a take into updates. Does not own: Redis (loop), gradients (update). Invariant:
+Owns: reward statistics of what was taken, which groups are dropped and why, advantages, the split
+of a take into updates. Does not own: Redis (loop), logprobs and gradients (step). Invariant:
 statistics come before filters; filters keep admission order; a group is trained whole or dropped
 whole.
 """
@@ -14,22 +14,19 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 
 from outloop.buffer.errors import RecordError
-from outloop.buffer.records import DropReason, Group, Trajectory
+from outloop.buffer.records import DropReason, Float32, Group, Trajectory
 from outloop.buffer.settings import Settings
 from outloop.engine.train.algorithms.advantages import (
+    Advantage,
     divides_by_group,
     groups_with_signal,
     take_advantages,
 )
-from outloop.engine.train.algorithms.reward_shaping import (
-    kl_penalty,
-    num_drawn_tokens,
-    overlong_penalty,
-)
+from outloop.engine.train.algorithms.kl import k1
+from outloop.engine.train.algorithms.reward_shaping import num_drawn_tokens, overlong_penalty
 from outloop.engine.train.algorithms.user_functions import advantage_of, filter_of
 from outloop.engine.train.data.samples import (
     Sample,
@@ -38,7 +35,7 @@ from outloop.engine.train.data.samples import (
     is_truncated,
     oldest_trained_version,
 )
-from outloop.engine.train.step.recompute_logprobs import Score, mean_kl, with_references
+from outloop.engine.train.data.train_batch import TrainBatch
 
 Episodes = list[tuple[Sample, ...]]
 """The samples of each scored episode of a group."""
@@ -46,30 +43,102 @@ _log = structlog.get_logger()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Credit:
+    """The rewards of a take and the rows that they are for."""
+
+    advantage: str | Advantage
+    rewards: tuple[tuple[float, ...], ...]
+    """By group in admission order, dropped ones too, the scored episodes'; less penalties."""
+    teaches: tuple[bool, ...]
+    """Whether each group has signal."""
+    rows: Mapping[int, tuple[tuple[int, ...], ...]]
+    """By kept group: the rows of each scored episode."""
+
+    def advantages(self, rows: TrainBatch, *, counts_dropped: bool = True) -> Float32:
+        """The column [T]: an episode's advantage at each of its tokens.
+
+        Args:
+            counts_dropped: whether dropped groups count in a take's statistics.
+        """
+        values = take_advantages(
+            self.rewards,
+            self.advantage,
+            signal=self.teaches,
+            counted=[counts_dropped or index in self.rows for index in range(len(self.rewards))],
+        )
+        column = np.zeros(rows.token_ids.shape, np.float32)
+        for index, episodes in self.rows.items():
+            for members, value in zip(episodes, values[index], strict=True):
+                for row in members:
+                    column[rows.starts[row] : rows.starts[row + 1]] = value
+        return column
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """What a step trains, what it drops, and what was measured before either was decided."""
 
-    samples: tuple[tuple[Sample, ...], ...]
-    """One tuple for every kept group, in admission order."""
+    rows: TrainBatch
+    """Of all kept groups, with advantages."""
+    trained: tuple[tuple[int, ...], ...]
+    """The rows of every kept group, in admission order, without those of masked episodes."""
     group_ids: tuple[str, ...]
     """The kept groups, in the same order."""
     best_rewards: tuple[float, ...]
     """The highest reward in each of them."""
     dropped: tuple[tuple[str, DropReason], ...]
+    credit: Credit
     metrics: dict[str, float]
     sentences: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What is wrong with each group that was dropped as malformed."""
 
-    def updates(self, num_updates: int) -> list[list[Sample]]:
-        """The samples of each of `num_updates` updates, or of as many as there are groups.
+    def updates(self, num_updates: int) -> list[list[int]]:
+        """The rows of each of `num_updates` updates, or of as many as there are groups.
 
         Whole groups, each in one update; the numbers of groups differ by one at most, so that no
         update's tokens weigh several times what another's do.
         """
-        groups = [samples for samples in self.samples if samples]
+        groups = [members for members in self.trained if members]
         count = min(num_updates, len(groups))
         bounds = [len(groups) * index // count for index in range(count + 1)] if count else []
         return [list(chain.from_iterable(groups[start:end])) for start, end in pairwise(bounds)]
+
+    def with_reference(self, reference: Float32, settings: Settings) -> Batch:
+        """The batch with the reference's logprobs [T], and for k1 with the advantages of rewards
+        less the KL penalty.
+
+        A kept group without signal learns from its KL then, unless the advantage divides by the
+        group's own deviation, which would blow it up. Dropped groups, which pay nothing, count in
+        no statistics of it.
+        """
+        trainer = settings.trainer
+        behavior = self.rows.behavior_logprobs
+        assert behavior is not None
+        rows = self.rows.with_columns(reference_logprobs=reference)
+        gaps = k1(behavior, reference)
+        mask = rows.loss_mask
+        metrics = self.metrics | {"train/kl": _mean(gaps[mask])}
+        if trainer.kl != "k1":
+            return dataclasses.replace(self, rows=rows, metrics=metrics)
+        by_row = [float(gaps[a:b][mask[a:b]].sum()) for a, b in pairwise(rows.starts.tolist())]
+        rewards = [list(group) for group in self.credit.rewards]
+        penalties: list[float] = []
+        for index, episodes in self.credit.rows.items():
+            for place, members in enumerate(episodes):
+                penalties.append(trainer.kl_coefficient * sum(by_row[row] for row in members))
+                rewards[index][place] -= penalties[-1]
+        credit = dataclasses.replace(self.credit, rewards=tuple(map(tuple, rewards)))
+        if not divides_by_group(credit.advantage):
+            differs = groups_with_signal(rewards, credit.advantage)
+            teaches = tuple(index in credit.rows and has for index, has in enumerate(differs))
+            credit = dataclasses.replace(credit, teaches=teaches)
+        column = credit.advantages(rows, counts_dropped=False)
+        return dataclasses.replace(
+            self,
+            rows=rows.with_columns(advantages=column),
+            credit=credit,
+            metrics=metrics | {"train/kl_penalty_mean": _mean(penalties)},
+        )
 
 
 def build_batch(
@@ -78,26 +147,23 @@ def build_batch(
     *,
     policy_version: int,
     vocab_size: int,
-    score_reference: Score | None = None,
     staleness_of: Callable[[int], int] | None = None,
 ) -> Batch:
-    """Measure `groups`, drop what cannot be trained, and build samples from the rest.
+    """Measure `groups`, drop what cannot be trained, and build rows from the rest.
 
     Drops: stale (a trained token is older than buffer.max_staleness publishes), failed (no scored
     episode), no_signal (equal rewards, unless buffer.drop_zero_signal is off), filtered
     (buffer.filter_path said so), overlong (a sample exceeds trainer.max_microbatch_tokens),
     malformed (ids outside the vocabulary, or a record that contradicts itself).
 
-    Advantages come from rewards less the overlong penalty and, with trainer.kl = "k1", less the KL
-    penalty. Whether a group carries signal is decided on the verifier's rewards alone, before
+    Advantages come from rewards less the overlong penalty; with a KL term, `Batch.with_reference`
+    follows. Whether a group carries signal is decided on the verifier's rewards alone, before
     either (DAPO, arXiv:2503.14476, equation 11 filters on correctness): an unsolved task with one
     overlong attempt teaches nothing. A kept group without signal, or whose rewards less the
-    overlong penalty are equal, has advantages of zero; but under k1 it learns from its KL, unless
-    the advantage divides by the group's own deviation, which would blow that up. Statistics over a
-    take include groups that are dropped, but for k1, which only kept groups pay.
+    overlong penalty are equal, has advantages of zero. Statistics over a take include groups that
+    are dropped.
 
     Args:
-        score_reference: reference logprobs; needed unless trainer.kl = "none".
         staleness_of: publishes from a version to `policy_version`; left out: their difference.
     """
     if staleness_of is None:
@@ -108,44 +174,38 @@ def build_batch(
     ordered = sorted(groups, key=lambda group: group.slot)
     advantage = advantage_of(settings)
     penalties = [overlong_penalties(group, settings) for group in ordered]
-    rewards = [
-        [r - penalty for r, penalty in zip(group_rewards(group), taken_off, strict=True)]
+    rewards = tuple(
+        tuple(r - penalty for r, penalty in zip(group_rewards(group), taken_off, strict=True))
         for group, taken_off in zip(ordered, penalties, strict=True)
-    ]
+    )
     signal = groups_with_signal([group_rewards(group) for group in ordered], advantage)
     differs = groups_with_signal(rewards, advantage)
     episodes, dropped, sentences = _sift(
         ordered, signal, settings, staleness_of=staleness_of, vocab_size=vocab_size
     )
     _warn_about_failure_reward(ordered, settings)
-    kl_metrics: dict[str, float] = {}
-    if settings.trainer.kl != "none":
-        assert score_reference is not None
-        kl_metrics = _apply_reference(episodes, rewards, settings, score_reference)
-    teaches = [has and still for has, still in zip(signal, differs, strict=True)]
-    if settings.trainer.kl == "k1" and not divides_by_group(advantage):
-        # What the KL makes of equal rewards stays as small as it is.
-        differs = groups_with_signal(rewards, advantage)
-        teaches = [index in episodes and has for index, has in enumerate(differs)]
-    advantages = take_advantages(
-        rewards,
-        advantage,
-        signal=teaches,
-        counted=[settings.trainer.kl != "k1" or index in episodes for index in range(len(ordered))],
+    samples = [sample for of_group in episodes.values() for sample in chain(*of_group)]
+    credit = Credit(
+        advantage=advantage,
+        rewards=rewards,
+        teaches=tuple(has and still for has, still in zip(signal, differs, strict=True)),
+        rows=_numbered(episodes),
     )
-    samples = {
-        index: _trained(ordered[index], rows, advantages[index], settings)
-        for index, rows in episodes.items()
-    }
+    rows = TrainBatch.of(samples)
+    rows = rows.with_columns(advantages=credit.advantages(rows))
+    trained = tuple(
+        _without_masked(ordered[index], members, settings) for index, members in credit.rows.items()
+    )
     return Batch(
-        samples=tuple(samples.values()),
-        group_ids=tuple(ordered[index].group_id for index in samples),
-        best_rewards=tuple(max(group_rewards(ordered[index])) for index in samples),
+        rows=rows,
+        trained=trained,
+        group_ids=tuple(ordered[index].group_id for index in episodes),
+        best_rewards=tuple(max(group_rewards(ordered[index])) for index in episodes),
         dropped=tuple(dropped),
+        credit=credit,
         metrics=_take_metrics(ordered, signal)
         | _penalty_metrics(penalties, settings)
-        | kl_metrics
-        | _sample_metrics(list(chain(*samples.values())), staleness_of),
+        | _sample_metrics([samples[row] for row in chain(*trained)], staleness_of),
         sentences=sentences,
     )
 
@@ -230,51 +290,39 @@ def _is_masked(trajectory: Trajectory, settings: Settings) -> bool:
 
 
 def _group_samples(group: Group, settings: Settings) -> Episodes:
-    """The samples of every scored episode, still without advantages.
+    """The samples of every scored episode.
 
     An episode that is left out of the loss has none, unless its reward needs them.
     """
     needs_all = settings.trainer.kl == "k1"
     return [
-        build_samples(trajectory, advantage=0.0)
-        if needs_all or not _is_masked(trajectory, settings)
-        else ()
+        build_samples(trajectory) if needs_all or not _is_masked(trajectory, settings) else ()
         for trajectory in scored(group)
     ]
 
 
-def _apply_reference(
-    episodes: dict[int, Episodes],
-    rewards: list[list[float]],
-    settings: Settings,
-    score_reference: Score,
-) -> dict[str, float]:
-    """Give samples their reference_logprobs and, for k1, take the KL penalty off `rewards`."""
-    order = [(index, row) for index, rows in episodes.items() for row in range(len(rows))]
-    flat = [sample for index, row in order for sample in episodes[index][row]]
-    marked = iter(with_references(flat, score_reference))
-    penalties = []
-    for index, row in order:
-        samples = tuple(next(marked) for _ in episodes[index][row])
-        episodes[index][row] = samples
-        if settings.trainer.kl == "k1":
-            penalties.append(settings.trainer.kl_coefficient * kl_penalty(samples))
-            rewards[index][row] -= penalties[-1]
-    every = [sample for rows in episodes.values() for sample in chain(*rows)]
-    metrics = {"train/kl": mean_kl(every)}
-    if settings.trainer.kl == "k1":
-        metrics["train/kl_penalty_mean"] = _mean(penalties)
-    return metrics
+def _numbered(episodes: Mapping[int, Episodes]) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """By group the rows of each episode, counted through all groups."""
+    numbers: dict[int, tuple[tuple[int, ...], ...]] = {}
+    first = 0
+    for index, of_group in episodes.items():
+        rows = []
+        for samples in of_group:
+            rows.append(tuple(range(first, first + len(samples))))
+            first += len(samples)
+        numbers[index] = tuple(rows)
+    return numbers
 
 
-def _trained(
-    group: Group, rows: Episodes, advantages: npt.NDArray[np.float64], settings: Settings
-) -> tuple[Sample, ...]:
+def _without_masked(
+    group: Group, episodes: Sequence[tuple[int, ...]], settings: Settings
+) -> tuple[int, ...]:
+    """The rows of a group's episodes that are trained."""
     return tuple(
-        dataclasses.replace(sample, advantage=float(advantage))
-        for trajectory, samples, advantage in zip(scored(group), rows, advantages, strict=True)
+        row
+        for trajectory, members in zip(scored(group), episodes, strict=True)
         if not _is_masked(trajectory, settings)
-        for sample in samples
+        for row in members
     )
 
 

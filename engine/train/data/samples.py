@@ -23,7 +23,7 @@ Bool = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One branch as a token row; T is its length.
+    """One branch as a token row; T is its length. A `TrainBatch` is the columns of many.
 
     Context tokens have loss_mask False, policy_versions -1, temperature 1 and behavior_logprobs 0.
     """
@@ -43,15 +43,14 @@ class Sample:
     """[T] int32."""
     temperature: Float32
     """[T] float32."""
-    advantage: float
+    advantages: Float32
+    """[T] float32; zeros until the step's rewards are compared."""
     proximal_logprobs: Float32 | None = None
     """[T] float32, of the weights before the take's first update; None: behavior_logprobs."""
     reference_logprobs: Float32 | None = None
     """[T] float32, of the frozen reference; None without a KL term."""
     correction: Float32 | None = None
     """[T] float32, importance weight from behavior to proximal; None: 1."""
-    token_weight: float = 1.0
-    """Factor of every token's loss."""
 
     @property
     def num_tokens(self) -> int:
@@ -62,6 +61,11 @@ class Sample:
     def num_trained_tokens(self) -> int:
         """Tokens with loss."""
         return int(self.loss_mask.sum())
+
+    @property
+    def advantage(self) -> float:
+        """Mean over its trained tokens: where the reward is a scalar, each token's."""
+        return float(self.advantages[self.loss_mask].mean(dtype=np.float64))
 
     @property
     def oldest_version(self) -> int:
@@ -81,12 +85,12 @@ def prompt_sample(ids: Sequence[int]) -> Sample:
         behavior_logprobs=None,
         policy_versions=np.full(num, -1, np.int32),
         temperature=np.ones(num, np.float32),
-        advantage=0.0,
+        advantages=np.zeros(num, np.float32),
     )
 
 
-def build_samples(trajectory: Trajectory, *, advantage: float) -> tuple[Sample, ...]:
-    """One sample for every branch that owns trained tokens.
+def build_samples(trajectory: Trajectory) -> tuple[Sample, ...]:
+    """One sample for every branch that owns trained tokens, without advantages.
 
     A turn that several branches share is trained in the first of them and is context in the
     others. Tokens whose distribution cannot be rebuilt, because their turn was sampled with a
@@ -105,7 +109,7 @@ def build_samples(trajectory: Trajectory, *, advantage: float) -> tuple[Sample, 
     for index, branch in enumerate(trajectory.branches()):
         new = {turn.turn_id for turn in branch} - owned
         owned |= new
-        sample = _row(trajectory, index, branch, new, advantage)
+        sample = _row(trajectory, index, branch, new)
         if sample.loss_mask.any():
             samples.append(sample)
     return tuple(samples)
@@ -116,7 +120,6 @@ def _row(
     index: int,
     branch: tuple[Turn, ...],
     trained_turns: set[str],
-    advantage: float,
 ) -> Sample:
     is_sft = trajectory.episode.purpose == "sft"
     num_tokens = sum(len(turn.prompt_ids) + len(turn.output_ids) for turn in branch)
@@ -158,7 +161,7 @@ def _row(
         behavior_logprobs=None if is_sft else behavior_logprobs,
         policy_versions=policy_versions,
         temperature=temperature,
-        advantage=advantage,
+        advantages=np.zeros(num_tokens, np.float32),
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from outloop.buffer.records import Float32
 from outloop.engine.train.algorithms.ratios import MAX_LOG_RATIO
 from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 
 _NUM_NAMED = 5
 
@@ -47,16 +48,21 @@ class Suspect:
         )
 
 
-def suspects(samples: Sequence[Sample], policy_logprobs: Sequence[Float32] | None) -> list[Suspect]:
-    """Every sample, the likeliest cause first: what is not finite, then what pulls hardest.
+def suspects(
+    batch: TrainBatch, rows: Sequence[int], policy_logprobs: Float32 | None
+) -> list[Suspect]:
+    """Every row of an update, the likeliest cause first: what is not finite, then what pulls
+    hardest.
 
     Args:
-        policy_logprobs: `scoring.score` under the weights before the update; None when they are
-            not to be had.
+        policy_logprobs: [T], `score` under the weights before the update; None when they are not
+            to be had.
     """
-    nothing: list[Float32 | None] = [None] * len(samples)
-    computed = policy_logprobs or nothing
-    found = [_look(s, logprobs) for s, logprobs in zip(samples, computed, strict=True)]
+    found = []
+    for row in rows:
+        where = slice(batch.starts[row], batch.starts[row + 1])
+        computed = None if policy_logprobs is None else policy_logprobs[where]
+        found.append(_look(batch.row(row), computed))
     return sorted(found, key=lambda one: (-one.num_not_finite, -one.weight, one.episode_id))
 
 
@@ -69,15 +75,15 @@ def _look(sample: Sample, logprobs: Float32 | None) -> Suspect:
         sample.reference_logprobs,
         sample.correction,
         sample.temperature,
+        sample.advantages,
     ]
     values = [field[mask].astype(np.float64) for field in fields if field is not None]
     is_finite = np.logical_and.reduce([np.isfinite(value) for value in values])
-    if not np.isfinite(sample.advantage):
-        is_finite = np.zeros_like(is_finite)
-    gaps = np.zeros(0)
+    gaps = np.zeros(int(mask.sum()))
     if logprobs is not None and sample.behavior_logprobs is not None:
-        gaps = (logprobs - sample.behavior_logprobs)[mask][is_finite].astype(np.float64)
-    pull = np.abs(sample.advantage) * np.exp(np.clip(gaps, -MAX_LOG_RATIO, MAX_LOG_RATIO)).sum()
+        gaps = (logprobs - sample.behavior_logprobs)[mask].astype(np.float64)
+    gaps, advantages = gaps[is_finite], sample.advantages[mask][is_finite].astype(np.float64)
+    pull = (np.abs(advantages) * np.exp(np.clip(gaps, -MAX_LOG_RATIO, MAX_LOG_RATIO))).sum()
     return Suspect(
         episode_id=sample.episode_id,
         group_id=sample.group_id,

@@ -83,13 +83,14 @@ def replay(folder: Path) -> list[Outcome]:
     loss = loss_of(settings)
     tolerance = _ROUNDING if settings.trainer.num_ranks > 1 else 0.0
     outcomes: list[Outcome] = []
-    for index, samples in enumerate(dump.updates):
+    for index, rows in enumerate(dump.updates):
         then = dump.results[index] if index < len(dump.results) else None
         try:
             report = rl_update(
                 policy,
-                samples,
+                dump.batch,
                 settings.trainer,
+                rows=rows,
                 policy_version=dump.policy_version,
                 on_microbatch=lambda: None,
                 loss=loss,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from outloop.buffer.errors import UpdateRefused
 from outloop.buffer.records import Float32
 from outloop.buffer.settings import Settings
-from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.debug.bad_gradient_report import suspects, write_report
 from outloop.engine.train.debug.step_dump import DumpWriter, SaveState
 from outloop.engine.train.step.update_metrics import UpdateReport
@@ -45,18 +45,20 @@ class StepDebugger:
 
     def run(
         self,
-        updates: Sequence[Sequence[Sample]],
-        make: Callable[[Sequence[Sample], float], UpdateReport],
+        batch: TrainBatch,
+        updates: Sequence[Sequence[int]],
+        make: Callable[[Sequence[int], float], UpdateReport],
         *,
         step: int,
         policy_version: int,
-        score: Callable[[Sequence[Sample]], list[Float32]],
+        score: Callable[[Sequence[int]], Float32],
     ) -> list[UpdateReport]:
         """Make the updates of a step.
 
         Args:
+            updates: rows of the batch.
             make: one update, refused above a gradient norm.
-            score: logprobs under the weights as they are.
+            score: logprobs of rows, as a column of the batch, under the weights as they are.
 
         Raises:
             UpdateRefused: a gradient is not finite or a spike; names the episodes.
@@ -64,14 +66,15 @@ class StepDebugger:
         trainer = self._settings.trainer
         dump = None
         if step in trainer.dump_steps:
-            dump = self._dump(updates, step=step, policy_version=policy_version)
+            dump = self._dump(batch, updates, step=step, policy_version=policy_version)
         reports: list[UpdateReport] = []
         with self._profile(step):
-            for index, samples in enumerate(updates):
+            for index, rows in enumerate(updates):
                 try:
-                    reports.append(make(samples, self._norm_limit()))
+                    reports.append(make(rows, self._norm_limit()))
                 except FloatingPointError as error:
                     raise self._refused(
+                        batch,
                         updates[index:],
                         str(error),
                         step=step,
@@ -80,8 +83,7 @@ class StepDebugger:
                     ) from error
                 self._norms.append(reports[-1].grad_norm)
         if dump is not None:
-            sizes = [len(samples) for samples in updates]
-            dump.write_results(reports, sizes=sizes, schedule=self._num_updates)
+            dump.write_results(reports, updates=updates, schedule=self._num_updates)
         return reports
 
     def _norm_limit(self) -> float:
@@ -91,28 +93,34 @@ class StepDebugger:
         return factor * statistics.median(self._norms)
 
     def _dump(
-        self, updates: Sequence[Sequence[Sample]], *, step: int, policy_version: int
+        self,
+        batch: TrainBatch,
+        updates: Sequence[Sequence[int]],
+        *,
+        step: int,
+        policy_version: int,
     ) -> DumpWriter:
         path = self._run_dir / "dumps" / f"step_{step}"
         dump = DumpWriter(path, self._settings, step=step, policy_version=policy_version)
-        dump.write_before(self._save_state, updates, num_updates=self._num_updates)
+        dump.write_before(self._save_state, batch, updates, num_updates=self._num_updates)
         _log.info("step_dumped", step=step, path=str(path))
         return dump
 
     def _refused(
         self,
-        updates: Sequence[Sequence[Sample]],
+        batch: TrainBatch,
+        updates: Sequence[Sequence[int]],
         reason: str,
         *,
         step: int,
         policy_version: int,
-        score: Callable[[Sequence[Sample]], list[Float32]],
+        score: Callable[[Sequence[int]], Float32],
     ) -> UpdateRefused:
         """Name the episodes of the first of `updates`, and leave it on disk for a replay."""
-        samples = updates[0]
+        rows = updates[0]
         path = self._run_dir / "reports" / f"refused_step_{step}.jsonl"
-        found = suspects(samples, score(samples))
-        self._dump(updates, step=step, policy_version=policy_version)
+        found = suspects(batch, rows, score(rows))
+        self._dump(batch, updates, step=step, policy_version=policy_version)
         sentence = write_report(path, step=step, reason=reason, found=found)
         return UpdateRefused(
             f"{sentence}. All of them are in {path}; make the update again with: outloop "

@@ -1,6 +1,6 @@
 """A step on disk, to be made again elsewhere.
 
-Owns: the folder of a dumped step: state before its updates, the samples of each, what they gave.
+Owns: the folder of a dumped step: state before its updates, its batch, what they gave.
 Does not own: the checkpoint format (checkpoint), the update itself. Invariant: a replay on the same
 machine and number of threads gives the same loss and gradient norm, bit by bit.
 """
@@ -22,18 +22,14 @@ import numpy as np
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings, build_settings
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint, load_checkpoint
-from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.step.update_metrics import UpdateReport
 
-SCHEMA = 1
+SCHEMA = 2
 _FACTS = "step.json"
-_SAMPLES = "samples.npz"
-_ARRAYS = tuple(
-    name
-    for name in Sample.__slots__
-    if name not in ("episode_id", "group_id", "branch", "advantage", "token_weight")
-)
+_BATCH = "batch.npz"
+_NAMES = ("episode_ids", "group_ids")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +42,9 @@ class StepDump:
     settings: Settings
     num_updates: int
     """Of the learning rate's schedule."""
-    updates: list[list[Sample]]
+    batch: TrainBatch
+    updates: list[list[int]]
+    """Rows of the batch."""
     results: list[tuple[float, float]]
     """(loss, gradient norm) of each update that was made; fewer than updates: one was refused."""
 
@@ -69,19 +67,20 @@ class DumpWriter:
     def write_before(
         self,
         save_state: SaveState,
-        updates: Sequence[Sequence[Sample]],
+        batch: TrainBatch,
+        updates: Sequence[Sequence[int]],
         *,
         num_updates: int,
     ) -> None:
-        """State, by all ranks, and samples."""
+        """State, by all ranks, and the batch."""
         shutil.rmtree(self._path, ignore_errors=True)
         self._path.mkdir(parents=True)
-        _write(self._path / _SAMPLES, _pack(updates))
+        _write(self._path / _BATCH, _pack(batch))
         save_state(self._path / "state", step=self._step)
-        self.write_results([], sizes=[len(samples) for samples in updates], schedule=num_updates)
+        self.write_results([], updates=updates, schedule=num_updates)
 
     def write_results(
-        self, reports: Sequence[UpdateReport], *, sizes: Sequence[int], schedule: int
+        self, reports: Sequence[UpdateReport], *, updates: Sequence[Sequence[int]], schedule: int
     ) -> None:
         """What the updates gave so far."""
         facts = {
@@ -90,7 +89,7 @@ class DumpWriter:
             "policy_version": self._version,
             "num_updates": schedule,
             "settings": self._settings.model_dump(mode="json"),
-            "sizes": list(sizes),
+            "updates": [list(rows) for rows in updates],
             "results": [(report.loss, report.grad_norm) for report in reports],
         }
         _write(self._path / _FACTS, msgspec.json.format(msgspec.json.encode(facts)))
@@ -104,7 +103,7 @@ def read_dump(path: Path) -> StepDump:
     """
     try:
         facts = msgspec.json.decode((path / _FACTS).read_bytes())
-        arrays = np.load(path / _SAMPLES, allow_pickle=False)
+        arrays = np.load(path / _BATCH, allow_pickle=False)
     except (OSError, ValueError, msgspec.DecodeError) as error:
         raise SettingsError(
             f"path={str(path)!r} is not a dumped step ({error}); give a folder dumps/step_N of a "
@@ -114,14 +113,14 @@ def read_dump(path: Path) -> StepDump:
         raise SettingsError(
             f"path={str(path)!r} has schema={facts['schema']}, this release reads {SCHEMA}"
         )
-    samples = iter(_unpack(dict(arrays)))
     return StepDump(
         path=path,
         step=facts["step"],
         policy_version=facts["policy_version"],
         settings=build_settings(facts["settings"], source=str(path / _FACTS)),
         num_updates=facts["num_updates"],
-        updates=[[next(samples) for _ in range(size)] for size in facts["sizes"]],
+        batch=_unpack(dict(arrays)),
+        updates=facts["updates"],
         results=[(loss, norm) for loss, norm in facts["results"]],
     )
 
@@ -138,36 +137,18 @@ def load_state(policy: Policy, dump: StepDump) -> None:
     load_checkpoint(policy, found)
 
 
-def _pack(updates: Sequence[Sequence[Sample]]) -> bytes:
-    """Samples as named arrays: strings as fixed-width unicode, no pickles."""
-    samples = [sample for update in updates for sample in update]
-    named: dict[str, Any] = {
-        "episode_id": np.array([s.episode_id for s in samples], np.str_),
-        "group_id": np.array([s.group_id for s in samples], np.str_),
-        "branch": np.array([s.branch for s in samples], np.int64),
-        "advantage": np.array([s.advantage for s in samples], np.float64),
-        "token_weight": np.array([s.token_weight for s in samples], np.float64),
-    }
-    for index, sample in enumerate(samples):
-        for name in _ARRAYS:
-            value = getattr(sample, name)
-            if value is not None:
-                named[f"{name}.{index}"] = value
+def _pack(batch: TrainBatch) -> bytes:
+    """Columns as named arrays: strings as fixed-width unicode, no pickles."""
+    columns = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}
+    columns |= {name: np.array(columns[name], np.str_) for name in _NAMES}
     buffer = io.BytesIO()
-    np.savez(buffer, **named)
+    np.savez(buffer, **{name: it for name, it in columns.items() if it is not None})
     return buffer.getvalue()
 
 
-def _unpack(arrays: dict[str, Any]) -> list[Sample]:
-    names = {item.name for item in dataclasses.fields(Sample)} - set(_ARRAYS)
-    samples = []
-    for index in range(len(arrays["episode_id"])):
-        fields: dict[str, Any] = {name: arrays[name][index].item() for name in names}
-        for name in _ARRAYS:
-            key = f"{name}.{index}"
-            fields[name] = arrays.get(key)
-        samples.append(Sample(**fields))
-    return samples
+def _unpack(arrays: dict[str, Any]) -> TrainBatch:
+    lists = {name: tuple(arrays[name].tolist()) for name in (*_NAMES, "branches")}
+    return TrainBatch(**arrays | lists)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outloop.engine.train.data.microbatch import Microbatch, build_microbatch
 from outloop.engine.train.data.packing import deal
-from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import PolicyConfig
 from outloop.engine.train.megatron.parallel_rank import context_place
 
@@ -28,12 +28,12 @@ OnHidden = Callable[[Microbatch, Tensor], Tensor | None]
 """A microbatch and its last hidden states [N, H] -> their gradient [N, H], or None without one."""
 
 
-def deal_samples(
-    samples: Sequence[Sample], config: PolicyConfig, *, max_tokens: int
+def deal_rows(
+    lengths: Sequence[int], config: PolicyConfig, *, max_tokens: int
 ) -> list[list[list[int]]]:
-    """Indices of `samples` by data-parallel rank and microbatch; equal on all ranks."""
+    """Indices of `lengths` by data-parallel rank and microbatch; equal on all ranks."""
     return deal(
-        [sample.num_tokens for sample in samples],
+        lengths,
         max_tokens=max_tokens,
         num_ranks=parallel_state.get_data_parallel_world_size(),
         hidden_size=config.hidden_size,
@@ -43,7 +43,7 @@ def deal_samples(
 def run_microbatches(
     model: Any,
     config: PolicyConfig,
-    samples: Sequence[Sample],
+    batch: TrainBatch,
     members: Sequence[Sequence[int]],
     on_hidden: OnHidden,
     *,
@@ -54,18 +54,19 @@ def run_microbatches(
 
     Args:
         model: a PolicyModel, wrapped for gradients unless `forward_only`.
-        members: indices of `samples` for each microbatch; may be empty lists.
+        members: rows of `batch` for each microbatch; may be empty lists.
         on_microbatch: called before every forward, for heartbeats.
     """
     if not members:
-        # Without samples no rank has a microbatch, and Megatron's schedules expect one at least.
+        # Without rows no rank has a microbatch, and Megatron's schedules expect one at least.
         return
     device = next(model.parameters()).device
     multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
     context = context_place()
-    rows = (
+    microbatches = (
         build_microbatch(
-            [samples[index] for index in part],
+            batch,
+            part,
             device,
             multiple=multiple,
             layers=config.layers,
@@ -76,11 +77,11 @@ def run_microbatches(
 
     def forward_step(batches: Iterator[Microbatch], part: Any) -> tuple[Tensor, Any]:
         on_microbatch()
-        batch = next(batches)
-        hidden = part(batch.token_ids_T, batch.row, batch.predictors_N)
+        microbatch = next(batches)
+        hidden = part(microbatch.token_ids_T, microbatch.row, microbatch.predictors_N)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            gradient = on_hidden(batch, output)
+            gradient = on_hidden(microbatch, output)
             num_tokens = torch.zeros((), dtype=torch.int, device=output.device)
             if gradient is None:
                 return num_tokens.float(), num_tokens, {}
@@ -91,7 +92,7 @@ def run_microbatches(
 
     get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(rows),
+        data_iterator=iter(microbatches),
         model=[model],
         num_microbatches=len(members),
         # Stages tell each other the lengths of their rows (variable_seq_lengths).

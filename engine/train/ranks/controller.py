@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 import structlog
 from torch import Tensor
 
@@ -24,8 +25,7 @@ from outloop.buffer.records import CheckpointMark, Float32
 from outloop.engine.publish.buckets.plan import TensorSpec
 from outloop.engine.train.checkpoint.async_writer import Saving
 from outloop.engine.train.checkpoint.checkpoint_format import Checkpoint, read_checkpoint
-from outloop.engine.train.data.sample_codec import decode_samples, encode_samples
-from outloop.engine.train.data.samples import Sample, prompt_sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import PolicyConfig
 from outloop.engine.train.ranks.collectives import broadcast_bytes
 from outloop.engine.train.ranks.rank_worker import ModelName, Work
@@ -58,10 +58,35 @@ class LoadReference(msgspec.Struct, tag="load_reference"):
     pinned_hash: str
 
 
+class LoadBatch(msgspec.Struct, tag="load_batch"):
+    """See `Work.load_batch`."""
+
+    batch: bytes
+
+
+class SetColumn(msgspec.Struct, tag="set_column"):
+    """See `Work.set_column`."""
+
+    name: str
+    values: bytes
+
+
+class ScoreReference(msgspec.Struct, tag="score_reference"):
+    """See `Work.score_reference`."""
+
+    rows: list[int]
+
+
+class RecomputeProximal(msgspec.Struct, tag="recompute_proximal"):
+    """See `Work.recompute_proximal`."""
+
+    updates: list[list[int]]
+
+
 class Update(msgspec.Struct, tag="update"):
     """See `Work.update`; without a version, `Work.sft_update`."""
 
-    samples: bytes
+    rows: list[int] = []
     policy_version: int | None = None
     norm_limit: float | None = None
     """None: no limit."""
@@ -71,7 +96,13 @@ class Scores(msgspec.Struct, tag="score"):
     """See `Work.score`."""
 
     model: ModelName
-    samples: bytes
+    rows: list[int] | None
+
+
+class ScorePrompts(msgspec.Struct, tag="score_prompts"):
+    """See `Work.score_prompts`."""
+
+    prompts: list[list[int]]
 
 
 class Load(msgspec.Struct, tag="load"):
@@ -116,8 +147,13 @@ Command = (
     | End
     | Build
     | LoadReference
+    | LoadBatch
+    | SetColumn
+    | ScoreReference
+    | RecomputeProximal
     | Update
     | Scores
+    | ScorePrompts
     | Load
     | Save
     | SaveState
@@ -170,9 +206,46 @@ class Lead:
             lambda: self.work.load_reference(pinned_hash=pinned_hash),
         )
 
+    @property
+    def batch(self) -> TrainBatch:
+        """The rows of the step."""
+        return self.work.batch
+
+    def load_batch(self, batch: TrainBatch) -> None:
+        """See `Work.load_batch`: what a step trains is sent to the other ranks once, here."""
+        self._all(
+            "load the batch",
+            lambda: LoadBatch(batch.encode()),
+            lambda: self.work.load_batch(batch),
+        )
+
+    def set_column(self, name: str, values: Float32) -> None:
+        """See `Work.set_column`."""
+        self._all(
+            f"set {name}",
+            lambda: SetColumn(name, values.tobytes()),
+            lambda: self.work.set_column(name, values),
+        )
+
+    def score_reference(self, rows: Sequence[int]) -> Float32:
+        """See `Work.score_reference`."""
+        return self._all(
+            "score under the reference",
+            lambda: ScoreReference(list(rows)),
+            lambda: self.work.score_reference(rows, on_microbatch=self.watchdog.progress),
+        )
+
+    def recompute_proximal(self, updates: Sequence[Sequence[int]]) -> dict[str, float]:
+        """See `Work.recompute_proximal`."""
+        return self._all(
+            "score under the policy",
+            lambda: RecomputeProximal([list(rows) for rows in updates]),
+            lambda: self.work.recompute_proximal(updates, on_microbatch=self.watchdog.progress),
+        )
+
     def update(
         self,
-        samples: Sequence[Sample],
+        rows: Sequence[int],
         *,
         policy_version: int,
         norm_limit: float = math.inf,
@@ -181,29 +254,25 @@ class Lead:
         limit = norm_limit if math.isfinite(norm_limit) else None
         return self._all(
             f"update after version {policy_version}",
-            lambda: Update(encode_samples(samples), policy_version, limit),
+            lambda: Update(list(rows), policy_version, limit),
             lambda: self.work.update(
-                samples,
+                rows,
                 policy_version=policy_version,
                 norm_limit=norm_limit,
                 on_microbatch=self.watchdog.progress,
             ),
         )
 
-    def sft_update(self, samples: Sequence[Sample]) -> UpdateReport:
+    def sft_update(self) -> UpdateReport:
         """See `Work.sft_update`."""
-        return self._all(
-            "update",
-            lambda: Update(encode_samples(samples)),
-            lambda: self.work.sft_update(samples),
-        )
+        return self._all("update", Update, self.work.sft_update)
 
-    def score(self, name: ModelName, samples: Sequence[Sample]) -> list[Float32]:
+    def score(self, name: ModelName, rows: Sequence[int] | None = None) -> Float32:
         """See `Work.score`."""
         return self._all(
             f"score under the {name}",
-            lambda: Scores(name, encode_samples(samples)),
-            lambda: self.work.score(name, samples, on_microbatch=self.watchdog.progress),
+            lambda: Scores(name, None if rows is None else list(rows)),
+            lambda: self.work.score(name, rows, on_microbatch=self.watchdog.progress),
         )
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -286,10 +355,12 @@ class Lead:
         """A pass of reading needs no end: every bucket is a command of its own."""
 
     def score_prompts(self, prompts: Sequence[Sequence[int]]) -> list[Float32]:
-        """Logprobs [T - 1] at temperature 1 of every prompt's ids, the first aside."""
-        samples = [prompt_sample(ids) for ids in prompts]
-        scored = self.score("policy", samples)
-        return [logprobs[1:] for logprobs in scored]
+        """See `Work.score_prompts`."""
+        return self._all(
+            "score prompts",
+            lambda: ScorePrompts([list(map(int, ids)) for ids in prompts]),
+            lambda: self.work.score_prompts(prompts, on_microbatch=self.watchdog.progress),
+        )
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -350,12 +421,6 @@ def _perform(command: Command, work: Work, watchdog: Watchdog) -> None:
             work.build(num_updates=num_updates)
         case LoadReference(pinned_hash):
             work.load_reference(pinned_hash=pinned_hash)
-        case Update(samples, None):
-            work.sft_update(decode_samples(samples))
-        case Update(samples, int() as version, limit):
-            _update(work, decode_samples(samples), version, limit, watchdog)
-        case Scores(model, samples):
-            work.score(model, decode_samples(samples), on_microbatch=watchdog.progress)
         case Load(path):
             work.load(read_checkpoint(Path(path)))
         case Save(step, mark, reference_hash):
@@ -368,15 +433,38 @@ def _perform(command: Command, work: Work, watchdog: Watchdog) -> None:
             work.save_folder()
         case Read(names):
             work.exports.send(names)
+        case _:
+            _compute(command, work, watchdog)
+
+
+def _compute(command: Command, work: Work, watchdog: Watchdog) -> None:
+    """What is done with the rows of a step."""
+    match command:
+        case LoadBatch(batch):
+            work.load_batch(TrainBatch.decode(batch))
+        case SetColumn(name, values):
+            work.set_column(name, np.frombuffer(values, np.float32))
+        case ScoreReference(rows):
+            work.score_reference(rows, on_microbatch=watchdog.progress)
+        case RecomputeProximal(updates):
+            work.recompute_proximal(updates, on_microbatch=watchdog.progress)
+        case Update(_, None):
+            work.sft_update()
+        case Update(rows, int() as version, limit):
+            _update(work, rows, version, limit, watchdog)
+        case Scores(model, chosen):
+            work.score(model, chosen, on_microbatch=watchdog.progress)
+        case ScorePrompts(prompts):
+            work.score_prompts(prompts, on_microbatch=watchdog.progress)
 
 
 def _update(
-    work: Work, samples: list[Sample], version: int, limit: float | None, watchdog: Watchdog
+    work: Work, rows: list[int], version: int, limit: float | None, watchdog: Watchdog
 ) -> None:
     """A refusal is every rank's; what becomes of it is for rank 0 to say."""
     try:
         work.update(
-            samples,
+            rows,
             policy_version=version,
             norm_limit=math.inf if limit is None else limit,
             on_microbatch=watchdog.progress,

@@ -8,9 +8,11 @@ call the same operations with the same arguments in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import structlog
 
 from outloop.buffer.errors import DeadlineExceeded
@@ -19,14 +21,15 @@ from outloop.buffer.run import Run
 from outloop.engine.train.algorithms.user_functions import loss_of
 from outloop.engine.train.checkpoint.async_writer import Saving, begin_save, save_checkpoint
 from outloop.engine.train.checkpoint.checkpoint_format import KEPT, Checkpoint, load_checkpoint
-from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.samples import prompt_sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.export_weights import Exports
 from outloop.engine.train.megatron.import_weights import load_huggingface
 from outloop.engine.train.megatron.model_and_optimizer import Policy, PolicyConfig, build_policy
 from outloop.engine.train.megatron.offload import Placement
 from outloop.engine.train.ranks.collectives import agree
 from outloop.engine.train.step.policy_update import rl_update, sft_update
-from outloop.engine.train.step.recompute_logprobs import score
+from outloop.engine.train.step.recompute_logprobs import score, with_proximal
 from outloop.engine.train.step.reference_model import (
     Reference,
     load_reference,
@@ -55,6 +58,7 @@ class Work:
         self._reference: Reference | None = None
         self._placement: Placement | None = None
         self._saving: Saving | None = None
+        self._batch: TrainBatch | None = None
 
     @property
     def policy(self) -> Policy:
@@ -112,15 +116,56 @@ class Work:
         self.placement.add_frozen(self._reference.model)
         return self._reference.content_hash
 
+    @property
+    def batch(self) -> TrainBatch:
+        """The rows of the step, the same on every rank."""
+        assert self._batch is not None, "load_batch comes first"
+        return self._batch
+
+    def load_batch(self, batch: TrainBatch) -> None:
+        """Take the rows of a step in place of those of the one before."""
+        self._batch = batch
+
+    def set_column(self, name: str, values: Float32) -> None:
+        """Give the batch a column [T]."""
+        self._batch = self.batch.with_columns(**{name: values})
+
+    def score_reference(self, rows: Sequence[int], *, on_microbatch: Beat) -> Float32:
+        """Give rows of the batch the reference's logprobs; the column [T], on every rank.
+
+        Other rows keep those that they have.
+        """
+        column = self.score("reference", rows, on_microbatch=on_microbatch)
+        if self.batch.reference_logprobs is not None:
+            column += self.batch.reference_logprobs
+        self._batch = self.batch.with_columns(reference_logprobs=column)
+        return column
+
+    def recompute_proximal(
+        self, updates: Sequence[Sequence[int]], *, on_microbatch: Beat
+    ) -> dict[str, float]:
+        """Give the batch proximal logprobs and corrections, before its first update; the metrics.
+
+        The rows of each update are packed as in the update.
+        """
+        column = np.zeros(self.batch.token_ids.shape, np.float32)
+        for rows in updates:
+            column += self.score("policy", rows, on_microbatch=on_microbatch)
+        self._batch, metrics = with_proximal(
+            self.batch, column, self._settings.trainer, rows=list(chain(*updates))
+        )
+        return metrics
+
     def update(
         self,
-        samples: Sequence[Sample],
+        rows: Sequence[int],
         *,
         policy_version: int,
         norm_limit: float,
         on_microbatch: Beat,
     ) -> UpdateReport:
-        """One policy-gradient update; the report is the sum over all ranks, on every rank.
+        """One policy-gradient update on some rows of the batch; the report is the sum over all
+        ranks, on every rank.
 
         Raises:
             FloatingPointError: on every rank, when the gradient's norm is not finite or above
@@ -129,27 +174,47 @@ class Work:
         self.policy.norm_limit = norm_limit
         return rl_update(
             self.policy,
-            samples,
+            self.batch,
             self._settings.trainer,
+            rows=rows,
             policy_version=policy_version,
             on_microbatch=on_microbatch,
             loss=self._loss,
         )
 
-    def sft_update(self, samples: Sequence[Sample]) -> UpdateReport:
-        """One cross-entropy update."""
-        return sft_update(self.policy, samples, self._settings.trainer)
+    def sft_update(self) -> UpdateReport:
+        """One cross-entropy update on the batch."""
+        return sft_update(self.policy, self.batch, self._settings.trainer)
 
     def score(
-        self, name: ModelName, samples: Sequence[Sample], *, on_microbatch: Beat
-    ) -> list[Float32]:
-        """Logprobs [T] of every sample under the policy or the reference, on every rank."""
+        self, name: ModelName, rows: Sequence[int] | None = None, *, on_microbatch: Beat
+    ) -> Float32:
+        """Logprobs [T] of rows of the batch under the policy or the reference, on every rank."""
         model = self.policy.model
         if name == "reference":
             assert self._reference is not None, "load_reference comes first"
             model = self._reference.model
-        limit = self._settings.trainer.max_microbatch_tokens
-        return score(model, samples, max_tokens=limit, on_microbatch=on_microbatch)
+        return score(
+            model,
+            self.batch,
+            rows=rows,
+            max_tokens=self._settings.trainer.max_microbatch_tokens,
+            on_microbatch=on_microbatch,
+        )
+
+    def score_prompts(
+        self, prompts: Sequence[Sequence[int]], *, on_microbatch: Beat
+    ) -> list[Float32]:
+        """Logprobs [T - 1] at temperature 1 of every prompt's ids under the policy, the first
+        aside; on every rank."""
+        batch = TrainBatch.of([prompt_sample(ids) for ids in prompts])
+        column = score(
+            self.policy.model,
+            batch,
+            max_tokens=self._settings.trainer.max_microbatch_tokens,
+            on_microbatch=on_microbatch,
+        )
+        return [column[start + 1 : end] for start, end in pairwise(batch.starts.tolist())]
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint.

@@ -1,4 +1,4 @@
-"""One optimizer update from samples: forward, backward, step, and what was measured on the way.
+"""One optimizer update from a batch: forward, backward, step, and what was measured on the way.
 
 Owns: accumulating the objective over microbatches and chunks. Does not own: what is minimised
 (objective, losses), which samples, the model's layers, the optimizer. Invariant: the gradient of
@@ -12,7 +12,6 @@ this rank holds.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -25,26 +24,28 @@ from outloop.engine.train.algorithms.objective import needs_sequences, objective
 from outloop.engine.train.algorithms.token_logprobs import logprobs_and_entropies
 from outloop.engine.train.data.microbatch import Microbatch, Targets
 from outloop.engine.train.data.packing import imbalance
-from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy, PolicyModel
 from outloop.engine.train.megatron.parallel_rank import context_group, data_rank
-from outloop.engine.train.megatron.pipeline_schedule import deal_samples, run_microbatches
+from outloop.engine.train.megatron.pipeline_schedule import deal_rows, run_microbatches
 from outloop.engine.train.step.update_metrics import UpdateReport, merge_reports
 
 _MAX_CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 """Logits alive at once: 64 MiB in float32, and 1 GiB where each chunk reads and writes the output
 layer's gradient in a device's memory."""
 
-TokenLosses = Callable[[Targets, Tensor, Tensor, Sequences | None, UpdateReport], Tensor]
-"""Targets, policy logprobs and entropies [N], and for a loss that needs them the sequences of the
-whole microbatch -> losses [N]; adds what it measures to the report."""
+TokenLosses = Callable[[Microbatch, slice, Tensor, Tensor, Sequences | None, UpdateReport], Tensor]
+"""A microbatch and which of its trained tokens, their policy logprobs and entropies [N], and for a
+loss that needs them the sequences of the whole microbatch -> losses [N]; adds what it measures to
+the report."""
 
 
 def rl_update(
     policy: Policy,
-    samples: Sequence[Sample],
+    batch: TrainBatch,
     settings: TrainerSettings,
     *,
+    rows: Sequence[int] | None = None,
     policy_version: int,
     on_microbatch: Callable[[], None],
     loss: LossFunction | None = None,
@@ -52,6 +53,7 @@ def rl_update(
     """One policy-gradient update.
 
     Args:
+        rows: of the batch that the update trains; None: all.
         policy_version: of the weights before the update; its own tokens measure the logprob gap.
         on_microbatch: called before every forward, for heartbeats.
         loss: in place of trainer.loss.
@@ -60,24 +62,28 @@ def rl_update(
         FloatingPointError: the gradient is not finite; weights are unchanged.
     """
     function = loss or LOSSES[settings.loss]
-    counts = [sample.num_trained_tokens for sample in samples]
-    episodes = [sample.episode_id for sample in samples]
+    rows = range(len(batch)) if rows is None else rows
+    all_counts = batch.num_trained_tokens
+    counts = [all_counts[row] for row in rows]
+    episodes = [batch.episode_ids[row] for row in rows]
     weights = token_weights(settings.denominator, num_trained_tokens=counts, episode_ids=episodes)
-    if weights is not None:
-        samples = [
-            dataclasses.replace(sample, token_weight=float(weight))
-            for sample, weight in zip(samples, weights, strict=True)
-        ]
+    weight_of = {} if weights is None else dict(zip(rows, weights.tolist(), strict=True))
 
     def token_losses(
-        targets: Targets,
+        microbatch: Microbatch,
+        where: slice,
         policy_logprobs: Tensor,
         entropies: Tensor,
         sequences: Sequences | None,
         report: UpdateReport,
     ) -> Tensor:
+        targets = microbatch.targets.part(where)
         inputs = _loss_inputs(targets, policy_logprobs, entropies, sequences, settings)
-        result = objective(inputs, function, settings, token_weights=targets.token_weight_N)
+        weights_N = None
+        if weight_of:
+            by_sequence = policy_logprobs.new_tensor([weight_of[row] for row in microbatch.rows])
+            weights_N = by_sequence[microbatch.sequences_N[where]]
+        result = objective(inputs, function, settings, token_weights=weights_N)
         report.add(targets, result, policy_logprobs.detach(), policy_version=policy_version)
         report.entropy_sum = report.entropy_sum + entropies.detach().sum(dtype=torch.float64)
         return result.loss
@@ -91,7 +97,8 @@ def rl_update(
     )
     return _update(
         policy,
-        samples,
+        batch,
+        rows,
         settings,
         scale,
         token_losses,
@@ -126,13 +133,12 @@ def _loss_inputs(
     )
 
 
-def sft_update(
-    policy: Policy, samples: Sequence[Sample], settings: TrainerSettings
-) -> UpdateReport:
+def sft_update(policy: Policy, batch: TrainBatch, settings: TrainerSettings) -> UpdateReport:
     """One cross-entropy update over trained tokens, averaged over them."""
 
     def token_losses(
-        targets: Targets,
+        microbatch: Microbatch,
+        where: slice,
         policy_logprobs: Tensor,
         entropies: Tensor,
         sequences: Sequences | None,
@@ -141,18 +147,24 @@ def sft_update(
         return -policy_logprobs
 
     scale = denominator(
-        "tokens",
-        num_trained_tokens=[sample.num_trained_tokens for sample in samples],
-        episode_ids=[sample.episode_id for sample in samples],
+        "tokens", num_trained_tokens=batch.num_trained_tokens, episode_ids=batch.episode_ids
     )
     return _update(
-        policy, samples, settings, scale, token_losses, lambda: None, sees_sequences=False
+        policy,
+        batch,
+        range(len(batch)),
+        settings,
+        scale,
+        token_losses,
+        lambda: None,
+        sees_sequences=False,
     )
 
 
 def _update(
     policy: Policy,
-    samples: Sequence[Sample],
+    batch: TrainBatch,
+    rows: Sequence[int],
     settings: TrainerSettings,
     scale: float,
     token_losses: TokenLosses,
@@ -166,46 +178,49 @@ def _update(
     losses: list[Tensor] = []
     policy.zero_grad()
 
-    def on_hidden(batch: Microbatch, hidden: Tensor) -> Tensor:
+    def on_hidden(microbatch: Microbatch, hidden: Tensor) -> Tensor:
         # Cut the graph at the hidden states: each chunk's logits are freed by its own backward.
         leaf = hidden.detach().requires_grad_()
         gradients: list[Tensor] = []
         if sees_sequences:
-            loss, *gradients = _gradients_by_token(model, batch, leaf, token_losses, report, scale)
+            loss, *gradients = _gradients_by_token(
+                model, microbatch, leaf, token_losses, report, scale
+            )
             losses.append(loss.double())
         for where in _chunks(len(leaf), model):
             logprobs, entropies = _logprobs_and_entropies(
                 model,
-                batch.targets.part(where),
+                microbatch.targets.part(where),
                 leaf[where],
                 has_entropy_gradient=has_entropy_gradient,
             )
             with policy.hold_sync():
-                if not sees_sequences:
-                    targets = batch.targets.part(where)
-                    loss = token_losses(targets, logprobs, entropies, None, report).sum() / scale
-                    loss.backward()
-                    losses.append(loss.detach().double())
-                else:
+                if sees_sequences:
                     outputs = [logprobs, entropies] if has_entropy_gradient else [logprobs]
                     torch.autograd.backward(outputs, [g[where] for g in gradients[: len(outputs)]])
-        report.num_tokens += batch.num_tokens
-        report.num_padded_tokens += batch.row.num_padded_tokens
+                else:
+                    chunk = token_losses(microbatch, where, logprobs, entropies, None, report)
+                    loss = chunk.sum() / scale
+                    loss.backward()
+                    losses.append(loss.detach().double())
+        report.num_tokens += microbatch.num_tokens
+        report.num_padded_tokens += microbatch.row.num_padded_tokens
         report.num_trained_tokens += len(leaf)
         return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
-    dealt = deal_samples(samples, policy.config, max_tokens=settings.max_microbatch_tokens)
+    all_lengths = batch.lengths
+    lengths = [all_lengths[row] for row in rows]
+    dealt = deal_rows(lengths, policy.config, max_tokens=settings.max_microbatch_tokens)
     run_microbatches(
         policy.wrapped,
         policy.config,
-        samples,
-        dealt[data_rank()],
+        batch,
+        [[rows[index] for index in part] for part in dealt[data_rank()]],
         on_hidden,
         on_microbatch=on_microbatch,
     )
     report.loss = float(torch.stack(losses).sum()) if losses else 0.0
     report = merge_reports(report)
-    lengths = [sample.num_tokens for sample in samples]
     report.imbalance = imbalance(dealt, lengths, policy.config.hidden_size)
     report.grad_norm, report.learning_rate = policy.step()
     return report
@@ -213,7 +228,7 @@ def _update(
 
 def _gradients_by_token(
     model: PolicyModel,
-    batch: Microbatch,
+    microbatch: Microbatch,
     hidden_NH: Tensor,
     token_losses: TokenLosses,
     report: UpdateReport,
@@ -223,11 +238,13 @@ def _gradients_by_token(
 
     From one look at the whole microbatch; logits are computed once more for their own backward.
     """
-    logprobs, entropies = trained_statistics(model, batch, hidden_NH)
+    logprobs, entropies = trained_statistics(model, microbatch, hidden_NH)
     logprobs.requires_grad_()
     entropies.requires_grad_()
-    sequences = Sequences(batch.sequences_N, batch.num_samples, context_group())
-    loss = token_losses(batch.targets, logprobs, entropies, sequences, report).sum() / scale
+    sequences = Sequences(microbatch.sequences_N, microbatch.num_samples, context_group())
+    everything = slice(0, len(logprobs))
+    losses = token_losses(microbatch, everything, logprobs, entropies, sequences, report)
+    loss = losses.sum() / scale
     by_logprob, by_entropy = torch.autograd.grad(
         loss, [logprobs, entropies], allow_unused=True, materialize_grads=True
     )
@@ -236,12 +253,12 @@ def _gradients_by_token(
 
 @torch.no_grad()
 def trained_statistics(
-    model: PolicyModel, batch: Microbatch, hidden_NH: Tensor
+    model: PolicyModel, microbatch: Microbatch, hidden_NH: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [N] of the trained tokens, chunk by chunk as in an update, without
     gradient."""
     parts = [
-        _logprobs_and_entropies(model, batch.targets.part(where), hidden_NH[where])
+        _logprobs_and_entropies(model, microbatch.targets.part(where), hidden_NH[where])
         for where in _chunks(len(hidden_NH), model)
     ]
     if not parts:

@@ -8,7 +8,6 @@ policy / proximal is 1 to rounding (6.1 rule 12).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import chain
 
@@ -25,63 +24,69 @@ from outloop.engine.train.algorithms.importance_weights import (
     correction_metrics,
 )
 from outloop.engine.train.data.microbatch import Microbatch
-from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import PolicyModel
 from outloop.engine.train.megatron.parallel_rank import data_rank, is_reporting_rank
-from outloop.engine.train.megatron.pipeline_schedule import deal_samples, run_microbatches
+from outloop.engine.train.megatron.pipeline_schedule import deal_rows, run_microbatches
 from outloop.engine.train.ranks.collectives import gather_bytes
 from outloop.engine.train.step.policy_update import trained_statistics
-
-Score = Callable[[Sequence[Sample]], list[Float32]]
-"""Samples -> logprobs [T] of each; 0 at context tokens."""
 
 
 @torch.no_grad()
 def score(
     model: PolicyModel,
-    samples: Sequence[Sample],
+    batch: TrainBatch,
     *,
+    rows: Sequence[int] | None = None,
     max_tokens: int,
     on_microbatch: Callable[[], None],
-) -> list[Float32]:
-    """Logprobs of the samples' trained tokens at their recorded temperature, on every rank.
+) -> Float32:
+    """Logprobs of the rows' trained tokens at their recorded temperature, on every rank.
 
     Args:
+        rows: which rows to compute; None: all.
         max_tokens: trainer.max_microbatch_tokens, as in the update.
         on_microbatch: called before every forward, for heartbeats.
 
     Returns:
-        [T] float32 for every sample, 0 at context tokens.
+        [T] float32, a column of `batch`: 0 at context tokens and in other rows.
     """
+    rows = range(len(batch)) if rows is None else rows
     mine: list[bytes] = []
 
-    def on_hidden(batch: Microbatch, hidden: Tensor) -> None:
-        found = hidden.new_zeros(batch.num_trained_tokens, dtype=torch.float32)
-        logprobs, _ = trained_statistics(model, batch, hidden)
-        found[batch.trained_N] = logprobs
+    def on_hidden(microbatch: Microbatch, hidden: Tensor) -> None:
+        found = hidden.new_zeros(microbatch.num_trained_tokens, dtype=torch.float32)
+        logprobs, _ = trained_statistics(model, microbatch, hidden)
+        found[microbatch.trained_N] = logprobs
         mine.append(found.cpu().numpy().tobytes())
 
-    dealt = deal_samples(samples, model.config, max_tokens=max_tokens)
+    all_lengths = batch.lengths
+    dealt = [
+        [[rows[index] for index in part] for part in members]
+        for members in deal_rows(
+            [all_lengths[row] for row in rows], model.config, max_tokens=max_tokens
+        )
+    ]
     run_microbatches(
         model,
         model.config,
-        samples,
+        batch,
         dealt[data_rank()],
         on_hidden,
         on_microbatch=on_microbatch,
         forward_only=True,
     )
-    told = msgspec.msgpack.encode((data_rank(), b"".join(mine))) if is_reporting_rank() else b""
-    results = [np.zeros(sample.num_tokens, np.float32) for sample in samples]
-    for data in filter(None, gather_bytes(told)):
+    share = msgspec.msgpack.encode((data_rank(), b"".join(mine))) if is_reporting_rank() else b""
+    column = np.zeros(batch.token_ids.shape, np.float32)
+    for data in filter(None, gather_bytes(share)):
         rank, logprobs = msgspec.msgpack.decode(data, type=tuple[int, bytes])
-        _fill(results, samples, dealt[rank], np.frombuffer(logprobs, np.float32))
-    return results
+        _fill(column, batch, dealt[rank], np.frombuffer(logprobs, np.float32))
+    return column
 
 
 def _fill(
-    results: Sequence[Float32],
-    samples: Sequence[Sample],
+    column: Float32,
+    batch: TrainBatch,
     members: Sequence[Sequence[int]],
     logprobs: Float32,
 ) -> None:
@@ -89,65 +94,43 @@ def _fill(
 
     They are 0 at tokens that another context-parallel rank computed.
     """
-    start = 0
-    for index in chain.from_iterable(members):
-        end = start + samples[index].num_trained_tokens
-        results[index][samples[index].loss_mask] += logprobs[start:end]
-        start = end
+    first = 0
+    for row in chain.from_iterable(members):
+        where = slice(batch.starts[row], batch.starts[row + 1])
+        mask = batch.loss_mask[where]
+        last = first + int(mask.sum())
+        column[where][mask] += logprobs[first:last]
+        first = last
 
 
-def with_references(samples: Sequence[Sample], score_reference: Score) -> list[Sample]:
-    """The samples with reference_logprobs."""
-    return [
-        dataclasses.replace(sample, reference_logprobs=logprobs)
-        for sample, logprobs in zip(samples, score_reference(samples), strict=True)
-    ]
+def with_proximal(
+    batch: TrainBatch, proximal: Float32, settings: TrainerSettings, *, rows: Sequence[int]
+) -> tuple[TrainBatch, dict[str, float]]:
+    """The batch with proximal logprobs and the correction's weights, and its metrics.
 
-
-def with_proximals(
-    updates: Sequence[Sequence[Sample]], settings: TrainerSettings, score_policy: Score
-) -> tuple[list[list[Sample]], dict[str, float]]:
-    """The samples of a take's updates with proximal_logprobs and correction, and its metrics.
-
-    To be called before the first of the updates.
+    Args:
+        proximal: [T] of the weights before the take's first update.
+        rows: those that were computed; the others are not corrected.
     """
+    assert batch.behavior_logprobs is not None
+    weights = np.ones(batch.token_ids.shape, np.float32)
     corrections: list[Correction] = []
-    results: list[list[Sample]] = []
-    for samples in updates:
-        results.append([])
-        for sample, proximal in zip(samples, score_policy(samples), strict=True):
-            correction = _correction(sample, proximal, settings)
-            corrections.append(correction)
-            weights = np.ones(sample.num_tokens, np.float32)
-            weights[sample.loss_mask] = correction.weights
-            results[-1].append(
-                dataclasses.replace(
-                    sample,
-                    proximal_logprobs=proximal,
-                    correction=None if settings.correction == "none" else weights,
-                )
-            )
-    return results, correction_metrics(corrections)
-
-
-def _correction(sample: Sample, proximal: Float32, settings: TrainerSettings) -> Correction:
-    assert sample.behavior_logprobs is not None
-    return correct(
-        proximal[sample.loss_mask].astype(np.float64),
-        sample.behavior_logprobs[sample.loss_mask].astype(np.float64),
-        kind=settings.correction,
-        cap=settings.correction_cap,
-        floor=settings.correction_floor,
-        veto=settings.correction_veto,
-    )
-
-
-def mean_kl(samples: Sequence[Sample]) -> float:
-    """Mean over trained tokens of behavior - reference logprob (k1); NaN without tokens."""
-    gaps = [
-        (sample.behavior_logprobs - sample.reference_logprobs)[sample.loss_mask]
-        for sample in samples
-        if sample.behavior_logprobs is not None and sample.reference_logprobs is not None
-    ]
-    values = np.concatenate(gaps) if gaps else np.zeros(0)
-    return float(values.mean(dtype=np.float64)) if len(values) else float("nan")
+    for row in rows:
+        start, end = batch.starts[row : row + 2].tolist()
+        mask = batch.loss_mask[start:end]
+        if not mask.any():
+            continue
+        correction = correct(
+            proximal[start:end][mask].astype(np.float64),
+            batch.behavior_logprobs[start:end][mask].astype(np.float64),
+            kind=settings.correction,
+            cap=settings.correction_cap,
+            floor=settings.correction_floor,
+            veto=settings.correction_veto,
+        )
+        weights[start:end][mask] = correction.weights
+        corrections.append(correction)
+    columns = {"proximal_logprobs": proximal}
+    if settings.correction != "none":
+        columns["correction"] = weights
+    return batch.with_columns(**columns), correction_metrics(corrections)

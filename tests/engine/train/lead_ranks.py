@@ -4,7 +4,6 @@ Started with torchrun's variables and a folder that holds a run; rank 0 leaves r
 misbehaves where a file of the folder says so.
 """
 
-import dataclasses
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 with warnings.catch_warnings():
@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     from outloop.buffer.run import Run, load_run
     from outloop.engine.train import main
     from outloop.engine.train.checkpoint.async_writer import Shards
-    from outloop.engine.train.data.samples import Sample
+    from outloop.engine.train.data.train_batch import TrainBatch
     from outloop.engine.train.debug.step_debugger import StepDebugger
     from outloop.engine.train.ranks.controller import Lead, follow
     from outloop.engine.train.ranks.rank_worker import Work
@@ -59,7 +59,8 @@ def misbehave_when_told() -> None:
 def weights_after_journeys(lead: Lead, *, is_travelling: bool) -> dict[str, torch.Tensor]:
     """Two updates, with everything off the device in between, or not."""
     for seed in (1, 2):
-        lead.update(samples_of(seed, vocab_size=400), policy_version=0)
+        load(lead, seed)
+        lead.update(range(len(lead.batch)), policy_version=0)
         if is_travelling:
             lead.leave()
             assert lead.work.placement.num_bytes_away > 0
@@ -67,6 +68,12 @@ def weights_after_journeys(lead: Lead, *, is_travelling: bool) -> dict[str, torc
                 assert not lead.work.placement.is_away
             lead.come_back()
     return read(lead)
+
+
+def load(lead: Lead, seed: int) -> TrainBatch:
+    """The rows of a seed, on every rank."""
+    lead.load_batch(TrainBatch.of(samples_of(seed, vocab_size=400)))
+    return lead.batch
 
 
 def read(lead: Lead) -> dict[str, torch.Tensor]:
@@ -79,23 +86,26 @@ def steps(lead: Lead, run: Run) -> dict[str, Any]:
     """A step that is dumped, then one that no rank can make, which is dumped too."""
     debugger = StepDebugger(run.settings, run.dir, lead.save_state)
 
-    def make(samples: Any, norm_limit: float) -> Any:
-        return lead.update(samples, policy_version=0, norm_limit=norm_limit)
+    def make(rows: Any, norm_limit: float) -> Any:
+        return lead.update(rows, policy_version=0, norm_limit=norm_limit)
 
-    def score(samples: Any) -> Any:
-        return lead.score("policy", samples)
+    def score(rows: Any) -> Any:
+        return lead.score("policy", rows)
 
-    samples = samples_of(3, vocab_size=400)
-    debugger.run([samples], make, step=1, policy_version=0, score=score)
+    batch = load(lead, 3)
+    rows = list(range(len(batch)))
+    debugger.run(batch, [rows], make, step=1, policy_version=0, score=score)
     refusals = []
     before = read(lead)
-    poisoned: list[Sample] = [*samples]
-    poisoned[4] = dataclasses.replace(samples[4], advantage=float("nan"))
     attempts: list[Callable[[], Any]] = [
-        lambda: debugger.run([poisoned], make, step=2, policy_version=0, score=score),
-        lambda: make(samples, 1e-12),
+        lambda: debugger.run(lead.batch, [rows], make, step=2, policy_version=0, score=score),
+        lambda: make(rows, 1e-12),
     ]
-    for attempt in attempts:
+    advantages = batch.advantages.copy()
+    advantages[batch.starts[4] : batch.starts[5]] = np.nan
+    columns = [advantages, batch.advantages]
+    for attempt, column in zip(attempts, columns, strict=True):
+        lead.set_column("advantages", column)
         try:
             attempt()
         except (UpdateRefused, FloatingPointError) as error:
@@ -104,7 +114,7 @@ def steps(lead: Lead, run: Run) -> dict[str, Any]:
     return {
         "refusals": refusals,
         "is_unchanged": all(torch.equal(before[name], after[name]) for name in before),
-        "episode": samples[4].episode_id,
+        "episode": batch.episode_ids[4],
     }
 
 
@@ -129,7 +139,8 @@ def hang(lead: Lead) -> dict[str, Any]:
     (FOLDER / "stop").touch()
     began_at = time.monotonic()
     try:
-        lead.update(samples_of(7, vocab_size=400), policy_version=0)
+        load(lead, 7)
+        lead.update(range(len(lead.batch)), policy_version=0)
     except DeadlineExceeded as error:
         return {"sentence": str(error), "waited_s": time.monotonic() - began_at}
     return {}

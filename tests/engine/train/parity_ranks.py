@@ -28,6 +28,7 @@ with warnings.catch_warnings():
     from outloop.engine.train.checkpoint.async_writer import begin_save
     from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint, load_checkpoint
     from outloop.engine.train.data.samples import Sample
+    from outloop.engine.train.data.train_batch import TrainBatch
     from outloop.engine.train.megatron import import_weights, model_and_optimizer
     from outloop.engine.train.megatron.export_weights import Exports
     from outloop.engine.train.step.policy_update import rl_update
@@ -57,7 +58,7 @@ def samples_of(seed: int, *, vocab_size: int, count: int = 11) -> list[Sample]:
                 behavior_logprobs=generator.normal(-6.0, 0.1, size).astype(np.float32),
                 policy_versions=np.zeros(size, np.int32),
                 temperature=np.full(size, 0.7 if index % 3 else 1.0, np.float32),
-                advantage=float(generator.normal()),
+                advantages=np.full(size, generator.normal(), np.float32),
             )
         )
     return samples
@@ -170,10 +171,12 @@ def _updates(
         if order_seed:
             order = np.random.default_rng(order_seed).permutation(len(samples))
         samples = [samples[index] for index in order]
+        batch = TrainBatch.of(samples)
         limit = settings.max_microbatch_tokens
-        scored = score(policy.model, samples, max_tokens=limit, on_microbatch=lambda: None)
+        column = score(policy.model, batch, max_tokens=limit, on_microbatch=lambda: None)
+        scored = np.split(column, batch.starts[1:-1])
         scores = [float(logprob) for place in np.argsort(order) for logprob in scored[place]]
-        report = rl_update(policy, samples, settings, policy_version=0, on_microbatch=lambda: None)
+        report = rl_update(policy, batch, settings, policy_version=0, on_microbatch=lambda: None)
         rows.append(report.metrics() | report.policy_metrics())
     return {"updates": rows, "scores": scores}
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from outloop.buffer.records import Group, Trajectory, Turn
 from outloop.buffer.settings import Settings
-from outloop.engine.train.data.batch_builder import build_batch
+from outloop.engine.train.data.batch_builder import Batch, build_batch
+from outloop.engine.train.data.samples import Sample
 
 SPREAD = 0.5**0.5
 """GRPO's advantage of two different rewards."""
@@ -58,6 +59,11 @@ def make_group(make_turn: MakeTurn, make_trajectory: MakeTrajectory) -> MakeGrou
 def settings(**sections: dict[str, object]) -> Settings:
     """Settings with some values changed."""
     return Settings(model={"path": "m"}, **sections)
+
+
+def samples_of(batch: Batch) -> list[list[Sample]]:
+    """The trained rows by group."""
+    return [[batch.rows.row(row) for row in members] for members in batch.trained]
 
 
 def test_statistics_come_before_filters(make_group: MakeGroup) -> None:
@@ -112,8 +118,8 @@ def test_unscored_episodes_are_neither_counted_nor_trained(make_group: MakeGroup
     """Three attempts, two scored: advantages are those of two."""
     group = make_group("g", rewards=[0.0, None, 1.0])
     batch = build_batch([group], settings(), policy_version=0, vocab_size=10)
-    assert [sample.episode_id for sample in batch.samples[0]] == ["g-0", "g-2"]
-    assert [s.advantage for s in batch.samples[0]] == pytest.approx([-SPREAD, SPREAD], abs=1e-5)
+    assert [sample.episode_id for sample in samples_of(batch)[0]] == ["g-0", "g-2"]
+    assert [s.advantage for s in samples_of(batch)[0]] == pytest.approx([-SPREAD, SPREAD], abs=1e-5)
 
 
 def test_an_episode_without_turns_counts_in_the_baseline(
@@ -125,7 +131,7 @@ def test_an_episode_without_turns_counts_in_the_baseline(
     group = Group(group_id="g", slot=0, task_id="t", group_size=3, trajectories=(played, *silent))
     chosen = settings(trainer={"advantage": "dr_grpo"})
     batch = build_batch([group], chosen, policy_version=0, vocab_size=10)
-    (sample,) = batch.samples[0]
+    (sample,) = samples_of(batch)[0]
     assert sample.advantage == pytest.approx(2 / 3)
 
 
@@ -163,8 +169,8 @@ def test_truncated_episodes_are_masked_only_if_asked(
     for masked, episodes in ((False, {"cut", "done"}), (True, {"done"})):
         chosen = settings(trainer={"mask_truncated": masked})
         batch = build_batch([group], chosen, policy_version=0, vocab_size=10)
-        assert {sample.episode_id for sample in batch.samples[0]} == episodes
-        assert batch.samples[0][-1].advantage == pytest.approx(SPREAD, abs=1e-5)
+        assert {sample.episode_id for sample in samples_of(batch)[0]} == episodes
+        assert samples_of(batch)[0][-1].advantage == pytest.approx(SPREAD, abs=1e-5)
         assert batch.metrics["train/truncated_share"] == 0.5
         assert batch.metrics["train/length_cut_share"] == (0.0 if limit == "episode" else 0.5)
 
@@ -185,7 +191,7 @@ def test_an_answer_that_was_cut_and_went_on_is_not_truncated(
     )
     chosen = settings(trainer={"mask_truncated": True})
     batch = build_batch([group], chosen, policy_version=0, vocab_size=10)
-    assert len(batch.samples[0]) == 2
+    assert len(samples_of(batch)[0]) == 2
     assert batch.metrics["train/truncated_share"] == 0.0
 
 
@@ -228,7 +234,7 @@ def test_statistics_of_a_take_cover_every_kind_of_dropped_group(
     assert batch.dropped == ((reason, reason),)
     rewards = np.array([0.0, 1.0, 5.0, 6.0])
     wanted = (rewards[:2] - rewards.mean()) / rewards.std()
-    assert [s.advantage for s in batch.samples[0]] == pytest.approx(wanted.tolist(), rel=1e-5)
+    assert [s.advantage for s in samples_of(batch)[0]] == pytest.approx(wanted.tolist(), rel=1e-5)
 
 
 def test_staleness_goes_by_the_oldest_turn(
@@ -263,7 +269,7 @@ def test_a_take_is_split_into_updates_of_equal_size(
     groups = [make_group(f"g{i}", rewards=[0.0, 1.0], slot=i) for i in range(num_groups)]
     batch = build_batch(groups, settings(), policy_version=0, vocab_size=10)
     updates = batch.updates(num_updates)
-    names = [list(dict.fromkeys(s.group_id for s in update)) for update in updates]
+    names = [list(dict.fromkeys(batch.rows.group_ids[row] for row in rows)) for rows in updates]
     assert [name for update in names for name in update] == [f"g{i}" for i in range(num_groups)]
     assert len(updates) == min(num_updates, num_groups)
     sizes = [len(update) for update in names]

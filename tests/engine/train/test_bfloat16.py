@@ -14,6 +14,7 @@ from outloop.engine.train.checkpoint.async_writer import save_checkpoint
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint, load_checkpoint
 from outloop.engine.train.checkpoint.convert import to_huggingface
 from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.export_weights import Exports
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.step.policy_update import rl_update
@@ -33,7 +34,8 @@ MIN_COSINE = 0.995
 def update(policy: Policy, samples: list[Sample], **settings: Any) -> UpdateReport:
     """One RL update at version 0."""
     trainer = TrainerSettings(max_grad_norm=1e9, **settings)
-    return rl_update(policy, samples, trainer, policy_version=0, on_microbatch=lambda: None)
+    batch = TrainBatch.of(samples)
+    return rl_update(policy, batch, trainer, policy_version=0, on_microbatch=lambda: None)
 
 
 def gradient(policy: Policy) -> Tensor:
@@ -58,9 +60,10 @@ def test_logprobs_and_gradients_are_those_of_float32(
     plain, rounded = make_policy(kind), make_policy(kind, dtype="bfloat16")
     scores = []
     for policy in (plain, rounded):
-        scored = score(policy.model, samples, max_tokens=4096, on_microbatch=lambda: None)
-        assert {str(values.dtype) for values in scored} == {"float32"}
-        scores.append(torch.cat([torch.from_numpy(values) for values in scored]))
+        batch = TrainBatch.of(samples)
+        scored = score(policy.model, batch, max_tokens=4096, on_microbatch=lambda: None)
+        assert str(scored.dtype) == "float32"
+        scores.append(torch.from_numpy(scored))
     assert (scores[0] - scores[1]).abs().mean() <= MAX_LOGPROB_GAP
     reports = [update(policy, samples) for policy in (plain, rounded)]
     assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=MAX_NORM_GAP)

@@ -22,6 +22,7 @@ from outloop.engine.train.checkpoint.checkpoint_format import (
     load_checkpoint,
 )
 from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron import model_and_optimizer
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.step.policy_update import rl_update
@@ -38,7 +39,11 @@ def mark(version: int) -> CheckpointMark:
 def update(policy: Policy, samples: list[Sample]) -> tuple[float, float]:
     """One update; its loss and learning rate."""
     report = rl_update(
-        policy, samples, TrainerSettings(), policy_version=0, on_microbatch=lambda: None
+        policy,
+        TrainBatch.of(samples),
+        TrainerSettings(),
+        policy_version=0,
+        on_microbatch=lambda: None,
     )
     return report.loss, report.learning_rate
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from outloop.engine.train.data.context_parallel import ContextPlace
 from outloop.engine.train.data.microbatch import Microbatch, build_microbatch
 from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 
 CPU = torch.device("cpu")
 
@@ -64,10 +65,11 @@ def test_the_shares_of_a_microbatch_are_the_whole(
 ) -> None:
     """Every trained token is on one rank, with its facts, behind the token that predicts it."""
     samples = make_samples(7)
-    alone = build_microbatch(samples, CPU)
+    whole, rows = TrainBatch.of(samples), range(len(samples))
+    alone = build_microbatch(whole, rows, CPU)
     shares = [
         build_microbatch(
-            samples, CPU, multiple=multiple, layers="transformer_engine", context=place
+            whole, rows, CPU, multiple=multiple, layers="transformer_engine", context=place
         )
         for place in _places(num_ranks)
     ]
@@ -95,7 +97,8 @@ def test_a_share_says_where_samples_of_the_whole_row_begin(
     """Boundaries are those of the padded row on every rank; tokens and positions are its share."""
     samples = make_samples(5)
     for place in _places(2):
-        batch = build_microbatch(samples, CPU, layers="transformer_engine", context=place)
+        whole = TrainBatch.of(samples)
+        batch = build_microbatch(whole, range(5), CPU, layers="transformer_engine", context=place)
         padded = [place.padded_length(sample.num_tokens) for sample in samples]
         assert batch.row.cu_seqlens_q.diff().tolist() == padded
         assert torch.equal(batch.row.cu_seqlens_kv_padded, batch.row.cu_seqlens_q)
@@ -107,6 +110,9 @@ def test_a_share_says_where_samples_of_the_whole_row_begin(
 
 def test_a_rank_without_samples_has_padding() -> None:
     """One share of a row without samples is padding alone, equally long on each rank."""
-    shares = [build_microbatch([], CPU, multiple=2, context=place) for place in _places(2)]
+    shares = [
+        build_microbatch(TrainBatch.of([]), [], CPU, multiple=2, context=place)
+        for place in _places(2)
+    ]
     assert [len(share.token_ids_T) for share in shares] == [2, 2]
     assert all(share.num_tokens == 0 and len(share.predictors_N) == 0 for share in shares)

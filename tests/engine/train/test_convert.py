@@ -26,6 +26,7 @@ from outloop.engine.train.checkpoint.async_writer import Shards, ShardStrategy, 
 from outloop.engine.train.checkpoint.checkpoint_format import load_checkpoint, read_checkpoint
 from outloop.engine.train.checkpoint.convert import to_huggingface, to_megatron
 from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.export_weights import Exports
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.step.policy_update import rl_update
@@ -112,7 +113,11 @@ def test_a_runs_checkpoint_becomes_a_folder(
     """Its optimizer state is left out; the weights are those of the trainer's own export."""
     policy = make_policy(learning_rate=1e-2)
     rl_update(
-        policy, make_samples(5), TrainerSettings(), policy_version=0, on_microbatch=lambda: None
+        policy,
+        TrainBatch.of(make_samples(5)),
+        TrainerSettings(),
+        policy_version=0,
+        on_microbatch=lambda: None,
     )
     mark = CheckpointMark(fence=1, group_ids=(), next_slot=0, policy_version=1)
     path = save_checkpoint(policy, tmp_path, step=1, mark=mark, keep=1)

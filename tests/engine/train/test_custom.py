@@ -12,6 +12,7 @@ from outloop.engine.train.algorithms.advantages import take_advantages
 from outloop.engine.train.algorithms.losses import LossFunction
 from outloop.engine.train.algorithms.user_functions import advantage_of, check_custom, loss_of
 from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.main import check_settings
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.step.policy_update import rl_update
@@ -153,7 +154,7 @@ def assert_equal_updates(
     for policy, (trainer, loss) in zip(policies, ways, strict=True):
         rl_update(
             policy,
-            make_samples(5),
+            TrainBatch.of(make_samples(5)),
             trainer,
             policy_version=0,
             on_microbatch=lambda: None,

@@ -1,6 +1,5 @@
 """Dumped steps, refused updates, profiles."""
 
-import dataclasses
 import io
 import json
 from collections.abc import Callable
@@ -14,8 +13,9 @@ from memory_buffer import FAST, Setup
 
 from outloop.buffer.errors import SettingsError, UpdateRefused
 from outloop.cli.recorded import replay_step
-from outloop.engine.train.data import batch_builder as batch_module
+from outloop.engine.train.data.batch_builder import Credit
 from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.debug import step_dump as dump_module
 from outloop.engine.train.debug.bad_gradient_report import suspects
 from outloop.engine.train.debug.replay_step import replay
@@ -69,21 +69,13 @@ def test_a_folder_that_is_no_dump_is_refused(tmp_path: Path) -> None:
         read_dump(tmp_path)
 
 
-def test_samples_survive_their_dump(make_samples: MakeSamples) -> None:
-    """Every field of every sample, absent ones too, with its dtype."""
-    samples = make_samples(3)
-    samples[1] = dataclasses.replace(
-        samples[1], correction=np.ones(samples[1].num_tokens, np.float32), token_weight=0.25
-    )
-    with np.load(io.BytesIO(dump_module._pack([samples[:2], samples[2:]]))) as arrays:
+def test_a_batch_survives_its_dump(make_samples: MakeSamples) -> None:
+    """Every column, absent ones too, with its dtype."""
+    batch = TrainBatch.of(make_samples(3))
+    batch = batch.with_columns(correction=np.full(batch.token_ids.shape, 0.25, np.float32))
+    with np.load(io.BytesIO(dump_module._pack(batch))) as arrays:
         again = dump_module._unpack(dict(arrays))
-    for old, new in zip(samples, again, strict=True):
-        for item in dataclasses.fields(Sample):
-            before, after = getattr(old, item.name), getattr(new, item.name)
-            assert type(before) is type(after)
-            assert np.array_equal(before, after)
-            if isinstance(before, np.ndarray):
-                assert before.dtype == after.dtype
+    assert again.encode() == batch.encode()
 
 
 def test_an_update_that_is_not_finite_names_its_episodes_and_stops(
@@ -91,17 +83,17 @@ def test_an_update_that_is_not_finite_names_its_episodes_and_stops(
 ) -> None:
     """One episode's advantage is NaN at step 2: it is named first, and nothing was updated."""
     made = setup(trainer=FAST | {"num_steps": 4, "checkpoint_every": 0})
-    build = batch_module._trained
+    advantages = Credit.advantages
     poisoned: list[str] = []
 
-    def with_poison(*args: Any) -> tuple[Sample, ...]:
-        samples = build(*args)
+    def with_poison(self: Credit, rows: TrainBatch, **options: Any) -> Any:
+        column = advantages(self, rows, **options)
         if made.policy.scheduler.num_steps == 1 and not poisoned:
-            poisoned.append(samples[-1].episode_id)
-            samples = (*samples[:-1], dataclasses.replace(samples[-1], advantage=float("nan")))
-        return samples
+            poisoned.append(rows.episode_ids[-1])
+            column[rows.starts[-2] :] = np.nan
+        return column
 
-    monkeypatch.setattr(batch_module, "_trained", with_poison)
+    monkeypatch.setattr(Credit, "advantages", with_poison)
     with pytest.raises(UpdateRefused) as caught:
         made.train()
     sentence = str(caught.value)
@@ -126,15 +118,13 @@ def test_a_spike_is_refused_before_it_is_made(
         | {"num_steps": 30, "checkpoint_every": 0, "learning_rate": 1e-5}
         | {"max_grad_spike": 50.0}
     )
-    build = batch_module._trained
+    advantages = Credit.advantages
 
-    def with_spike(*args: Any) -> tuple[Sample, ...]:
-        samples = build(*args)
-        if made.policy.scheduler.num_steps == 22:
-            return tuple(dataclasses.replace(s, advantage=1e4 * s.advantage) for s in samples)
-        return samples
+    def with_spike(self: Credit, rows: TrainBatch, **options: Any) -> Any:
+        factor = 1e4 if made.policy.scheduler.num_steps == 22 else 1.0
+        return np.float32(factor) * advantages(self, rows, **options)
 
-    monkeypatch.setattr(batch_module, "_trained", with_spike)
+    monkeypatch.setattr(Credit, "advantages", with_spike)
     with pytest.raises(UpdateRefused, match=r"step 23: grad_norm=.* exceeds .*max_grad_spike"):
         made.train()
     assert made.policy.scheduler.num_steps == 22
@@ -147,7 +137,7 @@ def test_what_is_not_finite_comes_before_what_pulls(make_samples: MakeSamples) -
     where = np.flatnonzero(samples[2].loss_mask)[0]
     logprobs[2][where] = np.nan
     logprobs[1][np.flatnonzero(samples[1].loss_mask)[0]] += 9.0
-    found = suspects(samples, logprobs)
+    found = suspects(TrainBatch.of(samples), range(4), np.concatenate(logprobs))
     assert (found[0].episode_id, found[0].branch) == (samples[2].episode_id, samples[2].branch)
     assert found[0].num_not_finite == 1
     assert (found[1].episode_id, found[1].branch) == (samples[1].episode_id, samples[1].branch)

@@ -15,8 +15,9 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings, build_settings
 from outloop.engine.train.algorithms.group_replay import KeptGroups
 from outloop.engine.train.checkpoint.checkpoint_format import KEPT
-from outloop.engine.train.data.batch_builder import Batch
+from outloop.engine.train.data.batch_builder import Batch, Credit
 from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 
 MakeRun = Callable[..., Setup]
 MakeSamples = Callable[..., list[Sample]]
@@ -41,46 +42,39 @@ def make_batch(make_samples: MakeSamples) -> MakeBatch:
 
     def make(rewards: dict[str, float], *, advantage: float = 0.5) -> Batch:
         made = iter(make_samples(2 * len(rewards), seed=len(rewards)))
-        groups = [
-            tuple(
-                dataclasses.replace(next(made), group_id=name, advantage=advantage)
-                for _ in range(2)
+        rows = [
+            dataclasses.replace(
+                sample := next(made),
+                group_id=name,
+                advantages=np.full(sample.num_tokens, advantage, np.float32),
             )
             for name in rewards
+            for _ in range(2)
         ]
         return Batch(
-            samples=tuple(groups),
+            rows=TrainBatch.of(rows),
+            trained=tuple((2 * place, 2 * place + 1) for place in range(len(rewards))),
             group_ids=tuple(rewards),
             best_rewards=tuple(rewards.values()),
             dropped=(),
+            credit=Credit(advantage="grpo", rewards=(), teaches=(), rows={}),
             metrics={},
         )
 
     return make
 
 
-def names(samples: Sequence[Sample]) -> list[str]:
+def names(rows: TrainBatch, members: Sequence[int]) -> list[str]:
     """Groups in order, each once."""
-    return list(dict.fromkeys(sample.group_id for sample in samples))
+    return list(dict.fromkeys(rows.group_ids[row] for row in members))
 
 
 def replayed(kept: KeptGroups, batch: Batch, *, step: int) -> list[str]:
     """The groups that join one update of `batch`."""
-    (mixed,), metrics = kept.mix(batch.updates(1), step=step)
-    found = names(mixed)[len(batch.group_ids) :]
+    rows, (mixed,), metrics = kept.mix(batch.rows, batch.updates(1), step=step)
+    found = names(rows, mixed)[len(batch.group_ids) :]
     assert metrics["train/replayed_groups"] == len(found)
     return found
-
-
-def is_equal(one: Sample, other: Sample) -> bool:
-    """Every field, bit by bit."""
-    pairs = (
-        (getattr(one, item.name), getattr(other, item.name)) for item in dataclasses.fields(Sample)
-    )
-    return all(
-        np.array_equal(a, b) and a.dtype == b.dtype if isinstance(a, np.ndarray) else a == b
-        for a, b in pairs
-    )
 
 
 def test_the_share_bounds_every_update(make_batch: MakeBatch) -> None:
@@ -89,10 +83,10 @@ def test_the_share_bounds_every_update(make_batch: MakeBatch) -> None:
         kept = KeptGroups(settings(replay_share=share))
         kept.offer(make_batch({f"old{i}": 1.0 for i in range(40)}), step=1)
         fresh = make_batch({f"new{i}": 1.0 for i in range(21)})
-        mixed, metrics = kept.mix(fresh.updates(2), step=2)
-        old = [[name for name in names(samples) if name.startswith("old")] for samples in mixed]
-        for samples, found in zip(mixed, old, strict=True):
-            num = len(names(samples))
+        rows, mixed, metrics = kept.mix(fresh.rows, fresh.updates(2), step=2)
+        old = [[n for n in names(rows, members) if n.startswith("old")] for members in mixed]
+        for members, found in zip(mixed, old, strict=True):
+            num = len(names(rows, members))
             assert len(found) <= share * num + 1e-9
             assert len(found) + 1 > share * (num + 1) + 1e-9
         every = [*old[0], *old[1]]
@@ -134,10 +128,12 @@ def test_nothing_is_kept_or_replayed_by_default(make_batch: MakeBatch, tmp_path:
     """Updates stay what they were, checkpoints get no file, one that is there is not read."""
     kept = KeptGroups(Settings(model={"path": "m"}))
     kept.offer(make_batch({"old": 1.0}), step=1)
-    updates = make_batch({"new": 1.0}).updates(1)
+    new = make_batch({"new": 1.0})
     (tmp_path / KEPT).write_bytes(b"rubbish")
     kept.restore(tmp_path)
-    assert kept.mix(updates, step=2) == (updates, {})
+    rows, updates, metrics = kept.mix(new.rows, new.updates(1), step=2)
+    assert rows is new.rows
+    assert (updates, metrics) == (new.updates(1), {})
     assert kept.encode() == b""
 
 
@@ -177,10 +173,10 @@ def test_a_checkpoint_gives_back_what_was_kept(make_batch: MakeBatch, tmp_path: 
     first.offer(old, step=1)
     (tmp_path / KEPT).write_bytes(first.encode())
     second.restore(tmp_path)
-    (now,), _ = first.mix(fresh.updates(1), step=2)
-    (then,), _ = second.mix(fresh.updates(1), step=2)
-    assert len(now) == len(then) == 8
-    assert all(map(is_equal, now, then))
+    now, (members,), _ = first.mix(fresh.rows, fresh.updates(1), step=2)
+    then, _, _ = second.mix(fresh.rows, fresh.updates(1), step=2)
+    assert len(now) == len(members) == 8
+    assert now.encode() == then.encode()
     assert second.encode() == first.encode()
     for changed in ({"max_microbatch_tokens": 3}, {"kl": "k3"}):
         third = KeptGroups(settings(trainer=changed))
@@ -195,8 +191,8 @@ def test_another_releases_groups_are_refused(make_batch: MakeBatch, tmp_path: Pa
     kept.offer(make_batch({"a": 1.0}), step=1)
     tree = msgspec.msgpack.decode(kept.encode())
     for data, sentence in (
-        (msgspec.msgpack.encode(tree | {"schema": 2}), "has schema=2"),
-        (msgspec.msgpack.encode(tree | {"sample_fields": ["ids"]}), r"fields \['ids'\]"),
+        (msgspec.msgpack.encode(tree | {"schema": 1}), "has schema=1"),
+        (msgspec.msgpack.encode(tree | {"columns": ["ids"]}), r"columns \['ids'\]"),
         (kept.encode()[:-9], "is damaged"),
         (b"rubbish", "is damaged"),
     ):
@@ -206,14 +202,24 @@ def test_another_releases_groups_are_refused(make_batch: MakeBatch, tmp_path: Pa
         assert "buffer.replay_share = 0" in str(caught.value)
 
 
+def is_equal(one: Sample, other: Sample) -> bool:
+    """Every field, bit by bit."""
+    return TrainBatch.of([one]).encode() == TrainBatch.of([other]).encode()
+
+
+def names_of(samples: Sequence[Sample]) -> list[str]:
+    """Groups in order, each once."""
+    return list(dict.fromkeys(sample.group_id for sample in samples))
+
+
 def watch(made: Setup) -> list[tuple[Sample, ...]]:
     """What every update of the run is given, from now on."""
     given: list[tuple[Sample, ...]] = []
     update = made.lead.update
 
-    def update_watched(samples: Sequence[Sample], **arguments: Any) -> Any:
-        given.append(tuple(samples))
-        return update(samples, **arguments)
+    def update_watched(rows: Sequence[int], **arguments: Any) -> Any:
+        given.append(tuple(made.lead.batch.row(row) for row in rows))
+        return update(rows, **arguments)
 
     made.lead.update = update_watched
     return given
@@ -232,7 +238,7 @@ def test_a_replayed_group_is_trained_with_its_own_logprobs(setup: MakeRun) -> No
     num_replayed = []
     for row, samples in zip(rows, given, strict=True):
         again = [s for s in samples if (s.group_id, s.episode_id) in first]
-        num_replayed.append(len(names(again)))
+        num_replayed.append(len(names_of(again)))
         assert row["train/replayed_groups"] == num_replayed[-1]
         assert row["train/staleness_max"] == 0
         for sample in again:
@@ -282,4 +288,6 @@ def test_a_restart_replays_what_would_have_been_replayed(setup: MakeRun) -> None
     assert rows_again[-1]["train/replay_age"] == 1
     assert len(expected) == len(found) > 0
     assert all(map(is_equal, expected, found))
-    assert not {name for mark in again.buffer.marks for name in mark.group_ids} & set(names(found))
+    assert not {name for mark in again.buffer.marks for name in mark.group_ids} & set(
+        names_of(found)
+    )

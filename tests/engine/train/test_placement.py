@@ -10,6 +10,7 @@ from memory_buffer import FAST, Setup
 
 from outloop.buffer.settings.trainer import TrainerSettings
 from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.megatron.offload import Placement, torch_optimizers
 from outloop.engine.train.step.policy_update import rl_update
@@ -20,7 +21,8 @@ MakeSamples = Callable[..., list[Sample]]
 
 def update(policy: Policy, samples: list[Sample]) -> None:
     """One RL update at version 0."""
-    rl_update(policy, samples, TrainerSettings(), policy_version=0, on_microbatch=lambda: None)
+    batch = TrainBatch.of(samples)
+    rl_update(policy, batch, TrainerSettings(), policy_version=0, on_microbatch=lambda: None)
 
 
 def tensors(policy: Policy) -> Iterator[torch.Tensor]:

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from outloop.buffer.records import Float32, Group, Sampling, Trajectory, Turn
 from outloop.buffer.settings import Settings
 from outloop.engine.train.data.batch_builder import build_batch
-from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.step.policy_update import rl_update
-from outloop.engine.train.step.recompute_logprobs import score, with_proximals
+from outloop.engine.train.step.recompute_logprobs import score, with_proximal
 
 MakeTurn = Callable[..., Turn]
 MakeTrajectory = Callable[..., Trajectory]
@@ -131,12 +131,10 @@ class Takes:
         )
 
 
-def reference_logprobs(samples: Sequence[Sample]) -> list[Float32]:
-    """A frozen model that finds some tokens less likely than they were when drawn."""
-    return [
-        np.where(s.loss_mask, s.behavior_logprobs - offset(s.token_ids), 0.0).astype(np.float32)
-        for s in samples
-    ]
+def reference_logprobs(rows: TrainBatch) -> Float32:
+    """A frozen model that finds some tokens less likely than they were when sampled."""
+    values = rows.behavior_logprobs - offset(rows.token_ids)
+    return np.where(rows.loss_mask, values, 0.0).astype(np.float32)
 
 
 def offset(token_ids: Any) -> Any:
@@ -373,9 +371,9 @@ def test_the_loss_of_a_ragged_take_is_that_of_the_formulas(
         | choice,
     )
     groups = Takes(seed, make_turn, make_trajectory).take()
-    batch = build_batch(
-        groups, chosen, policy_version=0, vocab_size=VOCAB, score_reference=reference_logprobs
-    )
+    batch = build_batch(groups, chosen, policy_version=0, vocab_size=VOCAB)
+    if chosen.trainer.kl != "none" and len(batch.rows):
+        batch = batch.with_reference(reference_logprobs(batch.rows), chosen)
     wanted = wanted_loss(groups, chosen, double_model)
     updates = batch.updates(1)
     if wanted is None:
@@ -383,13 +381,11 @@ def test_the_loss_of_a_ragged_take_is_that_of_the_formulas(
         return
     policy = make_policy()
 
-    def by_policy(samples: Sequence[Sample]) -> list[Float32]:
-        return score(policy.model, samples, max_tokens=60, on_microbatch=lambda: None)
-
+    (rows,), taken = updates, batch.rows
     if chosen.trainer.proximal == "recompute":
-        updates, _ = with_proximals(updates, chosen.trainer, by_policy)
-    (samples,) = updates
+        column = score(policy.model, taken, rows=rows, max_tokens=60, on_microbatch=lambda: None)
+        taken, _ = with_proximal(taken, column, chosen.trainer, rows=rows)
     report = rl_update(
-        policy, samples, chosen.trainer, policy_version=0, on_microbatch=lambda: None
+        policy, taken, chosen.trainer, rows=rows, policy_version=0, on_microbatch=lambda: None
     )
     assert report.loss == pytest.approx(wanted, rel=2e-4, abs=2e-5)

@@ -10,15 +10,17 @@ import pytest
 from outloop.buffer.errors import RankKilled
 from outloop.buffer.records import CheckpointMark
 from outloop.engine.launch.torchrun import _what_failed
-from outloop.engine.train.data.sample_codec import decode_samples, encode_samples
 from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.ranks import controller
 
 
-def test_samples_survive_their_bytes(make_samples: Callable[..., list[Sample]]) -> None:
-    """Every field of every sample, arrays with their dtype."""
+def test_a_batch_survives_its_bytes(make_samples: Callable[..., list[Sample]]) -> None:
+    """Every field of every row, arrays with their dtype; an empty batch too."""
+    assert len(TrainBatch.decode(TrainBatch.of([]).encode())) == 0
     samples = make_samples(5)
-    for before, after in zip(samples, decode_samples(encode_samples(samples)), strict=True):
+    batch = TrainBatch.decode(TrainBatch.of(samples).encode())
+    for before, after in zip(samples, batch, strict=True):
         for name in Sample.__slots__:
             want, got = getattr(before, name), getattr(after, name)
             assert np.array_equal(want, got) if isinstance(want, np.ndarray) else want == got, name
@@ -31,9 +33,14 @@ def test_samples_survive_their_bytes(make_samples: Callable[..., list[Sample]]) 
         controller.Idle(),
         controller.End("why"),
         controller.Build(3),
-        controller.Update(b"s", 7),
-        controller.Update(b"s"),
-        controller.Scores("reference", b"s"),
+        controller.LoadBatch(b"s"),
+        controller.SetColumn("advantages", b"s"),
+        controller.ScoreReference([0, 1]),
+        controller.RecomputeProximal([[0, 2], [1]]),
+        controller.Update([0, 2], 7),
+        controller.Update(),
+        controller.Scores("policy", None),
+        controller.ScorePrompts([[1, 2]]),
         controller.Save(
             4, CheckpointMark(fence=1, group_ids=("g",), next_slot=2, policy_version=3), ""
         ),

@@ -18,10 +18,10 @@ from outloop.buffer.records import Float32, Group, Trajectory, Turn
 from outloop.buffer.settings import Settings, build_settings
 from outloop.buffer.settings.recipes import RECIPES, recipe_sentence
 from outloop.engine.train.data.batch_builder import build_batch
-from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.step.policy_update import rl_update
-from outloop.engine.train.step.recompute_logprobs import score, with_proximals
+from outloop.engine.train.step.recompute_logprobs import score, with_proximal
 
 MakeTurn = Callable[..., Turn]
 MakeTrajectory = Callable[..., Trajectory]
@@ -211,12 +211,10 @@ def offset(token_ids: Any) -> Any:
     return 0.05 * (np.asarray(token_ids) % 5)
 
 
-def reference_logprobs(samples: Sequence[Sample]) -> list[Float32]:
+def reference_logprobs(rows: TrainBatch) -> Float32:
     """A frozen model that finds some tokens less likely than they were when sampled."""
-    return [
-        np.where(s.loss_mask, s.behavior_logprobs - offset(s.token_ids), 0.0).astype(np.float32)
-        for s in samples
-    ]
+    values = rows.behavior_logprobs - offset(rows.token_ids)
+    return np.where(rows.loss_mask, values, 0.0).astype(np.float32)
 
 
 @pytest.fixture
@@ -292,23 +290,15 @@ def loss_of_the_recipe(name: str, groups: list[Group], policy: Policy) -> float:
         sampling={"max_new_tokens": MAX_NEW_TOKENS},
         trainer={"recipe": name, "max_microbatch_tokens": 60},
     )
-    batch = build_batch(
-        groups,
-        settings,
-        policy_version=0,
-        vocab_size=VOCAB,
-        score_reference=reference_logprobs,
-    )
-    updates = batch.updates(1)
+    batch = build_batch(groups, settings, policy_version=0, vocab_size=VOCAB)
+    if settings.trainer.kl != "none":
+        batch = batch.with_reference(reference_logprobs(batch.rows), settings)
+    (rows,), taken = batch.updates(1), batch.rows
     if settings.trainer.proximal == "recompute":
-        updates, _ = with_proximals(
-            updates,
-            settings.trainer,
-            lambda some: score(policy.model, some, max_tokens=60, on_microbatch=lambda: None),
-        )
-    (samples,) = updates
+        column = score(policy.model, taken, rows=rows, max_tokens=60, on_microbatch=lambda: None)
+        taken, _ = with_proximal(taken, column, settings.trainer, rows=rows)
     report = rl_update(
-        policy, samples, settings.trainer, policy_version=0, on_microbatch=lambda: None
+        policy, taken, settings.trainer, rows=rows, policy_version=0, on_microbatch=lambda: None
     )
     return report.loss
 

@@ -17,14 +17,14 @@ def test_a_row_is_what_the_server_saw(make_turn: MakeTurn, make_trajectory: Make
     """One branch of two turns: ids in order, outputs trained, tool result context."""
     first = make_turn("a", prompt=[1, 2], output=[3, 4], logprobs=[-0.1, -0.2], version=5)
     second = make_turn("b", parent="a", prompt=[6], output=[7], logprobs=[-0.3], version=6)
-    (sample,) = build_samples(make_trajectory([first, second]), advantage=0.5)
+    (sample,) = build_samples(make_trajectory([first, second]))
     assert sample.token_ids.tolist() == [1, 2, 3, 4, 6, 7]
     assert sample.loss_mask.tolist() == [False, False, True, True, False, True]
     assert sample.behavior_logprobs is not None
     assert np.allclose(sample.behavior_logprobs, [0, 0, -0.1, -0.2, 0, -0.3])
     assert sample.policy_versions.tolist() == [-1, -1, 5, 5, -1, 6]
     assert sample.oldest_version == 5
-    assert sample.advantage == 0.5
+    assert not sample.advantages.any()
 
 
 def test_a_shared_turn_is_trained_once(
@@ -34,7 +34,7 @@ def test_a_shared_turn_is_trained_once(
     root = make_turn("root", prompt=[1], output=[2, 3])
     left = make_turn("left", parent="root", prompt=[4], output=[5])
     right = make_turn("right", parent="root", prompt=[6, 7], output=[8])
-    first, second = build_samples(make_trajectory([root, left, right]), advantage=1.0)
+    first, second = build_samples(make_trajectory([root, left, right]))
     assert first.token_ids.tolist() == [1, 2, 3, 4, 5]
     assert first.loss_mask.tolist() == [False, True, True, False, True]
     assert second.token_ids.tolist() == [1, 2, 3, 6, 7, 8]
@@ -56,7 +56,7 @@ def test_every_trainable_token_is_trained_exactly_once(
             # Every token carries its turn's number, so rows can be read back.
             output = [100 * (index + 1) + position for position in range(size)]
             turns.append(make_turn(str(index), parent=parent, prompt=[1], output=output))
-        samples = build_samples(make_trajectory(turns), advantage=1.0)
+        samples = build_samples(make_trajectory(turns))
         trained = [int(i) for s in samples for i in s.token_ids[s.loss_mask]]
         assert sorted(trained) == sorted(int(i) for turn in turns for i in turn.output_ids)
 
@@ -66,7 +66,7 @@ def test_tokens_outside_loss_spans_are_context(
 ) -> None:
     """Tokens after a stop, or undelivered, carry no loss, logprob or version."""
     turn = make_turn("a", prompt=[1], output=[2, 3, 4], loss_spans=((0, 2),))
-    (sample,) = build_samples(make_trajectory([turn]), advantage=1.0)
+    (sample,) = build_samples(make_trajectory([turn]))
     assert sample.loss_mask.tolist() == [False, True, True, False]
     assert sample.policy_versions[3] == -1
 
@@ -84,7 +84,7 @@ def test_a_distribution_that_cannot_be_rebuilt_is_not_trained(
 ) -> None:
     """Greedy, truncated and penalised turns yield no sample."""
     turn = make_turn("a", sampling=sampling)
-    assert build_samples(make_trajectory([turn]), advantage=1.0) == ()
+    assert build_samples(make_trajectory([turn])) == ()
 
 
 def test_the_temperature_is_recorded_per_token(
@@ -93,13 +93,13 @@ def test_the_temperature_is_recorded_per_token(
     """Trained tokens carry their turn's temperature, context 1."""
     hot = make_turn("a", prompt=[1], output=[2], sampling=Sampling(temperature=0.5))
     cold = make_turn("b", parent="a", prompt=[3], output=[4], sampling=Sampling(temperature=2.0))
-    (sample,) = build_samples(make_trajectory([hot, cold]), advantage=1.0)
+    (sample,) = build_samples(make_trajectory([hot, cold]))
     assert sample.temperature.tolist() == [1.0, 0.5, 1.0, 2.0]
 
 
 def test_an_episode_without_turns_yields_nothing(make_trajectory: MakeTrajectory) -> None:
     """It counts in statistics only."""
-    assert build_samples(make_trajectory([]), advantage=1.0) == ()
+    assert build_samples(make_trajectory([])) == ()
 
 
 def test_an_evaluation_is_never_trained(
@@ -107,7 +107,7 @@ def test_an_evaluation_is_never_trained(
 ) -> None:
     """purpose = eval is refused."""
     with pytest.raises(RecordError, match="eval"):
-        build_samples(make_trajectory([make_turn("a")], purpose="eval"), advantage=1.0)
+        build_samples(make_trajectory([make_turn("a")], purpose="eval"))
 
 
 def test_missing_logprobs_are_allowed_for_sft_only(
@@ -115,11 +115,11 @@ def test_missing_logprobs_are_allowed_for_sft_only(
 ) -> None:
     """SFT rows have none; an RL episode without them is refused."""
     turn = make_turn("a", prompt=[1], output=[2, 3], logprobs=None)
-    (sample,) = build_samples(make_trajectory([turn], purpose="sft"), advantage=1.0)
+    (sample,) = build_samples(make_trajectory([turn], purpose="sft"))
     assert sample.behavior_logprobs is None
     assert sample.loss_mask.tolist() == [False, True, True]
     with pytest.raises(RecordError, match="behavior_logprobs"):
-        build_samples(make_trajectory([turn]), advantage=1.0)
+        build_samples(make_trajectory([turn]))
 
 
 def test_the_oldest_trained_version_looks_at_trained_tokens_only(
@@ -141,7 +141,7 @@ def test_a_token_is_as_old_as_what_it_attended_to(
         VersionSpan(policy_version=4, start=1, end=2),
     )
     turn = make_turn("a", prompt=[1], output=[2, 3], spans=spans, loss_spans=((1, 2),))
-    (sample,) = build_samples(make_trajectory([turn]), advantage=1.0)
+    (sample,) = build_samples(make_trajectory([turn]))
     assert sample.policy_versions.tolist() == [-1, -1, 1]
     assert oldest_trained_version(make_trajectory([turn])) == 1
 
@@ -167,10 +167,10 @@ def test_each_parameter_that_changes_the_distribution_masks_its_turn(
     odd = make_turn("a", output=[3, 4], sampling=Sampling(**{"temperature": 1.0} | changed))
     plain = make_turn("b", parent="a", prompt=[5], output=[6], version=4)
     trajectory = make_trajectory([odd, plain])
-    (sample,) = build_samples(trajectory, advantage=1.0)
+    (sample,) = build_samples(trajectory)
     assert sample.token_ids[sample.loss_mask].tolist() == [6]
     assert oldest_trained_version(trajectory) == 4
-    assert build_samples(make_trajectory([odd]), advantage=1.0) == ()
+    assert build_samples(make_trajectory([odd])) == ()
 
 
 def test_the_oldest_version_is_that_of_the_oldest_turn(
@@ -187,7 +187,5 @@ def test_the_first_token_of_a_row_is_never_trained(
     make_turn: MakeTurn, make_trajectory: MakeTrajectory
 ) -> None:
     """A turn without a prompt: nothing predicts its first token."""
-    (sample,) = build_samples(
-        make_trajectory([make_turn("a", prompt=[], output=[3, 4])]), advantage=1.0
-    )
+    (sample,) = build_samples(make_trajectory([make_turn("a", prompt=[], output=[3, 4])]))
     assert sample.loss_mask.tolist() == [False, True]

@@ -17,6 +17,7 @@ from outloop.engine.train.checkpoint import acknowledgement, async_writer
 from outloop.engine.train.checkpoint.async_writer import Shards, begin_save
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint, load_checkpoint
 from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.step.policy_update import rl_update
 
@@ -28,7 +29,8 @@ EVERY_OTHER = FAST | {"num_steps": 5, "checkpoint_every": 2}
 def update(policy: Policy, samples: list[Sample]) -> float:
     """One update; its loss."""
     settings = TrainerSettings(learning_rate=1e-2)
-    return rl_update(policy, samples, settings, policy_version=0, on_microbatch=lambda: None).loss
+    batch = TrainBatch.of(samples)
+    return rl_update(policy, batch, settings, policy_version=0, on_microbatch=lambda: None).loss
 
 
 def test_what_is_trained_meanwhile_is_not_in_the_checkpoint(

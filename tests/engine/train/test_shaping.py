@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from outloop.buffer.records import Float32, Group, Trajectory, Turn
 from outloop.buffer.settings import Settings
 from outloop.engine.train.algorithms.reward_shaping import overlong_penalty
-from outloop.engine.train.data.batch_builder import build_batch
+from outloop.engine.train.data.batch_builder import Batch, build_batch
 from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 
 MakeTurn = Callable[..., Turn]
 MakeTrajectory = Callable[..., Trajectory]
@@ -71,7 +72,7 @@ def test_overlong_shaping_comes_before_group_statistics(
     mixed = dataclasses.replace(group, group_size=4, trajectories=(*group.trajectories, wrong))
     batch = build_batch([mixed], shaped, policy_version=0, vocab_size=10)
     # Generated: 2, 5, 0 and 1 tokens, so the rewards are 1, 0.5, 1 and 0.
-    (samples,) = batch.samples
+    (samples,) = samples_of(batch)
     advantages = {sample.episode_id: sample.advantage for sample in samples}
     assert advantages == pytest.approx({"e0": 0.375, "e1": -0.125, "e3": -0.625})
     assert batch.metrics["train/reward_mean"] == 0.75
@@ -99,17 +100,25 @@ def test_length_alone_is_no_signal(drops: bool, group: Group) -> None:
     batch = build_batch([group], chosen, policy_version=0, vocab_size=10)
     assert batch.metrics["train/groups_with_signal_share"] == 0.0
     assert batch.dropped == ((("g", "no_signal"),) if drops else ())
-    assert all(sample.advantage == 0.0 for samples in batch.samples for sample in samples)
+    assert all(sample.advantage == 0.0 for samples in samples_of(batch) for sample in samples)
 
 
-def reference_of(samples: Sequence[Sample]) -> list[Float32]:
+def samples_of(batch: Batch) -> list[list[Sample]]:
+    """The trained rows by group."""
+    return [[batch.rows.row(row) for row in members] for members in batch.trained]
+
+
+def with_kl(groups: Sequence[Group], chosen: Settings, *, policy_version: int = 0) -> Batch:
+    """The batch of a step against `reference_of`."""
+    batch = build_batch(groups, chosen, policy_version=policy_version, vocab_size=10)
+    return batch.with_reference(reference_of(batch.rows), chosen) if len(batch.rows) else batch
+
+
+def reference_of(rows: TrainBatch) -> Float32:
     """A reference that finds each trained token 0.1 * its id less likely than was recorded."""
-    results = []
-    for sample in samples:
-        assert sample.behavior_logprobs is not None
-        values = sample.behavior_logprobs - 0.1 * sample.token_ids.astype(np.float32)
-        results.append(np.where(sample.loss_mask, values, 0.0).astype(np.float32))
-    return results
+    assert rows.behavior_logprobs is not None
+    values = rows.behavior_logprobs - 0.1 * rows.token_ids.astype(np.float32)
+    return np.where(rows.loss_mask, values, 0.0).astype(np.float32)
 
 
 def test_k1_is_taken_off_the_reward_once_for_each_token(
@@ -125,21 +134,17 @@ def test_k1_is_taken_off_the_reward_once_for_each_token(
         trajectories=(*group.trajectories, loser),
     )
     chosen = settings(kl="k1", kl_coefficient=0.5)
-    batch = build_batch(
-        [mixed], chosen, policy_version=0, vocab_size=10, score_reference=reference_of
-    )
+    batch = with_kl([mixed], chosen)
     paid = {"e0": 0.5 * 0.7, "e1": 0.5 * 2.5, "e2": 0.0, "e3": 0.5 * 0.9}
     rewards = {"e0": 1 - paid["e0"], "e1": 1 - paid["e1"], "e2": 1.0, "e3": -paid["e3"]}
     mean = sum(rewards.values()) / 4
-    (samples,) = batch.samples
+    (samples,) = samples_of(batch)
     assert len(samples) == 4
     for sample in samples:
         assert sample.advantage == pytest.approx(rewards[sample.episode_id] - mean, abs=1e-6)
     assert batch.metrics["train/kl_penalty_mean"] == pytest.approx(sum(paid.values()) / 4)
     assert batch.metrics["train/kl"] == pytest.approx((0.7 + 2.5 + 0.9) / 8)
-    equal = build_batch(
-        [group], chosen, policy_version=0, vocab_size=10, score_reference=reference_of
-    )
+    equal = with_kl([group], chosen)
     assert equal.dropped == (("g", "no_signal"),)
 
 
@@ -154,14 +159,8 @@ def test_a_masked_episode_still_pays_for_its_distance(
         ),
     )
     group = Group(group_id="g", slot=0, task_id="t", group_size=2, trajectories=trajectories)
-    batch = build_batch(
-        [group],
-        settings(kl="k1", kl_coefficient=1.0, mask_truncated=True),
-        policy_version=0,
-        vocab_size=10,
-        score_reference=reference_of,
-    )
-    ((sample,),) = batch.samples
+    batch = with_kl([group], settings(kl="k1", kl_coefficient=1.0, mask_truncated=True))
+    ((sample,),) = samples_of(batch)
     assert sample.episode_id == "e0"
     assert sample.advantage == pytest.approx((0.8 - -0.8) / 2)
 
@@ -191,11 +190,9 @@ def test_groups_that_pay_no_kl_do_not_shift_the_others_mean(
 
     chosen = settings(advantage="reinforce_pp", kl="k1", kl_coefficient=1.0)
     taken = [pair("kept", 0, 4), pair("stale", 1, 0)]
-    batch = build_batch(
-        taken, chosen, policy_version=4, vocab_size=10, score_reference=reference_of
-    )
+    batch = with_kl(taken, chosen, policy_version=4)
     assert batch.dropped == (("stale", "stale"),)
-    (samples,) = batch.samples
+    (samples,) = samples_of(batch)
     assert sum(sample.advantage for sample in samples) == pytest.approx(0.0, abs=1e-6)
     # Rewards 0 - 0.3 and 1 - 0.4.
     assert [s.advantage for s in samples] == pytest.approx([-1.0, 1.0], rel=1e-4)

@@ -15,6 +15,7 @@ from outloop.buffer.settings import TrainerSettings
 from outloop.engine.train.data.microbatch import build_microbatch
 from outloop.engine.train.data.packing import deal
 from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.step import policy_update as update_module
 from outloop.engine.train.step.policy_update import UpdateReport, rl_update, sft_update
@@ -33,7 +34,8 @@ def gradient_of(policy: Policy, samples: list[Sample], **settings: object) -> to
 
 def update(policy: Policy, samples: list[Sample], settings: TrainerSettings) -> UpdateReport:
     """One RL update at version 0."""
-    return rl_update(policy, samples, settings, policy_version=0, on_microbatch=lambda: None)
+    batch = TrainBatch.of(samples)
+    return rl_update(policy, batch, settings, policy_version=0, on_microbatch=lambda: None)
 
 
 DENOMINATORS = {
@@ -86,13 +88,12 @@ def test_dealing_over_ranks_leaves_the_gradient_unchanged(
     samples = make_samples(13)
     order = np.random.default_rng(seed).permutation(len(samples))
 
-    def deal_to_one(samples: list[Sample], config: Any, *, max_tokens: int) -> list[Any]:
-        lengths = [sample.num_tokens for sample in samples]
+    def deal_to_one(lengths: list[int], config: Any, *, max_tokens: int) -> list[Any]:
         ranks = deal(lengths, max_tokens=max_tokens, num_ranks=num_ranks, hidden_size=64)
         return [list(chain.from_iterable(ranks))]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update_module, "deal_samples", deal_to_one)
+        patch.setattr(update_module, "deal_rows", deal_to_one)
         dealt = gradient_of(
             make_policy(max_grad_norm=1e9),
             [samples[index] for index in order],
@@ -168,7 +169,9 @@ def test_the_gradient_is_the_sum_over_the_denominator(
     policy = make_policy(max_grad_norm=1e9)
     model = policy.model
     total = torch.zeros(())
-    for batch in (build_microbatch([sample], torch.device("cpu")) for sample in samples):
+    for batch in (
+        build_microbatch(TrainBatch.of([sample]), [0], torch.device("cpu")) for sample in samples
+    ):
         logits = model.logits(model(batch.token_ids_T, batch.row, batch.predictors_N)).double()
         logprobs = torch.log_softmax(logits, -1).gather(1, batch.targets.token_ids_N[:, None])[:, 0]
         assert batch.targets.behavior_logprobs_N is not None
@@ -190,7 +193,7 @@ def test_logits_are_scaled_by_the_recorded_temperature(
     """At T = 0.5 the ratio compares log_softmax(2 * logits) with the recorded logprobs."""
     policy = make_policy()
     samples = make_samples(5, temperature=0.5)
-    batch = build_microbatch(samples, torch.device("cpu"))
+    batch = build_microbatch(TrainBatch.of(samples), range(5), torch.device("cpu"))
     with torch.no_grad():
         logits = policy.model.logits(policy.model(batch.token_ids_T, batch.row, batch.predictors_N))
     logprobs = torch.log_softmax(2 * logits, -1).gather(1, batch.targets.token_ids_N[:, None])[:, 0]
@@ -214,7 +217,7 @@ def test_on_policy_the_first_ratio_is_one(
 
 def with_own_logprobs(policy: Policy, sample: Sample) -> Sample:
     """The sample as if `policy` had drawn it."""
-    batch = build_microbatch([sample], torch.device("cpu"))
+    batch = build_microbatch(TrainBatch.of([sample]), [0], torch.device("cpu"))
     with torch.no_grad():
         logits = policy.model.logits(policy.model(batch.token_ids_T, batch.row, batch.predictors_N))
     own = torch.log_softmax(logits, -1).gather(1, batch.targets.token_ids_N[:, None])[:, 0]
@@ -248,7 +251,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
     policy = make_policy()
     (sample,) = make_samples(1)
     values = {name: getattr(sample, name) for name in Sample.__slots__}
-    broken = Sample(**values | {"advantage": float("inf")})
+    broken = Sample(**values | {"advantages": np.full(sample.num_tokens, np.inf, np.float32)})
     before = [parameter.clone() for parameter in policy.model.parameters()]
     with pytest.raises(FloatingPointError, match="grad_norm"):
         update(policy, [broken], TrainerSettings())
@@ -261,7 +264,7 @@ def test_sft_lowers_the_loss(make_policy: MakePolicy, make_samples: MakeSamples)
     policy = make_policy(learning_rate=1e-2, num_updates=30)
     samples = make_samples(8)
     settings = TrainerSettings(mode="sft")
-    losses = [sft_update(policy, samples, settings).loss for _ in range(30)]
+    losses = [sft_update(policy, TrainBatch.of(samples), settings).loss for _ in range(30)]
     assert losses[-1] < 0.3 * losses[0]
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import TrainerSettings
 from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron import import_weights, model_and_optimizer
 from outloop.engine.train.megatron.export_weights import Exports
 from outloop.engine.train.megatron.layers import pack_row
@@ -73,7 +74,7 @@ def test_gradients_agree_with_transformers(
         model_and_optimizer.read_config(folder, {}), settings, num_updates=1
     )
     import_weights.load_huggingface(policy.model, folder)
-    sft_update(policy, samples, settings)
+    sft_update(policy, TrainBatch.of(samples), settings)
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.copy_(parameter.main_grad)

@@ -1,0 +1,197 @@
+"""The columns of everything that a take trains.
+
+Shape letters: R rows (one for each trained branch), T tokens of all rows behind each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from outloop.buffer.records import Float32, Int32
+from outloop.engine.train.data.samples import Bool, Sample
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainBatch:
+    """Rows and what is known of each of their tokens; built once for a take, equal on all ranks.
+
+    A column that is not known of any row is None. Context tokens have loss_mask False,
+    policy_versions -1, temperature 1 and zeros elsewhere.
+    """
+
+    episode_ids: tuple[str, ...]
+    """[R]; the branches of an episode share one."""
+    group_ids: tuple[str, ...]
+    """[R]; empty for SFT."""
+    branches: tuple[int, ...]
+    """[R]: index in `Trajectory.branches()`."""
+    starts: Int64
+    """[R + 1]: row r is tokens starts[r] to starts[r + 1]."""
+    token_ids: Int32
+    """[T] int32."""
+    loss_mask: Bool
+    """[T] bool: True = trained."""
+    behavior_logprobs: Float32 | None
+    """[T] float32, log_softmax(logits / temperature) when the token was sampled; None for SFT."""
+    policy_versions: Int32
+    """[T] int32: the oldest version that the token attended to."""
+    temperature: Float32
+    """[T] float32."""
+    advantages: Float32
+    """[T] float32: an episode's scalar reward gives all its tokens one number."""
+    proximal_logprobs: Float32 | None = None
+    """[T] float32, of the weights before the take's first update; None: behavior_logprobs."""
+    reference_logprobs: Float32 | None = None
+    """[T] float32, of the frozen reference; None without a KL term."""
+    correction: Float32 | None = None
+    """[T] float32, importance weight from behavior to proximal, 0: masked; None: 1."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> TrainBatch:
+        """The rows of `samples`, in their order.
+
+        Raises:
+            ValueError: some have a column that others lack.
+        """
+        columns = {name: _joined([getattr(s, name) for s in samples], name) for name in _COLUMNS}
+        return cls(
+            episode_ids=tuple(sample.episode_id for sample in samples),
+            group_ids=tuple(sample.group_id for sample in samples),
+            branches=tuple(sample.branch for sample in samples),
+            starts=np.cumsum([0, *(sample.num_tokens for sample in samples)], dtype=np.int64),
+            **columns,
+        )
+
+    def __len__(self) -> int:
+        return len(self.episode_ids)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return map(self.row, range(len(self)))
+
+    @property
+    def lengths(self) -> list[int]:
+        """[R]: tokens of each row."""
+        lengths: list[int] = np.diff(self.starts).tolist()
+        return lengths
+
+    @property
+    def num_trained_tokens(self) -> list[int]:
+        """[R]: tokens of each row with loss."""
+        before = np.concatenate(([0], np.cumsum(self.loss_mask)))
+        counts: list[int] = np.diff(before[self.starts]).tolist()
+        return counts
+
+    def row(self, index: int) -> Sample:
+        """One row; its arrays are views."""
+        where = slice(self.starts[index], self.starts[index + 1])
+        return Sample(
+            episode_id=self.episode_ids[index],
+            group_id=self.group_ids[index],
+            branch=self.branches[index],
+            **self._columns(where),
+        )
+
+    def select(self, rows: Sequence[int]) -> TrainBatch:
+        """Some rows, copied, in the order given."""
+        return TrainBatch.of([self.row(index) for index in rows]) if rows else self._empty()
+
+    def with_columns(self, **columns: Float32) -> TrainBatch:
+        """The same rows with other columns [T]."""
+        for name, values in columns.items():
+            if values.shape != self.token_ids.shape:
+                raise ValueError(f"{name} has shape {values.shape}; {self.token_ids.shape} is due")
+        changed: dict[str, Any] = dict(columns)
+        return dataclasses.replace(self, **changed)
+
+    def encode(self) -> bytes:
+        """For another rank or a file: no object is pickled."""
+        return msgspec.msgpack.encode(
+            {item.name: _plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> TrainBatch:
+        """What `encode` gave; arrays are read-only.
+
+        Raises:
+            msgspec.DecodeError, TypeError: it is something else.
+        """
+        fields = msgspec.msgpack.decode(data)
+        return cls(**{name: _restored(name, value) for name, value in fields.items()})
+
+    def _empty(self) -> TrainBatch:
+        """No rows, and the same columns."""
+        return TrainBatch(
+            episode_ids=(),
+            group_ids=(),
+            branches=(),
+            starts=np.zeros(1, np.int64),
+            **self._columns(slice(0)),
+        )
+
+    def _columns(self, where: slice) -> dict[str, Any]:
+        """What is known of some tokens, as views."""
+        columns = {name: getattr(self, name) for name in _COLUMNS}
+        return {name: None if it is None else it[where] for name, it in columns.items()}
+
+
+_BY_ROW = ("episode_ids", "group_ids", "branches")
+_COLUMNS: dict[str, Any] = {
+    "token_ids": np.int32,
+    "loss_mask": np.bool_,
+    "behavior_logprobs": np.float32,
+    "policy_versions": np.int32,
+    "temperature": np.float32,
+    "advantages": np.float32,
+    "proximal_logprobs": np.float32,
+    "reference_logprobs": np.float32,
+    "correction": np.float32,
+}
+_ALWAYS_KNOWN = ("token_ids", "loss_mask", "policy_versions", "temperature", "advantages")
+
+
+def joined(batches: Sequence[TrainBatch]) -> TrainBatch:
+    """The rows of several batches behind each other.
+
+    Raises:
+        ValueError: some have a column that others lack.
+    """
+    columns = {name: _joined([getattr(b, name) for b in batches], name) for name in _COLUMNS}
+    return TrainBatch(
+        episode_ids=tuple(name for batch in batches for name in batch.episode_ids),
+        group_ids=tuple(name for batch in batches for name in batch.group_ids),
+        branches=tuple(branch for batch in batches for branch in batch.branches),
+        starts=np.cumsum([0, *(n for batch in batches for n in batch.lengths)], dtype=np.int64),
+        **columns,
+    )
+
+
+def _joined(parts: Sequence[Any], name: str) -> Any:
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) and known:
+        raise ValueError(f"{len(parts) - len(known)} of {len(parts)} rows have no {name}")
+    if known:
+        return np.concatenate(known).astype(_COLUMNS[name], copy=False)
+    return np.zeros(0, _COLUMNS[name]) if name in _ALWAYS_KNOWN else None
+
+
+def _plain(value: Any) -> Any:
+    return [value.dtype.str, value.tobytes()] if isinstance(value, np.ndarray) else value
+
+
+def _restored(name: str, value: Any) -> Any:
+    if name in _BY_ROW:
+        return tuple(value)
+    if isinstance(value, list):
+        dtype, data = value
+        return np.frombuffer(data, np.dtype(dtype))
+    return value
