@@ -1,7 +1,7 @@
-"""The one request and the one result that every dialect is translated to and from.
+"""The request and the result that every dialect is translated to and from.
 
-Owns: messages, requests and results as values. Does not own: any wire format, ids of tokens.
-Invariant: a dialect knows these types and nothing behind them; the core knows no dialect.
+Invariant: a dialect knows these types and nothing behind them; the rest of the router knows no
+dialect.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Reference(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of an earlier answer that a request names in place of repeating it."""
+    """A part of an earlier answer that a request gives by its id instead of repeating it."""
 
     item_id: str
     """As the client wrote it."""
@@ -43,7 +43,7 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
     message: int
     """Index of the assistant message that it is a part of."""
     turn_id: str
-    """The turn whose answer it is; empty where the id names none."""
+    """The turn that answered it; empty where the id is not one of ours."""
     part: Literal["reasoning", "text", "call"]
     call: int = 0
     """Which of the answer's calls."""
@@ -54,7 +54,7 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
 def is_echo(sent: Message, answer: Message) -> bool:
     """True if the client's assistant message `sent` is our `answer` handed back.
 
-    Clients leave reasoning out, and some re-serialise arguments; neither changes what was said.
+    Clients leave reasoning out, and some re-serialise arguments; neither makes it another answer.
     """
     if sent.role != "assistant" or sent.text != answer.text:
         return False
@@ -83,20 +83,20 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     messages: tuple[Message, ...]
     prompt: str | tuple[int, ...] | None = None
-    """Text or ids to go on with as they are, in place of messages."""
+    """Text or ids to continue as they are, instead of messages."""
     prefill: str = ""
-    """How the answer begins, in the client's words; what it is answered goes on from there."""
+    """The beginning of the answer, written by the client; the policy continues it."""
     references: tuple[Reference, ...] = ()
-    """What of `messages` is to be filled in from answers of this episode."""
+    """Parts of `messages` that are filled in from answers of this episode."""
     after: str | None = None
-    """The turn whose conversation `messages` go on with; a system message takes its one's place."""
+    """The turn that `messages` continue; a system message replaces that of its conversation."""
     tools: tuple[dict[str, Any], ...] = ()
     tool_choice: str = "auto"
     """auto, none, required, or the name of a function after `function:`."""
     parallel_tool_calls: bool = True
     num_choices: int = 1
     policy_version: int | None = None
-    """Only weights of this version may draw; None: whichever the run is at."""
+    """Only weights of this version may be sampled; None: those that the run is at."""
     max_new_tokens: int | None = None
     asked: dict[str, float] = {}
     """Sampling parameters that the client set, by the names of `Sampling`."""
@@ -108,14 +108,14 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     wants_logprobs: bool = False
     num_top_logprobs: int = 0
     wants_reasoning: bool = True
-    """False: reasoning is drawn and recorded but not shown."""
+    """False: reasoning is generated and recorded but not shown."""
     stream: bool = False
     wants_usage: bool = False
     traceparent: str | None = None
     tracestate: str | None = None
     """The client's OpenTelemetry context."""
     echoed: dict[str, Any] = {}
-    """What else its answer repeats, as it was asked, where the dialect's answers do that."""
+    """Other fields of the request that the dialect's answers repeat."""
 
     @property
     def forces_call(self) -> bool:
@@ -124,10 +124,10 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One drawn token as text and bytes, with its behavior logprob."""
+    """One sampled token as text and bytes, with its behavior logprob."""
 
     text: str
-    """Of a part of a character: U+FFFD."""
+    """U+FFFD for a part of a character."""
     data: bytes
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
@@ -135,7 +135,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One answered choice: the recorded turn and what the client is told."""
+    """One answered choice: the recorded turn and the message that the client gets."""
 
     turn: Turn
     message: Message
@@ -177,7 +177,7 @@ class AnswerHead(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float
     num_prompt_tokens: int
     sampling: Sampling | None = None
-    """What is in force."""
+    """The parameters in force."""
 
 
 class AnswerStream(Protocol):

@@ -1,8 +1,7 @@
-"""OpenAI chat completions, the request: its wire format to a turn request.
+"""Requests of OpenAI's chat completions, `/v1/chat/completions`.
 
-Owns: field names, types and limits of a body of `/v1/chat/completions`. Does not own: anything
-behind `TurnRequest`. Invariant: pure functions; unknown fields are ignored, impossible
-values are refused with 400 and the name of the parameter.
+Pure functions. Unknown fields are ignored; invalid values are refused with 400 and the name of the
+parameter.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class ChatRequest(msgspec.Struct):
     messages: list[ChatMessage]
     tools: msgspec.Raw = msgspec.field(default_factory=fields.absent)
     functions: list[Any] | None = None
-    """What tools were before there were tools."""
+    """Deprecated by OpenAI in favour of `tools`."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     n: int | None = None
@@ -106,7 +105,7 @@ def decode(body: bytes) -> TurnRequest:
     if chat.functions:
         fields.refuse(
             "functions",
-            "functions is not served, and leaving them out unsaid would leave the policy without; "
+            "functions is not served, and to ignore it would leave the policy without tools; "
             'send each as {"type": "function", "function": ...} in tools',
             "unsupported_parameter",
         )
@@ -220,7 +219,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str:
         function, kind = choice.get("function"), choice.get("type", "function")
         if kind == "function":
             return f"function:{function.get('name') if isinstance(function, dict) else ''}"
-        # Tools of other kinds are left out, and so is having to use one.
+        # Tools of other kinds are left out, and so is the demand to use one.
         return fields.mode_of(choice.get("allowed_tools"))
     if choice not in (None, "auto", "none", "required"):
         raise Refusal(

@@ -1,7 +1,6 @@
-"""OpenAI chat completions, the answer: turn results to the wire, plain and streamed.
+"""Answers of OpenAI's chat completions, plain and streamed.
 
-Owns: bodies and events of `/v1/chat/completions`. Does not own: anything behind `TurnResult`.
-Invariant: pure functions of results; the deltas of a stream concatenate to the plain answer.
+Pure functions of results; the deltas of a stream concatenate to the plain answer.
 """
 
 from __future__ import annotations
@@ -104,19 +103,19 @@ class ChatStream:
                 self._event(index, {}, finish=result.turn.finish_reason, logprobs=_logprobs(result))
             )
         if self._wants_usage:
-            events.append(_sse({**self._head, "choices": [], "usage": _usage(results)}))
+            events.append(fields.event({**self._head, "choices": [], "usage": _usage(results)}))
         events.append(b"data: [DONE]\n\n")
         return b"".join(events)
 
     def _call(self, index: int, call: CallPlace, arguments: str) -> bytes:
-        said: dict[str, Any] = {"index": call.number, "function": {"arguments": arguments}}
+        piece: dict[str, Any] = {"index": call.number, "function": {"arguments": arguments}}
         pieces = self._called.get((index, call.number))
         if pieces is None:
             pieces = self._called[index, call.number] = []
-            said |= {"id": call.id, "type": "function"}
-            said["function"]["name"] = call.name
+            piece |= {"id": call.id, "type": "function"}
+            piece["function"]["name"] = call.name
         pieces.append(arguments)
-        return self._event(index, {"tool_calls": [said]})
+        return self._event(index, {"tool_calls": [piece]})
 
     def _event(
         self,
@@ -134,11 +133,7 @@ class ChatStream:
         body: dict[str, Any] = {**self._head, "choices": [choice]}
         if self._wants_usage:
             body["usage"] = None
-        return _sse(body)
-
-
-def _sse(body: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+        return fields.event(body)
 
 
 def _answer(message: Message) -> dict[str, Any]:
@@ -184,6 +179,6 @@ def _logprobs(result: TurnResult) -> dict[str, Any] | None:
     if result.logprobs is None:
         return None
     return {
-        "content": [fields.drawn_token(token) for token in result.logprobs],
+        "content": [fields.sampled_token(token) for token in result.logprobs],
         "refusal": None,
     }

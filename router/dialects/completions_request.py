@@ -1,8 +1,6 @@
-"""OpenAI completions, the request: its wire format to a turn request.
+"""Requests of OpenAI's completions, `/v1/completions`.
 
-Owns: field names, types and limits of a body of `/v1/completions`. Does not own: anything behind
-`TurnRequest`. Invariant: pure functions; the prompt is passed on as it is, no chat format is laid
-over it.
+Pure functions; the prompt is passed on as it is, without a chat format.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ def decode(body: bytes) -> TurnRequest:
     if asked.best_of is not None and asked.best_of != num_choices:
         _unsupported(
             "best_of",
-            f"best_of={asked.best_of} with n={num_choices}; every drawn choice is delivered. "
+            f"best_of={asked.best_of} with n={num_choices}; every sampled choice is delivered. "
             "Ask for all with n and choose.",
         )
     return TurnRequest(

@@ -1,7 +1,6 @@
-"""OpenAI completions, the answer: turn results to the wire, plain and streamed.
+"""Answers of OpenAI's completions, plain and streamed.
 
-Owns: bodies and events of `/v1/completions`. Does not own: anything behind `TurnResult`.
-Invariant: pure functions of results; the deltas of a stream concatenate to the plain answer.
+Pure functions of results; the deltas of a stream concatenate to the plain answer.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class CompletionsStream:
         if self._wants_usage:
             values.setdefault("usage", None)
         body = {**self._head, "choices": choices, **values}
-        return b"data: " + msgspec.json.encode(body) + b"\n\n"
+        return fields.event(body)
 
 
 def _head(turn_id: str, started_at: float, model: str) -> dict[str, Any]:

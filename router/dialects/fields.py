@@ -1,8 +1,6 @@
-"""Values that several dialects read alike.
+"""Values that several dialects decode and encode alike.
 
-Owns: reading a body into a type, limits of numbers and stops, text of content parts. Does not own:
-any dialect's field names beyond what it is told. Invariant: pure functions; an impossible value is
-refused with 400 and the name of its parameter.
+Pure functions; an invalid value is refused with 400 and the name of its parameter.
 """
 
 from __future__ import annotations
@@ -113,7 +111,7 @@ def whole(name: str, value: int | None, low: int, high: int | None) -> int | Non
 def function_tool(
     name: object, description: object, parameters: object, strict: object = None
 ) -> dict[str, Any]:
-    """A tool in the form that chat formats render; what was left out stays out."""
+    """A tool in the form that chat formats render; fields that are None are left out."""
     function = {"name": name, "description": description, "parameters": parameters}
     if strict is not None:
         function["strict"] = strict
@@ -124,10 +122,10 @@ def function_tool(
 
 
 def top_logprobs(value: int | None, *, is_asked: bool) -> int:
-    """How many of the most probable tokens to show.
+    """How many of the most probable tokens to return with each logprob.
 
     Raises:
-        Refusal: 400, out of range, or asked for without logprobs.
+        Refusal: 400, out of range, or without logprobs.
     """
     number = whole("top_logprobs", value, 0, MAX_TOP_LOGPROBS) or 0
     if number and not is_asked:
@@ -160,13 +158,13 @@ def json_schema(param: str, form: dict[str, Any] | None, nested: str | None) -> 
 
 
 def mode_of(allowed: object) -> str:
-    """What a choice among `allowed_tools` leaves open: `auto`, or `required`."""
+    """The mode of a choice among `allowed_tools`: `auto` or `required`."""
     mode = allowed.get("mode") if isinstance(allowed, dict) else None
     return "required" if mode == "required" else "auto"
 
 
 def tool_choice_of(choice: str, tools: Sequence[dict[str, Any]]) -> str:
-    """`choice`, if `tools` allow it; without function tools it says nothing.
+    """`choice`, if it is among `tools`; without function tools it has no effect.
 
     Raises:
         Refusal: 400, a function that is not among the tools.
@@ -191,7 +189,7 @@ def tool_objects(raw: bytes) -> list[dict[str, Any]]:
 
 
 def split_prefill(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], str]:
-    """The conversation, and the text with which the client itself begins the answer to it."""
+    """The conversation, and the prefill: the beginning of the answer, where the client wrote it."""
     *before, last = messages
     is_begun = last.role == "assistant" and not last.tool_calls and not last.reasoning
     if not (before and is_begun and last.text.strip()):
@@ -199,7 +197,13 @@ def split_prefill(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], s
     return tuple(before), last.text
 
 
-def drawn_token(token: TokenLogprob) -> dict[str, Any]:
+def event(body: Any, name: str = "") -> bytes:
+    """A server-sent event with a JSON body, and a name where the dialect gives events names."""
+    head = b"event: " + name.encode() + b"\n" if name else b""
+    return head + b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def sampled_token(token: TokenLogprob) -> dict[str, Any]:
     """A token and the most probable ones in its place, as OpenAI writes them."""
     return {**_token(token), "top_logprobs": [_token(other) for other in token.top]}
 
@@ -209,5 +213,5 @@ def _token(token: TokenLogprob) -> dict[str, Any]:
 
 
 def rest_of(text: str, shown: str) -> str:
-    """What of a finished text a stream has not shown; nothing when it showed something else."""
+    """The part of a finished text that a stream has not shown; empty if it showed another text."""
     return text[len(shown) :] if text.startswith(shown) else ""

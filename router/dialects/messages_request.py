@@ -1,8 +1,7 @@
-"""Anthropic messages, the request: its wire format to a turn request.
+"""Requests of Anthropic's messages, `/v1/messages`.
 
-Owns: field names, types and limits of a body of `/v1/messages`. Does not own: anything behind
-`TurnRequest`. Invariant: pure functions; the blocks of one answer become one assistant message
-again, so that an answer handed back is recognised.
+Pure functions; the blocks of one answer become one assistant message again, so that an answer that
+is handed back is recognised.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ def decode(body: bytes) -> TurnRequest:
 
 
 def decode_count(body: bytes) -> TurnRequest:
-    """What is to be counted, as a turn request.
+    """The turn request whose ids are to be counted.
 
     Raises:
         Refusal: 400, not JSON, or a value that cannot be.
@@ -150,7 +149,7 @@ def _messages(asked: MessagesRequest | CountRequest) -> tuple[Message, ...]:
         if message.role == "assistant":
             messages.append(_answer(where, message.content))
         elif message.role == "user":
-            messages += _said_by_user(where, message.content)
+            messages += _user_messages(where, message.content)
         elif message.role == "system":
             messages.append(Message("system", _text(f"{where}.content", message.content)))
         else:
@@ -162,9 +161,9 @@ def _messages(asked: MessagesRequest | CountRequest) -> tuple[Message, ...]:
 
 
 def _refuse_state(asked: MessagesRequest | CountRequest) -> None:
-    """Refuse what the API keeps for its clients: the messages would be a part of what was said.
+    """Refuse state that Anthropic's API keeps: `messages` would be a part of the conversation.
 
-    `details` tell Anthropic's tool runners to go on without threads, with whole histories.
+    `details` tell Anthropic's tool runners to continue without threads, with whole histories.
     """
     if asked.thread is not None:
         raise Refusal(
@@ -196,8 +195,8 @@ def _answer(where: str, content: str | list[Block]) -> Message:
     return Message("assistant", "".join(texts), "".join(reasoning), tuple(calls))
 
 
-def _said_by_user(where: str, content: str | list[Block]) -> list[Message]:
-    """Tool results and what the user says between them, in order."""
+def _user_messages(where: str, content: str | list[Block]) -> list[Message]:
+    """Tool results and the user's texts between them, in order."""
     if isinstance(content, str):
         return [Message("user", content)]
     messages: list[Message] = []

@@ -1,8 +1,7 @@
-"""Anthropic messages, the answer: a turn result to the wire, plain and streamed; its errors.
+"""Answers and errors of Anthropic's messages, plain and streamed.
 
-Owns: bodies, events and error envelopes of `/v1/messages`. Does not own: anything behind
-`TurnResult`. Invariant: pure functions of a result; the blocks of a stream are those of the plain
-answer, apart from thinking that came after text.
+Pure functions of a result; the blocks of a stream are those of the plain answer, apart from
+thinking that came after text.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class MessagesStream:
             elif block["type"] == "tool_use":
                 events += self._rest_of_call(block)
             elif block["type"] == "thinking" and not self._has_text and not self._called:
-                # Thinking that came after text has no place any more: the text is block 0.
+                # Thinking that came after text is left out: the text is block 0 already.
                 rest = fields.rest_of(block["thinking"], self._reasoned.getvalue())
                 events += self._begin("thinking") + (self._think(rest) if rest else b"")
         events += self._end()
@@ -99,18 +98,18 @@ class MessagesStream:
 
     def _call(self, call: CallPlace, piece: str) -> bytes:
         """More of a call's input; the first piece begins its block."""
-        begun = b""
+        events = b""
         if call.number == len(self._called):
             self._called.append((call.id, []))
             block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-            begun = self._end() + self._start(block)
+            events = self._end() + self._start(block)
         if not piece:
-            return begun
+            return events
         self._called[call.number][1].append(piece)
-        return begun + self._delta({"type": "input_json_delta", "partial_json": piece})
+        return events + self._delta({"type": "input_json_delta", "partial_json": piece})
 
     def _rest_of_call(self, block: dict[str, Any]) -> bytes:
-        """What of a call was not shown."""
+        """The part of a call that was not shown."""
         whole = bytes(block["input"]).decode()
         number = next(
             (n for n, (call_id, _) in enumerate(self._called) if call_id == block["id"]),
@@ -123,7 +122,7 @@ class MessagesStream:
         return self._call(CallPlace(number=number, id=block["id"], name=block["name"]), rest)
 
     def _begin(self, kind: str) -> bytes:
-        """Go over to a block of text or thinking, unless it is open."""
+        """Open a block of text or thinking, unless it is open."""
         if self._block == kind:
             return b""
         self._has_text = self._has_text or kind == "text"
@@ -163,15 +162,14 @@ def _error(refusal: Refusal) -> dict[str, Any]:
 
 
 def _error_event(refusal: Refusal) -> bytes:
-    return b"event: error\ndata: " + msgspec.json.encode(_error(refusal)) + b"\n\n"
+    return fields.event(_error(refusal), "error")
 
 
 ERRORS = ErrorForm(lambda refusal: msgspec.json.encode(_error(refusal)), _error_event)
 
 
 def _event(name: str, /, **values: Any) -> bytes:
-    body = msgspec.json.encode({"type": name, **values})
-    return b"event: " + name.encode() + b"\ndata: " + body + b"\n\n"
+    return fields.event({"type": name, **values}, name)
 
 
 def _message(turn_id: str, model: str, num_prompt_tokens: int) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""OpenAI Responses, the request: its wire format to a turn request.
+"""Requests of OpenAI's responses, `/v1/responses`.
 
-Owns: field names, types and limits of a body of `/v1/responses`. Does not own: anything behind
-`TurnRequest`. Invariant: pure functions; the items of one answer become one assistant message
-again, so that an answer handed back is recognised.
+Pure functions; the items of one answer become one assistant message again, so that an answer that
+is handed back is recognised.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def decode(body: bytes) -> TurnRequest:
 
 
 def _echoed(asked: ResponsesRequest) -> dict[str, Any]:
-    """What answers repeat and nothing else here reads."""
+    """Fields that answers repeat and that have no other use here."""
     text, reasoning = asked.text or _Text(), asked.reasoning or _Reasoning()
     return {
         "instructions": asked.instructions,
@@ -165,7 +164,7 @@ def _messages(asked: ResponsesRequest) -> tuple[tuple[Message, ...], tuple[Refer
     else:
         conversation.read(asked.input)
     if not asked.input or not conversation.messages:
-        fields.refuse("input", "input says nothing; a text or at least one message is needed")
+        fields.refuse("input", "input is empty; a text or at least one message is needed")
     return tuple(conversation.messages), tuple(conversation.references)
 
 
@@ -212,7 +211,7 @@ class _Conversation:
         self._end_answer()
 
     def _add_reference(self, param: str, item_id: str) -> None:
-        """A place for what the item says, which the episode knows."""
+        """A place in the message for an item that the episode knows."""
         match = _ITEM_ID.fullmatch(item_id)
         turn_id = match[2] if match is not None else ""
         part: Any = _PARTS[match[1]] if match is not None else "text"

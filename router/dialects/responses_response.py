@@ -1,7 +1,6 @@
-"""OpenAI Responses, the answer: a turn result to the wire, plain and streamed.
+"""Answers of OpenAI's responses, plain and streamed.
 
-Owns: bodies and events of `/v1/responses`. Does not own: anything behind `TurnResult`. Invariant:
-pure functions of a result; the items of a stream are those of its last event, and apart from
+Pure functions of a result; the items of a stream are those of its last event and, apart from
 reasoning that came after text, those of the plain answer.
 """
 
@@ -22,7 +21,7 @@ from outloop.router.errors import ErrorForm, Refusal
 _LEFT_OUT = MappingProxyType(
     {"type": "function", "description": None, "parameters": None, "strict": None}
 )
-"""What a tool is answered with where its request said nothing."""
+"""How an answer repeats the fields that a tool left out."""
 
 
 def encode(results: Sequence[TurnResult], request: TurnRequest) -> bytes:
@@ -50,7 +49,7 @@ class ResponsesStream:
         self._is_calling = False
 
     def open(self) -> bytes:
-        """The empty response, made and begun."""
+        """The empty response, created and in progress."""
         response = _response(self._head, self._request, [], None)
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
@@ -62,15 +61,15 @@ class ResponsesStream:
             return self._call(delta.call, delta.text)
         if not delta.is_reasoning:
             self._shown.write(delta.text)
-            begun = self._end_reasoning() + self._begin_text()
-            return begun + self._text_event("output_text.delta", delta=delta.text)
+            events = self._end_reasoning() + self._begin_text()
+            return events + self._text_event("output_text.delta", delta=delta.text)
         if self._has_text:
             return b""
         self._reasoned.write(delta.text)
         return self._begin_reasoning() + self._reasoning_event("delta", delta=delta.text)
 
     def close(self, results: Sequence[TurnResult]) -> bytes:
-        """What was held back, every item's end, and the whole response."""
+        """The rest of the text, every item's end, and the whole response."""
         result = results[0]
         events = b""
         for item in _items(result, with_text=self._has_text):
@@ -79,7 +78,7 @@ class ResponsesStream:
             elif item["type"] == "function_call":
                 events += self._rest_of_call(item)
             elif item["type"] == "reasoning" and not self._has_text and not self._called:
-                # Reasoning that came after text has no place any more: the text is item 0.
+                # Reasoning that came after text is left out: the text is item 0 already.
                 text = item["content"][0]["text"]
                 rest = fields.rest_of(text, self._reasoned.getvalue())
                 events += self._begin_reasoning()
@@ -131,16 +130,16 @@ class ResponsesStream:
                 events += self._end_text({**item, "content": [_part(self._shown.getvalue(), None)]})
             self._called.append((call, []))
             self._is_calling = True
-            begun = {**self._call_item(call, ""), "status": "in_progress"}
+            started = {**self._call_item(call, ""), "status": "in_progress"}
             where = len(self._items)
-            events += self._event("response.output_item.added", output_index=where, item=begun)
+            events += self._event("response.output_item.added", output_index=where, item=started)
         if not piece:
             return events
         self._called[call.number][1].append(piece)
         return events + self._call_event("delta", call, delta=piece)
 
     def _rest_of_call(self, item: dict[str, Any]) -> bytes:
-        """What of a call was not shown."""
+        """The part of a call that was not shown."""
         call_ids = [call.id for call, _ in self._called]
         is_new = item["call_id"] not in call_ids
         number = len(call_ids) if is_new else call_ids.index(item["call_id"])
@@ -178,7 +177,7 @@ class ResponsesStream:
         return added + self._reasoning_part("added", "")
 
     def _end_reasoning(self, text: str | None = None) -> bytes:
-        """The end of reasoning that was begun; without `text`, of what was shown of it."""
+        """The end of an open reasoning item; without `text`, with what was shown of it."""
         if not self._is_reasoning:
             return b""
         text = self._reasoned.getvalue() if text is None else text
@@ -205,19 +204,15 @@ class ResponsesStream:
     def _event(self, name: str, /, **values: Any) -> bytes:
         body = {"type": name, "sequence_number": self._num_events, **values}
         self._num_events += 1
-        return _sse(name, body)
+        return fields.event(body, name)
 
 
 def _error_event(refusal: Refusal) -> bytes:
     error = {"message": str(refusal), "code": refusal.code, "param": refusal.param}
-    return _sse("error", {"type": "error", "sequence_number": 0, **error})
+    return fields.event({"type": "error", "sequence_number": 0, **error}, "error")
 
 
 ERRORS = ErrorForm(Refusal.envelope, _error_event)
-
-
-def _sse(name: str, body: dict[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def _head_of(result: TurnResult) -> AnswerHead:
@@ -279,7 +274,7 @@ def _message_item(turn_id: str, result: TurnResult | None, status: str) -> dict[
 
 def _part(text: str, result: TurnResult | None) -> dict[str, Any]:
     logprobs = [
-        fields.drawn_token(token)
+        fields.sampled_token(token)
         for token in (result.logprobs if result is not None else None) or ()
     ]
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
@@ -318,7 +313,7 @@ def _response(
 
 
 def _in_force(sampling: Sampling | None, request: TurnRequest) -> dict[str, Any]:
-    """What a run may have decided otherwise than it was asked."""
+    """Parameters in force, which may differ from those that were asked for."""
     if sampling is None:
         return {"temperature": None, "top_p": None, "max_output_tokens": request.max_new_tokens}
     is_limited = request.max_new_tokens is not None

@@ -1,7 +1,6 @@
-"""What values sampling parameters may have.
+"""The values that sampling parameters may have.
 
-Owns: their ranges. Does not own: which of them are in force (governance), their names on a wire
-(dialects). Invariant: no server is asked to draw with a value for which it would refuse, or die.
+Invariant: no server is asked to sample with a value that it would refuse, or die of.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _RANGES = MappingProxyType(
 )
 _WHOLE = frozenset({"top_k", "max_new_tokens", "seed"})
 _ABOVE_LOW = frozenset({"top_p", "repetition_penalty"})
-"""What would divide by zero, or leave nothing to draw, at the lower end."""
+"""The lower end itself would divide by zero, or leave no token to sample."""
 PARAMETERS = tuple(_RANGES)
 FLOATS = tuple(name for name in PARAMETERS if name not in _WHOLE)
 

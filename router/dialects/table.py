@@ -1,8 +1,4 @@
-"""Every dialect by its path.
-
-Owns: which dialects are served, and how each words errors. Does not own: their translations.
-Invariant: a dialect is added here and nowhere else.
-"""
+"""Every dialect by its path. A dialect is added here and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Conversations from elsewhere as trajectories, rendered as if they had been played.
+"""Conversations from elsewhere as trajectories for SFT, rendered as if they had been played.
 
-Owns: turning messages into SFT turns. Does not own: rendering, matching. Invariant: prompt ids are
-what the router would have sent, output ids what the policy should draw; nothing has logprobs.
+Invariant: prompt ids are those that the router would have sent, output ids those that the policy
+should generate; nothing has logprobs.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ConversationRenderer:
         """One turn per assistant message, with loss on all its output ids.
 
         Raises:
-            Refusal: 400, no assistant message, or one that the policy could not have said.
+            Refusal: 400, no assistant message, or one that the policy could not have generated.
         """
         tree = TurnTree(self._renderer)
         turns: list[Turn] = []
@@ -86,7 +86,11 @@ class ConversationRenderer:
             if message.role != "assistant":
                 continue
             if index == 0:
-                raise Refusal(400, "invalid_value", "messages[0] is by the assistant; nothing asks")
+                raise Refusal(
+                    400,
+                    "invalid_value",
+                    "messages[0] is by the assistant; a message before it is needed",
+                )
             before = messages[:index]
             plan = tree.plan(before, tools)
             output_ids = self._renderer.complete(before, message, tools)
@@ -115,5 +119,5 @@ class ConversationRenderer:
                     f"{self._max_context_tokens}; shorten it, or raise the limit",
                 )
         if not turns:
-            raise Refusal(400, "invalid_value", "no message is by the assistant: nothing to learn")
+            raise Refusal(400, "invalid_value", "no message is by the assistant: nothing to train")
         return tuple(turns)

@@ -1,8 +1,7 @@
-"""From a parsed answer to the message that a client gets.
+"""From what `renderers` parses to the message that a client gets.
 
-Owns: which calls count, their arguments as text, what stays said because it was shown. Does not
-own: parsing (renderers), ids. Invariant: a call that a client was shown is in the message, and
-begins as it was shown.
+Invariant: a call that a client was shown while it was generated is in the message, and begins as
+it was shown.
 """
 
 from __future__ import annotations
@@ -18,19 +17,20 @@ from outloop.router.rendering.tool_calls import CallForm
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the policy's ids say; output ids from `undelivered_from` on were not handed out."""
+    """The message in a turn's output ids."""
 
     message: Message
     undelivered_from: int | None = None
+    """Output ids from here on were not delivered; None: all were."""
     is_cut: bool = False
-    """A call that was shown while it was drawn came to no good end."""
+    """True if a call that was shown while it was generated turned out incomplete or malformed."""
 
 
-class Begun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client was shown of calls while they were drawn."""
+class ShownCalls(msgspec.Struct, frozen=True, kw_only=True):
+    """What a streaming client was shown of a turn's calls."""
 
     text: str
-    """All text before the first of them."""
+    """All text before the first call."""
     calls: Sequence[ToolCall]
 
 
@@ -56,45 +56,54 @@ def arguments_of(attempt: ParsedToolCall, form: CallForm | None) -> str | None:
     return (form.arguments_in(str(attempt.raw)) if form is not None else None) or text
 
 
-class Said:
-    """Puts an answer together call by call; what a client was shown of them stays said."""
+class MessageBuilder:
+    """Builds an answer's message call by call; what was shown of a call is kept."""
 
-    def __init__(self, call_prefix: str, begun: Begun | None) -> None:
+    def __init__(self, call_prefix: str, shown: ShownCalls | None) -> None:
         self._prefix = call_prefix
-        self._begun = begun
-        self._shown: Sequence[ToolCall] = begun.calls if begun is not None else ()
+        self._shown_calls = shown
+        self._shown: Sequence[ToolCall] = shown.calls if shown is not None else ()
         self._calls: list[ToolCall] = []
         self._is_cut = False
         self.texts: list[str] = []
+        """Malformed calls, which are text of the message."""
 
-    def take(self, attempt: ParsedToolCall, arguments: str | None, *, parallel: bool) -> bool:
-        """Add a call, `arguments` None: a broken one; False when it comes too late."""
+    def add(self, attempt: ParsedToolCall, arguments: str | None, *, parallel: bool) -> bool:
+        """Add a call.
+
+        Args:
+            arguments: None for a malformed call.
+
+        Returns:
+            False if the client does not get this call: it asked for one at a time, or was shown
+            the end of the answer before.
+        """
         number = len(self._calls)
         if number < len(self._shown):
             shown = self._shown[number]
             if attempt.name != shown.name or not (arguments or "").startswith(shown.arguments):
-                self._add(shown.name, shown.arguments, is_cut=True)
+                self._append(shown.name, shown.arguments, is_cut=True)
                 return True
         if arguments is None:
-            return self._begun is None
+            return self._shown_calls is None
         if self._calls and not parallel:
             return False
-        self._add(str(attempt.name), arguments)
+        self._append(str(attempt.name), arguments)
         return True
 
-    def answer(
+    def build(
         self,
         parsed: ParsedResponse,
         stop_text: str | None,
         *,
         undelivered_from: int | None = None,
     ) -> Answer:
-        """All of it."""
+        """The answer; its text ends before `stop_text`."""
         for shown in self._shown[len(self._calls) :]:
-            self._add(shown.name, shown.arguments, is_cut=True)
-        texts = [cut(parsed.content or "", stop_text).strip(), *self.texts]
-        if self._begun is not None:
-            texts = [self._begun.text]
+            self._append(shown.name, shown.arguments, is_cut=True)
+        texts = [text_before(parsed.content or "", stop_text).strip(), *self.texts]
+        if self._shown_calls is not None:
+            texts = [self._shown_calls.text]
         message = Message(
             "assistant",
             text="\n".join(text for text in texts if text),
@@ -103,16 +112,16 @@ class Said:
         )
         return Answer(message=message, undelivered_from=undelivered_from, is_cut=self._is_cut)
 
-    def _add(self, name: str, arguments: str, *, is_cut: bool = False) -> None:
+    def _append(self, name: str, arguments: str, *, is_cut: bool = False) -> None:
         self._calls.append(ToolCall(f"{self._prefix}{len(self._calls)}", name, arguments))
         self._is_cut = self._is_cut or is_cut
 
 
 def start_of(attempt: ParsedToolCall) -> int:
-    """The first id of a call."""
+    """The index of a call's first id."""
     return attempt.token_span[0] if attempt.token_span else 0
 
 
-def cut(text: str, stop_text: str | None) -> str:
-    """`text` before `stop_text`."""
+def text_before(text: str, stop_text: str | None) -> str:
+    """`text` before `stop_text`, without the white space that stood between them."""
     return text if stop_text is None else text.partition(stop_text)[0].rstrip()

@@ -1,8 +1,8 @@
 """Messages to token ids and back: the only user of the tokenizer and of `renderers`.
 
 Owns: rendering, bridging, parsing, stop ids. Does not own: which turn a request continues
-(branches), what is recorded. Invariant: a bridge keeps sampled ids verbatim or is None; parsing
-never raises, whatever the policy wrote: what is no well-formed call stays text.
+(episodes), what is recorded (turns). Invariant: a bridge keeps sampled ids verbatim or is None;
+parsing never raises, whatever the policy wrote: a malformed call stays text.
 """
 
 from __future__ import annotations
@@ -21,16 +21,21 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import ModelSettings
 from outloop.router.dialects.base import Message, ToolCall
 from outloop.router.errors import Refusal
-from outloop.router.rendering.parsing import Answer, Begun, Said, arguments_of, cut, start_of
+from outloop.router.rendering.parsing import (
+    Answer,
+    MessageBuilder,
+    ShownCalls,
+    arguments_of,
+    start_of,
+    text_before,
+)
 from outloop.router.rendering.tokenizer import PolicyTokenizer
 from outloop.router.rendering.tool_calls import FORMS, CallForm
 
-_MAX_CACHED_REST = 32
+_MAX_CACHED_PROMPT_END = 32
 # What a renderer may raise on a conversation or on a policy's wildest output: json.loads alone
 # raises ValueError on huge integers and RecursionError on deep nesting.
 _RENDERER_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
-
-
 _FAMILY_OF_MODEL_TYPE = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3",
@@ -92,10 +97,10 @@ class PolicyRenderer:
         new: Sequence[Message],
         tools: Sequence[dict[str, Any]],
     ) -> list[int] | None:
-        """Ids to append after a turn's `prompt_ids` + `output_ids` so that `new` is said.
+        """Ids to append after a turn's `prompt_ids` + `output_ids` to add the messages `new`.
 
-        Only the turn's own ids are needed, not those before it. None when the format does not
-        allow to continue verbatim.
+        Only the turn's own ids are needed, not those before it. None when the format cannot
+        continue the ids verbatim.
         """
         try:
             bridged = self._renderer.bridge_to_next_turn(
@@ -122,14 +127,14 @@ class PolicyRenderer:
         with_calls: bool = True,
         parallel: bool = True,
         stop_text: str | None = None,
-        begun: Begun | None = None,
+        shown: ShownCalls | None = None,
     ) -> Answer:
         """The assistant's message in `output_ids`; tool calls get ids `{call_prefix}{index}`.
 
         Args:
             stop_text: the stop string that ended generation; the message ends before it.
-            begun: calls that were shown already. What was shown was said: one that turns out
-                broken stays a call, whose arguments end where they broke.
+            shown: the calls that a streaming client was shown. One that turns out malformed stays
+                a call, whose arguments end where it was shown to.
         """
         ids = self.until_stop(output_ids)
         try:
@@ -141,16 +146,15 @@ class PolicyRenderer:
             reasoning, rest = self._split_reasoning(ids, prompt_ids)
             text = self._text(rest, stop_text)
             parsed = ParsedResponse(content=text, reasoning_content=reasoning)
-            return Said(call_prefix, begun).answer(parsed, stop_text)
-        said = Said(call_prefix, begun)
+            return MessageBuilder(call_prefix, shown).build(parsed, stop_text)
+        builder = MessageBuilder(call_prefix, shown)
         for attempt in parsed.tool_calls:
             arguments = arguments_of(attempt, self.call_form) if with_calls else None
-            if not said.take(attempt, arguments, parallel=parallel):
-                # The client asked for one call at a time, or has read past this: it never sees it.
-                return said.answer(parsed, stop_text, undelivered_from=start_of(attempt))
-            if arguments is None and begun is None:
-                said.texts.append(cut(self._raw(ids, attempt), stop_text))
-        return said.answer(parsed, stop_text)
+            if not builder.add(attempt, arguments, parallel=parallel):
+                return builder.build(parsed, stop_text, undelivered_from=start_of(attempt))
+            if arguments is None and shown is None:
+                builder.texts.append(text_before(self._raw(ids, attempt), stop_text))
+        return builder.build(parsed, stop_text)
 
     def complete(
         self,
@@ -158,7 +162,8 @@ class PolicyRenderer:
         answer: Message,
         tools: Sequence[dict[str, Any]],
     ) -> list[int]:
-        """Ids that the policy should draw after `render(before)` to say `answer`, stop id included.
+        """Ids that the policy would generate after `render(before)` to answer `answer`, stop id
+        included.
 
         Raises:
             Refusal: 400, no output of the policy is read back as `answer`.
@@ -168,8 +173,8 @@ class PolicyRenderer:
         if full[: len(prompt)] == prompt:
             ids = full[len(prompt) :]
         else:
-            # Tokens may merge across the border between prompt and answer; when the policy draws,
-            # the border is fixed, so the answer is encoded on its own.
+            # Tokens may merge across the border between prompt and answer. In what the policy
+            # generates the border is fixed, so the answer is encoded on its own.
             prompt_text, text = self.tokenizer.decode(prompt), self.tokenizer.decode(full)
             ids = (
                 self.tokenizer.encode(text[len(prompt_text) :])
@@ -178,15 +183,15 @@ class PolicyRenderer:
             )
         end = next((i for i, token in enumerate(ids) if token in self._stop_set), None)
         if end is None:
-            raise _not_sayable(answer, "its rendering does not continue the generation prompt")
+            raise _not_renderable(answer, "its rendering does not continue the generation prompt")
         completion = ids[: end + 1]
-        said = self.parse(completion, prompt_ids=prompt, tools=tools, call_prefix="").message
-        if not _says_the_same(said, answer):
-            raise _not_sayable(answer, f"its ids are read back as {said.text[:200]!r}")
+        parsed = self.parse(completion, prompt_ids=prompt, tools=tools, call_prefix="").message
+        if not _is_same(parsed, answer):
+            raise _not_renderable(answer, f"its ids are parsed as {parsed.text[:200]!r}")
         return completion
 
     def forced_ids(self, tools: Sequence[dict[str, Any]], choice: str) -> list[int]:
-        """Ids with which every call that `choice` allows begins: up to what is the policy's to say.
+        """Ids with which every call that `choice` allows begins: up to where the policy decides.
 
         Raises:
             Refusal: 400, the format gives calls no common beginning.
@@ -217,18 +222,18 @@ class PolicyRenderer:
         return tuple(shared)
 
     def begins_in_reasoning(self, prompt_ids: list[int]) -> bool:
-        """True if the prompt opens a reasoning region that the policy goes on with."""
-        # Nothing before the last stop id says so, and what comes after it is most often the same.
+        """True if the prompt ends inside a reasoning region, which the policy continues."""
+        # Only the ids after the last stop id matter, and they are most often the same.
         rest = prompt_ids[self._last_stop(prompt_ids) + 1 :]
-        if len(rest) > _MAX_CACHED_REST:
+        if len(rest) > _MAX_CACHED_PROMPT_END:
             return self._ends_in_reasoning(rest)
         return self._reasons_cached(tuple(rest))
 
     def until_stop(self, output_ids: list[int]) -> list[int]:
         """`output_ids` before the first stop id."""
-        *said, last = output_ids or [-1]
-        if self._stop_set.isdisjoint(said):
-            return said if last in self._stop_set else output_ids
+        *before, last = output_ids or [-1]
+        if self._stop_set.isdisjoint(before):
+            return before if last in self._stop_set else output_ids
         found = [output_ids.index(token) for token in self.stop_ids if token in output_ids]
         return output_ids[: min(found)] if found else output_ids
 
@@ -256,7 +261,7 @@ class PolicyRenderer:
             ) from error
 
     def _last_stop(self, ids: Sequence[int]) -> int:
-        """Where the last stop id is; -1: there is none."""
+        """The index of the last stop id; -1: there is none."""
         at = len(ids) - 1
         while at >= 0 and ids[at] not in self._stop_set:
             at -= 1
@@ -272,22 +277,22 @@ class PolicyRenderer:
         if begin is None or end is None:
             return None
         ids = [begin, *self.tokenizer.encode("a"), end, *self.tokenizer.encode("b")]
-        said = self.parse(ids, prompt_ids=[], tools=(), call_prefix="").message
-        return (begin, end) if (said.reasoning, said.text) == ("a", "b") else None
+        parsed = self.parse(ids, prompt_ids=[], tools=(), call_prefix="").message
+        return (begin, end) if (parsed.reasoning, parsed.text) == ("a", "b") else None
 
     def _find_form(self) -> CallForm | None:
-        """The form in which this format writes calls; None: in another one."""
+        """How this chat format writes calls; None: in none of `FORMS`."""
         for form in FORMS:
             ids = self.tokenizer.encode(form.example)
             if None in self.tokenizer.convert_tokens_to_ids(list(form.tokens)):
                 continue
-            said = self.parse(ids, prompt_ids=[], tools=(), call_prefix="").message
-            if [(c.name, c.arguments) for c in said.tool_calls] == [("f", '{"a": 1}')]:
+            parsed = self.parse(ids, prompt_ids=[], tools=(), call_prefix="").message
+            if [(c.name, c.arguments) for c in parsed.tool_calls] == [("f", '{"a": 1}')]:
                 return form
         return None
 
     def _split_reasoning(self, ids: list[int], prompt_ids: list[int]) -> tuple[str, list[int]]:
-        """Reasoning and the ids after it, of an answer that the format's parser failed on."""
+        """Reasoning, and the ids after it, of an answer on which the format's parser failed."""
         if self.reasoning_ids is None or self.reasoning_ids[1] not in ids:
             return "", ids
         begin, end = self.reasoning_ids
@@ -306,7 +311,7 @@ class PolicyRenderer:
         return self.tokenizer.decode(ids[start:end])
 
     def _text(self, ids: list[int], stop_text: str | None) -> str:
-        return cut(self.tokenizer.decode(ids), stop_text).strip()
+        return text_before(self.tokenizer.decode(ids), stop_text).strip()
 
 
 def _as_dict(message: Message) -> dict[str, Any]:
@@ -329,18 +334,18 @@ def _as_dict(message: Message) -> dict[str, Any]:
     return plain
 
 
-def _says_the_same(said: Message, meant: Message) -> bool:
+def _is_same(parsed: Message, expected: Message) -> bool:
     def calls(message: Message) -> Iterable[tuple[str, Any]]:
         return [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
 
     return (
-        said.text.strip() == meant.text.strip()
-        and said.reasoning.strip() == meant.reasoning.strip()
-        and calls(said) == calls(meant)
+        parsed.text.strip() == expected.text.strip()
+        and parsed.reasoning.strip() == expected.reasoning.strip()
+        and calls(parsed) == calls(expected)
     )
 
 
-def _not_sayable(answer: Message, why: str) -> Refusal:
+def _not_renderable(answer: Message, why: str) -> Refusal:
     return Refusal(
         400,
         "not_renderable",

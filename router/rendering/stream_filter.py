@@ -1,9 +1,8 @@
-"""What of a turn may be shown while it is drawn.
+"""Which part of a turn may be streamed while it is generated.
 
-Owns: what must be held back, and where text ends and calls begin. Does not own: reading calls
-(calls), parsing; the finished ids are parsed once and that is the truth. Invariant: the deltas of a
-turn, concatenated, are a prefix of its parsed content; nothing that may become a tool call or a
-stop string is handed out as text.
+The finished ids are parsed once, and that is what is recorded. Invariant: the deltas of a turn,
+concatenated, are a prefix of its parsed content; no text is shown that may become a tool call or a
+stop string.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _NOTHING = Shown()
 
 
 class ContentStream:
-    """Which part of a turn's text, and of its calls, may be shown already."""
+    """Text and calls of a turn, as far as they may be shown."""
 
     def __init__(
         self, tokenizer: PolicyTokenizer, stop: tuple[str, ...], calls: CallReader | None = None
@@ -46,11 +45,11 @@ class ContentStream:
 
     @property
     def shown(self) -> str:
-        """All that was shown, or known beforehand, of the text."""
+        """The text that was shown, or that the client wrote itself."""
         return self._shown.getvalue()
 
     def begin_after(self, ids: list[int]) -> None:
-        """Take ids that the client wrote, before any other: they are known, and shown to nobody."""
+        """Take the ids of a prefill, before any other: the client knows them, so none is shown."""
         self._shown.write(self._detokenizer.add(ids).lstrip())
 
     def add(self, ids: list[int]) -> Shown:
@@ -66,12 +65,12 @@ class ContentStream:
         if border == len(ids):
             return shown
         if self._region == "text" and self._calls is not None and self._calls.begins(ids[border]):
-            # What was held back as the possible beginning of a marker is text: the calls begin.
+            # Text that was held back as the possible start of a marker is text after all.
             self._region = "calls"
             rest = self._held.rstrip()
             self._shown.write(rest)
             return Shown(text=shown.text + rest, calls=self._calls.add(ids[border:]))
-        # A stop, or reasoning. The parser decides about the rest.
+        # A stop id, or reasoning: the rest is shown when the whole answer is parsed.
         self._region = "parser"
         return shown
 
@@ -85,7 +84,7 @@ class ContentStream:
         end = _safe_length(self._held, self._markers)
         if end < len(self._held) and _has_marker(self._held[end:], self._markers):
             self._region = "parser"
-        # Trailing white space goes when the content ends here, which is not known yet.
+        # White space at the end is stripped if the content ends here, which is not known yet.
         end = len(self._held[:end].rstrip())
         piece, self._held = self._held[:end], self._held[end:]
         self._shown.write(piece)
@@ -97,7 +96,7 @@ class ContentStream:
 
 
 class ReasonedStream:
-    """Reasoning, then content: which part of either may be shown already."""
+    """Reasoning, then text and calls, as far as they may be shown."""
 
     def __init__(
         self,
@@ -118,7 +117,7 @@ class ReasonedStream:
         self._has_reasoned = False
 
     def begin_after(self, ids: list[int]) -> None:
-        """As of the content, in which the answer then is."""
+        """Take the ids of a prefill; the answer is past its reasoning then."""
         self._region = "content"
         self.content.begin_after(ids)
 
@@ -136,7 +135,7 @@ class ReasonedStream:
         return self.content.add(ids)._replace(reasoning=reasoning)
 
     def _leave_start(self, ids: list[int]) -> list[int]:
-        """Ids of the region that begins; white space alone begins none."""
+        """The ids after an opening marker of reasoning, or all; white space decides nothing."""
         ids, self._waiting = [*self._waiting, *ids], []
         border = ids.index(self._begin_id) if self._begin_id in ids else len(ids)
         if self._tokenizer.decode(ids[:border]).strip():
@@ -153,7 +152,7 @@ class ReasonedStream:
         plain, rest = ids, list[int]()
         for index, token in enumerate(ids):
             if token in self._tokenizer.added_ids:
-                # Any other marker inside of reasoning is the parser's to judge.
+                # Any other marker inside reasoning is left to the parser.
                 self._region = "content" if token == self._end_id else "parser"
                 plain, rest = ids[:index], ids[index + 1 :]
                 break
@@ -167,7 +166,7 @@ class ReasonedStream:
 
 
 class RawStream:
-    """Which part of a raw completion may be shown already: all but what may become a stop."""
+    """A raw completion, as far as it may be shown: all but what may become a stop string."""
 
     def __init__(
         self, tokenizer: PolicyTokenizer, stop: tuple[str, ...], stop_ids: tuple[int, ...]

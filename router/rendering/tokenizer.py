@@ -35,7 +35,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 def _byte_names() -> Mapping[str, int]:
     """Each byte by the character that stands for it in tokens of byte-level tokenizers.
 
-    Of GPT-2's encoder: bytes that print stand for themselves, the others for what follows U+0100.
+    From GPT-2's encoder: printable bytes stand for themselves, the others follow from U+0100 on.
     """
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(0x100) if byte not in plain]
@@ -50,7 +50,7 @@ class PolicyTokenizer:
     """The policy's tokenizer; safe to use from several threads."""
 
     def __init__(self, folder: Path) -> None:
-        # It would make a pool of threads for batches; those here have one text each.
+        # No pool of threads for batches: those here have one text each.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -90,25 +90,25 @@ class PolicyTokenizer:
         return self._decode(ids, skip_special_tokens)
 
     def decode_on(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids` that go on from others: with the space that they may begin with."""
+        """Text of `token_ids` that continue others: with the space that they may begin with."""
         text = self.decode(token_ids)
         return self.space_before(token_ids[0]) + text if token_ids else text
 
     def detokenizer(self) -> Detokenizer:
-        """What turns ids of one sequence into text as they come."""
+        """A new incremental detokenizer, for one sequence."""
         return Detokenizer(self._tokenizer)
 
     def space_before(self, token: int) -> str:
-        """What of a token's text is dropped where it begins a text; nothing of most tokenizers'."""
+        """The space that decoding drops where `token` begins a text; empty for most tokenizers."""
         written = self._tokenizer.id_to_token(token) or ""
         if not written.startswith(_SPACE) or token in self.added_ids:
             return ""
         alone = self.decode(token)
-        # The second of two has lost nothing.
+        # The second of two keeps its space.
         return self.decode((token, token))[len(alone) :].removesuffix(alone)
 
     def bytes_of(self, token: int) -> bytes:
-        """What one token stands for, also where it is only a part of a character."""
+        """The bytes of one token, also where it is only a part of a character."""
         text = self.decode(token)
         if _BROKEN not in text:
             return (self.space_before(token) + text).encode()
@@ -147,7 +147,7 @@ class PolicyTokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        # A batch of one: only a batch may leave out where in the text each id stands.
+        # A batch of one: only batches can be encoded without offsets, which cost more than ids.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return tuple(encoding.ids)
 

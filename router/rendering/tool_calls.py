@@ -1,8 +1,8 @@
-"""Tool calls while they are drawn.
+"""Name and arguments of tool calls while they are generated, in chat formats that write JSON.
 
-Owns: reading name and arguments out of a call that is not complete, in the chat formats that allow
-it. Does not own: whether a finished call is well formed (rendering). Invariant: what is read does
-not depend on how the ids were cut; a call's pieces concatenate to JSON text as the policy wrote it.
+Whether a finished call is well formed is for the renderer to say. Invariant: the result does not
+depend on how the ids were cut into pieces; a call's pieces concatenate to JSON text as the policy
+wrote it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outloop.router.dialects.base import ToolCall
 from outloop.router.rendering.tokenizer import Detokenizer, PolicyTokenizer
 
 _MAX_HEAD_CHARS = 1024
-"""A call whose arguments have not begun by then is shown whole, if it is one."""
+"""A call whose arguments start later than this is shown when it is complete."""
 _MAX_TAIL_CHARS = 64
 
 
@@ -109,7 +109,7 @@ class CallPiece:
 
 
 class CallReader:
-    """Reads calls out of ids as they come; gives up for good where only the parser can judge."""
+    """Reads calls from ids as they come; stops for good at what only the parser can judge."""
 
     def __init__(
         self, tokenizer: PolicyTokenizer, form: CallForm, *, max_calls: int | None
@@ -208,7 +208,7 @@ class CallReader:
 
 @dataclass(slots=True)
 class _OpenCall:
-    """A call between its tokens; `text` is what was not understood yet."""
+    """A call that is not complete; `text` is its part that was not read yet."""
 
     detokenizer: Detokenizer
     text: str = ""

@@ -1,8 +1,8 @@
-"""What the ids of a turn say to the client.
+"""From a turn's output ids to the result that its client gets.
 
 Owns: choosing between chat format and raw text, results of recorded turns. Does not own: parsing
-of the chat format (rendering), recording. Invariant: the same turn gives the same result,
-whenever and by whichever process it is read.
+of the chat format (rendering), recording. Invariant: the same turn gives the same result, whenever
+and in whichever process it is read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from outloop.buffer.records import Turn
 from outloop.router.dialects.base import Message, TokenLogprob, TurnRequest, TurnResult
 from outloop.router.episodes.turn_tree import Plan
-from outloop.router.rendering.parsing import Answer, Begun
+from outloop.router.rendering.parsing import Answer, ShownCalls
 from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.rendering.stream_filter import (
     ContentStream,
@@ -26,7 +26,7 @@ from outloop.router.rendering.tool_calls import CallReader
 
 
 class LiveAnswer:
-    """An answer while it is drawn: what of it is shown, and was."""
+    """An answer while it is generated: what is shown of it, and which calls were."""
 
     def __init__(
         self,
@@ -40,12 +40,12 @@ class LiveAnswer:
         self._calls = calls
 
     @property
-    def begun(self) -> Begun | None:
+    def shown_calls(self) -> ShownCalls | None:
         """The calls that were shown; None when there were none."""
         calls = self._calls.calls if self._calls is not None else []
         if not calls or self._content is None:
             return None
-        return Begun(text=self._content.shown, calls=calls)
+        return ShownCalls(text=self._content.shown, calls=calls)
 
 
 class AnswerReader:
@@ -55,9 +55,9 @@ class AnswerReader:
         self._renderer = renderer
 
     def live(self, request: TurnRequest, plan: Plan) -> LiveAnswer | None:
-        """What shows an answer while it is drawn; None when nothing may be shown before the end.
+        """What shows an answer while it is generated; None when nothing may be shown early.
 
-        A forced call's beginning is the first that it is given.
+        The ids that begin a forced call are the first to be given to it.
         """
         if not request.stream:
             return None
@@ -99,12 +99,12 @@ class AnswerReader:
         plan: Plan,
         turn_id: str,
         stop_text: str | None,
-        begun: Begun | None = None,
+        shown: ShownCalls | None = None,
     ) -> Answer:
         """The message in `output_ids`; its text ends before `stop_text`.
 
         Args:
-            begun: the calls that were shown while it was drawn.
+            shown: the calls that a streaming client was shown.
         """
         if request.prompt is not None:
             text = self._renderer.tokenizer.decode_on(self._renderer.until_stop(output_ids))
@@ -121,7 +121,7 @@ class AnswerReader:
             parallel=request.parallel_tool_calls,
             # What the client wrote may hold a stop string, which stops nothing.
             stop_text=None if is_prefilled else stop_text,
-            begun=begun,
+            shown=shown,
         )
         if is_prefilled:
             message = answer.message
@@ -192,8 +192,8 @@ class AnswerReader:
         if live is not None:
             forced_ids = [] if _is_prefilled(request, plan) else plan.forced_ids
             live.add(forced_ids + output_ids)
-        begun = live.begun if live is not None else None
-        answer = self.read(request, output_ids, plan, turn.turn_id, stop_text, begun)
+        shown = live.shown_calls if live is not None else None
+        answer = self.read(request, output_ids, plan, turn.turn_id, stop_text, shown)
         return self.result(request, turn, plan, answer.message, stop_text)
 
     def stop_text(self, turn: Turn) -> str | None:
@@ -211,5 +211,5 @@ def _is_prefilled(request: TurnRequest, plan: Plan) -> bool:
 
 def _after(prefill: str, text: str) -> str:
     """What of an answer's text comes after the client's beginning."""
-    begun = prefill.lstrip()
-    return text[len(begun) :] if text.startswith(begun) else ""
+    start = prefill.lstrip()
+    return text[len(start) :] if text.startswith(start) else ""

@@ -26,7 +26,7 @@ from outloop.router.dialects.base import TurnRequest, TurnResult
 from outloop.router.episodes.episode import EpisodeSession
 from outloop.router.episodes.turn_tree import Plan
 from outloop.router.metrics import RouterMetrics
-from outloop.router.rendering.parsing import Answer, Begun
+from outloop.router.rendering.parsing import Answer, ShownCalls
 from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.servers.generation import Drawn
 from outloop.router.turns.answer_reader import AnswerReader
@@ -61,11 +61,11 @@ class _Choice:
         index: int,
         drawn: Drawn,
         said_ids: list[int],
-        begun: Begun | None,
+        shown: ShownCalls | None,
     ) -> None:
         """`said_ids` are those before the first stop id."""
         self._reader = reader
-        self._begun = begun
+        self._shown_calls = shown
         self.common, self.index, self.drawn = common, index, drawn
         self.num_until_stop = min(len(said_ids) + 1, len(drawn.ids))
         """Output ids up to and including the first stop id."""
@@ -83,7 +83,7 @@ class _Choice:
                 self.common.plan,
                 self.common.job.turn_ids[self.index],
                 self._stop_text,
-                self._begun,
+                self._shown_calls,
             )
         return self._answer
 
@@ -133,12 +133,12 @@ class Recorder:
         self._tells = bool(_log.is_enabled_for(level))
 
     async def record(
-        self, common: Recording, index: int, drawn: Drawn, begun: Begun | None
+        self, common: Recording, index: int, drawn: Drawn, shown: ShownCalls | None
     ) -> TurnResult:
         """Write one choice down; what is returned is in the buffer, except of unkeyed traffic."""
         session, request, plan = common.session, common.request, common.plan
         said_ids = self._renderer.until_stop(drawn.ids)
-        choice = _Choice(self._reader, common, index, drawn, said_ids, begun)
+        choice = _Choice(self._reader, common, index, drawn, said_ids, shown)
         turn = self._turn(choice)
         if session.opening is not None:
             # While Redis writes; nobody gets it before that is acknowledged.

@@ -35,7 +35,7 @@ from outloop.router.errors import (
 )
 from outloop.router.metrics import RouterMetrics
 from outloop.router.peers.turn_locator import Peers
-from outloop.router.rendering.parsing import Begun
+from outloop.router.rendering.parsing import ShownCalls
 from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.servers.generate_api import NO_WISH, Prompt, Wish
 from outloop.router.servers.generation import Drawn, Generator
@@ -316,8 +316,8 @@ class TurnService:
         try:
             return tuple(
                 [
-                    await self._recorder.record(common, index, one, begun)
-                    for index, (one, begun) in enumerate(drawn)
+                    await self._recorder.record(common, index, one, shown)
+                    for index, (one, shown) in enumerate(drawn)
                 ]
             )
         except BaseException:
@@ -344,7 +344,7 @@ class TurnService:
         plan: Plan,
         sampling: Sampling,
         again: Turn | None,
-    ) -> tuple[Drawn, Begun | None]:
+    ) -> tuple[Drawn, ShownCalls | None]:
         """One choice, drawn now or, where a lost attempt had recorded it, `again`."""
         live = self._reader.live(request, plan)
 
@@ -357,7 +357,7 @@ class TurnService:
         if again is not None:
             drawn = drawn_before(again, self._reader.stop_text(again))
             show(drawn.ids)
-            return drawn, live.begun if live is not None else None
+            return drawn, live.shown_calls if live is not None else None
         drawn, session.last_server = await self._generator.draw(
             prompt,
             sampling,
@@ -369,7 +369,7 @@ class TurnService:
             on_tokens=show if request.stream else None,
             wish=_wish(request, sampling),
         )
-        return drawn, live.begun if live is not None else None
+        return drawn, live.shown_calls if live is not None else None
 
 
 async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -45,7 +45,7 @@ def read(renderer, ids: list[int], cuts: list[int], **fields):
             name, arguments = calls.get(piece.number, (piece.name, ""))
             assert name == piece.name
             calls[piece.number] = (name, arguments + piece.arguments)
-    said = reader.read(asked, list(ids), PLAN, "t", None, live.begun)
+    said = reader.read(asked, list(ids), PLAN, "t", None, live.shown_calls)
     return text, list(calls.values()), said
 
 

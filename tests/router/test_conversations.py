@@ -98,7 +98,7 @@ async def compare_with_play(stage, row, rendered) -> None:
     ("row", "needle"),
     [
         ({"messages": [{"role": "user", "content": "hi"}]}, "no message is by the assistant"),
-        ({"messages": [{"role": "assistant", "content": "hi"}]}, "nothing asks"),
+        ({"messages": [{"role": "assistant", "content": "hi"}]}, "one before it is needed"),
         ({"messages": "hi"}, "Expected `array`"),
         (
             {

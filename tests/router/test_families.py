@@ -269,7 +269,7 @@ def test_a_stream_shows_what_the_plain_answer_says(make_renderer, model_type, wo
         text += shown.text
         for piece in shown.calls:
             calls.setdefault(piece.number, [piece.name]).append(piece.arguments)
-    said = reader.read(asked, ids, plan, "t", None, live.begun).message
+    said = reader.read(asked, ids, plan, "t", None, live.shown_calls).message
     assert said == reader.read(asked, ids, plan, "t", None).message
     assert said.text.startswith(text)
     told = [(name, "".join(pieces)) for name, *pieces in calls.values()]
