@@ -43,9 +43,9 @@ from outloop.buffer.redis.scripts import Clock, SyncScripts
 from outloop.buffer.registry import SyncRegistry
 from outloop.buffer.run import Run
 from outloop.buffer.stats import stats_from
+from outloop.buffer.store.episodes import load_sync
 from outloop.buffer.store.leases import LeaseRow, leased_groups
 from outloop.buffer.store.ledger import Ledger, ledger_from
-from outloop.buffer.store.loading import load_sync
 from outloop.buffer.store.sft import sft_records
 from outloop.buffer.tasks.source_weights import TaskWeights
 
@@ -76,14 +76,20 @@ class BufferReader(SyncRegistry):
         """Whole trajectories, to and from files."""
 
     @classmethod
-    def connect(cls, run: Run, *, clock: Clock | None = None) -> BufferReader:
-        """Join `run`.
+    def connect(
+        cls,
+        run: Run,
+        *,
+        clock: Clock | None = None,
+        connect_client: Callable[[str], redis.Redis] = connect_sync,
+    ) -> BufferReader:
+        """Join `run`, by the client that `connect_client` makes for its URL.
 
         Raises:
             BufferUnavailable: Redis is unreachable or does not hold the run.
             SettingsError, SchemaMismatch: it was started with other settings, by another release.
         """
-        client = connect_sync(run.redis_url)
+        client = connect_client(run.redis_url)
         reader = cls(run, client, clock)
         try:
             with translated(f"run_id={run.run_id}: joining"):

@@ -8,6 +8,7 @@ type instead of filling a field in.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -112,7 +113,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def __post_init__(self) -> None:
         for name in ("prompt_ids", "output_ids"):
             ids = getattr(self, name)
-            if ids.dtype != np.int32 or ids.ndim != 1 or (len(ids) and np.minimum.reduce(ids) < 0):
+            if ids.dtype != INT32 or ids.ndim != 1 or (len(ids) and np.minimum.reduce(ids) < 0):
                 raise RecordError(f"turn {self.turn_id}: {name} must be non-negative int32 [T]")
             self._make_plain(name, INT32)
         if self.behavior_logprobs is not None:
@@ -125,7 +126,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 )
             if not np.isfinite(self.behavior_logprobs).all():
                 raise RecordError(f"turn {self.turn_id}: behavior_logprobs holds NaN or infinity")
-        self.check_spans()
+        self._check_spans()
 
     def _make_plain(self, name: str, dtype: np.dtype[Any]) -> None:
         """Have the array as its bytes are stored: of this dtype, without gaps."""
@@ -135,8 +136,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 plain = np.ascontiguousarray(array, dtype)
             msgspec.structs.force_setattr(self, name, plain)
 
-    def check_spans(self) -> None:
-        """Raises RecordError unless version_spans and loss_spans fit the output tokens."""
+    def _check_spans(self) -> None:
         num_output = len(self.output_ids)
         if self.behavior_logprobs is not None:
             position = 0
@@ -247,6 +247,23 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 path.append(by_id[path[-1].parent_turn_id])
             paths.append(tuple(reversed(path)))
         return tuple(paths)
+
+
+def check_turns(episode_id: str, turns: Sequence[Turn]) -> None:
+    """Refuse turns that do not make one episode.
+
+    Raises:
+        RecordError: a turn is of another episode, or its parent does not come before it.
+    """
+    known: set[str] = set()
+    for turn in turns:
+        parent = turn.parent_turn_id
+        if turn.episode_id != episode_id or (parent is not None and parent not in known):
+            raise RecordError(
+                f"episode_id={episode_id}: turn {turn.turn_id} has episode_id={turn.episode_id}, "
+                f"parent_turn_id={parent}; its own episode and an earlier turn are allowed"
+            )
+        known.add(turn.turn_id)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -34,15 +34,14 @@ from outloop.buffer.records import (
 )
 from outloop.buffer.redis.client import connect_async, translated
 from outloop.buffer.redis.keys import key, prefix
-from outloop.buffer.redis.pipelining import GroupedScripts
+from outloop.buffer.redis.pipelining import PipelinedScripts
 from outloop.buffer.redis.pubsub import Channel
 from outloop.buffer.redis.run_meta import CLOSE_GRACE_S, check_joinable
 from outloop.buffer.redis.scripts import AsyncScripts, Clock, refusal
 from outloop.buffer.registry import Runners, decode_servers, encode_facts
 from outloop.buffer.run import Run
 from outloop.buffer.store.budget_notes import BudgetNotes, EpisodeUsage
-from outloop.buffer.store.episodes import named
-from outloop.buffer.store.loading import load_async
+from outloop.buffer.store.episodes import load_async, named
 from outloop.buffer.store.sft import put_async
 from outloop.buffer.tasks.mixture import Mixture, TaskSource
 from outloop.buffer.tasks.order import trained_version_bounds
@@ -72,7 +71,7 @@ class BufferWriter:
         self._client = client
         self._prefix = prefix(run.run_id)
         scripts = (client, key(run.run_id, "meta"), clock)
-        self._scripts, self._turn_scripts = AsyncScripts(*scripts), GroupedScripts(*scripts)
+        self._scripts, self._turn_scripts = AsyncScripts(*scripts), PipelinedScripts(*scripts)
         self.budget_notes = BudgetNotes(client, self._scripts, self._prefix)
         self.channel = Channel(client, self._prefix)
         self.runners = Runners(self._scripts)
@@ -80,14 +79,20 @@ class BufferWriter:
         self._mixture: tuple[int, Mixture] | None = None
 
     @classmethod
-    async def connect(cls, run: Run, *, clock: Clock | None = None) -> BufferWriter:
-        """Join `run`.
+    async def connect(
+        cls,
+        run: Run,
+        *,
+        clock: Clock | None = None,
+        connect_client: Callable[[str], redis.asyncio.Redis] = connect_async,
+    ) -> BufferWriter:
+        """Join `run`, by the client that `connect_client` makes for its URL.
 
         Raises:
             BufferUnavailable: Redis is unreachable or does not hold the run.
             SettingsError, SchemaMismatch: it was started with other settings, by another release.
         """
-        writer = cls(run, connect_async(run.redis_url), clock)
+        writer = cls(run, connect_client(run.redis_url), clock)
         try:
             with translated(f"run_id={run.run_id}: joining"):
                 meta: Any = await writer._client.hgetall(writer._key("meta"))
@@ -317,7 +322,7 @@ class BufferWriter:
                     f"trajectory {trajectory.episode.episode_id}: "
                     f"purpose={trajectory.episode.purpose!r}; only 'sft' is allowed here"
                 )
-        records = map(records_codec.trajectory_parts, trajectories)
+        records = map(records_codec.encode_trajectory, trajectories)
         client, scripts, key = self._client, self._scripts, check_id(key, "key")
         await put_async(client, self._prefix, scripts, records, key=key, final=final)
 

@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 
 from outloop.buffer.errors import OutloopError, RecordError, SchemaMismatch, SettingsError
-from outloop.buffer.records import Float32, Int32, Trajectory
-from outloop.buffer.store.episodes import check_turns
+from outloop.buffer.records import Float32, Int32, Trajectory, check_turns
 
 SCHEMA = 1
 

@@ -6,7 +6,10 @@ rules. Invariant: a process joins only the run, schema and settings that the lau
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import redis
 
 from outloop.buffer.codec.records_codec import SCHEMA
 from outloop.buffer.errors import BufferUnavailable, Conflict, SchemaMismatch, SettingsError
@@ -20,7 +23,7 @@ CLOSE_GRACE_S = 5.0
 """An attempt is given up this long after its deadline: the runner closes it first, as truncated."""
 
 
-def init_run(run: Run) -> bool:
+def init_run(run: Run, *, connect_client: Callable[[str], redis.Redis] = connect_sync) -> bool:
     """Create the run in Redis, or enter its settings again; True if it was created.
 
     Only the launcher calls it, before it starts any part: it empties the registry of processes.
@@ -36,7 +39,7 @@ def init_run(run: Run) -> bool:
     words: list[str | int] = [run.run_id, settings.digest(), SCHEMA, settings.run.seed, len(rules)]
     for name, value in rules.items():
         words += [name, value]
-    client = connect_sync(run.redis_url)
+    client = connect_client(run.redis_url)
     what = f"run_id={run.run_id}: creating the run"
     try:
         with translated(what):

@@ -1,31 +1,21 @@
-"""Leased groups on their way to the trainer.
-
-Owns: reading the episodes of leased groups and making records of them while later ones are under
-way. Does not own: leases (reader, scripts), bytes (codec). Invariant: a group that is damaged or of
-another release is told by name and does not disturb those after it.
-"""
+"""Leased groups on their way to the trainer."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from typing import Any
 
 import redis
 
-from outloop.buffer.codec import records_codec
 from outloop.buffer.errors import UNREADABLE, OutloopError, RecordError
-from outloop.buffer.records import Group, Turn
-from outloop.buffer.redis.client import replies
-from outloop.buffer.store.episodes import EPISODE_FIELDS, Fields, trajectory_of, turns_from
+from outloop.buffer.records import Group
+from outloop.buffer.store.episodes import EPISODE_FIELDS, Fields, trajectory_from
 
 LeaseRow = tuple[str, int, int, str, Sequence[str]]
 """group_id, slot, size, task_id, episode ids: as the script take packs it."""
-_Stored = tuple[str, Fields, Sequence[bytes]]
-"""episode_id, what its hash holds, records of its turns."""
-_AT_ONCE_BYTES = 2**18
-"""Turns are decoded many at once, but while the processor's cache still holds them."""
+_BYTES_AT_ONCE = 8 * 2**20
+"""About so much is read in one round trip, and held before it is decoded."""
+_MIN_GROUP_BYTES = 2**16
 
 
 def leased_groups(
@@ -36,34 +26,39 @@ def leased_groups(
     Raises:
         redis.RedisError: the episodes could not be read.
     """
-    requests = [
-        (
-            ("HMGET", f"{prefix}episode:{episode_id}", *EPISODE_FIELDS),
-            ("LRANGE", f"{prefix}episode:{episode_id}:turns", "0", "-1"),
-        )
-        for row in rows
-        for episode_id in row[4]
-    ]
-    with records_codec.many_at_once(), closing(replies(client, requests)) as stored:
-        for row in rows:
-            answers = itertools.islice(stored, len(row[4]))
+    first, num_groups = 0, 1
+    while first < len(rows):
+        part = rows[first : first + num_groups]
+        stored = _read(client, prefix, part)
+        for row in part:
+            # Read to the end before anything is decoded: each group needs its own answers.
+            episodes = [(episode_id, next(stored), next(stored)) for episode_id in row[4]]
             try:
-                yield row[0], _group_from(row, answers)
+                yield row[0], _group_from(row, episodes)
             except UNREADABLE as error:
-                for _ in answers:
-                    pass
                 yield row[0], error
+        first += num_groups
+        num_bytes = sum(len(turn) for *_, turns in episodes for turn in turns)
+        num_groups = max(1, _BYTES_AT_ONCE // max(num_bytes, _MIN_GROUP_BYTES))
 
 
-def _group_from(row: LeaseRow, answers: Iterator[list[Any]]) -> Group:
-    group_id, slot, size, task_id, episode_ids = row
-    trajectories = [
-        trajectory_of(episode_id, fields, turns)
-        for episode_id, fields, turns in _episodes(episode_ids, answers)
-    ]
-    trajectories.sort(key=lambda trajectory: trajectory.episode.attempt)
+def _read(client: redis.Redis, prefix: str, rows: Sequence[LeaseRow]) -> Iterator[Any]:
+    """The stored fields and the stored turns of every episode, in turn."""
+    with client.pipeline(transaction=False) as pipeline:
+        for *_, episode_ids in rows:
+            for episode_id in episode_ids:
+                name = f"{prefix}episode:{episode_id}"
+                pipeline.hmget(name, list(EPISODE_FIELDS))
+                pipeline.lrange(f"{name}:turns", 0, -1)
+        return iter(pipeline.execute())
+
+
+def _group_from(row: LeaseRow, episodes: Sequence[tuple[str, Fields, Sequence[bytes]]]) -> Group:
+    group_id, slot, size, task_id, _ = row
+    trajectories = [trajectory_from(*episode) for episode in episodes]
     if any(trajectory.episode.reward is None for trajectory in trajectories):
         raise RecordError(f"group_id={group_id}: an episode lacks its reward")
+    trajectories.sort(key=lambda trajectory: trajectory.episode.attempt)
     return Group(
         group_id=group_id,
         slot=slot,
@@ -71,31 +66,3 @@ def _group_from(row: LeaseRow, answers: Iterator[list[Any]]) -> Group:
         group_size=size,
         trajectories=tuple(trajectories),
     )
-
-
-def _episodes(
-    episode_ids: Sequence[str], answers: Iterator[list[Any]]
-) -> Iterator[tuple[str, Fields, list[Turn]]]:
-    """Each episode with its stored fields and its turns."""
-    waiting: list[_Stored] = []
-    num_bytes = 0
-    for episode_id, (fields, records) in zip(episode_ids, answers, strict=True):
-        waiting.append((episode_id, fields, records))
-        num_bytes += sum(map(len, records))
-        if num_bytes >= _AT_ONCE_BYTES:
-            yield from _decoded(waiting)
-            waiting, num_bytes = [], 0
-    yield from _decoded(waiting)
-
-
-def _decoded(episodes: Sequence[_Stored]) -> Iterator[tuple[str, Fields, list[Turn]]]:
-    try:
-        turns = iter(
-            records_codec.decode_turns([record for *_, records in episodes for record in records])
-        )
-    except UNREADABLE:
-        for episode_id, _, records in episodes:
-            turns_from(episode_id, records)
-        raise
-    for episode_id, fields, records in episodes:
-        yield episode_id, fields, list(itertools.islice(turns, len(records)))

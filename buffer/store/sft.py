@@ -1,8 +1,6 @@
-"""Large records on their way into Redis.
+"""Trajectories for supervised training: staged by plain SETs, then taken over by one script.
 
-Owns: the keys under which records wait for the script that keeps them, for how long, and reading
-them again. Does not own: the script (put_trajectories) or bytes (codec). Invariant: a record is
-staged by a plain SET, because a script would copy it twice more; what no script kept expires.
+A script would copy each record twice more. What no script takes over expires.
 """
 
 from __future__ import annotations
@@ -14,34 +12,13 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from outloop.buffer.redis.client import Word, send, translated
-from outloop.buffer.redis.scripts import Argument, AsyncScripts, SyncScripts
+from outloop.buffer.redis.client import translated
+from outloop.buffer.redis.scripts import AsyncScripts, SyncScripts
 
 _STAGED_MS = 600_000
 _CHUNK = 64
-_Words = tuple[Argument, ...]
-
-
-class _Staged:
-    """Records under a token of their own."""
-
-    def __init__(self, prefix: str, records: Iterable[Word]) -> None:
-        self._token = uuid.uuid4().hex
-        self._prefix = prefix
-        self._records = records
-        self._number = 0
-
-    def commands(self) -> Iterator[tuple[Word, ...]]:
-        """What stages them, one by one."""
-        start = f"{self._prefix}staged:{self._token}:".encode()
-        lasts_ms = b"%d" % _STAGED_MS
-        for record in self._records:
-            yield b"SET", b"%b%d" % (start, self._number), record, b"PX", lasts_ms
-            self._number += 1
-
-    def words(self, key: str, final: bool) -> _Words:
-        """What the script is told once all are staged."""
-        return key, int(final), self._token, self._number
+_CHUNK_BYTES = 8 * 2**20
+_WHAT = "storing trajectories"
 
 
 def put_sync(
@@ -59,30 +36,35 @@ def put_sync(
         BufferUnavailable: Redis is unreachable or full; nothing was stored.
         Gone: they waited too long between staging and storing.
     """
-    staged = _Staged(prefix, records)
-    what = "storing trajectories"
-    with translated(what), client.pipeline(transaction=False) as pipeline:
-        for command in staged.commands():
-            pipeline.execute_command(*command)
-        pipeline.execute()
-    scripts.call("put_trajectories", *staged.words(key, final), what=what)
+    token, number = uuid.uuid4().hex, 0
+    with translated(_WHAT), client.pipeline(transaction=False) as pipeline:
+        for chunk in _chunks(records):
+            for record in chunk:
+                pipeline.set(_staged(prefix, token, number), record, px=_STAGED_MS)
+                number += 1
+            pipeline.execute()
+    scripts.call("put_trajectories", key, int(final), token, number, what=_WHAT)
 
 
 async def put_async(
     client: redis.asyncio.Redis,
     prefix: str,
     scripts: AsyncScripts,
-    records: Iterable[Word],
+    records: Iterable[bytes],
     *,
     key: str,
     final: bool,
 ) -> None:
-    """As put_sync, of records in parts."""
-    staged = _Staged(prefix, records)
-    what = "storing trajectories"
-    with translated(what):
-        await send(client, staged.commands())
-    await scripts.call("put_trajectories", *staged.words(key, final), what=what)
+    """As put_sync."""
+    token, number = uuid.uuid4().hex, 0
+    with translated(_WHAT):
+        async with client.pipeline(transaction=False) as pipeline:
+            for chunk in _chunks(records):
+                for record in chunk:
+                    pipeline.set(_staged(prefix, token, number), record, px=_STAGED_MS)
+                    number += 1
+                await pipeline.execute()
+    await scripts.call("put_trajectories", key, int(final), token, number, what=_WHAT)
 
 
 def sft_records(client: redis.Redis, prefix: str) -> Iterator[bytes]:
@@ -97,3 +79,21 @@ def sft_records(client: redis.Redis, prefix: str) -> Iterator[bytes]:
         start += _CHUNK
         if len(records) < _CHUNK:
             return
+
+
+def _staged(prefix: str, token: str, number: int) -> str:
+    return f"{prefix}staged:{token}:{number}"
+
+
+def _chunks(records: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Parts that are sent at once."""
+    chunk: list[bytes] = []
+    num_bytes = 0
+    for record in records:
+        chunk.append(record)
+        num_bytes += len(record)
+        if num_bytes >= _CHUNK_BYTES:
+            yield chunk
+            chunk, num_bytes = [], 0
+    if chunk:
+        yield chunk

@@ -17,7 +17,6 @@ import numpy as np
 import structlog
 from msgspec.structs import replace
 
-from outloop.buffer.codec.turn_codec import turn_of_known
 from outloop.buffer.errors import BufferUnavailable, Conflict
 from outloop.buffer.records import FinishReason, Sampling, Turn
 from outloop.buffer.store.budget_notes import EpisodeUsage
@@ -221,9 +220,7 @@ class Recorder:
             purpose=session.opening.purpose if session.opening is not None else "eval",
         )
         before = common.again[index] if common.again else None
-        # Ids are none below zero: the renderer's, and a server's as they are read (wire). To check
-        # them once more takes longer than to make arrays of them.
-        return turn_of_known(
+        return Turn(
             turn_id=common.job.turn_ids[index],
             episode_id=session.episode_id,
             parent_turn_id=plan.parent.turn.turn_id if plan.parent is not None else None,

@@ -26,10 +26,9 @@ from figures import say
 from outloop.buffer.codec import records_codec
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import CheckpointMark, Claim, Opening, Reward, Trajectory, Turn
-from outloop.buffer.redis import client as connect
 from outloop.buffer.redis.client import connect_async, connect_sync
 from outloop.buffer.redis.keys import key
-from outloop.buffer.store import leases as leased
+from outloop.buffer.store import leases
 from outloop.buffer.writer import BufferWriter
 
 SIZES = {"2k": (2048, 2), "16k": (16384, 8), "128k": (131072, 32)}
@@ -45,25 +44,18 @@ class Stopwatch:
     """Seconds spent inside some functions, by the name given to each."""
 
     def __init__(self) -> None:
-        self.seconds = {"encode": 0.0, "decode": 0.0, "pack": 0.0}
+        self.seconds = {"encode": 0.0, "decode": 0.0}
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, encoding and decoding are timed wherever the buffer does them.
-
-        Records are encoded on their way into packed commands: "pack" is all of that way, with the
-        copy of their arrays that redis-py makes of any record, too.
-        """
+        """Inside, encoding and decoding are timed wherever the buffer does them."""
         with ExitStack() as stack:
             for module, function, name in (
-                (records_codec, "trajectory_parts", "encode"),
-                (records_codec, "decode_turns", "decode"),
-                (leased, "trajectory_of", "decode"),
+                (records_codec, "encode_trajectory", "encode"),
+                (leases, "trajectory_from", "decode"),
             ):
                 watched = self._timed(getattr(module, function), name)
                 stack.enter_context(mock.patch.object(module, function, watched))
-            steps = self._timed_steps(connect._windows, "pack")
-            stack.enter_context(mock.patch.object(connect, "_windows", steps))
             yield
 
     def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -72,15 +64,6 @@ class Stopwatch:
             answer = function(*args)
             self.seconds[name] += time.perf_counter() - before
             return answer
-
-        return watched
-
-    def _timed_steps(self, function: Callable[..., Iterator[Any]], name: str) -> Callable[..., Any]:
-        def watched(*args: Any) -> Iterator[Any]:
-            steps = function(*args)
-            next_step = self._timed(lambda: next(steps, None), name)
-            while (step := next_step()) is not None:
-                yield step
 
         return watched
 
@@ -270,7 +253,6 @@ class SizeBench:
             "sft_vs_get": self._ratio("raw_get", "read_sft"),
             "play_vs_raw": self._ratio(raw_write, "play"),
             "codec_share": (s["encode"] + s["decode"]) / (s["write"] + s["read"]),
-            "codec_and_packing_share": (s["pack"] + s["decode"]) / (s["write"] + s["read"]),
             "bytes_per_token_vs_arrays": max(turns, len(self.record)) / arrays,
             "memory_vs_arrays": self.memory / (arrays * self.number),
             "write_mb_s": self.mb / s["write"],

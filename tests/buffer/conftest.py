@@ -7,13 +7,14 @@ Redis and on the twin.
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import redis
+import redis.asyncio
 
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import (
@@ -32,6 +33,7 @@ from outloop.buffer.records import (
     Turn,
     VersionSpan,
 )
+from outloop.buffer.redis.client import connect_async, connect_sync
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import Run, create_run
@@ -69,7 +71,7 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., Run]:
+def make_run(tmp_path: Path, clients: Clients) -> Callable[..., Run]:
     """A run created in Redis at `url`, with settings changed by `section__key=value`."""
 
     def make(url: str, **changes: Any) -> Run:
@@ -83,7 +85,7 @@ def make_run(tmp_path: Path) -> Callable[..., Run]:
             section, _, field = name.partition("__")
             tree.setdefault(section, {})[field] = value
         run = create_run(build_settings(tree, source="test"), tmp_path / tree["run"]["name"], url)
-        init_run(run)
+        init_run(run, connect_client=clients.sync)
         return run
 
     return make
@@ -95,45 +97,66 @@ def where(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+class Clients:
+    """Makes the clients of both faces: of a real server, or of a twin by its URL."""
+
+    def __init__(self) -> None:
+        self._twins: dict[str, Twin] = {}
+
+    def add(self, twin: Twin) -> str:
+        """The URL of a twin."""
+        url = f"unix:///twin-{len(self._twins)}"
+        self._twins[url] = twin
+        return url
+
+    def sync(self, url: str) -> redis.Redis:
+        """A blocking client."""
+        return self._twins[url].client() if url in self._twins else connect_sync(url)
+
+    def asynchronous(self, url: str) -> redis.asyncio.Redis:
+        """One for asyncio."""
+        return self._twins[url].async_client() if url in self._twins else connect_async(url)
+
+
 @pytest.fixture
-def url(where: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def clients() -> Clients:
+    """Makes clients."""
+    return Clients()
+
+
+@pytest.fixture
+def url(where: str, clients: Clients, request: pytest.FixtureRequest) -> str:
     """Of the real server, or of a twin."""
-    if where == "redis":
-        return str(request.getfixturevalue("server").url)
-    return put_in_place(Twin(), monkeypatch)
-
-
-def put_in_place(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Have both faces of the buffer connect to `twin`; the URL to give them."""
-    for module in ("reader", "redis.run_meta", "writer"):
-        kind = "async" if module == "writer" else "sync"
-        client = twin.async_client if module == "writer" else twin.client
-        monkeypatch.setattr(
-            f"outloop.buffer.{module}.connect_{kind}", lambda url, make=client: make()
-        )
-    return "unix:///twin"
+    return str(request.getfixturevalue("server").url) if where == "redis" else clients.add(Twin())
 
 
 @pytest.fixture
-def replace_redis(monkeypatch: pytest.MonkeyPatch) -> Callable[[Twin], str]:
-    """Puts a twin of a test's own in the place of Redis; returns its URL."""
-    return partial(put_in_place, monkeypatch=monkeypatch)
-
-
-@pytest.fixture
-def join(url: str, make_run: Callable[..., Run], clock: FakeClock) -> Iterator[Callable[..., Any]]:
-    """Both faces of a new run with `section__key=value` settings, on the test's clock."""
+def connect_faces(
+    clients: Clients, clock: FakeClock
+) -> Iterator[Callable[[Run], Awaitable[tuple[BufferWriter, BufferReader]]]]:
+    """Joins a run with both faces, on the test's clock."""
     readers: list[BufferReader] = []
 
-    async def connect(**changes: Any) -> tuple[BufferWriter, BufferReader]:
-        run = make_run(url, **changes)
-        reader = BufferReader.connect(run, clock=clock)
-        readers.append(reader)
-        return await BufferWriter.connect(run, clock=clock), reader
+    async def connect(run: Run) -> tuple[BufferWriter, BufferReader]:
+        writer = await BufferWriter.connect(run, clock=clock, connect_client=clients.asynchronous)
+        readers.append(BufferReader.connect(run, clock=clock, connect_client=clients.sync))
+        return writer, readers[-1]
 
     yield connect
     for reader in readers:
         reader.close()
+
+
+@pytest.fixture
+def join(
+    url: str, make_run: Callable[..., Run], connect_faces: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Both faces of a new run with `section__key=value` settings, on the test's clock."""
+
+    async def connect(**changes: Any) -> tuple[BufferWriter, BufferReader]:
+        return await connect_faces(make_run(url, **changes))
+
+    return connect
 
 
 @pytest.fixture
@@ -336,15 +359,14 @@ async def start(join: Callable[..., Any]) -> AsyncIterator[Callable[..., Any]]:
 
 @pytest.fixture
 async def loop_on(
-    make_run: Callable[..., Run], clock: FakeClock
+    make_run: Callable[..., Run], connect_faces: Callable[..., Any]
 ) -> AsyncIterator[Callable[..., Any]]:
     """Starts a Loop on the server at a URL; `again` joins the run of an earlier call."""
     opened: list[Loop] = []
 
     async def begin(url: str, *, again: bool = False, **changes: Any) -> Loop:
         run = make_run(url, **changes)
-        writer = await BufferWriter.connect(run, clock=clock)
-        loop = Loop(writer, BufferReader.connect(run, clock=clock))
+        loop = Loop(*await connect_faces(run))
         opened.append(loop)
         if not again:
             await loop.start()
@@ -353,4 +375,3 @@ async def loop_on(
     yield begin
     for loop in opened:
         await loop.writer.close()
-        loop.reader.close()

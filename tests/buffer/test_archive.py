@@ -256,7 +256,7 @@ async def test_a_run_is_exported_imported_and_exported_again(
 
 
 def test_whatever_was_exported_comes_back_from_another_run(
-    url: str, make_run: Callable[..., Any], tmp_path: Path
+    url: str, make_run: Callable[..., Any], tmp_path: Path, clients: Any
 ) -> None:
     """Export, import, export: the same lines, and so the same ids, logprobs and spans."""
     names = itertools.count()
@@ -268,7 +268,8 @@ def test_whatever_was_exported_comes_back_from_another_run(
         file.write_bytes(b"".join(map(format_line, some)))
         exports = []
         for path in (file, again):
-            reader = BufferReader.connect(make_run(url, run__name=f"x{next(names)}"))
+            run = make_run(url, run__name=f"x{next(names)}")
+            reader = BufferReader.connect(run, connect_client=clients.sync)
             reader.archive.read(path)
             assert reader.archive.write(again) == (len(some), 0)
             exports.append(sorted(again.read_bytes().splitlines()))

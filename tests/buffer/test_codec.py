@@ -145,7 +145,7 @@ def test_small_records_survive_their_bytes(
         records_codec.encode_closure("failed", "agent", reward, "why")
     )
     assert (closure.outcome, closure.failure_kind, closure.error) == ("failed", "agent", "why")
-    assert records_codec.reward_from_wire(closure.reward) == reward
+    assert closure.reward == reward
     task = Task(task_id="t", payload=payload)
     assert records_codec.decode_task(records_codec.encode_task(task)) == task
 
@@ -165,7 +165,7 @@ def test_damaged_bytes_are_refused_and_nothing_else(turn: Turn, data: st.DataObj
 def test_an_unknown_schema_is_refused_by_both_numbers() -> None:
     """The message names what was written and what this release reads."""
     data = records_codec.encode_reward(Reward(value=1.0))
-    with pytest.raises(SchemaMismatch, match="schema=7, this release reads schema=2"):
+    with pytest.raises(SchemaMismatch, match="schema=7, this release reads schema=3"):
         records_codec.decode_reward(struct.pack("<H", 7) + data[2:])
 
 
@@ -186,58 +186,38 @@ def test_the_form_of_arrays_is_fixed() -> None:
         finished_at=0.0,
     )
     data = records_codec.encode_turn(turn)
-    assert data[:8] == struct.pack("<HHI", records_codec.SCHEMA, 0, 5)
-    assert data[8:20] == struct.pack("<3i", 1, 258, 3)
-    assert data[20:28] == struct.pack("<2f", -1.0, 0.0)
-    assert msgspec.msgpack.decode(data[28:])[4:9] == [1, 2, True, [[5, 0, 2]], [[0, 2]]]
-
-
-def _with_row(turn: Turn, changes: dict[int, object], arrays: bytes) -> bytes:
-    """The record of a turn with other fields and other arrays."""
-    data = records_codec.encode_turn(turn)
-    (num_words,) = struct.unpack_from("<I", data, 4)
-    row = msgspec.msgpack.decode(data[8 + 4 * num_words :])
-    for index, value in changes.items():
-        row[index] = value
-    head = struct.pack("<HHI", records_codec.SCHEMA, 0, len(arrays) // 4)
-    return head + arrays + msgspec.msgpack.encode(row)
+    assert data[:2] == struct.pack("<H", records_codec.SCHEMA)
+    fields = msgspec.msgpack.decode(data[2:])
+    assert set(fields) == set(Turn.__struct_fields__)
+    assert fields["prompt_ids"] == struct.pack("<i", 1)
+    assert fields["output_ids"] == struct.pack("<2i", 258, 3)
+    assert fields["behavior_logprobs"] == struct.pack("<2f", -1.0, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("changes", "arrays", "sentence"),
+    ("changes", "sentence"),
     [
-        ({}, struct.pack("<3i2f", 1, -2, 3, -1.0, 0.0), "must be non-negative"),
-        ({}, struct.pack("<3i2f", 1, 2, 3, float("nan"), 0.0), "behavior_logprobs holds NaN"),
-        ({}, struct.pack("<3i2f", 1, 2, 3, 3e38, float("inf")), "behavior_logprobs holds NaN"),
-        ({}, struct.pack("<3i1f", 1, 2, 3, 0.0), "hold 4 numbers, 5 are announced"),
-        ({4: -1}, struct.pack("<1i2f", 1, 0.0, 0.0), "Expected `int` >= 0"),
-        ({7: [[5, 0, 1]]}, struct.pack("<3i2f", 1, 2, 3, 0.0, 0.0), "version_spans end at 1"),
-        ({8: [[0, 3]]}, struct.pack("<3i2f", 1, 2, 3, 0.0, 0.0), "loss_spans"),
-        ({10: 7}, struct.pack("<3i2f", 1, 2, 3, 0.0, 0.0), "sampling is damaged"),
+        ({"output_ids": struct.pack("<2i", -2, 3)}, "must be non-negative"),
+        ({"behavior_logprobs": struct.pack("<2f", float("nan"), 0)}, "behavior_logprobs holds NaN"),
+        ({"behavior_logprobs": struct.pack("<2f", 0, float("inf"))}, "behavior_logprobs holds NaN"),
+        ({"behavior_logprobs": struct.pack("<1f", 0.0)}, "they must be equal"),
+        ({"prompt_ids": b"odd"}, "turn is damaged"),
+        ({"prompt_ids": [1]}, "list in the place of an array"),
+        ({"version_spans": [[5, 0, 1]]}, "version_spans end at 1"),
+        ({"loss_spans": [[0, 3]]}, "loss_spans"),
+        ({"sampling": 7}, "turn is damaged"),
     ],
 )
 def test_bytes_that_break_a_turns_invariants_are_refused(
-    changes: dict[int, object], arrays: bytes, sentence: str, make_turn: Callable[..., Turn]
+    changes: dict[str, object], sentence: str, make_turn: Callable[..., Turn]
 ) -> None:
     """Negative ids, NaN, unequal lengths and gaps name the field, alone and among good ones."""
-    good = make_turn("e", num_output=2)
-    good = replace(good, prompt_ids=good.prompt_ids[:1])
-    bad = _with_row(good, changes, arrays)
+    data = records_codec.encode_turn(make_turn("e", num_output=2))
+    bad = data[:2] + msgspec.msgpack.encode(msgspec.msgpack.decode(data[2:]) | changes)
     with pytest.raises(RecordError, match=sentence):
         records_codec.decode_turn(bad)
     with pytest.raises(RecordError, match=sentence):
-        records_codec.decode_turns([records_codec.encode_turn(good)] * 3 + [bad])
-
-
-def test_logprobs_whose_sum_overflows_are_not_taken_for_infinity(
-    make_turn: Callable[..., Turn],
-) -> None:
-    """The quick check looks closer before it refuses."""
-    turn = replace(make_turn("e"), behavior_logprobs=np.full(4, -3e38, np.float32))
-    np.testing.assert_array_equal(
-        records_codec.decode_turn(records_codec.encode_turn(turn)).behavior_logprobs,
-        turn.behavior_logprobs,
-    )
+        records_codec.decode_turns([data] * 3 + [bad])
 
 
 def test_many_turns_decode_as_one_by_one(make_turn: Callable[..., Turn]) -> None:
@@ -280,13 +260,13 @@ def test_what_was_decoded_is_as_frozen_as_what_was_built(make_turn: Callable[...
 
 def test_a_reward_that_is_not_finite_is_refused_by_field() -> None:
     """Its value, its components, and those of turns and branches."""
-    head = struct.pack("<HHI", records_codec.SCHEMA, 0, 0)
-    rows: dict[str, list[object]] = {
-        "value=nan": [float("nan"), {}, {}, {}],
-        "components.style=inf": [0.0, {"style": float("inf")}, {}, {}],
-        "turns.t1=nan": [0.0, {}, {"t1": float("nan")}, {}],
-        "branches.t2=-inf": [0.0, {}, {}, {"t2": float("-inf")}],
+    rows: dict[str, dict[str, object]] = {
+        "value=nan": {"value": float("nan")},
+        "components.style=inf": {"value": 0.0, "components": {"style": float("inf")}},
+        "turns.t1=nan": {"value": 0.0, "turns": {"t1": float("nan")}},
+        "branches.t2=-inf": {"value": 0.0, "branches": {"t2": float("-inf")}},
     }
+    head = struct.pack("<H", records_codec.SCHEMA)
     for sentence, row in rows.items():
         with pytest.raises(RecordError, match=sentence):
             records_codec.decode_reward(head + msgspec.msgpack.encode(row))
@@ -309,8 +289,10 @@ def test_scores_of_turns_survive_and_older_bytes_are_read() -> None:
     """Rewards and closures of a release without turn scores and output have empty ones."""
     reward = Reward(value=1, components={"a": 2}, turns={"t": 0.5}, branches={"u": -1})
     assert records_codec.decode_reward(records_codec.encode_reward(reward)) == reward
-    header = records_codec.encode_reward(reward)[:8]
-    older = header + msgspec.msgpack.encode([1.0, {"a": 2.0}])
+    header = records_codec.encode_reward(reward)[:2]
+    older = header + msgspec.msgpack.encode({"value": 1.0, "components": {"a": 2.0}})
     assert records_codec.decode_reward(older) == Reward(value=1.0, components={"a": 2.0})
-    closure = header + msgspec.msgpack.encode(["completed", None, None, "why"])
+    closure = header + msgspec.msgpack.encode(
+        {"outcome": "completed", "failure_kind": None, "reward": None, "error": "why"}
+    )
     assert records_codec.decode_closure(closure).output == ""

@@ -32,7 +32,7 @@ async def test_other_settings_may_not_join(
 
 
 async def test_an_empty_redis_is_noticed_when_joining_and_at_every_call(
-    start: Callable[..., Any],
+    start: Callable[..., Any], clients: Any
 ) -> None:
     """Data that vanished is never trained through."""
     loop = await start()
@@ -49,9 +49,9 @@ async def test_an_empty_redis_is_noticed_when_joining_and_at_every_call(
     with pytest.raises(BufferUnavailable, match="emptied"):
         await loop.writer.policy_state()
     with pytest.raises(BufferUnavailable, match="holds nothing of this run"):
-        BufferReader.connect(loop.writer._run)
+        BufferReader.connect(loop.writer._run, connect_client=clients.sync)
     with pytest.raises(BufferUnavailable, match="holds nothing of this run"):
-        await BufferWriter.connect(loop.writer._run)
+        await BufferWriter.connect(loop.writer._run, connect_client=clients.asynchronous)
 
 
 def test_an_unreachable_redis_is_a_sentence(make_run: Callable[..., Run], tmp_path: Path) -> None:
@@ -97,5 +97,5 @@ def test_a_run_keeps_its_schema_and_seed(
     client.hset(f"{{{run.run_id}:0}}:meta", "schema", "7")
     client.close()
     for join in (init_run, BufferReader.connect):
-        with pytest.raises(SchemaMismatch, match="schema=7, this release reads schema=2"):
+        with pytest.raises(SchemaMismatch, match="schema=7, this release reads schema=3"):
             join(longer)

@@ -11,13 +11,11 @@ import pytest
 from twin import Twin
 
 from outloop.buffer.codec.jsonl import format_line
-from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import Reward, ServerEntry, Task, Trajectory, Turn
 from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.keys import KEYS, KeySpec, group_prefix, prefix, shard_of
 from outloop.buffer.redis.scripts import load_script
-from outloop.buffer.writer import BufferWriter
 
 CREATES = ("SET", "HSET", "HINCRBY", "RPUSH", "LPUSH", "SADD", "ZADD", "ZINCRBY", "RENAME")
 SCRIPTS = sorted(
@@ -172,7 +170,7 @@ Play = Callable[..., Awaitable[str]]
 @pytest.fixture
 def play_on(
     make_run: Callable[..., Any],
-    clock: Any,
+    connect_faces: Callable[..., Any],
     make_turn: Callable[..., Turn],
     make_trajectory: Callable[..., Trajectory],
     loop_of: Callable[..., Any],
@@ -182,35 +180,31 @@ def play_on(
 
     async def play(url: str, look: Callable[[str], object] = lambda tag: None) -> str:
         run = make_run(url, buffer__group_deadline_s=60)
-        writer = await BufferWriter.connect(run, clock=clock)
-        reader = BufferReader.connect(run, clock=clock)
+        writer, reader = await connect_faces(run)
         loop = tasks_with_priorities(loop_of)(writer, reader)
         await loop.start()
         tag = prefix(run.run_id)
         await everything(loop, make_turn, make_trajectory, tmp_path, lambda: look(tag))
-        reader.close()
         await writer.close()
         return tag
 
     return play
 
 
-async def test_no_script_leaves_its_shard(replace_redis: Callable[..., str], play_on: Play) -> None:
+async def test_no_script_leaves_its_shard(clients: Any, play_on: Play) -> None:
     """Each script was run, and every key that it named carries the hash tag of the run's shard."""
     witness = Witness()
-    tag = await play_on(replace_redis(witness))
+    tag = await play_on(clients.add(witness))
     assert set(SCRIPTS) <= set(witness.touched)
     for script, keys in witness.touched.items():
         assert keys, script
         assert all(key.startswith(tag) for key in keys), script
 
 
-async def test_every_key_has_its_declared_creator(
-    replace_redis: Callable[..., str], play_on: Play
-) -> None:
+async def test_every_key_has_its_declared_creator(clients: Any, play_on: Play) -> None:
     """By the scripts that the table names, by several where it says so, or by a plain call()."""
     witness = Witness()
-    tag = await play_on(replace_redis(witness))
+    tag = await play_on(clients.add(witness))
     by_spec: dict[str, set[str]] = defaultdict(set)
     for key, creators in witness.creators.items():
         by_spec[spec_of(key.removeprefix(tag)).name] |= creators

@@ -47,13 +47,13 @@ async def test_a_malformed_group_can_be_read(start: Callable[..., Any]) -> None:
     loop = await start(buffer__max_staleness=1)
     await loop.play_all()
     turns = loop.reader._key("episode:g0-1-0:turns")
-    loop.reader._client.lset(turns, 0, b"\x02\0\0\0\0\0\0\0rubbish")
+    loop.reader._client.lset(turns, 0, b"\x03\0rubbish")
     loop.take(2)
     (letter,) = loop.reader.dead_letters.list_letters()
     assert letter.reason == "malformed"
     assert "turn is damaged" in letter.error
     _, (damaged, whole) = loop.reader.dead_letters.read("g0-1")
-    assert (damaged.episode_id, damaged.trajectory, damaged.num_bytes) == ("g0-1-0", None, 15)
+    assert (damaged.episode_id, damaged.trajectory, damaged.num_bytes) == ("g0-1-0", None, 9)
     assert "turn is damaged" in damaged.error
     assert whole.trajectory is not None
 

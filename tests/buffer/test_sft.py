@@ -49,7 +49,7 @@ async def test_a_record_that_is_refused_midway_stores_none(
     loop = await start(trainer__mode="sft")
     small = [make_trajectory(f"s{index}") for index in range(3)]
     large = make_trajectory("s3", num_output=9000)
-    monkeypatch.setattr("outloop.buffer.codec.frame.MAX_RECORD_BYTES", 20_000)
+    monkeypatch.setattr("outloop.buffer.codec.records_codec.MAX_RECORD_BYTES", 20_000)
     with pytest.raises(RecordError, match="at most 20000 are allowed"):
         await loop.writer.put_trajectories([*small, large], key="k", final=True)
     assert loop.reader.sft_progress() == (0, False)

@@ -16,10 +16,9 @@ from outloop.buffer.errors import NotFound, RecordError, SchemaMismatch
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import Turn
 from outloop.buffer.redis.embedded import EmbeddedRedis
-from outloop.buffer.writer import BufferWriter
 from outloop.cli import cli
 
-OTHER_SCHEMA = "was written with schema=9, this release reads schema=2"
+OTHER_SCHEMA = "was written with schema=9, this release reads schema=3"
 RECORDS = ("opening", "closure", "reward", "turn")
 
 
@@ -120,6 +119,7 @@ def test_no_bytes_stop_the_reader(
     make_run: Callable[..., Any],
     clock: Any,
     loop_of: Callable[..., Any],
+    connect_faces: Callable[..., Any],
 ) -> None:
     """Whatever stands in the place of any record, the batch is full, and a group that cannot be
     read is a dead letter with these very bytes that may be played again."""
@@ -133,8 +133,8 @@ def test_no_bytes_stop_the_reader(
             buffer__max_staleness=1,
             trainer__groups_per_step=1,
         )
-        reader = BufferReader.connect(run, clock=clock)
-        loop = loop_of(await BufferWriter.connect(run, clock=clock), reader)
+        loop = loop_of(*await connect_faces(run))
+        reader = loop.reader
         await loop.start(3, num_eval_tasks=0)
         await loop.play_all()
         name = data.draw(st.sampled_from([*RECORDS, "closed"]))

@@ -12,9 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from walk import Walk
 
 from outloop.buffer.errors import FenceExpired
-from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import Turn
-from outloop.buffer.writer import BufferWriter
 
 NUM_STEPS = 300
 
@@ -104,6 +102,7 @@ def test_no_sequence_of_calls_breaks_an_invariant(
     clock: Any,
     make_turn: Callable[..., Turn],
     loop_of: Callable[..., Any],
+    connect_faces: Callable[..., Any],
 ) -> None:
     """Open, turn, reward, close, take, acknowledge, expire in any order, each with its repeats."""
     names = iter(range(10**6))
@@ -120,8 +119,7 @@ def test_no_sequence_of_calls_breaks_an_invariant(
             env__max_runner_silence_s=10,
             env__max_replacements=1,
         )
-        reader = BufferReader.connect(run, clock=clock)
-        loop = loop_of(await BufferWriter.connect(run, clock=clock), reader)
+        loop = loop_of(*await connect_faces(run))
         await loop.start()
         return Walk(loop, clock, make_turn, random.Random(0))
 

@@ -171,7 +171,6 @@ class TwinConnection(redis.connection.Connection):
     def __init__(self, *, twin: Twin, **options: Any) -> None:
         super().__init__(**options)
         self._session = _Session(twin)
-        self._sock: Any = TwinSocket(self._session)
 
     def connect(self) -> None:
         """There is nothing to connect to."""
@@ -196,62 +195,12 @@ class TwinConnection(redis.connection.Connection):
         return answer
 
 
-class TwinSocket:
-    """The socket of a blocking connection: bytes in, answers as bytes."""
-
-    def __init__(self, session: _Session) -> None:
-        self._session = session
-        self._unread = b""
-
-    def sendall(self, data: bytes) -> None:
-        """Run it now."""
-        self._session.send(data)
-
-    def recv_into(self, buffer: bytearray) -> int:
-        """Some of what was answered; there is always something when the buffer asks."""
-        self._unread += b"".join(map(_packed, self._session.answers))
-        self._session.answers.clear()
-        number = min(len(self._unread), len(buffer))
-        buffer[:number] = self._unread[:number]
-        self._unread = self._unread[number:]
-        return number
-
-
-class TwinWire(asyncio.Transport):
-    """The socket of a connection, for a protocol of its own: bytes in, answers as bytes."""
-
-    def __init__(self, session: _Session) -> None:
-        super().__init__()
-        self._session = session
-        self._protocol: Any = None
-
-    @property
-    def transport(self) -> TwinWire:
-        """As a StreamWriter's."""
-        return self
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Who gets the answers."""
-        self._protocol = protocol
-
-    def write(self, data: Any) -> None:
-        """Run it, and answer in a later round of the event loop, as a socket would."""
-        self._session.send(data)
-        answers = b"".join(map(_packed, self._session.answers))
-        self._session.answers.clear()
-        asyncio.get_running_loop().call_soon(self._protocol.data_received, answers)
-
-    def close(self) -> None:
-        """There is nothing to close."""
-
-
 class AsyncTwinConnection(redis.asyncio.Connection):
     """The same for asyncio."""
 
     def __init__(self, *, twin: Twin, **options: Any) -> None:
         super().__init__(**options)
         self._session = _Session(twin)
-        self._writer: Any = TwinWire(self._session)
 
     def __del__(self) -> None:
         """There is nothing to close."""
@@ -283,18 +232,6 @@ class AsyncTwinConnection(redis.asyncio.Connection):
         if isinstance(answer, redis.ResponseError):
             raise answer
         return answer
-
-
-def _packed(answer: Any) -> bytes:
-    if answer is None:
-        return b"$-1\r\n"
-    if isinstance(answer, Exception):
-        return b"-%b\r\n" % str(answer).replace("\n", " ").encode()
-    if isinstance(answer, list):
-        return b"*%d\r\n" % len(answer) + b"".join(map(_packed, answer))
-    if isinstance(answer, int):
-        return b":%d\r\n" % answer
-    return b"$%d\r\n%b\r\n" % (len(answer), answer)
 
 
 def _as_word(value: Any) -> bytes:
