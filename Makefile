@@ -1,5 +1,6 @@
-# Two commands matter: `make demo` and `make test`. Each installs what it needs into .venv first.
-.PHONY: demo test test-container lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos test-redis bench-loop bench-buffer bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
+# Three commands matter: `make demo`, `make check` (a minute) and `make test` (minutes). Each installs what it
+# needs into .venv first.
+.PHONY: demo check test test-slow lock durations test-container lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos test-redis bench-loop bench-buffer bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -12,19 +13,35 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# requirements.lock is for Python 3.11 on Linux x86-64; `no` resolves pyproject.toml anew.
+LOCKED ?= $(if $(filter Linux.x86_64.python3.11,$(shell uname -s).$(shell uname -m).$(notdir $(PYTHON))),yes,no)
 PYTEST := -m pytest -n 2 --dist worksteal
-LIGHT := "not e2e and not clients and not sglang and not parity and not gpu and not chaos and not container"
+# Which tests are slow and medium is in tests/durations.toml.
+HERE := not clients and not sglang and not parity and not gpu and not chaos and not container
+LIGHT := "$(HERE) and not e2e and not slow"
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # What a wheel could lack: modules, Lua scripts, settings, programs started by path.
 WHEEL_TESTS := tests/test_imports.py tests/test_settings.py tests/buffer/test_claims.py tests/buffer/test_join.py tests/contract tests/launch tests/envs/test_workers.py tests/envs/sandbox/test_jail.py
 
 install: $(STAMP)
 
 # torch first and by its exact version: a range would pull the newest CUDA build.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_PIP_ARGS) torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[laptop,dev]'
+	$(PIP) $(TORCH_PIP_ARGS) torch==2.13.0
+ifeq ($(LOCKED),yes)
+	$(PIP) --require-hashes --no-deps -r requirements.lock
+	$(PIP) --no-deps --editable .
+else
+	$(PIP) --editable '.[laptop,dev]'
+endif
 	touch $(STAMP)
+	@echo "outloop is in $(BIN); try $(BIN)/outloop doctor, and docs/quick-start.md"
+
+# After a change of dependencies in pyproject.toml.
+lock:
+	$(PIP) --upgrade --editable '.[laptop,dev]'
+	$(BIN)/python .ci/lock.py
 
 # The sandbox's tests run programs in bubblewrap: installed here where that takes no question.
 APT_INSTALL := apt-get install -y -qq --no-install-recommends bubblewrap
@@ -55,7 +72,12 @@ sglang-runs:
 demo: $(STAMP)
 	SEEDS=$(SEEDS) $(BIN)/python examples/demo.py $(EXAMPLE)
 
-test: lint test-checkout test-wheel test-sglang
+# Lint, types and the tests that take no time: under 90 seconds on two cores.
+check: lint bwrap
+	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests -m "$(HERE) and not e2e and not slow and not medium"
+
+# All but the slow tests: under 10 minutes on two cores.
+test: lint test-checkout
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -69,7 +91,16 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 test-checkout: $(STAMP) bwrap
-	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests
+	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests -m "$(HERE) and not slow"
+
+# Whole runs, kills and layouts of ranks.
+test-slow: $(STAMP) bwrap
+	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests -m "$(HERE) and slow" -o timeout=600
+
+# Runs everything once more to see which tests are slow; an idle machine.
+durations: $(STAMP) bwrap
+	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests --junitxml=build/durations.xml
+	$(BIN)/python tests/durations.py build/durations.xml
 
 # Property tests on examples drawn anew; what it finds becomes an @example or a fix.
 test-search: $(STAMP) bwrap
@@ -101,7 +132,7 @@ test-redis: $(STAMP)
 	  $$server --version && OUTLOOP_REDIS_SERVER=$$server $(BIN)/python $(PYTEST) tests/buffer -k "not twin" || exit 1; \
 	done
 
-# Every layout of the trainer against one process; a few of them are in `make test`.
+# Every layout of the trainer against one process; a few of them are in `make test-slow`.
 test-parity: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m parity tests/engine/train/test_parity.py
 # The files alone; a machine with docker and compose v2. `make test` reads them without docker.
@@ -113,12 +144,12 @@ compose-check:
 compose-test: compose-check
 	$(PYTHON) -u tests/docker/stack.py
 
-# chaos: the buffer between stand-ins. forked: real parts, killed at named calls. whole: with launcher.
-# Jails of docker and podman, whichever is here; IMAGE holds a Python 3.8 or newer as python3.
+# Sandboxes of docker and podman, whichever is here; IMAGE holds a Python 3.8 or newer as python3.
 IMAGE ?= python:3.11-slim
 test-container: $(STAMP)
 	OUTLOOP_SANDBOX_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m container tests/envs/sandbox/test_container.py
 
+# chaos: the buffer between stand-ins. forked: real parts, killed at named calls. whole: with launcher.
 # Three programs that mostly wait, beside each other; each line says whose it is.
 test-chaos: $(STAMP)
 	$(MAKE) --jobs=3 --keep-going chaos-chaos chaos-forked chaos-whole

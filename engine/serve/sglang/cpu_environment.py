@@ -5,7 +5,7 @@ finding that folder again. Does not own: SGLang's processes. Invariant: a folder
 it is complete, and other pins make another folder.
 
 SGLang pins other releases of transformers, openai and more than the trainer does. What it needs
-without a GPU is the extra `sglang-cpu`; the four packages below come without their dependencies,
+without a GPU is in requirements-cpu.txt; the four packages below come without their dependencies,
 which would bring CUDA or PyTorch 2.14.1.
 """
 
@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 import venv
-from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -26,7 +25,7 @@ from rich.console import Console
 from outloop.buffer.errors import SettingsError
 
 SGLANG_VERSION = "0.5.23"
-_EXTRA = "sglang-cpu"
+_REQUIREMENTS = Path(__file__).with_name("requirements-cpu.txt")
 _WITHOUT_DEPENDENCIES = (
     f"sglang=={SGLANG_VERSION}",
     "torchvision==0.28.0",
@@ -42,21 +41,9 @@ def shims_folder() -> Path:
 
 
 def cpu_requirements() -> tuple[str, ...]:
-    """What the extra asks for, PyTorch first.
-
-    Raises:
-        SettingsError: the installed outloop does not declare the extra.
-    """
-    found = []
-    for line in metadata.requires("outloop") or []:
-        requirement = Requirement(line)
-        if requirement.marker and requirement.marker.evaluate({"extra": _EXTRA}):
-            requirement.marker = None
-            found.append(str(requirement))
-    if not found:
-        raise SettingsError(
-            f"the installed outloop has no extra {_EXTRA!r}; install this checkout again"
-        )
+    """What SGLang imports without a GPU, PyTorch first."""
+    lines = (line.partition("#")[0].strip() for line in _REQUIREMENTS.read_text().splitlines())
+    found = [str(Requirement(line)) for line in lines if line]
     return tuple(sorted(found, key=lambda line: (not line.startswith("torch="), line)))
 
 

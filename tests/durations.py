@@ -1,0 +1,49 @@
+"""Which tests are slow: reads a JUnit report and writes durations.toml, which conftest.py reads.
+
+python tests/durations.py REPORT.xml     (see `make durations`)
+
+A test is `slow` from 8 s on and `medium` from 0.25 s on, as the slowest of its parameters was.
+Tests that the report does not hold count as quick until the next one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE = ROOT / "tests/durations.toml"
+FROM_S = {"slow": 8.0, "medium": 0.25}
+
+
+def read_report(path: Path) -> dict[tuple[str, str], float]:
+    """(file, test function) -> seconds of its slowest case, set-up and tear-down included."""
+    longest: dict[tuple[str, str], float] = defaultdict(float)
+    for case in ElementTree.parse(path).iter("testcase"):
+        file = case.get("classname", "").replace(".", "/") + ".py"
+        name = re.sub(r"\[.*", "", case.get("name", ""), flags=re.DOTALL)
+        longest[file, name] = max(longest[file, name], float(case.get("time", 0)))
+    return longest
+
+
+def format_file(longest: dict[tuple[str, str], float]) -> str:
+    """The text of durations.toml."""
+    lines = ["# Written by `make durations`; see durations.py.\n"]
+    chosen: dict[str, dict[str, list[str]]] = {marker: {} for marker in FROM_S}
+    for (file, name), seconds in sorted(longest.items()):
+        for marker, from_s in FROM_S.items():
+            if seconds >= from_s:
+                chosen[marker].setdefault(file, []).append(name)
+                break
+    for marker, files in chosen.items():
+        lines.append(f"\n[{marker}]\n")
+        for file, names in files.items():
+            lines.append(f'"{file}" = [\n' + "".join(f'    "{name}",\n' for name in names) + "]\n")
+    return "".join(lines)
+
+
+if __name__ == "__main__":
+    FILE.write_text(format_file(read_report(Path(sys.argv[1]))))
