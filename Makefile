@@ -1,6 +1,6 @@
 # Three commands matter: `make demo`, `make check` (a minute) and `make test` (minutes). Each installs what it
 # needs into .venv first.
-.PHONY: demo check test test-slow lock durations test-container lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos test-redis bench-loop bench-buffer bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
+.PHONY: demo check test test-slow lock durations docs test-container lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos test-redis bench-loop bench-buffer bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -85,6 +85,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --config pyproject.toml
 	$(BIN)/python -m pytest tests/test_names.py
+
+# Pages that repeat what the code says: settings and metrics.
+docs: $(STAMP)
+	$(BIN)/python docs/generate.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .

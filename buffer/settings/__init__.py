@@ -43,6 +43,7 @@ class RunSettings(_Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Folder under `dir` and key prefix in Redis."""
     dir: Path = Path("runs")
+    """Folder in which each run has a folder of its own."""
     seed: int = 0
     """Task order, weight initialisation and sampling seeds derive from it."""
     keys_file: Path | None = None
@@ -57,9 +58,12 @@ class ModelSettings(_Section):
     renderer: str = "auto"
     """Name of a `renderers` family, or auto."""
     renderer_options: dict[str, Any] = {}
+    """Handed to the renderer, for example { enable_thinking = false }."""
     name: str = "policy"
     """What agents send as `model`."""
     max_context_tokens: int = Field(2048, gt=0)
+    """Prompt and answer together, at most the model's max_position_embeddings; longer prompts are
+    answered 400."""
 
 
 Governance = Literal["enforce", "record", "reject"]
@@ -69,7 +73,9 @@ class SamplingSettings(_Section):
     """What trained traffic is sampled with, and what to do about a client that asks otherwise."""
 
     temperature: float = Field(1.0, gt=0)
+    """Of trained traffic; greedy decoding cannot be trained."""
     max_new_tokens: int = Field(DEFAULT_MAX_NEW_TOKENS, gt=0)
+    """Of one answer, where the client asks for no less."""
     governance: Governance = "enforce"
     """enforce: the run's value wins. record: the client's wins and is recorded. reject: 400."""
     governance_by_parameter: dict[str, Governance] = {}
@@ -87,6 +93,7 @@ class UpstreamSettings(_Section):
     """Another model, a judge for example: proxied, never recorded or trained."""
 
     base_url: str = Field(pattern=r"^https?://")
+    """Of its OpenAI-compatible API."""
     model: str | None = None
     """Its name there; None: the same."""
     api_key_env: str | None = None
@@ -97,6 +104,7 @@ class RouterSettings(_Section):
     """The OpenAI-compatible front."""
 
     host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for other machines."""
     port: int = Field(0, ge=0, le=65535)
     """0: any free port."""
     num_processes: int = Field(1, gt=0)
@@ -111,16 +119,19 @@ class RouterSettings(_Section):
     """Origins, such as `https://example.org`, whose pages may use the router from a browser; `*`:
     all."""
     turn_timeout_s: float = Field(120.0, gt=0)
+    """From a request to its whole answer, waiting for a server included."""
     buffer_timeout_s: float = Field(30.0, ge=0)
     """How long a turn waits for a Redis that is away, to be begun and to be recorded; then 503."""
     drain_timeout_s: float = Field(20.0, ge=0)
     """How long a router that is stopped goes on with the turns that it has begun."""
     max_turns_per_episode: int = Field(64, gt=0)
+    """Further model calls of the episode are answered 400."""
     max_tokens_per_episode: int | None = Field(None, gt=0)
     """Ids of all its turns: prompts after their parents', and outputs; none: as many as fit."""
     max_concurrent_turns_per_episode: int = Field(64, gt=0)
     """Turns that an episode's key may have in flight at once in each router process."""
     max_queued_turns: int = Field(4096, gt=0)
+    """Waiting for a free server; further ones are answered 503."""
     log_turns: bool = False
     """Each recorded turn is a line at level info; otherwise at debug."""
     upstreams: dict[str, UpstreamSettings] = {}
@@ -140,7 +151,9 @@ class PublishSettings(_Section):
     mode: Literal["in_place", "retract", "abort"] | None = None
     """What happens to in-flight turns while weights move; none: in_place, abort under a probe."""
     bucket_mb: float = Field(128.0, gt=0)
+    """Weights travel in buckets of this size; two are held at a time."""
     phase_timeout_s: float = Field(60.0, gt=0)
+    """For each phase of a publish; a server that is late is quarantined."""
     verify: Literal["checksum", "probe", "none"] | None = None
     """checksum: compare every tensor's bytes on every server. probe: compare the logprobs of a
     fixed prompt. None: probe for SGLang on a GPU or with experts spread over ranks, else
@@ -153,7 +166,9 @@ class TelemetrySettings(_Section):
     """What is written down about the run."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Of runs/NAME/logs."""
     tensorboard: bool = False
+    """Write metrics to runs/NAME/tensorboard too; needs outloop[tensorboard]."""
     no_signal_warning_steps: int = Field(3, gt=0)
     """Warn when no group had signal for this many steps in a row."""
 

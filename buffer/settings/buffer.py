@@ -39,11 +39,15 @@ class BufferSettings(BaseModel):
     redis_cert_key_file: Path | None = None
     """TLS: its key."""
     fsync: Literal["always", "everysec", "no"] = "everysec"
+    """When Redis writes to disk: everysec may lose the last second when the machine loses power."""
     max_memory_mb: int = Field(1024, gt=0)
+    """Of the embedded Redis; when it is full, new turns are refused, not old ones dropped."""
     group_size: int = Field(8, ge=1)
+    """Episodes of one task that are compared with each other."""
     max_staleness: int = Field(1, ge=0)
     """0: synchronous. 1: one step off-policy. More: fully asynchronous."""
     lease_s: float = Field(120.0, gt=0)
+    """A trainer that does not renew for so long loses the groups it took."""
     pipeline_depth: int | None = Field(None, ge=0)
     """How many steps ahead of the trainer episodes may start: at most (pipeline_depth + 1) *
     groups_per_step groups are in flight. Left out: max_staleness; more is refused."""

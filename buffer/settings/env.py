@@ -54,6 +54,7 @@ class EnvSettings(BaseModel):
     tasks: str | dict[str, TaskSourceSettings] | None = None
     """JSONL file, or package.module:function returning an iterable of tasks; or several by name."""
     eval_tasks: str | None = None
+    """Held-out tasks: JSONL file, or package.module:function."""
     split: dict[Literal["train", "validation", "test"], float] | None = None
     """Relative sizes of the splits of `tasks`, by hash of the content; the validation split is
     evaluated, and the test split left out."""
@@ -65,6 +66,7 @@ class EnvSettings(BaseModel):
     conversations: str | None = None
     """SFT only: JSONL file or package.module:function giving {"messages", "tools"} rows."""
     max_concurrent_episodes: int = Field(64, gt=0)
+    """Per runner."""
     num_runners: int = Field(1, ge=0)
     """0: runners are started elsewhere."""
     num_workers: int = Field(1, ge=0)
@@ -77,9 +79,13 @@ class EnvSettings(BaseModel):
     """The attempts of a runner that was not heard for longer are lost: resumed or replaced, as at
     their deadlines. Runners say four times in it that they are there. 0: deadlines alone."""
     worker_memory_mb: float = Field(4096, gt=64)
+    """A worker process that grows beyond it is replaced."""
     set_up_timeout_s: float = Field(120.0, gt=0)
+    """For set_up of a rollout function's class."""
     episode_deadline_s: float = Field(60.0, gt=0)
+    """From claim to reward; then the episode is truncated. A task's own deadline_s wins."""
     verifier_timeout_s: float = Field(30.0, gt=0)
+    """A verifier that takes longer scores env.failure_reward."""
     agent_memory_mb: float = Field(2048, gt=16)
     """Of an agent program's processes together."""
     max_output_bytes: int = Field(64 * 2**20, gt=0)
@@ -118,6 +124,7 @@ class EvalSettings(BaseModel):
     greedy: bool = True
     """Evaluate with temperature 0 beside the run's own sampling, at version 0 and the last."""
     timeout_s: float = Field(300.0, gt=0)
+    """For one evaluation; training waits for it."""
     chooses_checkpoint: bool = False
     """Evaluate the validation split, end with the weights that did best on it, and report the test
     split for these once; needs both in env.split."""

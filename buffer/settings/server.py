@@ -37,6 +37,7 @@ class ServerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["torch", "sglang"] = "torch"
+    """torch: the small server of this repository, for laptops. sglang: SGLang."""
     num_servers: int = Field(1, ge=0)
     """0: attach to `urls`."""
     urls: tuple[str, ...] = ()
@@ -45,16 +46,21 @@ class ServerSettings(BaseModel):
     """The key that the servers at `urls` want as a bearer token, if they want one. Servers of
     `num_servers` have a key of the run."""
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: int = Field(0, ge=0, le=65535)
     """Of the first server, the next ones count up; 0: any free port."""
     tensor_parallel_size: int = Field(1, gt=0)
     """Processes, and devices, of one SGLang server."""
     max_running_requests: int = Field(128, gt=0)
+    """Turns that one server generates at once."""
     num_threads: int = Field(1, gt=0)
+    """Of the torch server."""
     start_timeout_s: float = Field(300.0, gt=0)
     """SGLang imports for half a minute on an idle machine, and longer on a busy one."""
     device: str = "cpu"
+    """cpu or cuda."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the served weights."""
     sglang_python: Path | None = None
     """Interpreter of the environment that holds SGLang; none: that of `make venv-sglang`."""
     sglang: dict[str, Any] = {}

@@ -22,10 +22,12 @@ class TrainerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Literal["rl", "sft"] = "rl"
+    """rl, or sft: supervised training on env.conversations, for a warm start."""
     recipe: Recipe | None = None
     """An algorithm by name: sets the defaults of what its paper's objective needs, here and in
     [buffer]; whatever is set explicitly wins. See docs/algorithms.md."""
     num_steps: int = Field(40, gt=0)
+    """Optimizer steps; a finished run goes on when it is raised."""
     groups_per_step: int = Field(32, gt=0)
     """Groups (RL) or conversations (SFT) that one step consumes."""
     num_updates_per_take: int = Field(1, gt=0)
@@ -33,16 +35,25 @@ class TrainerSettings(BaseModel):
     num_epochs: int = Field(1, gt=0)
     """SFT: passes over the conversations."""
     max_microbatch_tokens: int = Field(16384, gt=0)
+    """Packed into one forward and backward; at least model.max_context_tokens."""
     learning_rate: float = Field(1e-6, gt=0)
     """For a pretrained model of some billion parameters; one of a million takes 1e-3."""
     warmup_steps: int = Field(0, ge=0)
+    """Over which the learning rate rises from zero."""
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after the warm-up."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """What decay leaves of the learning rate."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled, on matrices."""
     adam_beta1: float = 0.9
+    """Of Adam."""
     adam_beta2: float = 0.999
+    """Of Adam."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to it."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = "grpo"
+    """How rewards of a group become advantages; see algorithms.md."""
     advantage_path: str | None = None
     """package.module:function, `def advantage(rewards) -> advantages` for one group's scored
     episodes (float64 arrays of the same length); takes the place of `advantage`."""
@@ -53,6 +64,7 @@ class TrainerSettings(BaseModel):
     overlong_buffer_tokens: int = Field(0, ge=0)
     """The penalty grows linearly over this many tokens below overlong_max_tokens."""
     loss: Literal["ppo_clip", "gspo", "cispo", "reinforce"] = "ppo_clip"
+    """The objective; see algorithms.md."""
     loss_path: str | None = None
     """package.module:function, `def loss(inputs: LossInputs) -> losses`, float32 [N]; takes the
     place of `loss`."""
@@ -106,6 +118,7 @@ class TrainerSettings(BaseModel):
     """Hugging Face folder of the reference, of the policy's vocabulary; left out: model.path as
     it was when the run began."""
     kl_coefficient: float = Field(1e-3, ge=0)
+    """Weight of the pull towards the reference; without effect with kl = "none"."""
     kl_ratio_cap: float = Field(2.0, ge=1)
     """Largest weight policy / behavior of k2 and k3 in the loss."""
     entropy_coefficient: float = Field(0.0, ge=0)
@@ -115,6 +128,7 @@ class TrainerSettings(BaseModel):
     statistics): of turns, time or tokens, or that of an answer (a branch whose last turn has
     finish_reason "length")."""
     num_threads: int = Field(1, gt=0)
+    """Of each trainer process."""
     num_ranks: int = Field(1, gt=0)
     """Trainer processes, started by torchrun; how they split the model is in `megatron`."""
     rank_timeout_s: float = Field(600.0, gt=0)
@@ -122,11 +136,14 @@ class TrainerSettings(BaseModel):
     checkpoint_every: int = Field(10, ge=0)
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = Field(2, gt=0)
+    """The newest so many."""
     trains_while_saving: bool = True
     """A checkpoint is copied to the host's memory (weights and both moments) and written from there
     while training goes on; false: no copy, and training waits until it is written."""
     take_timeout_s: float = Field(300.0, gt=0)
+    """For a batch of groups; then the run fails with what it waited for."""
     resume: bool = True
+    """Go on from the newest checkpoint of the run's folder."""
     device: str = "auto"
     """auto: CUDA where torch offers it, else the CPU. "cuda:N": the Nth device that the process
     sees, for one rank; several ranks are placed by `gpus`."""

@@ -1,0 +1,70 @@
+"""Pages that repeat what the code says are written from it, and links lead somewhere."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "examples/**/*.md", "tests/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    """docs/generate.py."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["generate"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["settings.md", "metrics.md"])
+def test_a_generated_page_is_what_the_code_says(name: str, generate: ModuleType) -> None:
+    """`make docs` was run after the last change of a setting or metric."""
+    assert generate.PAGES[name]() == (ROOT / "docs" / name).read_text(), "run make docs"
+
+
+def test_every_setting_says_what_it_means(generate: ModuleType) -> None:
+    """No row of settings.md is empty."""
+    rows = [line for line in generate.settings_page().splitlines() if line.startswith("| `")]
+    assert len(rows) > 150
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """To files that are there, and to headings that they have."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, heading = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        if heading and linked.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            assert heading in {slug(text) for text in headings}, target
+
+
+def slug(heading: str) -> str:
+    """A heading as links name it."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def test_index_lists_every_page() -> None:
+    """A page that index.md does not name is one that nobody finds."""
+    index = (ROOT / "docs/index.md").read_text()
+    assert [
+        page.name
+        for page in (ROOT / "docs").glob("*.md")
+        if page.name != "index.md" and f"({page.name})" not in index
+    ] == []
