@@ -14,7 +14,7 @@ import click
     "run_dir",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="RUN",
-    help="Say instead why episodes of the run in this folder broke into branches.",
+    help="Say instead why episodes that the run in this folder still holds broke into branches.",
 )
 def doctor(run_dir: Path | None) -> None:
     """Say what is installed, what is missing and what this machine can run."""
