@@ -31,6 +31,8 @@ from outloop.engine.train.ranks.controller import Lead
 MakeTurn = Callable[..., Turn]
 MakeTrajectory = Callable[..., Trajectory]
 RewardOf = Callable[[int], float]
+Answer = tuple[list[int], list[int], list[float]]
+"""Of a turn: new prompt ids, sampled ids, their logprobs."""
 FAST = {"learning_rate": 1e-2, "groups_per_step": 8}
 
 
@@ -80,11 +82,20 @@ class Server:
         """Its probability under the published weights."""
         return float(np.exp(self._logprobs)[:200].sum())
 
-    def draw(self) -> tuple[int, float]:
-        """A token at temperature 1 and its logprob."""
-        probabilities = np.exp(self._logprobs)
+    def draw(self, ids: Sequence[int] = (1, 2)) -> tuple[int, float]:
+        """A token at temperature 1 after `ids`, and its logprob."""
+        logprobs = self.logprobs_after(tuple(ids))
+        probabilities = np.exp(logprobs)
         token = int(self._generator.choice(400, p=probabilities / probabilities.sum()))
-        return token, float(self._logprobs[token])
+        return token, float(logprobs[token])
+
+    def logprobs_after(self, ids: tuple[int, ...]) -> np.ndarray:
+        """[400], under the published weights."""
+        if ids == (1, 2):
+            return self._logprobs
+        with torch.no_grad():
+            logits = self._model(torch.tensor([ids])).logits[0, -1].double()
+        return torch.log_softmax(logits, -1).numpy()
 
 
 @dataclass
@@ -113,6 +124,8 @@ class MemoryBuffer:
     evals_answer: bool = True
     eval_rewards: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """By the evaluation's name; those left out get the same."""
+    episode: Callable[[Server], tuple[list[Answer], float]] | None = None
+    """Plays an episode and scores it; none: one token, by `reward_of`."""
     numbers: dict[str, float] = field(default_factory=dict)
     """Further entries of stats()."""
     joins_at: int | None = None
@@ -151,22 +164,31 @@ class MemoryBuffer:
         self.events.append(("take", policy_version))
         return [Lease(group=group, fence=fence, deadline=0.0) for group in groups]
 
+    def _one_token(self, server: Server) -> tuple[list[Answer], float]:
+        token, logprob = server.draw()
+        return [([1, 2], [token], [logprob])], self.reward_of(token)
+
     def _play(self) -> Group:
         slot, self.next_slot = self.next_slot, self.next_slot + 1
         trajectories = []
         for index in range(self.group_size):
-            token, logprob = self.server.draw()
-            turn = self.make_turn(
-                "a",
-                prompt=[1, 2],
-                output=[token],
-                logprobs=[logprob],
-                version=self.server.version - (self.lag if self._lags() else 0),
-            )
+            answers, reward = (self.episode or self._one_token)(self.server)
+            version = self.server.version - (self.lag if self._lags() else 0)
+            turns = [
+                self.make_turn(
+                    "abcd"[number],
+                    parent="abcd"[number - 1] if number else None,
+                    prompt=prompt,
+                    output=output,
+                    logprobs=logprobs,
+                    version=version,
+                )
+                for number, (prompt, output, logprobs) in enumerate(answers)
+            ]
             trajectories.append(
                 self.make_trajectory(
-                    [turn],
-                    reward=self.reward_of(token),
+                    turns,
+                    reward=reward,
                     episode_id=f"{slot}-{index}",
                     group_id=f"g{slot}",
                 )

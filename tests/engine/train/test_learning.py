@@ -1,13 +1,15 @@
 """Each algorithm learns a two-armed bandit, and none from rewards that mean nothing."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from memory_buffer import Setup
+from memory_buffer import Answer, Server, Setup, arm
 
 MakeRun = Callable[..., Setup]
 BANDIT = {"learning_rate": 4e-3, "groups_per_step": 8, "num_steps": 25}
@@ -31,6 +33,7 @@ ALGORITHMS = {
     "entropy": {"entropy_coefficient": 0.01},
     "overlong": {"overlong_penalty": 0.5, "overlong_max_tokens": 4, "overlong_buffer_tokens": 2},
 }
+TWO = BANDIT | {"num_steps": 16, "learning_rate": 8e-3, "checkpoint_every": 0}
 SHORT = BANDIT | {"num_steps": 12, "learning_rate": 1.2e-2, "checkpoint_every": 0}
 
 
@@ -91,3 +94,60 @@ def test_a_strong_kl_term_keeps_the_policy_where_it_was(setup: MakeRun) -> None:
         assert made.server.share_of_the_paying_arm() < 0.75, kind
         assert rows[0]["train/kl"] == pytest.approx(0.0, abs=1e-5)
         assert all(row["train/kl"] is None or abs(row["train/kl"]) < 0.5 for row in rows)
+
+
+MAX_LENGTH = 6
+"""Of the first of two turns, which ends at the first even token."""
+
+
+def two_turns(server: Server, *, pays_for_length: bool = False) -> tuple[list[Answer], float]:
+    """The policy decides how long its first answer is; the reward is for the arm that its second,
+    of one token, pulls, or for the length, where that is asked for."""
+    ids, logprobs = [1, 2], []
+    while len(logprobs) < MAX_LENGTH and (not logprobs or ids[-1] % 2):
+        token, logprob = server.draw(ids)
+        ids.append(token)
+        logprobs.append(logprob)
+    first = ([1, 2], ids[2:], list(logprobs))
+    token, logprob = server.draw([*ids, 7])
+    reward = len(logprobs) / MAX_LENGTH if pays_for_length else arm(token)
+    return [first, ([7], [token], [logprob])], reward
+
+
+def lengths_of(rows: list[dict[str, Any]]) -> tuple[float, float]:
+    """Mean tokens of an episode over the first and over the last quarter of the steps."""
+    means = [row["train/generated_tokens_mean"] for row in rows]
+    quarter = len(means) // 4
+    return float(np.mean(means[:quarter])), float(np.mean(means[-quarter:]))
+
+
+TWO_TURNS = {
+    "grpo": {"recipe": "grpo", "kl": "none"},
+    "dr_grpo": {"recipe": "dr_grpo"},
+    "dapo": {"recipe": "dapo", "overlong_penalty": 0},
+    "gspo": {"recipe": "gspo"},
+    "cispo": {"recipe": "cispo"},
+    "rloo": {"recipe": "rloo", "kl": "none"},
+    "geometric_mis": RECOMPUTE
+    | {"correction": "geometric_mis", "correction_floor": 0.5, "num_updates_per_take": 2},
+}
+
+
+@pytest.mark.parametrize("name", TWO_TURNS)
+def test_length_does_not_drift_where_it_earns_nothing(name: str, setup: MakeRun) -> None:
+    """Two turns, lengths of the policy's choice, a reward that does not depend on them: the arm is
+    learned and answers stay as long as they were."""
+    made = setup(trainer=TWO | TWO_TURNS[name])
+    made.buffer.episode = two_turns
+    rows = made.train()
+    first, last = lengths_of(rows)
+    assert rows[-1]["train/reward_mean"] > 0.75 > 0.65 > rows[0]["train/reward_mean"]
+    assert abs(last - first) < 0.6
+
+
+def test_a_drift_in_length_is_seen(setup: MakeRun) -> None:
+    """The same where length is what pays: answers grow by more than what counts as no drift."""
+    made = setup(trainer=TWO | TWO_TURNS["dr_grpo"])
+    made.buffer.episode = functools.partial(two_turns, pays_for_length=True)
+    first, last = lengths_of(made.train())
+    assert last - first > 1.5
