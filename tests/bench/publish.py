@@ -47,8 +47,8 @@ from outloop.engine.publish.buckets.staging import DeviceBuffer, SharedBuffer
 from outloop.engine.publish.publisher import Publisher, PublishReport
 from outloop.engine.publish.tensor_source import LocalTensors
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-from torch_server_process import ServerProcess
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from fakes.torch_server_process import ServerProcess
 
 BUCKETS_MB = (8, 32, 64, 128, 256)
 NUM_REPEATS = 9

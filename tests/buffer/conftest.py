@@ -6,7 +6,6 @@ Redis and on the twin.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import redis
 import redis.asyncio
 
+from fakes.twin import Twin
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import (
     CheckpointMark,
@@ -39,9 +39,6 @@ from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import build_settings
 from outloop.buffer.writer import BufferWriter
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-from twin import Twin
 
 
 class FakeClock:

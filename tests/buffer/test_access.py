@@ -1,22 +1,19 @@
 """TLS, and a user of Redis that may do only what the buffer does."""
 
 import asyncio
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fakes.tls_front import TlsFront, make_authority
 from outloop.buffer.errors import BufferUnavailable, SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.run import Run, load_run
 from outloop.buffer.settings import build_settings
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-from tls_front import TlsFront, make_authority
 
 RIGHTS = (
     *("resetkeys", "~{*", "resetchannels", "&{*", "-@all", "+@read", "+@write", "+@connection"),

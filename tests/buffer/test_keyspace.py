@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from twin import Twin
 
+from fakes.twin import Twin
 from outloop.buffer.codec.jsonl import format_line
 from outloop.buffer.records import Reward, ServerEntry, Task, Trajectory, Turn
 from outloop.buffer.redis.client import connect_sync

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -11,15 +10,13 @@ from typing import Any
 
 import pytest
 
+from fakes.bad_wire import BadWire
 from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded
 from outloop.buffer.records import Trajectory, Turn
 from outloop.buffer.redis.client import connect_async
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.run import Run
 from outloop.buffer.writer import BufferWriter
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-from bad_wire import BadWire
 
 
 @pytest.fixture

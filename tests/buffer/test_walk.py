@@ -9,8 +9,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from walk import Walk
 
+from fakes.walk import Walk
 from outloop.buffer.errors import FenceExpired
 from outloop.buffer.records import Turn
 

@@ -2,15 +2,12 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
 
 NUM_RANKS = {"torch": 1, "sglang": 2}
 """Tensor-parallel ranks of the server under test, whose shards are fed and verified one by one."""

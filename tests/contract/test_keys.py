@@ -8,9 +8,9 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
-from one_server import OneServer
 from safetensors.torch import load_file
 
+from fakes.one_server import OneServer
 from outloop.buffer.errors import PublishFailed, SettingsError
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from one_server import OneServer
 from safetensors.torch import load_file
 
+from fakes.one_server import OneServer
 from outloop.buffer.errors import PublishFailed
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings

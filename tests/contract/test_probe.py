@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lossy_tap import LossyTap
-from one_server import OneServer
 from safetensors.torch import load_file
-from scored_source import source_of
 
+from fakes.lossy_tap import LossyTap
+from fakes.one_server import OneServer
+from fakes.scored_source import source_of
 from outloop.buffer.errors import PublishFailed
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings

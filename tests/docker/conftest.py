@@ -2,18 +2,15 @@
 
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import redis
 
+from fakes import user_folder
 from outloop.buffer.redis.embedded import find_server
 from outloop.engine.models.random_init import write_policy
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-import user_folder
 
 PASSWORD = "p@ss/word:%41"
 SETTINGS = {

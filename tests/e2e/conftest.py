@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-import user_folder
+from fakes import user_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 

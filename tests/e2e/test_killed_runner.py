@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from fakes.tap import Tap
+from fakes.torch_server_process import ServerProcess
 from outloop.buffer.cli.open_run import joined
 from outloop.buffer.records import Trajectory
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-from tap import Tap
-from torch_server_process import ServerProcess
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-import user_folder
+
+from fakes import user_folder
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]

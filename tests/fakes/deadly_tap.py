@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tap import Tap
+from fakes.tap import Tap
 
 MOMENTS = ("before", "during", "after")
 

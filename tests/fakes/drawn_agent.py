@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fake_server import Script
-
+from fakes.fake_server import Script
 from outloop.buffer.records import Turn
 
 KINDS = (

@@ -5,9 +5,9 @@ import urllib.request
 from collections.abc import Mapping
 
 import torch
-from tap import Tap
 from torch import Tensor
 
+from fakes.tap import Tap
 from outloop.engine.publish.buckets.plan import TensorSpec, plan_buckets
 from outloop.engine.publish.buckets.staging import SharedBuffer
 from outloop.engine.publish.flattened_bucket import write_bucket

@@ -21,11 +21,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from live_router import live_router
 from safetensors.numpy import save_file
-from served_policy import publish
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from fakes.live_router import live_router
+from fakes.served_policy import publish
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import Turn
 from outloop.buffer.run import Run

@@ -21,7 +21,8 @@ import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from twin_keyspace import CommandError, Keyspace
+
+from fakes.twin_keyspace import CommandError, Keyspace
 
 
 class Twin(Keyspace):

@@ -5,7 +5,6 @@ to another by CUDA-IPC. Never run so far: no GPU was at hand.
 """
 
 import json
-import sys
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,14 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from fakes.one_server import OneServer
+from fakes.torch_server_process import ServerProcess
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
 from outloop.engine.publish.publisher import Publisher
 from outloop.engine.publish.tensor_source import LocalTensors
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-from one_server import OneServer
-from torch_server_process import ServerProcess
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 PROMPT = [3, 99, 250, 4, 18, 31, 7, 300, 2, 45, 11]

@@ -1,7 +1,6 @@
 """A tiny tokenizer, a router over fakes, and an OpenAI client."""
 
 import json
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -12,11 +11,8 @@ import openai
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
-
-from fake_buffer import FakeBuffer
-from fake_server import FakeServer, Script, serving
-
+from fakes.fake_buffer import FakeBuffer
+from fakes.fake_server import FakeServer, Script, serving
 from outloop.buffer.run import Run, RunKeys
 from outloop.buffer.settings import build_settings
 from outloop.router.app import create_app

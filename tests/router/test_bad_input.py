@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from fake_server import Script
-from served_policy import publish
 
+from fakes.fake_server import Script
+from fakes.served_policy import publish
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run

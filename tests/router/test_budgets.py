@@ -3,7 +3,8 @@
 import asyncio
 
 import pytest
-from fake_server import FakeServer, Script, serving
+
+from fakes.fake_server import FakeServer, Script, serving
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -6,8 +6,8 @@ import json
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from talkers import Meeting
 
+from fakes.talkers import Meeting
 from outloop.router.dialects.base import Message, TurnRequest
 from outloop.router.episodes.turn_tree import Plan
 from outloop.router.turns.answer_reader import AnswerReader

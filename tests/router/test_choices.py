@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-from fake_server import serving
+from fakes.fake_server import serving
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 RECORDED = {"governance_by_parameter": {"seed": "record"}}

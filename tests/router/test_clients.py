@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from fake_server import serving
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from scripted_torch import playing, scripted_server, write_policy_for
 
+from fakes.fake_server import serving
+from fakes.scripted_torch import playing, scripted_server, write_policy_for
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run

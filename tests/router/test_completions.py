@@ -4,10 +4,10 @@ import random
 
 import openai
 import pytest
-from fake_server import Script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fakes.fake_server import Script
 from outloop.router.rendering.stream_filter import RawStream
 
 PIECES = (

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from live_router import accepting
 
+from fakes.live_router import accepting
 from outloop.router.http import protocol
 from outloop.router.http.endpoint import ClientLeft, Exchange
 

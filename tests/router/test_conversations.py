@@ -57,7 +57,7 @@ async def test_rendered_equals_played(stage) -> None:
 
 async def compare_with_play(stage, row, rendered) -> None:
     """Play `row` with a policy that draws the rendered outputs."""
-    from fake_server import Script
+    from fakes.fake_server import Script
 
     outputs = iter(rendered)
 

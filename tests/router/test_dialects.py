@@ -7,8 +7,9 @@ import random
 import anthropic
 import openai
 import pytest
-from fake_server import Script
-from talkers import Meeting
+
+from fakes.fake_server import Script
+from fakes.talkers import Meeting
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 * 7"}}\n</tool_call>'
 TWO_CALLS = (

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import schemathesis
-from fake_server import Script
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import checks
 from schemathesis.core.failures import FailureGroup
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks as openapi_checks
+
+from fakes.fake_server import Script
 
 ADMIN = {"/servers", "/pause", "/resume", "/policy_version"}
 OPEN = {"/health", "/ready", "/metrics"}

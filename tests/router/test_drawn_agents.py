@@ -7,11 +7,11 @@ from itertools import cycle, zip_longest
 
 import numpy as np
 import pytest
-from drawn_agent import KINDS, SAYINGS, DrawnAgent, DrawnPolicy, Move
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
+from fakes.drawn_agent import KINDS, SAYINGS, DrawnAgent, DrawnPolicy, Move
 from outloop.buffer.records import Episode, Trajectory
 from outloop.engine.train.data.samples import build_samples
 from outloop.router.rendering.renderer import PolicyRenderer

@@ -2,9 +2,10 @@
 
 import itertools
 
-from fake_server import Script
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+
+from fakes.fake_server import Script
 
 MOVES = st.lists(
     st.tuples(

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import openai
 import pytest
-from fake_server import FakeServer, serving
+
+from fakes.fake_server import FakeServer, serving
 
 ASKED = {"model": "policy", "input": "Say something."}
 OWN = {"temperature": 0.25, "top_p": 0.5, "max_new_tokens": 40, "seed": 7}

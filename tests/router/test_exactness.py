@@ -4,7 +4,8 @@ import json
 import random
 
 import pytest
-from fake_server import Script
+
+from fakes.fake_server import Script
 
 CALLS = (
     '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>',

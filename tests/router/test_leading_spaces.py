@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_server import Script
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from fakes.fake_server import Script
 from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.rendering.tokenizer import PolicyTokenizer
 

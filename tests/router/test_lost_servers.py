@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import openai
 import pytest
-from fake_server import FakeServer, serving
 
+from fakes.fake_server import FakeServer, serving
 from outloop.router.servers import pool as pool_module
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}

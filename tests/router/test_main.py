@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from fake_server import FakeServer, Script, serving
-from live_router import live_router
-from served_policy import publish
 
+from fakes.fake_server import FakeServer, Script, serving
+from fakes.live_router import live_router
+from fakes.served_policy import publish
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.embedded import EmbeddedRedis

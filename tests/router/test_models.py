@@ -5,9 +5,9 @@ import json
 
 import openai
 import pytest
-from fake_buffer import FakeBuffer
-from fake_server import FakeServer, serving
 
+from fakes.fake_buffer import FakeBuffer
+from fakes.fake_server import FakeServer, serving
 from outloop.buffer.errors import SettingsError
 from outloop.router.app import create_app
 

@@ -4,7 +4,8 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from fake_server import FakeServer, serving
+
+from fakes.fake_server import FakeServer, serving
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import anthropic
 import pytest
-from fake_server import Script
 from tokenizers import AddedToken, Tokenizer
+
+from fakes.fake_server import Script
 
 PREFILL = "Here it is:\n```json\n{"
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'

@@ -14,9 +14,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from fake_server import FakeServer, Script, serving
-from served_policy import publish
 
+from fakes.fake_server import FakeServer, Script, serving
+from fakes.served_policy import publish
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run

@@ -9,9 +9,9 @@ from pathlib import Path
 import anthropic
 import openai
 import pytest
-from bad_wire import BadWire
-from served_policy import publish
 
+from fakes.bad_wire import BadWire
+from fakes.served_policy import publish
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import Turn
 from outloop.buffer.redis.client import connect_sync

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from drawn_agent import read_stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes.drawn_agent import read_stream
 from outloop.buffer.records import Sampling, Turn
 from outloop.router.dialects.base import AnswerHead, CallPlace, Delta, Message, ToolCall, TurnResult
 from outloop.router.dialects.table import DIALECTS

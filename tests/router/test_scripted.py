@@ -12,9 +12,9 @@ import numpy as np
 import openai
 import pydantic
 import pytest
-from scripted_torch import playing, scripted_server
-from talkers import Meeting
 
+from fakes.scripted_torch import playing, scripted_server
+from fakes.talkers import Meeting
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_server import FakeServer, Script, serving
-from live_router import live_router
-from served_policy import publish
 
+from fakes.fake_server import FakeServer, Script, serving
+from fakes.live_router import live_router
+from fakes.served_policy import publish
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run

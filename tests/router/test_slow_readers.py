@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import uvicorn
 import uvloop
-from fake_server import Script
-from live_router import accepting
 
+from fakes.fake_server import Script
+from fakes.live_router import accepting
 from outloop.router.http import protocol
 from outloop.router.http.endpoint import Exchange
 from outloop.router.http.protocol import ClientConnection

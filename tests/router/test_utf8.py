@@ -1,7 +1,8 @@
 """Bytes that are no text, wherever they stand: refused for good, or another server is asked."""
 
 import pytest
-from fake_server import FakeServer, serving
+
+from fakes.fake_server import FakeServer, serving
 
 TEXT = b'{"model": "policy", "messages": [{"role": "user", "content": "hi"}]'
 BROKEN = {

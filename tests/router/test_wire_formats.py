@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_server import Script
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from fakes.fake_server import Script
 from outloop.router.rendering.renderer import PolicyRenderer
 
 FOLDER = Path(__file__).parent / "wire_formats"

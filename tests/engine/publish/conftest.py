@@ -1,7 +1,6 @@
 """A publisher over a registry in memory, and servers to publish to."""
 
 import json
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -15,9 +14,6 @@ from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
 from outloop.engine.publish.publisher import Publisher
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-
 
 PROMPT = [3, 99, 250, 4, 18, 31, 7, 300, 2, 45, 11]
 
@@ -93,7 +89,7 @@ def lying_server() -> Iterator[Callable[..., Any]]:
     """`lying_server("hang", "end")` starts that fake in this process."""
     import threading
 
-    from lying_server import LyingServer
+    from fakes.lying_server import LyingServer
 
     started: list[Any] = []
 
@@ -111,7 +107,7 @@ def lying_server() -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def server_process(make_model: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
     """Starts a torch server, of the tiny model or another, in a process of its own."""
-    from torch_server_process import ServerProcess
+    from fakes.torch_server_process import ServerProcess
 
     started: list[Any] = []
 

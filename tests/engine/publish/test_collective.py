@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from interrupted_tensors import InterruptedTensors
 
+from fakes.interrupted_tensors import InterruptedTensors
 from outloop.buffer.errors import PublishFailed
 from outloop.engine.publish.tensor_source import LocalTensors
 from outloop.engine.publish.transports import registry as build

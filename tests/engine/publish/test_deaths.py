@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deadly_tap import MOMENTS, DeadlyTap
-from lying_server import PATHS
-from scored_source import source_of
+
+from fakes.deadly_tap import MOMENTS, DeadlyTap
+from fakes.lying_server import PATHS
+from fakes.scored_source import source_of
 
 PHASES = ["pause", "begin", "bucket", "end", "verify", "version", "continue"]
 PATH_OF = PATHS | {"scramble": "/weights_checker", "probe": "/generate"}

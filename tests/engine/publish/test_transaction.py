@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from interrupted_tensors import InterruptedTensors
 
+from fakes.interrupted_tensors import InterruptedTensors
 from outloop.buffer.errors import DeadlineExceeded, PublishFailed
 from outloop.engine.publish.buckets.plan import TensorSpec, plan_buckets
 from outloop.engine.publish.buckets.staging import SharedBuffer

@@ -1,17 +1,12 @@
 """Servers are asked what their logprobs mean before they are entered."""
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
+from fakes.logprob_server import LogprobServer
 from outloop.buffer.errors import OutloopError, PublishFailed, SettingsError
 from outloop.engine.serve.logprob_convention import check_logprobs
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
-
-from logprob_server import LogprobServer
 
 
 @pytest.fixture

@@ -25,15 +25,21 @@ from outloop.buffer.records import (
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import Settings, TrainerSettings
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fakes"))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "chaos"))
 
 with warnings.catch_warnings():
     # megatron-core announces at import what it falls back to without Transformer Engine.
     warnings.simplefilter("ignore")
-    from families import make_family
-    from memory_buffer import MakeTrajectory, MakeTurn, MemoryBuffer, RewardOf, Server, Setup, arm
-
+    from fakes.families import make_family
+    from fakes.memory_buffer import (
+        MakeTrajectory,
+        MakeTurn,
+        MemoryBuffer,
+        RewardOf,
+        Server,
+        Setup,
+        arm,
+    )
     from outloop.engine.train.data.samples import Sample
     from outloop.engine.train.megatron import import_weights, model_and_optimizer
     from outloop.engine.train.ranks.controller import Lead

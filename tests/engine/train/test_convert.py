@@ -13,10 +13,10 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
-from families import make_family
 from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
 
+from fakes.families import make_family
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.settings import TrainerSettings

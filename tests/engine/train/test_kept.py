@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from memory_buffer import FAST, Setup
 
+from fakes.memory_buffer import FAST, Setup
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings, build_settings
 from outloop.engine.train.algorithms.group_replay import KeptGroups

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from memory_buffer import Answer, Server, Setup, arm
+
+from fakes.memory_buffer import Answer, Server, Setup, arm
 
 MakeRun = Callable[..., Setup]
 BANDIT = {"learning_rate": 4e-3, "groups_per_step": 8, "num_steps": 25}

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import structlog.testing
-from memory_buffer import FAST, Setup
 
+from fakes.memory_buffer import FAST, Setup
 from outloop.buffer.errors import UpdateRefused
 
 MakeRun = Callable[..., Setup]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from memory_buffer import FAST, Setup
 
+from fakes.memory_buffer import FAST, Setup
 from outloop.buffer.errors import DeadlineExceeded, SettingsError
 from outloop.buffer.settings import build_settings
 

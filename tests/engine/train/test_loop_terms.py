@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from families import make_family
-from memory_buffer import FAST, Setup
 
+from fakes.families import make_family
+from fakes.memory_buffer import FAST, Setup
 from outloop.buffer.errors import SettingsError
 from outloop.engine.train.step.reference_model import content_hash
 

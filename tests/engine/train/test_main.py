@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import make_family
 
+from fakes.families import make_family
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.run import create_run

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import make_family
 from safetensors.torch import load_file
 
+from fakes.families import make_family
 from outloop.engine.train.checkpoint.convert import to_huggingface
 
 PROGRAM = Path(__file__).with_name("parity_ranks.py")

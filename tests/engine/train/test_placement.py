@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from memory_buffer import FAST, Setup
 
+from fakes.memory_buffer import FAST, Setup
 from outloop.buffer.settings.trainer import TrainerSettings
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.data.train_batch import TrainBatch

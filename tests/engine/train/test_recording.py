@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from memory_buffer import FAST, Setup
 from msgspec import structs
 
+from fakes.memory_buffer import FAST, Setup
 from outloop.buffer.codec.jsonl import format_line
 from outloop.buffer.errors import RecordError
 from outloop.buffer.records import Trajectory, Turn

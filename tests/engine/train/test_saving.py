@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import structlog.testing
 import torch
-from memory_buffer import FAST, Setup
 
+from fakes.memory_buffer import FAST, Setup
 from outloop.buffer.errors import CheckpointFailed, DeadlineExceeded
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.settings import TrainerSettings
