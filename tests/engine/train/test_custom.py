@@ -1,5 +1,6 @@
 """The user's own advantage and loss: found, checked before the start, used."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -207,3 +208,19 @@ def test_contradictions_are_refused(trainer: dict[str, object], sentence: str) -
     with pytest.raises(ValueError, match="trainer") as caught:
         Settings(model={"path": "m"}, trainer=trainer)
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "setting", ["losses:soft_clip", "losses:by_sequence", "advantages:centred"]
+)
+def test_what_the_page_shows_is_accepted(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses and the advantage of docs/algorithms.md pass the checks before a start."""
+    page = (Path(__file__).parents[3] / "docs/algorithms.md").read_text()
+    module, _, function = setting.partition(":")
+    (code,) = re.findall(rf"```python title={module}\.py\n(.*?)```", page, re.DOTALL)
+    (tmp_path / f"page_{module}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "loss_path" if module == "losses" else "advantage_path"
+    check_custom(Settings(model={"path": "m"}, trainer={name: f"page_{module}:{function}"}))
