@@ -73,13 +73,12 @@ class ServerClient:
         """Let turns go on."""
         self._call("POST", "/continue_generation", {}, deadline)
 
-    def begin_update(self, deadline: float, *, transaction: str | None = None) -> None:
+    def begin_update(self, deadline: float) -> None:
         """Open a weight update; one that somebody left open is closed first.
 
-        A release without this route needs no session. `transaction` is for torch servers alone: the
-        checksums of what is stored are then taken while it is, and asked for by that name.
+        A release without this route needs no session.
         """
-        body = {"selector": "all"} | ({"transaction": transaction} if transaction else {})
+        body = {"selector": "all"}
         try:
             self._call("POST", "/begin_weight_update", body, deadline)
         except NotServed:
@@ -163,16 +162,9 @@ class ServerClient:
         body = {"model_path": folder, "flush_cache": False}
         self._call("POST", "/update_weights_from_disk", body, deadline)
 
-    def checksums(
-        self, algorithm: str | None, deadline: float, *, transaction: str | None = None
-    ) -> list[dict[str, str]]:
-        """Per rank, checksums by parameter as the server holds them; None: of its own choice.
-
-        With the `transaction` that an update was begun with, a torch server need not read all of
-        its weights again.
-        """
+    def checksums(self, algorithm: str | None, deadline: float) -> list[dict[str, str]]:
+        """Per rank, checksums by parameter as the server holds them; None: of its own choice."""
         body = {"action": "checksum"} | ({"algorithm": algorithm} if algorithm else {})
-        body |= {"transaction": transaction} if transaction else {}
         answer = self._call("POST", "/weights_checker", body, deadline)
         return [rank.get("checksums") or {} for rank in answer.get("ranks") or [{}]]
 

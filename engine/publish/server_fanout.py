@@ -51,7 +51,6 @@ class Fanout:
         self._timeout_s = phase_timeout_s
         self._on_failure = on_failure
         self._clients = {e.server_id: ServerClient(e.server_id, e.url, key=key) for e in entries}
-        self._kinds = {e.server_id: e.kind for e in entries}
         self._failures: dict[str, ServerResult] = {}
         self._pool = ThreadPoolExecutor(max(1, len(entries)), thread_name_prefix="publish")
 
@@ -85,10 +84,6 @@ class Fanout:
     def url_of(self, server_id: str) -> str:
         """Where a server is."""
         return self._clients[server_id].url
-
-    def kind_of(self, server_id: str) -> str:
-        """What kind of server it is."""
-        return self._kinds[server_id]
 
     @property
     def results(self) -> tuple[ServerResult, ...]:

@@ -1,8 +1,7 @@
 """Where the tensors of a publish come from.
 
 Owns: the interface between trainer ranks and publishing, and a source over tensors of this process.
-Does not own: gathering of shards (engine.train), buckets (plan). Invariant: a publish reads buckets
-in the order of `specs`, each tensor at most once per pass, and ends every pass it began.
+Does not own: gathering of shards (engine.train), buckets (plan).
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from outloop.buffer.errors import PublishFailed
 from outloop.buffer.records import Float32
 from outloop.engine.publish.buckets.plan import TensorSpec
 
-NamedTensors = Iterable[tuple[str, Tensor]]
 Score = Callable[[Sequence[Sequence[int]]], Sequence[Float32]]
 """Prompts -> logprobs [T - 1] of the ids of each, the first aside."""
 
@@ -24,8 +22,8 @@ Score = Callable[[Sequence[Sequence[int]]], Sequence[Float32]]
 class TensorSource(Protocol):
     """All tensors of a model under their Hugging Face names, gathered a bucket at a time.
 
-    With several trainer ranks this is the face of rank 0: inside `read` it makes the other ranks
-    take part in gathering that bucket, and by `end` it tells them that no more follow.
+    With several trainer ranks this is rank 0's: inside `read` it makes the other ranks take part in
+    gathering that bucket.
     """
 
     @property
@@ -39,12 +37,8 @@ class TensorSource(Protocol):
 
         `into` is where each will be copied, of its shape and any dtype: a source that puts a tensor
         together writes it there and gives that very place. Any other tensor is copied before the
-        next is asked for, so it need not be kept. A pass begins with the first of `specs` and goes
-        on with what follows the bucket before.
+        next is asked for, so it need not be kept.
         """
-
-    def end(self) -> None:
-        """The pass is over, complete or not; the next `read` begins another."""
 
     def score_prompts(self, prompts: Sequence[Sequence[int]]) -> Sequence[Float32]:
         """Logprobs [T - 1] at temperature 1 of every prompt's ids, the first aside.
@@ -56,51 +50,37 @@ class TensorSource(Protocol):
 class LocalTensors:
     """A source over tensors that are all in this process."""
 
-    def __init__(self, tensors: Callable[[], NamedTensors], score: Score | None = None) -> None:
-        """`tensors()` gives every (name, tensor), each time in the same order."""
+    def __init__(self, tensors: Mapping[str, Tensor], score: Score | None = None) -> None:
+        """Over a mapping, whose values may change between publishes."""
         self._tensors = tensors
         self._score = score
-        self._specs: tuple[TensorSpec, ...] | None = None
-        self._pass: Iterator[tuple[str, Tensor]] | None = None
+        self.specs: Sequence[TensorSpec] = tuple(
+            TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+            for name, tensor in tensors.items()
+        )
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], score: Score | None = None) -> LocalTensors:
-        """Over a mapping, as it is whenever it is read."""
-        return cls(tensors.items, score)
-
-    @property
-    def specs(self) -> Sequence[TensorSpec]:
-        """Every tensor; names, shapes and dtypes are looked at once."""
-        if self._specs is None:
-            self._specs = tuple(
-                TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
-                for name, tensor in self._tensors()
-            )
-        return self._specs
+        """Over a mapping."""
+        return cls(tensors, score)
 
     def read(
         self, specs: Sequence[TensorSpec], into: Sequence[Tensor] | None = None
     ) -> Iterator[Tensor]:
-        """The tensors of a bucket, as they lie in this process.
+        """The tensors of a bucket, in this process's own memory.
 
         Raises:
-            PublishFailed: the tensors come in another order, or shape, than `specs` said.
+            PublishFailed: a tensor is gone, or has another shape than `specs` said.
         """
-        if self._pass is None:
-            self._pass = iter(self._tensors())
         for spec in specs:
-            name, tensor = next(self._pass, ("the end", None))
-            if tensor is None or name != spec.name or tuple(tensor.shape) != spec.shape:
+            tensor = self._tensors.get(spec.name)
+            if tensor is None or tuple(tensor.shape) != spec.shape:
                 shape = None if tensor is None else list(tensor.shape)
                 raise PublishFailed(
                     f"the trainer's tensors changed: name={spec.name!r} "
-                    f"shape={list(spec.shape)} was planned, {name!r} shape={shape} came"
+                    f"shape={list(spec.shape)} was planned, shape={shape} is there"
                 )
             yield tensor.detach()
-
-    def end(self) -> None:
-        """Let go of the pass."""
-        self._pass = None
 
     def score_prompts(self, prompts: Sequence[Sequence[int]]) -> Sequence[Float32]:
         """By the function given.

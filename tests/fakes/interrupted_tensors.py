@@ -15,7 +15,6 @@ class InterruptedTensors:
         self._tensors = LocalTensors.of(tensors)
         self._before = before
         self._index = 0
-        self.is_ended = False
 
     @property
     def specs(self) -> Sequence[TensorSpec]:
@@ -30,8 +29,3 @@ class InterruptedTensors:
             self._before(self._index)
             self._index += 1
             yield tensor
-
-    def end(self) -> None:
-        """Remembered."""
-        self._tensors.end()
-        self.is_ended = True

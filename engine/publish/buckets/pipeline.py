@@ -8,7 +8,7 @@ bucket's memory is written again only after `filled` has been asked for the buck
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +19,7 @@ from outloop.engine.publish.buckets.plan import Bucket, TensorSpec, largest, pla
 from outloop.engine.publish.buckets.staging import Staging
 from outloop.engine.publish.tensor_source import TensorSource
 from outloop.engine.publish.verification.accounts import Account
-from outloop.engine.publish.verification.hashed_copy import copy_tensor
 
-Copy = Callable[[str, Tensor, Tensor], None]
-"""Called with a tensor's name, where it is to be written, and the tensor: its place itself if it is
-there already."""
 OnCopied = Callable[[Tensor, Bucket], None]
 """Called with a bucket's content and some of its places."""
 _TOLD_BYTES = 1 << 22
@@ -56,25 +52,10 @@ class Fed:
         self.num_buckets += 1
         self.num_bytes += sum(place.end - place.start for place in bucket.places)
 
-    def copy(self, name: str, target: Tensor, tensor: Tensor) -> None:
-        """Write a tensor to its place; accounts that can do it on the way account for it."""
-        for each in self.accounts.values():
-            if each.on_the_way is not None:
-                each.on_the_way(name, target, tensor)
-                tensor = target
-        if tensor is not target:
-            copy_tensor(target, tensor)
-
-    @property
-    def is_all_on_the_way(self) -> bool:
-        """True if nothing is left for `account`."""
-        return all(each.on_the_way is not None for each in self.accounts.values())
-
     def account(self, content: Tensor, places: Bucket) -> None:
-        """Account for some of the tensors of a bucket, where it was not done on the way."""
+        """Account for some of the tensors of a bucket."""
         for account in self.accounts.values():
-            if account.on_the_way is None:
-                account.add(content, places)
+            account.add(content, places)
 
 
 class Layout:
@@ -124,11 +105,9 @@ class Filler:
         staging: Staging,
         layout: Layout,
         *,
-        copy: Copy,
         on_copied: OnCopied,
     ) -> None:
         """`on_copied` is told of tensors soon after they were copied, all of them, in order."""
-        self._copy = copy
         self._on_copied = on_copied
         self._source = source
         self._staging = staging
@@ -149,18 +128,11 @@ class Filler:
         if self._next is None and self._index == 0:
             self._next = self._fill()
 
-    def filled(self) -> Generator[Filled, None, None]:
-        """The buckets; the source's pass ends with the last, or when this is closed."""
-        try:
-            while self._next is not None or self._index < len(self._buckets):
-                bucket, self._next = self._next or self._fill(), None
-                yield bucket
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """End the source's pass."""
-        self._source.end()
+    def filled(self) -> Iterator[Filled]:
+        """The buckets, in order."""
+        while self._next is not None or self._index < len(self._buckets):
+            bucket, self._next = self._next or self._fill(), None
+            yield bucket
 
     def _fill(self) -> Filled:
         places = self._buckets[self._index]
@@ -170,7 +142,9 @@ class Filler:
         tensors = self._source.read([place.spec for place in places], targets)
         first = 0
         for last, (target, tensor) in enumerate(zip(targets, tensors, strict=True), 1):
-            self._copy(places[last - 1].spec.name, target, tensor)
+            # A source may have written the tensor to its place already.
+            if tensor is not target:
+                target.copy_(tensor)
             if last == len(places) or places[last].start - places[first].start >= _TOLD_BYTES:
                 self._on_copied(content, places[first:last])
                 first = last

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from typing import Any, Protocol
 
 import torch
@@ -105,25 +104,22 @@ class Bucketed:
                 dtype=self._dtype,
                 alignment=self._sender.alignment,
             )
-        self._filler = Filler(
-            source, self._staging, self._layout, copy=self._fed.copy, on_copied=self._hash
-        )
+        self._filler = Filler(source, self._staging, self._layout, on_copied=self._hash)
         self._filler.fill_first()
 
     def feed(self, fanout: Fanout) -> Fed:
         """Open the update, send every bucket, close the update."""
         assert self._filler is not None
         filler, fed = self._filler, self._fed
-        fanout.run("begin", self._begin_of(fanout))
+        fanout.run("begin", ServerClient.begin_update)
         before: list[Future[None]] = []
-        with closing(filler.filled()) as buckets:
-            for bucket in buckets:
-                if fed.num_buckets:
-                    self._sender.finish(fanout)
-                    _settle(before)
-                self._sender.start(fanout, bucket)
-                before, self._hashed = self._hashed, []
-                fed.count(bucket)
+        for bucket in filler.filled():
+            if fed.num_buckets:
+                self._sender.finish(fanout)
+                _settle(before)
+            self._sender.start(fanout, bucket)
+            before, self._hashed = self._hashed, []
+            fed.count(bucket)
         self._sender.finish(fanout)
         _settle(before)
         fanout.run("end", ServerClient.end_update)
@@ -131,27 +127,16 @@ class Bucketed:
         return fed
 
     def end(self) -> None:
-        """End the source's pass, if it was begun."""
-        filler, self._filler = self._filler, None
-        if filler is not None:
-            filler.close()
+        """Let go of what this publish read and staged."""
+        self._filler = None
         # What is still being hashed is of no use, and reads memory that is about to be written.
         self._hashing.submit(int).result()
         if self._layout is not None:
             self._layout.forget_views()
         self._staging.end()
 
-    def _begin_of(self, fanout: Fanout) -> Callable[[ServerClient, float], None]:
-        transactions = {kind: account.transaction for kind, account in self._fed.accounts.items()}
-
-        def begin(client: ServerClient, deadline: float) -> None:
-            kind = fanout.kind_of(client.server_id)
-            client.begin_update(deadline, transaction=transactions.get(kind))
-
-        return begin
-
     def _hash(self, content: Tensor, places: Bucket) -> None:
-        if not self._fed.is_all_on_the_way:
+        if self._fed.accounts:
             self._hashed.append(self._hashing.submit(self._fed.account, content, places))
 
     def release(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -57,16 +56,13 @@ class Disk:
             dtype=self._dtype,
             alignment=ALIGNMENT,
         )
-        filler = Filler(
-            source, self._staging, layout, copy=self._fed.copy, on_copied=self._fed.account
-        )
+        filler = Filler(source, self._staging, layout, on_copied=self._fed.account)
         try:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True)
             weight_map: dict[str, str] = {}
-            with closing(filler.filled()) as buckets:
-                for bucket in buckets:
-                    weight_map |= self._write(self._folder, bucket)
+            for bucket in filler.filled():
+                weight_map |= self._write(self._folder, bucket)
             index = json.dumps({"metadata": {}, "weight_map": weight_map})
             (self._folder / "model.safetensors.index.json").write_text(index)
             self._fed.peak_bytes = filler.peak_bytes

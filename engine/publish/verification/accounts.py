@@ -7,8 +7,7 @@ names exactly the parameters that were sent, each with the checksum of the bytes
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -17,23 +16,13 @@ from outloop.buffer.errors import OutloopError, PublishFailed
 from outloop.engine.publish.buckets.plan import Bucket, TensorSpec
 from outloop.engine.publish.server_client import ServerClient
 from outloop.engine.publish.verification.checksum import Algorithm, tensor_checksum
-from outloop.engine.publish.verification.hashed_copy import copy_hashed
 from outloop.engine.publish.verification.sglang_layout import FusedChecksums
 
 _ALGORITHM: Algorithm = "xxh3_128"
 
 
-OnTheWay = Callable[[str, Tensor, Tensor], None]
-"""Copies a tensor (name, target, tensor) and accounts for what was written."""
-
-
 class Account(Protocol):
     """What was sent, as one kind of server will speak of it."""
-
-    transaction: str | None
-    """Told to the server when its update begins."""
-    on_the_way: OnTheWay | None
-    """In place of `add`; None where it would be waited for too long."""
 
     def add(self, content: Tensor, places: Bucket) -> None:
         """A bucket's bytes as sent (uint8), and which tensors lie where."""
@@ -49,11 +38,8 @@ class Account(Protocol):
 class TorchAccount:
     """Checksums under Hugging Face names: what the torch server holds."""
 
-    def __init__(self, *, is_gpu: bool = False) -> None:
-        self.transaction: str | None = secrets.token_hex(8)
+    def __init__(self) -> None:
         self._sums: dict[str, str] = {}
-        # Bytes on a GPU would be waited for while they are copied out of it.
-        self.on_the_way: OnTheWay | None = None if is_gpu else self._copy
 
     def add(self, content: Tensor, places: Bucket) -> None:
         """Keep the checksum of every tensor."""
@@ -63,20 +49,14 @@ class TorchAccount:
 
     def verify(self, client: ServerClient, deadline: float) -> None:
         """Compare tensor by tensor."""
-        (held,) = client.checksums(_ALGORITHM, deadline, transaction=self.transaction)
+        (held,) = client.checksums(_ALGORITHM, deadline)
         compare_checksums(client.server_id, self._sums, held)
-
-    def _copy(self, name: str, target: Tensor, tensor: Tensor) -> None:
-        self._sums[name] = copy_hashed(target, tensor)
 
 
 class SGLangAccount:
     """Checksums of SGLang's fused parameters, rank by rank."""
 
     def __init__(self, num_ranks: int, specs: Sequence[TensorSpec], *, is_gpu: bool) -> None:
-        self.transaction: str | None = None
-        # SGLang's hash is too slow to wait for.
-        self.on_the_way: OnTheWay | None = None
         self._sums = FusedChecksums(num_ranks, specs, is_gpu=is_gpu)
         self._num_ranks = num_ranks
 
@@ -126,7 +106,7 @@ def accounts_for(
         if kind == "sglang":
             accounts[kind] = SGLangAccount(num_ranks, specs, is_gpu=is_gpu)
         else:
-            accounts[kind] = TorchAccount(is_gpu=is_gpu)
+            accounts[kind] = TorchAccount()
     return accounts
 
 

@@ -160,7 +160,7 @@ class ServerApp:
         @app.post("/begin_weight_update")
         async def begin_weight_update(body: BeginBody | None = None) -> Response:
             def begin() -> str:
-                engine.update.begin(body.transaction if body else None)
+                engine.update.begin()
                 return "Weight update begun."
 
             return await self._update(begin)
@@ -254,9 +254,7 @@ class ServerApp:
                     f"action={body.action!r}; the torch server knows: checksum, reset_tensors",
                     is_good=False,
                 )
-            sums = await self._in_engine(
-                lambda: engine.update.live.checksums(body.algorithm, body.transaction)
-            )
+            sums = await self._in_engine(lambda: engine.update.live.checksums(body.algorithm))
             ranks = [{"tp_rank": 0, "pp_rank": 0, "checksums": sums}]
             return JSONResponse({"success": True, "message": "", "ranks": ranks})
 

@@ -30,8 +30,6 @@ class BeginBody(BaseModel):
     """/begin_weight_update"""
 
     selector: Literal["all", "target"] = "all"
-    transaction: str | None = None
-    """Not SGLang's: names what is stored, so that checksums of it are taken meanwhile."""
 
 
 class FromTensorBody(BaseModel):
@@ -66,8 +64,6 @@ class CheckBody(BaseModel):
     action: str
     algorithm: Algorithm = "sha256"
     """SGLang knows only its own."""
-    transaction: str | None = None
-    """As the update was begun with."""
 
 
 class FromGroupBody(BaseModel):

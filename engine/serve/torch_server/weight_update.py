@@ -39,10 +39,8 @@ class UpdateSession:
         """True between begin and end."""
         return self._staged is not None
 
-    def begin(self, transaction: str | None = None) -> None:
+    def begin(self) -> None:
         """Open a session; tensors it does not bring keep their values.
-
-        With a `transaction`, checksums are taken of what is stored, while it is (sums).
 
         Raises:
             UpdateRefused: one is open.
@@ -52,7 +50,6 @@ class UpdateSession:
                 "begin_weight_update: a session is open; end it with end_weight_update first"
             )
         self._staged = self._fresh()
-        self._staged.begin(transaction)
         self._written = set()
         self.pending_version = None
 
@@ -130,7 +127,6 @@ class UpdateSession:
     def _fresh(self) -> Weights:
         spare, self._spare = self._spare, None
         fresh = spare or Weights(self.live.config, self.live.dtype, self.live.device)
-        fresh.begin(None)
         return fresh
 
     def _swap(self, fresh: Weights) -> None:

@@ -20,8 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outloop.buffer.errors import SettingsError
-from outloop.engine.publish.verification.checksum import Algorithm
-from outloop.engine.serve.torch_server.checksums import Sums
+from outloop.engine.publish.verification.checksum import Algorithm, tensor_checksum
 from outloop.engine.serve.torch_server.config import ModelConfig
 
 
@@ -108,11 +107,6 @@ class Weights:
                 self.named[f"model.layers.{index}.{name}"] = tensor
         if not config.is_tied:
             self.named["lm_head.weight"] = self.head
-        self._sums = Sums(self.named)
-
-    def begin(self, transaction: str | None) -> None:
-        """What is written from now on belongs to `transaction`, if there is one."""
-        self._sums.begin(transaction)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Copy `tensor` in under its Hugging Face name; `refresh` must follow before use.
@@ -134,7 +128,7 @@ class Weights:
                 f"tensor name={name!r} has shape={list(tensor.shape)}; "
                 f"this model has {list(target.shape)}"
             )
-        self._sums.write(name, tensor)
+        target.copy_(tensor)
 
     def copy_from(self, other: Weights, names: Iterable[str]) -> None:
         """Take over the values of these names from another set of the same model."""
@@ -146,11 +140,9 @@ class Weights:
         for layer in self.layers:
             layer.refresh(self.config.num_heads)
 
-    def checksums(self, algorithm: Algorithm, transaction: str | None = None) -> dict[str, str]:
-        """Checksum of every named tensor: of its bytes as they lie there now, or (see sums) as they
-        were stored by `transaction`.
-        """
-        return self._sums.of(algorithm, transaction)
+    def checksums(self, algorithm: Algorithm) -> dict[str, str]:
+        """Checksum of every named tensor's bytes as they are in memory now."""
+        return {name: tensor_checksum(tensor, algorithm) for name, tensor in self.named.items()}
 
 
 def read_folder(weights: Weights, folder: Path) -> None:

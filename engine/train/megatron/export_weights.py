@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outloop.engine.models.safetensors_folder import folder_dtype, write_folder
 from outloop.engine.models.weight_map import expected_tensors
-from outloop.engine.publish.buckets.plan import TensorSpec, plan_buckets
+from outloop.engine.publish.buckets.plan import TensorSpec
 from outloop.engine.train.megatron.import_weights import Part, local_parts, read_part
 from outloop.engine.train.megatron.model_and_optimizer import PolicyModel
 from outloop.engine.train.ranks.collectives import gather_bytes
@@ -73,36 +73,10 @@ class Exports:
             if tensor is not None:
                 yield tensor
 
-    def read(
-        self, specs: Sequence[TensorSpec], into: Sequence[Tensor] | None = None
-    ) -> Iterator[Tensor]:
-        """`gather` by specs; makes this a `TensorSource` on one rank."""
-        return self.gather([spec.name for spec in specs], into)
-
-    def end(self) -> None:
-        """Nothing is kept between reads."""
-
     def send(self, names: Sequence[str]) -> None:
         """What a rank other than 0 does while rank 0 gathers."""
         for _ in self.gather(names):
             raise AssertionError("only rank 0 receives")
-
-    def named(self, *, bucket_bytes: int = _BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-        """Every name and tensor on rank 0; the other ranks call `send_all`."""
-        for names in self.buckets(bucket_bytes):
-            yield from zip(names, self.gather(names), strict=True)
-
-    def send_all(self, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
-        """The other ranks' side of `named`."""
-        for names in self.buckets(bucket_bytes):
-            self.send(names)
-
-    def buckets(self, bucket_bytes: int) -> list[list[str]]:
-        """The names, cut into buckets of at most `bucket_bytes` (a larger tensor has its own)."""
-        return [
-            [place.spec.name for place in bucket]
-            for bucket in plan_buckets(self.specs, bucket_bytes)
-        ]
 
     def save(self, folder: Path, *, source: Path) -> None:
         """Write the model as a Hugging Face folder; all ranks take part, rank 0 writes.
@@ -112,7 +86,7 @@ class Exports:
         """
         dtype = folder_dtype(source)
         if self._rank:
-            self.send_all()
+            self.send([spec.name for spec in self.specs])
             return
         specs = [TensorSpec(name=s.name, shape=s.shape, dtype=dtype) for s in self.specs]
         write_folder(folder, specs, self.gather, source=source)

@@ -351,9 +351,6 @@ class Lead:
                 for _ in tensors:
                     pass
 
-    def end(self) -> None:
-        """A pass of reading needs no end: every bucket is a command of its own."""
-
     def score_prompts(self, prompts: Sequence[Sequence[int]]) -> list[Float32]:
         """See `Work.score_prompts`."""
         return self._all(

@@ -210,7 +210,6 @@ def test_nobody_left_is_an_error_within_the_deadline(
     source = InterruptedTensors(other_weights, kill)
     with pytest.raises(PublishFailed, match="server-0 in phase=bucket"):
         publish(1, source)
-    assert source.is_ended
     assert registry.state("server-0") == (None, True)
 
 

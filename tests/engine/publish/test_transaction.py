@@ -17,6 +17,7 @@ from outloop.engine.publish.buckets.plan import TensorSpec, plan_buckets
 from outloop.engine.publish.buckets.staging import SharedBuffer
 from outloop.engine.publish.flattened_bucket import write_bucket
 from outloop.engine.publish.tensor_source import LocalTensors
+from outloop.engine.serve.torch_server.weight_update import UpdateSession
 
 TINY_BUCKET_MB = 0.05
 
@@ -340,7 +341,6 @@ def test_a_source_that_raises_leaves_no_server_in_use(
     source = InterruptedTensors(other_weights, fail)
     with pytest.raises(ZeroDivisionError):
         make_publisher(bucket_mb=TINY_BUCKET_MB).publish(source, 1)
-    assert source.is_ended
     assert registry.state("server-0") == (None, True)
 
 
@@ -388,3 +388,35 @@ def test_no_server_is_a_deadline(
     registry.add("gone", "http://127.0.0.1:9")
     with pytest.raises(DeadlineExceeded, match=r"\(1 registered, none answering"):
         publisher.publish(LocalTensors.of(other_weights), 0)
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_a_server_that_spoils_its_weights_after_storing_them_is_quarantined(
+    make_model: Callable[..., Path],
+    start_torch_server: Callable[..., Any],
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    num_before: int,
+) -> None:
+    """One element, between the last bucket and the checksums: at once, and after good publishes."""
+    registry.add("server-0", start_torch_server(make_model()).url)
+    publisher = make_publisher()
+    for version in range(num_before):
+        publisher.publish(LocalTensors.of(other_weights), version)
+    end = UpdateSession.end
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil_and_end(session: UpdateSession) -> None:
+        assert session._staged is not None
+        session._staged.named[name].view(-1)[5] += 1
+        end(session)
+
+    monkeypatch.setattr(UpdateSession, "end", spoil_and_end)
+    with pytest.raises(PublishFailed, match=f"1 tensors differ.*{name}"):
+        publisher.publish(LocalTensors.of(other_weights), 8)
+    assert registry.state("server-0") == (None, True)
+    monkeypatch.setattr(UpdateSession, "end", end)
+    publisher.publish(LocalTensors.of(other_weights), 9)
+    assert registry.state("server-0") == (9, False)

@@ -92,11 +92,13 @@ def run_case(case: dict[str, Any], folder: Path, *, num_ranks: int) -> None:
             step = first + len(result["updates"])
             mark = CheckpointMark(fence=1, group_ids=(), next_slot=0, policy_version=step)
             saving = begin_save(policy, Path(case["save"]), step=step, mark=mark, keep=1)
+        names = [spec.name for spec in exports.specs]
         if int(os.environ.get("RANK", "0")):
-            exports.send_all()
+            exports.send(names)
         else:
             (folder / f"{case['name']}.json").write_text(json.dumps(result))
-            tensors = {name: tensor.clone() for name, tensor in exports.named(bucket_bytes=50_000)}
+            gathered = zip(names, exports.gather(names), strict=True)
+            tensors = {name: tensor.clone() for name, tensor in gathered}
             save_file(tensors, folder / f"{case['name']}.safetensors")
         if "save" in case:
             # What is trained meanwhile must not be in it.

@@ -65,7 +65,6 @@ class Server:
         with torch.no_grad():
             for spec, tensor in zip(source.specs, source.read(source.specs), strict=True):
                 known[spec.name].copy_(tensor)
-            source.end()
             logits = self._model(torch.tensor([[1, 2]])).logits[0, -1].double()
         self._state = (version, torch.log_softmax(logits, -1).numpy())
         return Report()
