@@ -126,8 +126,7 @@ class UpdateSession:
 
     def _fresh(self) -> Weights:
         spare, self._spare = self._spare, None
-        fresh = spare or Weights(self.live.config, self.live.dtype, self.live.device)
-        return fresh
+        return spare or Weights(self.live.config, self.live.dtype, self.live.device)
 
     def _swap(self, fresh: Weights) -> None:
         fresh.refresh()
