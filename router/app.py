@@ -230,6 +230,7 @@ class RouterApp(FastAPI):
 
 def _pattern(path: str) -> tuple[str, str]:
     """`path` with an episode id in it replaced by `*`, and that id."""
+    path = path.rstrip("/")
     if not path.startswith("/episodes/"):
         return path, ""
     episode_id, slash, rest = path[10:].partition("/")

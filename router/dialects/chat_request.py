@@ -28,11 +28,11 @@ _ROLES = {
 
 class _Function(msgspec.Struct):
     name: str = ""
-    arguments: str = ""
+    arguments: str | dict[str, Any] | None = ""
 
 
 class _ToolCall(msgspec.Struct):
-    id: str = ""
+    id: str | None = ""
     type: str = "function"
     function: _Function = msgspec.field(default_factory=_Function)
 
@@ -183,7 +183,7 @@ def _message(index: int, message: ChatMessage) -> Message:
     calls: tuple[ToolCall, ...] = ()
     if message.tool_calls:
         calls = tuple(
-            ToolCall(call.id, call.function.name, call.function.arguments)
+            ToolCall(call.id or "", call.function.name, fields.arguments(call.function.arguments))
             for call in message.tool_calls
         )
     return Message(
@@ -221,6 +221,8 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str:
             return f"function:{function.get('name') if isinstance(function, dict) else ''}"
         # Tools of other kinds are left out, and so is the demand to use one.
         return fields.mode_of(choice.get("allowed_tools"))
+    if choice == "any":
+        return "required"
     if choice not in (None, "auto", "none", "required"):
         raise Refusal(
             400,

@@ -20,6 +20,7 @@ MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 16
 _SAMPLING = (*FLOATS, "top_k")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _WHERE = re.compile(r"`\$\.([^`]*)`")
 
 
@@ -44,7 +45,7 @@ def read(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         Refusal: 400, not JSON, or a field of another type.
     """
     try:
-        return decoder.decode(body)
+        return decoder.decode(body.removeprefix(_BYTE_ORDER_MARK))
     except msgspec.ValidationError as error:
         where = _WHERE.search(str(error))
         raise Refusal(
@@ -186,6 +187,11 @@ def tool_objects(raw: bytes) -> list[dict[str, Any]]:
         return msgspec.json.decode(raw, type=list[dict[str, Any]] | None) or []
     except msgspec.DecodeError as error:
         raise Refusal(400, "invalid_value", f"tools: {error}", param="tools") from error
+
+
+def arguments(value: str | dict[str, Any] | None) -> str:
+    """A call's arguments as JSON text; some clients hand them back as an object."""
+    return msgspec.json.encode(value).decode() if isinstance(value, dict) else value or ""
 
 
 def split_prefill(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], str]:

@@ -46,7 +46,7 @@ class Item(msgspec.Struct):
     content: str | list[_Part] | None = None
     call_id: str = ""
     name: str = ""
-    arguments: str = ""
+    arguments: str | dict[str, Any] | None = ""
     output: str | list[_Part] | None = None
 
 
@@ -192,7 +192,9 @@ class _Conversation:
                 self._begin_reasoning()
                 self._reasoning += _text(f"{where}.content", item.content)
             elif item.type == "function_call":
-                self._calls.append(ToolCall(item.call_id, item.name, item.arguments))
+                self._calls.append(
+                    ToolCall(item.call_id, item.name, fields.arguments(item.arguments))
+                )
             elif item.type == "function_call_output":
                 self._end_answer()
                 output = _text(f"{where}.output", item.output)
@@ -309,6 +311,8 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str:
         if choice.get("type") == "function":
             return f"function:{choice.get('name')}"
         return fields.mode_of(choice) if choice.get("type") == "allowed_tools" else "auto"
+    if choice == "any":
+        return "required"
     if choice not in (None, "auto", "none", "required"):
         fields.refuse(
             "tool_choice",
