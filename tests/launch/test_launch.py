@@ -195,7 +195,7 @@ def test_doctor_finds_this_machine_fit() -> None:
     out = io.StringIO()
     assert examine(Console(file=out, width=160)) == 0
     assert "make demo" in out.getvalue()
-    assert "bubblewrap " in out.getvalue()
+    assert "agent sandbox" in out.getvalue()
 
 
 def test_doctor_warns_where_agent_programs_are_not_confined(tmp_path: Path) -> None:
