@@ -21,6 +21,7 @@ class TurnText:
     output: str
     finish_reason: str
     policy_versions: tuple[int, ...]
+    """Of the weights that sampled it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,14 +31,18 @@ class Transcript:
     episode_id: str
     task_id: str
     purpose: Purpose
+    """train, eval or sft."""
     outcome: Outcome | None
+    """completed, truncated, failed or aborted."""
     failure_kind: FailureKind | None
+    """agent, environment or infrastructure; None: none of them failed."""
     reward: float | None
     error: str
     """Why it failed, in one sentence, with the file and line where that is known."""
     output: str
     """The end of what an agent program wrote."""
     turns: tuple[TurnText, ...]
+    """In the order in which they were recorded."""
 
     @property
     def is_failed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Write the pages that repeat what the code says: settings.md and metrics.md.
+"""Write the pages that repeat what the code says: settings.md, metrics.md and python.md.
 
 python docs/generate.py     (see `make docs`; tests/test_docs.py holds the pages to it)
 """
@@ -18,10 +18,12 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+import outloop
 from outloop.buffer.settings import Settings, UpstreamSettings
 from outloop.buffer.settings.env import TaskSourceSettings
 from outloop.buffer.stats import STATS
 from outloop.buffer.telemetry import METRICS
+from outloop.buffer.transcripts import Transcript, TurnText
 from outloop.router.metrics import RouterMetrics
 
 DOCS = Path(__file__).resolve().parent
@@ -51,6 +53,33 @@ rollout_function_path = "rollout:play"
 
 This page is written by `make docs` from `buffer/settings/`.
 """
+PYTHON_HEAD = """\
+# Python
+
+The command line calls these functions; notebooks and scripts may too. `import outloop` is light: parts are
+imported when a function needs them.
+
+```python
+import outloop
+
+run = outloop.train("run.toml", settings={"trainer.num_steps": 20})
+print(run.metrics()[-1]["train/reward_mean"], run.weights)
+
+run = outloop.train("run.toml", wait=False)  # goes on in the background
+run.stop()  # with a checkpoint; the same call goes on from there
+
+for episode in outloop.Run("runs/your-agent").episodes(failed=True):
+    print(episode.error, episode.turns[-1].output)
+
+with outloop.serve("run.toml") as served:
+    print(served.base_url, served.runner_key)
+```
+
+A rollout function is named, `settings={"env.rollout_function_path": "my_module:play"}`, because processes of
+their own import it: in a notebook, write it to a file first. Errors are `outloop.buffer.errors.OutloopError`
+and say what to change. This page is written by `make docs` from the docstrings.
+
+"""
 METRICS_HEAD = """\
 # Metrics
 
@@ -76,7 +105,7 @@ This page is written by `make docs`.
 """
 
 
-def attribute_docstrings(model: type[BaseModel]) -> dict[str, str]:
+def attribute_docstrings(model: type) -> dict[str, str]:
     """The string under each field of a class."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
     assert isinstance(body, ast.ClassDef)
@@ -177,7 +206,7 @@ def settings_table(model: type[BaseModel]) -> str:
 
 def table(rows: dict[str, str]) -> str:
     """Names with meanings."""
-    lines = [f"| `{name}` | {cell(meaning)} |\n" for name, meaning in rows.items()]
+    lines = [f"| `{cell(name)}` | {cell(meaning)} |\n" for name, meaning in rows.items()]
     return "| name | meaning |\n|---|---|\n" + "".join(lines)
 
 
@@ -214,7 +243,80 @@ def metrics_page() -> str:
     return "".join(parts)
 
 
-PAGES = {"settings.md": settings_page, "metrics.md": metrics_page}
+def signature_text(name: str, function: Any) -> str:
+    """A signature over several lines, as annotations are written."""
+    parameters = inspect.signature(function).parameters.values()
+    lines, is_keyword = [], False
+    for parameter in parameters:
+        if parameter.name == "self":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword:
+            lines.append("    *,")
+            is_keyword = True
+        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        lines.append(f"    {parameter.name}: {parameter.annotation}{default},")
+    returned = inspect.signature(function).return_annotation
+    body = "\n".join(lines)
+    text = f"{name}(\n{body}\n)" if lines else f"{name}()"
+    return text if returned in (inspect.Signature.empty, "None") else f"{text} -> {returned}"
+
+
+def described(name: str, function: Any) -> str:
+    """A function with its docstring."""
+    return f"```\n{signature_text(name, function)}\n```\n\n{doc_text(function)}\n\n"
+
+
+def doc_text(documented: Any) -> str:
+    """A docstring as Markdown: its sections become lists."""
+    lines = []
+    for line in inspect.cleandoc(documented.__doc__ or "").splitlines():
+        if line in ("Args:", "Raises:"):
+            lines.append(f"*{line}*\n")
+        elif line.startswith("        "):
+            lines.append(f"  {line.strip()}")
+        elif line.startswith("    "):
+            lines.append(f"* {line.strip()}")
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def python_page() -> str:
+    """The whole of python.md."""
+    parts = [PYTHON_HEAD, "## `outloop.train`\n\n", described("outloop.train", outloop.train)]
+    parts += ["## `outloop.serve`\n\n", described("outloop.serve", outloop.serve)]
+    for title, documented in (
+        ("outloop.Run", outloop.Run),
+        ("outloop.Serving", outloop.Serving),
+        ("Transcript: an element of `Run.episodes()`", Transcript),
+        ("TurnText: an element of `Transcript.turns`", TurnText),
+    ):
+        shown = title if " " in title else f"`{title}`"
+        parts.append(f"## {shown}\n\n{doc_text(documented)}\n\n")
+        parts.append(members(documented))
+    return "".join(parts).rstrip() + "\n"
+
+
+def members(documented: type) -> str:
+    """Attributes and methods, a row each."""
+    texts = attribute_docstrings(documented)
+    rows = {
+        name: texts.get(name, "") for name in documented.__annotations__ if not name.startswith("_")
+    }
+    for name, member in vars(documented).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(member, property):
+            rows[name] = inspect.cleandoc(member.__doc__ or "").replace("\n", " ")
+        elif inspect.isfunction(member):
+            parameters = [str(one) for one in inspect.signature(member).parameters.values()]
+            shown = ", ".join(one.replace("'", "") for one in parameters if one != "self")
+            text = inspect.cleandoc(member.__doc__ or "").partition("\n\nRaises:")[0]
+            rows[f"{name}({shown})"] = text.replace("\n\n", " ").replace("\n", " ")
+    return table(rows) + "\n"
+
+
+PAGES = {"python.md": python_page, "settings.md": settings_page, "metrics.md": metrics_page}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -32,14 +32,18 @@ class Run:
         SettingsError: the folder is not a run.
     """
 
+    folder: Path
+    """Absolute."""
+    exit_code: int | None
+    """Of `train`: 0 finished, 130 stopped before; None while it goes on, or if another process
+    started it."""
+
     def __init__(self, folder: str | Path) -> None:
         from outloop.buffer.run import load_run_settings
 
         self.folder = Path(folder).absolute()
         self._background: _Background | None = None
-        self.exit_code: int | None = None
-        """Of `train`: 0 finished, 130 stopped before; None while it goes on, or if another process
-        started it."""
+        self.exit_code = None
         load_run_settings(self.folder)
 
     @classmethod
@@ -235,7 +239,9 @@ class Serving:
     admin_url: str
     """Where episodes are opened and closed."""
     runner_key: str
+    """Opens episodes, and claims tasks."""
     admin_key: str
+    """Opens control of the router."""
     redis_url: str
     """Without password."""
 

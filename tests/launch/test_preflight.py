@@ -140,3 +140,23 @@ def test_a_finished_run_says_so(make_settings: MakeSettings, tmp_path: Path) -> 
     )
     (run_dir / "hf/config.json").unlink()
     assert not launcher.is_finished(settings, run_dir)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("rollout", "run.toml", "--out", "/proc/out.jsonl"),
+        ("convert", "policy", "/proc/out"),
+        ("new-policy", "--out", "/proc/out"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_first(
+    words: tuple[str, ...], make_settings: MakeSettings, tmp_path: Path
+) -> None:
+    """Not after minutes of work."""
+    (tmp_path / "run.toml").write_text(
+        as_toml(json.loads(make_settings().model_dump_json()), set())
+    )
+    with pytest.raises(SettingsError, match="'/proc/out.*' cannot be written"):
+        CliRunner().invoke(cli, words, catch_exceptions=False)
+    assert not (tmp_path / "runs").exists()

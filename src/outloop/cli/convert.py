@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from outloop.cli.options import check_writable
+
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
@@ -31,6 +33,7 @@ def convert(source: Path, out: Path, config: Path | None, max_shard_gb: float) -
     """
     import warnings
 
+    check_writable(out / "config.json", "OUT")
     warnings.filterwarnings("ignore", module="megatron")
     from outloop.engine.train.checkpoint import convert as converting
 

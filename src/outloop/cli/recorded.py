@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outloop.cli.options import CONFIG, SET
+from outloop.cli.options import CONFIG, SET, check_writable
 
 if TYPE_CHECKING:
     from outloop.buffer.settings import Settings
@@ -92,6 +92,7 @@ def rollout(config: Path, out: Path, overrides: tuple[str, ...]) -> None:
     from outloop.engine.launch import launcher
     from outloop.engine.launch.collect_rollouts import play_once
 
+    check_writable(out, "--out")
     settings = load_settings(config, ("buffer.max_staleness=0", *overrides))
     configure_logging("launcher", settings.telemetry.log_level)
     launcher.check_before_start(settings)
