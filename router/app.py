@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from types import MappingProxyType
@@ -35,19 +36,18 @@ from outloop.router.episodes.sft import ConversationRenderer
 from outloop.router.errors import Refusal, as_refusal
 from outloop.router.http.endpoint import Endpoint, Handler, Receive, Scope, Send
 from outloop.router.http.openapi import describe
-from outloop.router.http.protocol import CONNECTION
 from outloop.router.metrics import RouterMetrics
-from outloop.router.peers.turn_locator import Peers
+from outloop.router.peers.turn_locator import TurnLocator
 from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.routes.admin import admin_router
 from outloop.router.routes.model_names import ModelTable
 from outloop.router.routes.rewards import Scores
-from outloop.router.routes.runner import Control
-from outloop.router.routes.turns import Front
+from outloop.router.routes.runner import RunnerRoutes
+from outloop.router.routes.turns import TurnRoutes
 from outloop.router.routes.upstreams import Upstream, Upstreams, read_upstreams
 from outloop.router.servers.generation import Generator
 from outloop.router.servers.pool import ServerPool
-from outloop.router.turns.buffer_retry import Patience
+from outloop.router.turns.buffer_retry import BufferRetry
 from outloop.router.turns.service import TurnService
 
 _HOUSEKEEPING_S = 2.0
@@ -73,18 +73,20 @@ class Parts:
         renderer: PolicyRenderer,
         upstreams: Mapping[str, Upstream],
         http: aiohttp.ClientSession,
+        tasks: asyncio.TaskGroup,
     ) -> None:
         settings, limits = run.settings, run.settings.router
         self.background = BackgroundWork()
+        self.long_texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-texts")
         self.buffer = buffer
         self.metrics = RouterMetrics()
         self.keys = KeyRing(run.keys)
         # Each process may fill its share of a server: together they fill it.
         share = -(-settings.server.max_running_requests // limits.num_processes)
         self.pool = ServerPool(buffer, max_in_flight=share)
-        patience, turn_s = Patience(limits.buffer_timeout_s), limits.turn_timeout_s
-        self.episodes = Episodes(buffer, renderer, patience)
-        self.peers = Peers(buffer.channel, self.episodes, timeout_s=turn_s)
+        buffer_retry, turn_s = BufferRetry(limits.buffer_timeout_s), limits.turn_timeout_s
+        self.episodes = Episodes(buffer, renderer, buffer_retry)
+        self.locator = TurnLocator(buffer.channel, self.episodes, tasks, timeout_s=turn_s)
         self.service = TurnService(
             settings,
             buffer,
@@ -93,24 +95,26 @@ class Parts:
             Generator(
                 http,
                 self.pool,
+                tasks,
                 timeout_s=turn_s,
                 may_mix_versions=settings.buffer.max_staleness > 0,
                 server_key=run.server_key,
             ),
             self.metrics,
-            self.peers,
-            patience,
+            self.locator,
+            buffer_retry,
+            tasks,
+            self.long_texts,
         )
-        self.front = Front(
+        self.turns = TurnRoutes(
             settings,
             self.keys,
-            renderer,
             self.episodes,
             self.service,
             ModelTable(settings.model.name, self.pool, settings.router.upstreams),
             Upstreams(http, upstreams, self.metrics, timeout_s=settings.router.turn_timeout_s),
         )
-        self.control = Control(
+        self.runner = RunnerRoutes(
             buffer=buffer,
             keys=self.keys,
             pool=self.pool,
@@ -155,11 +159,14 @@ def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
     @asynccontextmanager
     async def lifespan(app: RouterApp) -> AsyncIterator[None]:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_CONNECTION_S)
-        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as http:
-            parts = Parts(run, writer, renderer, upstreams, http)
+        async with (
+            aiohttp.ClientSession(connector=connector, auto_decompress=False) as http,
+            asyncio.TaskGroup() as tasks,
+        ):
+            parts = Parts(run, writer, renderer, upstreams, http, tasks)
             app.state.parts = parts
             app.endpoints = _endpoints(parts)
-            one_model = Endpoint(parts.front.model, method="GET", metrics=parts.metrics)
+            one_model = Endpoint(parts.turns.model, method="GET", metrics=parts.metrics)
             app.router.routes += [Route(path, one_model) for path in _ONE_MODEL]
             app.include_router(
                 admin_router(
@@ -170,7 +177,7 @@ def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
                 {
                     "follows the registry": parts.pool.run(),
                     "reports its status": parts.keep_house(),
-                    "listens to the other routers": writer.channel.listen(parts.peers.hearing),
+                    "listens to the other routers": writer.channel.listen(parts.locator.handlers),
                 }
             )
             app.state.is_serving.set()
@@ -179,7 +186,8 @@ def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
             finally:
                 await parts.service.close()
                 await parts.background.stop()
-                parts.peers.close()
+                parts.locator.close()
+                parts.long_texts.shutdown(wait=False, cancel_futures=True)
 
     app = RouterApp(title="outloop router", lifespan=lifespan)
     app.state.is_serving = asyncio.Event()
@@ -212,8 +220,6 @@ class RouterApp(FastAPI):
         if self.cross_origin is None or scope["type"] != "http":
             await self.serve(scope, receive, send)
             return
-        # Headers can be added to answers that are sent as ASGI has it.
-        scope.pop(CONNECTION, None)
         await self.cross_origin(scope, receive, send)
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -239,32 +245,32 @@ def _pattern(path: str) -> tuple[str, str]:
 
 def _endpoints(parts: Parts) -> Mapping[str, Endpoint]:
     """Raw endpoints by path pattern; each refuses other methods itself."""
-    front, control, metrics = parts.front, parts.control, parts.metrics
+    turns, runner, metrics = parts.turns, parts.runner, parts.metrics
     routes: dict[str, tuple[str, Handler]] = {
-        "/tasks": ("POST", control.tasks),
-        "/tasks/claim": ("POST", control.claim),
-        "/runners/heartbeat": ("POST", control.heartbeat),
-        "/episodes": ("POST", control.open),
-        "/episodes/*": ("GET", control.read),
-        "/episodes/*/reward": ("POST", control.reward),
-        "/episodes/*/close": ("POST", control.close),
-        "/trajectories": ("POST", control.trajectories),
+        "/tasks": ("POST", runner.tasks),
+        "/tasks/claim": ("POST", runner.claim),
+        "/runners/heartbeat": ("POST", runner.heartbeat),
+        "/episodes": ("POST", runner.open),
+        "/episodes/*": ("GET", runner.read),
+        "/episodes/*/reward": ("POST", runner.reward),
+        "/episodes/*/close": ("POST", runner.close),
+        "/trajectories": ("POST", runner.trajectories),
     }
     endpoints = {
         pattern: Endpoint(handler, method=method, metrics=metrics)
         for pattern, (method, handler) in routes.items()
     }
     for prefix in ("", "/episodes/*"):
-        endpoints[f"{prefix}/v1/models"] = Endpoint(front.models, method="GET", metrics=metrics)
+        endpoints[f"{prefix}/v1/models"] = Endpoint(turns.models, method="GET", metrics=metrics)
         for path, served in DIALECTS.items():
             endpoints[prefix + path] = Endpoint(
-                partial(front.turn, served.dialect),
+                partial(turns.turn, served.dialect),
                 method="POST",
                 metrics=metrics,
                 errors=served.errors,
             )
         endpoints[f"{prefix}/v1/messages/count_tokens"] = Endpoint(
-            front.count_tokens, method="POST", metrics=metrics, errors=messages_response.ERRORS
+            turns.count_tokens, method="POST", metrics=metrics, errors=messages_response.ERRORS
         )
         # Anthropic's clients add /v1 to a base URL that, for all others, ends in /v1 already.
         for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/models"):

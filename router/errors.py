@@ -109,6 +109,9 @@ def body_too_large(max_bytes: int) -> Refusal:
     )
 
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+
+
 def context_length_exceeded(num_tokens: int, max_tokens: int) -> Refusal:
     """The refusal of a conversation that leaves no room for an answer.
 
@@ -116,7 +119,7 @@ def context_length_exceeded(num_tokens: int, max_tokens: int) -> Refusal:
     """
     return Refusal(
         400,
-        "context_length_exceeded",
+        CONTEXT_LENGTH_EXCEEDED,
         f"prompt is too long: {num_tokens} tokens > {max_tokens} maximum. This model's maximum "
         f"context length is {max_tokens} tokens. However, your messages resulted in {num_tokens} "
         f"tokens. Shorten them, or raise model.max_context_tokens={max_tokens}. "

@@ -98,6 +98,10 @@ class UpstreamSettings(_Section):
     """Its name there; None: the same."""
     api_key_env: str | None = None
     """Environment variable that holds its key."""
+    max_requests_per_episode: int = Field(256, gt=0)
+    max_tokens_per_episode: int = Field(1_000_000, gt=0)
+    """As its answers say; counted by each router process for itself."""
+    max_answer_mb: float = Field(16.0, gt=0)
 
 
 class RouterSettings(_Section):
@@ -132,6 +136,8 @@ class RouterSettings(_Section):
     """Turns that an episode's key may have in flight at once in each router process."""
     max_queued_turns: int = Field(4096, gt=0)
     """Waiting for a free server; further ones are answered 503."""
+    max_body_mb: float = Field(8.0, gt=0)
+    """Size of an agent's request, also after it is decompressed; more is refused with 413."""
     log_turns: bool = False
     """Each recorded turn is a line at level info; otherwise at debug."""
     upstreams: dict[str, UpstreamSettings] = {}

@@ -10,25 +10,37 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outloop.buffer.records import OpenEpisode, Opening
+from outloop.buffer.store.budget_notes import EpisodeUsage
 from outloop.router.buffer_protocol import EpisodeBuffer
 from outloop.router.episodes.replay import RecordedTurns
 from outloop.router.episodes.turn_tree import TurnTree
 from outloop.router.errors import Refusal, episode_closed
 from outloop.router.rendering.renderer import PolicyRenderer
-from outloop.router.servers.pool import NOBODY, Whose
-from outloop.router.turns.buffer_retry import Patience
+from outloop.router.servers.pool import NO_AFFINITY, Affinity
+from outloop.router.turns.buffer_retry import BufferRetry
 
 if TYPE_CHECKING:
-    from outloop.router.turns.in_flight import TurnJob
+    from outloop.router.episodes.in_flight import InFlightTurn
 
+_MAX_REFUSED_ATTEMPTS = 1024
 _FORGET_AFTER_S = 60.0
 """It is remembered this long of an episode that it was closed, or has expired."""
 
 
-class EpisodeSession:
+@dataclass(slots=True)
+class UpstreamUsage:
+    """What an episode has used of an upstream, through this process."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
+class LiveEpisode:
     """One episode: its opening, turns and running turns. `opening` None: unkeyed traffic."""
 
     def __init__(self, opening: Opening | None, renderer: PolicyRenderer) -> None:
@@ -36,14 +48,26 @@ class EpisodeSession:
         self.tree = TurnTree(renderer)
         self.recorded = RecordedTurns(())
         """What answers requests of an attempt that was lost before."""
-        self.jobs: dict[str, list[TurnJob]] = {}
-        """By retry key, oldest first."""
+        self.turns: dict[str, list[InFlightTurn]] = {}
+        """In flight, or not yet known to have reached their clients; by retry key, oldest first."""
         self.undelivered: set[str] = set()
         """Retry keys of turns of other processes that nobody has the answer of."""
-        self.refused_attempts: dict[str, int] = {}
+        self._refused_attempts: dict[str, int] = {}
         """By retry key: the last attempt at a new turn that was told to come back."""
+        self.large_body = asyncio.Lock()
+        """Held while a large body is read and rendered."""
+        self.tree_lock = asyncio.Lock()
+        """Held while the tree is changed, or read by another thread."""
+        self.num_too_long = 0
+        """Requests that were rendered and then refused because they exceed the context."""
+        self.upstreams: dict[str, UpstreamUsage] = {}
+        """By the names of upstreams."""
+        self.num_counted = 0
+        """Requests for the number of tokens alone."""
         self.is_closed = False
-        self.whose = Whose(opening.episode_id, opening.task_id) if opening is not None else NOBODY
+        self.affinity = NO_AFFINITY
+        if opening is not None:
+            self.affinity = Affinity(opening.episode_id, opening.task_id)
         self.last_server: str | None = None
         self.num_recorded = 0
         """Turns that the buffer has, as far as it has said."""
@@ -64,10 +88,10 @@ class EpisodeSession:
         return max(self.num_recorded, len(self.tree.nodes)) + num_new
 
     def _running_ids(self) -> Iterator[str]:
-        for same in self.jobs.values():
-            for job in same:
-                if not job.is_over:
-                    yield from job.turn_ids
+        for turns in self.turns.values():
+            for turn in turns:
+                if not turn.is_over:
+                    yield from turn.turn_ids
 
     @property
     def episode_id(self) -> str:
@@ -103,70 +127,103 @@ class EpisodeSession:
         self.undelivered.discard(retry_key)
         return True
 
-    def is_retry_of_refused(self, retry_key: str, attempt: int) -> bool:
-        """True if the attempt before this one asked for a new turn and was told to come back.
+    def is_retry(self, retry_key: str, attempt: int | None) -> bool:
+        """True if a request asks for an earlier turn of the same request, or joins one in flight.
 
-        It asks for that turn then, not for an earlier one of the same request.
+        Args:
+            attempt: attempts that, by its own account, came before this one. If the last of them
+                asked for a new turn and was told to come back, this one asks for that turn; None:
+                an idempotency key makes every attempt the same request.
         """
-        is_running = any(not job.is_over for job in self.jobs.get(retry_key, ()))
-        return not is_running and self.refused_attempts.get(retry_key) == attempt - 1
+        if not attempt:
+            return attempt is None
+        is_running = any(not turn.is_over for turn in self.turns.get(retry_key, ()))
+        return is_running or self._refused_attempts.get(retry_key) != attempt - 1
 
-    def let_go(self, job: TurnJob, retry_key: str) -> None:
-        """Forget a job whose answer was handed over; its turns tell a retry the same again."""
-        if job.is_delivered and self.opening is not None:
-            jobs = self.jobs.get(retry_key, [])
-            if job in jobs:
-                jobs.remove(job)
-            if not jobs:
-                self.jobs.pop(retry_key, None)
+    @contextmanager
+    def noting_refusal(self, retry_key: str, attempt: int | None) -> Iterator[None]:
+        """Remember of a new turn whether its client is told to come back."""
+        try:
+            yield
+        except Refusal as refusal:
+            if refusal.status >= 500 and attempt is not None:
+                self._refused_attempts[retry_key] = attempt
+                while len(self._refused_attempts) > _MAX_REFUSED_ATTEMPTS:
+                    del self._refused_attempts[next(iter(self._refused_attempts))]
+            raise
+        self._refused_attempts.pop(retry_key, None)
+
+    def forget_delivered(self, turn: InFlightTurn) -> None:
+        """Forget a turn whose answer was handed over; its record tells a retry the same again."""
+        if turn.is_delivered and self.opening is not None:
+            self.remove(turn)
+
+    def remove(self, turn: InFlightTurn) -> None:
+        """Forget a turn that is no longer in flight."""
+        turns = self.turns.get(turn.retry_key, [])
+        if turn in turns:
+            turns.remove(turn)
+        if not turns:
+            self.turns.pop(turn.retry_key, None)
+
+    def note_usage(self, usage: EpisodeUsage) -> None:
+        """Take over what the buffer says that the episode has used, whoever recorded it."""
+        self.num_recorded = max(self.num_recorded, usage.num_turns)
+        self.num_tokens = max(self.num_tokens, usage.num_tokens)
 
     def add_recorded(self, loaded: OpenEpisode) -> None:
         """Take over turns that another process recorded."""
         for turn in loaded.turns:
             if turn.turn_id not in self.tree.nodes:
                 self.tree.add(turn)
-                self.num_tokens += len(turn.prompt_ids) + len(turn.output_ids)
                 self.recorded.discard(turn.turn_id)
                 if turn.mask_reason == "undelivered" and not turn.loss_spans and turn.retry_key:
                     self.undelivered.add(turn.retry_key)
-        self.num_recorded = max(self.num_recorded, len(loaded.turns))
+        num_tokens = sum(len(turn.prompt_ids) + len(turn.output_ids) for turn in loaded.turns)
+        self.note_usage(EpisodeUsage(num_turns=len(loaded.turns), num_tokens=num_tokens))
         self.is_closed = self.is_closed or loaded.is_closed
 
 
 class Episodes:
     """Every episode this process serves."""
 
-    def __init__(self, buffer: EpisodeBuffer, renderer: PolicyRenderer, patience: Patience) -> None:
+    def __init__(
+        self, buffer: EpisodeBuffer, renderer: PolicyRenderer, buffer_retry: BufferRetry
+    ) -> None:
         self._buffer = buffer
         self._renderer = renderer
-        self._patience = patience
-        self._sessions: dict[str, EpisodeSession] = {}
-        self._loading: dict[str, asyncio.Task[EpisodeSession]] = {}
+        self._buffer_retry = buffer_retry
+        self._episodes: dict[str, LiveEpisode] = {}
+        self._loading: dict[str, asyncio.Task[LiveEpisode]] = {}
 
     def __len__(self) -> int:
-        return sum(not session.is_closed for session in self._sessions.values())
+        return sum(not episode.is_closed for episode in self._episodes.values())
 
-    def add(self, opening: Opening) -> EpisodeSession:
-        """An episode that has just been opened; the known session when it is known."""
-        session = self._sessions.get(opening.episode_id)
-        if session is None:
-            session = EpisodeSession(opening, self._renderer)
-            self._sessions[opening.episode_id] = session
-        return session
+    def add(self, opening: Opening) -> LiveEpisode:
+        """An episode that has just been opened; the known episode when it is known."""
+        episode = self._episodes.get(opening.episode_id)
+        if episode is None:
+            episode = LiveEpisode(opening, self._renderer)
+            self._episodes[opening.episode_id] = episode
+        return episode
 
-    def known(self, episode_id: str) -> EpisodeSession | None:
-        """The session in memory, without asking the buffer."""
-        return self._sessions.get(episode_id)
+    def unkeyed(self) -> LiveEpisode:
+        """What stands for the episode of a request without a key: nothing of it is kept."""
+        return LiveEpisode(None, self._renderer)
 
-    async def get(self, episode_id: str) -> EpisodeSession:
-        """The session of an episode, loaded from the buffer when it is not in memory.
+    def known(self, episode_id: str) -> LiveEpisode | None:
+        """The episode in memory, without asking the buffer."""
+        return self._episodes.get(episode_id)
+
+    async def get(self, episode_id: str) -> LiveEpisode:
+        """The episode of an episode, loaded from the buffer when it is not in memory.
 
         Raises:
             Refusal: 404, there is no such episode.
         """
-        session = self._sessions.get(episode_id)
-        if session is not None:
-            return session
+        episode = self._episodes.get(episode_id)
+        if episode is not None:
+            return episode
         task = self._loading.get(episode_id)
         if task is None:
             task = asyncio.create_task(self._load(episode_id))
@@ -174,53 +231,54 @@ class Episodes:
             task.add_done_callback(lambda _: self._loading.pop(episode_id, None))
         return await asyncio.shield(task)
 
-    async def refresh(self, session: EpisodeSession) -> bool:
+    async def refresh(self, episode: LiveEpisode) -> bool:
         """Add turns that other processes recorded; True if there were any.
 
         They are counted first: an episode whose turns are all known is not read again.
         """
-        if session.opening is None:
+        if episode.opening is None:
             return False
-        num_turns = await self._patience.ask(self._buffer.count_turns, session.episode_id)
-        if num_turns <= len(session.tree.nodes):
+        num_turns = await self._buffer_retry.call(self._buffer.count_turns, episode.episode_id)
+        if num_turns <= len(episode.tree.nodes):
             return False
-        loaded = await self._patience.ask(self._buffer.load_episode, session.episode_id)
-        before = len(session.tree.nodes)
+        loaded = await self._buffer_retry.call(self._buffer.load_episode, episode.episode_id)
+        before = len(episode.tree.nodes)
         if loaded is not None:
-            session.add_recorded(loaded)
-        return len(session.tree.nodes) > before
+            async with episode.tree_lock:
+                episode.add_recorded(loaded)
+        return len(episode.tree.nodes) > before
 
     def forget_ended(self) -> None:
         """Drop episodes that ended a while ago from memory."""
         horizon, closed_before = time.time() - _FORGET_AFTER_S, time.monotonic() - _FORGET_AFTER_S
-        for episode_id, session in list(self._sessions.items()):
-            assert session.opening is not None
-            if session.is_closed and session.ended_at is None:
-                self.forget(session)
-            is_long_closed = session.ended_at is not None and session.ended_at < closed_before
-            if is_long_closed or session.opening.deadline_at < horizon:
-                del self._sessions[episode_id]
+        for episode_id, episode in list(self._episodes.items()):
+            assert episode.opening is not None
+            if episode.is_closed and episode.ended_at is None:
+                self.forget(episode)
+            is_long_closed = episode.ended_at is not None and episode.ended_at < closed_before
+            if is_long_closed or episode.opening.deadline_at < horizon:
+                del self._episodes[episode_id]
 
-    def forget(self, session: EpisodeSession) -> None:
+    def forget(self, episode: LiveEpisode) -> None:
         """Drop what a closed episode keeps in memory; only that it is closed stays."""
-        session.is_closed = True
-        session.ended_at = time.monotonic()
-        session.jobs = {}
-        session.undelivered = set()
-        session.recorded = RecordedTurns(())
-        session.tree = TurnTree(self._renderer)
+        episode.is_closed = True
+        episode.ended_at = time.monotonic()
+        episode.turns = {}
+        episode.undelivered = set()
+        episode.recorded = RecordedTurns(())
+        episode.tree = TurnTree(self._renderer)
 
-    async def _load(self, episode_id: str) -> EpisodeSession:
-        loaded = await self._patience.ask(self._buffer.load_episode, episode_id)
+    async def _load(self, episode_id: str) -> LiveEpisode:
+        loaded = await self._buffer_retry.call(self._buffer.load_episode, episode_id)
         if loaded is None:
             raise Refusal(
                 404, "episode_not_found", f"there is no episode episode_id={episode_id!r}"
             )
-        session = self.add(loaded.opening)
+        episode = self.add(loaded.opening)
         if loaded.is_closed:
             # Its key is asked with after its end: nothing but that is to be remembered.
-            self.forget(session)
-            return session
-        session.add_recorded(loaded)
-        session.recorded = RecordedTurns(loaded.recorded, before=loaded.turns)
-        return session
+            self.forget(episode)
+            return episode
+        episode.add_recorded(loaded)
+        episode.recorded = RecordedTurns(loaded.recorded, before=loaded.turns)
+        return episode

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from outloop.buffer.records import Sampling, Turn
 from outloop.router.servers.generate_api import Prompt
-from outloop.router.servers.generation import Drawn
-from outloop.router.turns.sampling import sampling_of_choice
+from outloop.router.servers.generation import Generated
 
 
 class RecordedTurns:
@@ -48,18 +47,21 @@ class RecordedTurns:
     def pop(
         self,
         prompt: Prompt,
-        sampling: Sampling,
-        num_choices: int,
+        samplings: Sequence[Sampling],
         policy_version: int | None = None,
     ) -> tuple[Turn, ...]:
-        """The turns that answer this request, by choice; () when it was not asked before."""
+        """The turns that answer this request, by choice; () when it was not asked before.
+
+        Args:
+            samplings: what each choice is sampled with.
+        """
         if not self._by_prompt:
             return ()
         waiting = self._by_prompt.get(_digest(prompt), [])
         for drawn in waiting:
             indices = [turn.choice_index for turn in drawn]
-            if indices == list(range(num_choices)) and all(
-                turn.sampling == sampling_of_choice(sampling, turn.choice_index)
+            if indices == list(range(len(samplings))) and all(
+                turn.sampling == samplings[turn.choice_index]
                 and _was_asked_of(turn, policy_version)
                 for turn in drawn
             ):
@@ -88,7 +90,7 @@ class RecordedTurns:
         return prompt
 
 
-def drawn_before(turn: Turn, stop_text: str | None) -> Drawn:
+def generated_before(turn: Turn, stop_text: str | None) -> Generated:
     """What a server drew for `turn`, as it was then; `stop_text` is the stop string in it."""
     logprobs: list[float | None] = []
     if turn.behavior_logprobs is not None:
@@ -96,7 +98,7 @@ def drawn_before(turn: Turn, stop_text: str | None) -> Drawn:
     if turn.mask_reason == "behavior_unknown":
         # Zeros stand for logprobs that no server gave.
         logprobs = [None] * len(turn.output_ids)
-    return Drawn(
+    return Generated(
         ids=turn.output_ids.tolist(),
         logprobs=logprobs,
         spans=list(turn.version_spans),

@@ -6,7 +6,9 @@ Invariant: an endpoint answers exactly once, whatever happens in it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,16 +17,18 @@ import structlog
 from outloop.buffer.errors import OutloopError
 from outloop.router.errors import OPENAI_ERRORS, ErrorForm, Refusal, as_refusal, body_too_large
 from outloop.router.http.compression import decoded
-from outloop.router.http.protocol import CONNECTION, ClientRequest
 from outloop.router.metrics import RouterMetrics
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
+Headers = Sequence[tuple[bytes, bytes]]
 JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
 
-_MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_RUNNER_BODY_BYTES = 64 * 1024 * 1024
+"""Of bodies that only the holder of the runner key sends: task lists, conversations."""
+_RECEIVE_S = 60.0
+"""A body has this long to arrive."""
 _log = structlog.get_logger()
 T = TypeVar("T")
 
@@ -34,15 +38,14 @@ class ClientLeft(OutloopError):
 
 
 class Exchange:
-    """One request and its answer."""
+    """One request and its answer, over ASGI."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
-        self.receive = receive
+        self._receive = receive
         self._send = send
-        self._request: ClientRequest | None = scope.get(CONNECTION)
-        """None where the server is not ours."""
         self.is_started = False
+        self._is_answered = False
         self._is_gone = False
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
 
@@ -63,24 +66,38 @@ class Exchange:
             host = "{}:{}".format(*self.scope["server"])
         return f"{self.scope['scheme']}://{host}"
 
+    @property
+    def num_body_bytes(self) -> int | None:
+        """Size of the body as the client announces it, still compressed; None: it does not."""
+        announced = self.headers.get(b"content-length")
+        return int(announced) if announced is not None else None
+
     def path(self, name: str) -> str:
         """A path parameter; empty when the route has none of that name."""
         return str(self.scope.get("path_params", {}).get(name, ""))
 
-    async def body(self) -> bytes:
+    async def body(self, max_bytes: int = MAX_RUNNER_BODY_BYTES) -> bytes:
         """The whole request body, as it was before the client compressed it.
 
         Raises:
-            Refusal: 413, it is too large; 415 and 400, it is compressed as nothing here reads it;
-                400, it is not UTF-8.
+            Refusal: 413, it has more than `max_bytes`; 415 and 400, it is compressed as nothing
+                here reads it; 400, it is not UTF-8; 503, it did not arrive in time.
             ClientLeft: the client closed the connection.
         """
-        whole = self._request.take_body() if self._request is not None else None
-        if whole is None:
-            whole = await self._receive_body()
+        try:
+            async with asyncio.timeout(_RECEIVE_S):
+                whole = await self._receive_body(max_bytes)
+        except TimeoutError as error:
+            raise Refusal(
+                503,
+                "body_too_slow",
+                f"the body did not arrive within {_RECEIVE_S:.0f} s; send it again",
+                retry_after_s=1.0,
+                closes_connection=True,
+            ) from error
         encoding = self.headers.get(b"content-encoding")
         if encoding is not None:
-            whole = await decoded(whole, encoding, _MAX_BODY_BYTES)
+            whole = await decoded(whole, encoding, max_bytes)
         try:
             # Parts of a body are decoded late, in many places: here it is known of all of them.
             whole.decode()
@@ -88,17 +105,17 @@ class Exchange:
             raise Refusal(400, "invalid_value", f"the body is not UTF-8: {error}") from error
         return whole
 
-    async def _receive_body(self) -> bytes:
+    async def _receive_body(self, max_bytes: int) -> bytes:
         pieces: list[bytes] = []
         size = 0
         while True:
-            message = await self.receive()
+            message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientLeft("the client left while its request was read")
             piece = message.get("body", b"")
             size += len(piece)
-            if size > _MAX_BODY_BYTES:
-                raise body_too_large(_MAX_BODY_BYTES)
+            if size > max_bytes:
+                raise body_too_large(max_bytes)
             pieces.append(piece)
             if not message.get("more_body", False):
                 return b"".join(pieces) if len(pieces) > 1 else piece
@@ -114,26 +131,18 @@ class Exchange:
         except msgspec.DecodeError as error:
             raise Refusal(400, "invalid_value", f"the body is not valid: {error}") from error
 
-    async def answer(self, status: int, body: bytes, headers: Headers | None = None) -> bool:
-        """Send a complete answer; False if the client has left before it was sent."""
-        self.is_started = True
-        if self._request is not None:
-            return await self._request.respond(status, (JSON, *(headers or ())), body)
+    async def answer(self, status: int, body: bytes, headers: Headers = ()) -> bool:
+        """Send a complete answer; False if the client had left before it was sent."""
         length = (b"content-length", str(len(body)).encode())
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [JSON, length, *(headers or ())],
-            }
-        )
-        await self._send({"type": "http.response.body", "body": body})
-        return not self._is_gone
+        await self.start(status, [JSON, length, *headers])
+        return await self.send(body, more=False)
 
     async def start(self, status: int, headers: Headers) -> None:
         """Begin an answer that comes in pieces."""
         self.is_started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": list(headers)}
+        )
 
     async def start_events(self) -> None:
         """Begin an answer of server-sent events."""
@@ -145,35 +154,36 @@ class Exchange:
             ],
         )
 
-    def is_gone(self) -> bool:
-        """True if the client has closed the connection, as far as is known now.
+    async def send(self, body: bytes, *, more: bool) -> bool:
+        """Send a piece of the answer; `more=False` ends it. False if the client had left."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self._is_answered = not more
+        return not self._is_gone
 
-        Only after the body was read and before the answer is complete. Where the server does not
-        say, `receive` is begun and given up at once: a task for every request that waits for it
-        would cost as much as the rest.
-        """
-        if self._request is not None:
-            return self._request.is_gone()
-        if self._is_gone:
-            return True
-        step = self.receive().__await__()
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Notice meanwhile whether the client leaves. To be entered after the body was read."""
+        watcher = asyncio.create_task(self._watch())
         try:
-            next(step)
-        except StopIteration as got:
-            self._is_gone = got.value["type"] == "http.disconnect"
-        else:
-            step.close()
+            yield
+        finally:
+            watcher.cancel()
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the client has closed the connection before its answer was complete, as far as
+        is known now; only within `watching`."""
         return self._is_gone
 
     async def wait_gone(self) -> None:
-        """Return when the client has closed the connection."""
-        while (await self.receive())["type"] != "http.disconnect":
+        """Return when the client has closed the connection. After the body was read."""
+        while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    async def send_events(self, body: bytes, *, more: bool) -> bool:
-        """Send events; `more=False` ends the answer. False if the client has left before."""
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        return not self._is_gone if self._request is None else not self._request.disconnected
+    async def _watch(self) -> None:
+        await self.wait_gone()
+        # The end of an answer is told in the same way.
+        self._is_gone = not self._is_answered
 
 
 def _without_key(path: str) -> str:
@@ -236,7 +246,7 @@ class Endpoint:
     async def _refuse(self, exchange: Exchange, refusal: Refusal) -> None:
         self._metrics.refusals.labels(refusal.code).inc()
         if exchange.is_started:
-            await exchange.send_events(self._errors.event(refusal), more=False)
+            await exchange.send(self._errors.event(refusal), more=False)
         else:
             body = self._errors.envelope(refusal)
             await exchange.answer(refusal.status, body, refusal.headers())

@@ -10,27 +10,28 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 import msgspec
 import structlog
 
-from outloop.buffer.errors import DeadlineExceeded
+from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded
 from outloop.buffer.redis.pubsub import Channel
-from outloop.router.episodes.episode import Episodes, EpisodeSession
-from outloop.router.peers.publisher import Telling, understood
-from outloop.router.turns.in_flight import TurnJob
+from outloop.router.episodes.episode import Episodes, LiveEpisode
+from outloop.router.episodes.in_flight import InFlightTurn
 
 EVERYBODY = "routers"
 ROUND_S = 2.0
 """Who waits for another process's turn asks so often whether it is still there."""
 ANSWER_S = 5.0
 """A process that says nothing for so long counts as gone; so does one that no longer asks."""
+_MAX_QUESTIONS = 16384
 _log = structlog.get_logger()
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
-    """Who draws this turn?"""
+    """Who has this turn in flight?"""
 
     process: str
     number: int
@@ -43,7 +44,7 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
 
 
 class Answer(msgspec.Struct, tag="answer", frozen=True):
-    """A process draws it, or does not."""
+    """A process has it in flight, or not."""
 
     process: str
     number: int
@@ -60,7 +61,7 @@ class Over(msgspec.Struct, tag="over", frozen=True):
 
 
 class Left(msgspec.Struct, tag="left", frozen=True):
-    """A turn is drawn and its client has gone: who asks the same again is this client."""
+    """A turn is generated and its client has gone: who asks the same again is this client."""
 
     process: str
     episode_id: str
@@ -77,10 +78,6 @@ class _Asking:
     def __init__(self, number: int) -> None:
         self.number = number
         self.round = 0
-        self.is_heard = False
-        """Whether its own process has heard it: who asks the same later waits for who asked it."""
-        self.earlier: set[tuple[str, int]] = set()
-        """Questions for the same turn that were heard before it."""
         self.has_peers = False
         self.answers: dict[str, bool] = {}
         self.started_at = 0.0
@@ -100,8 +97,8 @@ class _Asking:
 class _Remote:
     """A client of another process, which waits there for a turn of this one."""
 
-    def __init__(self, ask: Ask, job: TurnJob) -> None:
-        self.job = job
+    def __init__(self, ask: Ask, turn: InFlightTurn) -> None:
+        self.turn = turn
         self.renew(ask)
 
     def renew(self, ask: Ask) -> None:
@@ -109,70 +106,81 @@ class _Remote:
         self._is_waiting = ask.has_client
         self._lapses_at = time.monotonic() + ANSWER_S
 
+    @property
     def is_gone(self) -> bool:
         """True if it has left, or its process has."""
         return not self._is_waiting or time.monotonic() > self._lapses_at
 
 
-class Peers:
-    """This process among the routers of the run."""
+class TurnLocator:
+    """Finds out which of the run's router processes has a turn in flight."""
 
-    def __init__(self, channel: Channel, episodes: Episodes, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        episodes: Episodes,
+        tasks: asyncio.TaskGroup,
+        *,
+        timeout_s: float,
+    ) -> None:
+        """`tasks`: messages are sent in it."""
         self._channel = channel
         self._episodes = episodes
         self._timeout_s = timeout_s
         self._process = secrets.token_hex(8)
         self._num_asked = 0
         self._asking: dict[tuple[str, str], _Asking] = {}
+        self._num_heard = 0
+        self._places: dict[tuple[str, int], int] = {}
+        """Of each question in the order in which all processes have heard them, by asker and
+        number. A question that is put again keeps its place."""
         self._remotes: dict[tuple[str, int], _Remote] = {}
-        self._telling = Telling(channel)
+        self._tasks = tasks
+        self._sending: set[asyncio.Task[None]] = set()
 
     @property
-    def hearing(self) -> Mapping[str, Callable[[bytes], None]]:
-        """What hears the others, by the name of the channel."""
-        return {EVERYBODY: self._hear, _of(self._process): self._hear}
+    def handlers(self) -> Mapping[str, Callable[[bytes], None]]:
+        """What takes the others' messages, by the name of the channel."""
+        return {EVERYBODY: self._handle, _of(self._process): self._handle}
 
     def close(self) -> None:
-        """Tell nobody anything any more."""
-        self._telling.close()
+        """Send nothing any more."""
+        for task in self._sending:
+            task.cancel()
 
-    async def wait_for_turn(
-        self, session: EpisodeSession, retry_key: str, has_client: Callable[[], bool]
-    ) -> float | None:
-        """Return when no other process draws the turn; None: this one is alone.
+    async def wait_for_turn(self, waiting: InFlightTurn) -> float | None:
+        """Return when no other process has the turn in flight; None: this one is alone.
 
-        The record of the turn that was drawn meanwhile, if it came to one, has at least the time
-        that is returned as its `started_at`. At most one call per episode and key at once.
-        `has_client` says whether somebody still waits for the turn here: a turn that is drawn for
-        nobody is recorded without loss.
+        The record of the turn that was generated meanwhile, if it came to one, has at least the
+        time that is returned as its `started_at`. At most one call per episode and key at once.
 
         Raises:
             DeadlineExceeded: another process draws it for longer than a turn may take.
             BufferUnavailable: they cannot be asked.
         """
         if not await self._channel.is_listening(ANSWER_S):
-            _log.warning("peers_not_asked", episode_id=session.episode_id)
+            _log.warning("peers_not_asked", episode_id=waiting.episode.episode_id)
             return 0.0
         self._num_asked += 1
         asking = _Asking(self._num_asked)
-        turn = (session.episode_id, retry_key)
+        turn = (waiting.episode.episode_id, waiting.retry_key)
         self._asking[turn] = asking
         deadline = time.monotonic() + self._timeout_s
         try:
-            while await self._is_drawn_elsewhere(asking, turn, has_client()):
+            while await self._is_in_flight_elsewhere(asking, turn, waiting.has_client):
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(
                         who="router",
                         phase="wait for a turn",
-                        peer="another router process that draws it",
+                        peer="another router process that has it in flight",
                         after_s=self._timeout_s,
                     )
-                await until(lambda: asking.is_over, asking.changed, ROUND_S)
+                await _until(lambda: asking.is_over, asking.changed, ROUND_S)
             return asking.started_at if asking.has_peers else None
         finally:
             del self._asking[turn]
 
-    async def _is_drawn_elsewhere(
+    async def _is_in_flight_elsewhere(
         self, asking: _Asking, turn: tuple[str, str], has_client: bool
     ) -> bool:
         asking.round += 1
@@ -182,20 +190,22 @@ class Peers:
         num_asked = await self._channel.publish(EVERYBODY, _encode(ask))
         if num_asked > 1:
             asking.has_peers = True
-            await until(lambda: asking.is_answered(num_asked), asking.changed, ANSWER_S)
+            await _until(lambda: asking.is_answered(num_asked), asking.changed, ANSWER_S)
         return asking.is_held
 
-    def _hear(self, message: bytes) -> None:
-        said = understood(_decode, message)
-        if said is None:
+    def _handle(self, message: bytes) -> None:
+        try:
+            said = _decode(message)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            _log.warning("peer_not_understood", error=str(error))
             return
         if isinstance(said, Ask):
             self._answer(said)
             return
         if isinstance(said, Left):
-            session = self._episodes.known(said.episode_id)
-            if session is not None and said.process != self._process:
-                session.undelivered.add(said.retry_key)
+            episode = self._episodes.known(said.episode_id)
+            if episode is not None and said.process != self._process:
+                episode.undelivered.add(said.retry_key)
             return
         asking = next((one for one in self._asking.values() if one.number == said.number), None)
         if asking is None:
@@ -208,69 +218,85 @@ class Peers:
         asking.changed.set()
 
     def _answer(self, ask: Ask) -> None:
-        turn = (ask.episode_id, ask.retry_key)
-        asking = self._asking.get(turn)
+        who = (ask.process, ask.number)
+        place = self._places.setdefault(who, self._num_heard)
+        self._num_heard += 1
+        if len(self._places) > _MAX_QUESTIONS:
+            del self._places[next(iter(self._places))]
+        asking = self._asking.get((ask.episode_id, ask.retry_key))
         if ask.process == self._process:
             if asking is not None and asking.number == ask.number:
-                asking.is_heard = True
                 asking.answers[self._process] = False
                 asking.changed.set()
             return
-        who = (ask.process, ask.number)
-        if asking is not None and not asking.is_heard:
-            asking.earlier.add(who)
-        session = self._episodes.known(ask.episode_id)
-        jobs = session.jobs.get(ask.retry_key, ()) if session is not None else ()
-        job = next((job for job in jobs if not job.is_over), None)
-        draws = job is not None and (asking is None or who not in asking.earlier)
-        if draws and job is not None and session is not None:
-            self._wait_along(job, session, ask)
-        # A retry that has no ids yet may find its turn recorded.
-        started_at = job.started_at if draws and job is not None and job.turn_ids else 0.0
-        answer = Answer(self._process, ask.number, ask.round, draws, started_at)
-        self._telling.tell(_of(ask.process), _encode(answer))
+        episode = self._episodes.known(ask.episode_id)
+        here = episode.turns.get(ask.retry_key, ()) if episode is not None else ()
+        in_flight = next((one for one in here if not one.is_over), None)
+        if asking is not None:
+            own = self._places.get((self._process, asking.number))
+            if own is None or place < own:
+                # It asked first, and has the turn before this process may.
+                in_flight = None
+        started_at = 0.0
+        if in_flight is not None:
+            self._attach(in_flight, ask)
+            # A retry that has no ids yet may find its turn recorded.
+            started_at = in_flight.started_at if in_flight.turn_ids else 0.0
+        answer = Answer(self._process, ask.number, ask.round, in_flight is not None, started_at)
+        self._start(self._send(_of(ask.process), answer))
 
-    def _wait_along(self, job: TurnJob, session: EpisodeSession, ask: Ask) -> None:
+    def _attach(self, turn: InFlightTurn, ask: Ask) -> None:
         """Let the client of another process be one of this turn's."""
         who = (ask.process, ask.number)
         remote = self._remotes.get(who)
-        if remote is not None and remote.job is job:
+        if remote is not None and remote.turn is turn:
             remote.renew(ask)
-            job.detach(remote)
-            job.attach(remote)
+            turn.detach(remote)
+            turn.attach(remote)
             return
         # Where it waited for an equal turn that is over by now, that one is done with it too.
-        self._remotes[who] = remote = _Remote(ask, job)
-        job.attach(remote)
-        self._telling.start(self._tell_when_over(job, session, ask, remote))
+        self._remotes[who] = remote = _Remote(ask, turn)
+        turn.attach(remote)
+        self._start(self._tell_when_over(ask, remote))
 
-    async def _tell_when_over(
-        self, job: TurnJob, session: EpisodeSession, ask: Ask, remote: _Remote
-    ) -> None:
+    async def _tell_when_over(self, ask: Ask, remote: _Remote) -> None:
+        turn, who = remote.turn, (ask.process, ask.number)
         try:
-            await job.over()
-            # Where it failed, who waits finds nothing recorded and draws the turn itself.
-            job.is_delivered = job.is_delivered or not (job.has_failed or remote.is_gone())
+            await turn.over()
+            # Where it failed, who waits finds nothing recorded and generates the turn itself.
+            turn.is_delivered = turn.is_delivered or not (turn.has_failed or remote.is_gone)
         finally:
-            if self._remotes.get((ask.process, ask.number)) is remote:
-                del self._remotes[ask.process, ask.number]
-            job.detach(remote)
-            session.let_go(job, ask.retry_key)
-            is_last = (ask.process, ask.number) not in self._remotes
+            is_last = self._remotes.get(who) is remote
+            if is_last:
+                del self._remotes[who]
+            turn.detach(remote)
+            turn.episode.forget_delivered(turn)
         if is_last:
-            await self._telling.send(_of(ask.process), _encode(Over(ask.number)))
+            await self._send(_of(ask.process), Over(ask.number))
 
-    def tell_left(self, session: EpisodeSession, retry_key: str) -> None:
+    def announce_left(self, episode: LiveEpisode, retry_key: str) -> None:
         """Say that a turn's client has gone: its next request may reach any process."""
-        left = Left(self._process, session.episode_id, retry_key)
-        self._telling.tell(EVERYBODY, _encode(left))
+        left = Left(self._process, episode.episode_id, retry_key)
+        self._start(self._send(EVERYBODY, left))
+
+    async def _send(self, name: str, message: Answer | Over | Left) -> None:
+        """Send a message to all who listen to `name`; one that is lost is logged."""
+        try:
+            await self._channel.publish(name, _encode(message))
+        except BufferUnavailable as error:
+            _log.warning("peer_not_told", name=name, error=str(error))
+
+    def _start(self, sending: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks.create_task(sending)
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
 
 
 def _of(process: str) -> str:
     return f"router:{process}"
 
 
-async def until(is_so: Callable[[], bool], changed: asyncio.Event, timeout_s: float) -> None:
+async def _until(is_so: Callable[[], bool], changed: asyncio.Event, timeout_s: float) -> None:
     """Return when it is so, or after `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):

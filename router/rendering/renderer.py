@@ -56,7 +56,7 @@ class PolicyRenderer:
     """
 
     def __init__(self, model: ModelSettings) -> None:
-        self.tokenizer = PolicyTokenizer(model.path)
+        self.tokenizer = PolicyTokenizer(model.path, max_tokens=model.max_context_tokens)
         self._renderer = _make_renderer(self.tokenizer, model)
         self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
         self._stop_set = frozenset(self.stop_ids)

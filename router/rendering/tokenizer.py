@@ -20,6 +20,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from outloop.buffer.errors import SettingsError
+from outloop.router.errors import context_length_exceeded
+from outloop.router.rendering.text_bound import max_chars_per_token
 
 _CACHED_TEXTS = 256
 _CACHED_TOKENS = 256
@@ -47,10 +49,14 @@ _BYTES = MappingProxyType(_byte_names())
 
 
 class PolicyTokenizer:
-    """The policy's tokenizer; safe to use from several threads."""
+    """The policy's tokenizer; safe to use from several threads.
 
-    def __init__(self, folder: Path) -> None:
-        # No pool of threads for batches: those here have one text each.
+    A text of more than `max_tokens` tokens is refused by `encode` without making ids of it: where
+    it is certain from its length, without encoding it either.
+    """
+
+    def __init__(self, folder: Path, *, max_tokens: int | None = None) -> None:
+        # It would make a pool of threads for batches; those here have one text each.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -59,6 +65,12 @@ class PolicyTokenizer:
                 "with config.json, tokenizer.json and model.safetensors"
             )
         self._tokenizer = Tokenizer.from_file(str(path))
+        self._max_tokens = max_tokens
+        self._max_chars: int | None = None
+        if max_tokens is not None:
+            longest = max(map(len, self.get_vocab()))
+            each = max_chars_per_token(json.loads(path.read_bytes()), longest)
+            self._max_chars = max_tokens * each if each is not None else None
         self.name_or_path = str(folder)
         self.unk_token_id: int | None = None
         self.eos_token_id = self._special(folder, "eos_token")
@@ -72,7 +84,11 @@ class PolicyTokenizer:
         self._id_cached = lru_cache(maxsize=_CACHED_TOKENS)(self._tokenizer.token_to_id)
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
-        """Ids of `text`; markers such as `<|im_end|>` in it become their single id."""
+        """Ids of `text`; markers such as `<|im_end|>` in it become their single id.
+
+        Raises:
+            Refusal: 400, it has more than `max_tokens`.
+        """
         if len(text) > _MAX_CACHED_CHARS:
             return list(self._encode(text))
         return list(self._encode_cached(text))
@@ -147,8 +163,15 @@ class PolicyTokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        # A batch of one: only batches can be encoded without offsets, which cost more than ids.
+        if self._max_chars is not None and len(text) > self._max_chars:
+            assert self._max_tokens is not None
+            least = self._max_tokens * len(text) // self._max_chars
+            raise context_length_exceeded(least, self._max_tokens)
+        # A batch of one: only a batch may leave out where in the text each id stands, and lets
+        # other threads go on meanwhile.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        if self._max_tokens is not None and len(encoding) > self._max_tokens:
+            raise context_length_exceeded(len(encoding), self._max_tokens)
         return tuple(encoding.ids)
 
     def _special(self, folder: Path, name: str) -> int | None:

@@ -65,7 +65,7 @@ _close = msgspec.json.Decoder(CloseBody)
 _trajectories = msgspec.json.Decoder(TrajectoriesBody)
 
 
-class Control:
+class RunnerRoutes:
     """Handlers of the runner's routes."""
 
     def __init__(
@@ -230,24 +230,24 @@ class Control:
         reward = None
         if body.reward is not None:
             reward = await self._scores.reward(episode_id, body.reward)
-        session = self._episodes.known(episode_id)
-        if session is not None and not session.is_closed:
-            session.is_closed = True
-            await self._service.end(session)
-        body = await self._service.budgets.settle(episode_id, body)
+        episode = self._episodes.known(episode_id)
+        if episode is not None and not episode.is_closed:
+            episode.is_closed = True
+            await self._service.end(episode)
+        outcome, error = await self._service.budgets.settle(episode_id, body.outcome, body.error)
         result = await self._buffer.close_episode(
             episode_id,
-            outcome=body.outcome,
+            outcome=outcome,
             failure_kind=body.failure_kind,
             reward=reward,
-            error=body.error[:_MAX_ERROR_CHARS],
+            error=error[:_MAX_ERROR_CHARS],
             key=body.key,
             output=body.output[-_MAX_OUTPUT_CHARS:],
         )
-        if session is not None:
-            if session.tree.nodes:
-                self._metrics.branches_per_episode.observe(session.tree.num_branches)
-            self._episodes.forget(session)
+        if episode is not None:
+            if episode.tree.nodes:
+                self._metrics.branches_per_episode.observe(episode.tree.num_branches)
+            self._episodes.forget(episode)
         await _answer(exchange, {"counted": result.counted, "sealed_group": result.sealed_group})
 
     async def trajectories(self, exchange: Exchange) -> None:

@@ -8,7 +8,8 @@ sent after its turns are recorded.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -18,27 +19,26 @@ from outloop.buffer.settings import Settings
 from outloop.router.auth import KeyRing
 from outloop.router.dialects import messages_request, messages_response
 from outloop.router.dialects.base import AnswerHead, AnswerStream, Dialect, TurnRequest, TurnResult
-from outloop.router.episodes.episode import Episodes, EpisodeSession
+from outloop.router.episodes.episode import Episodes, LiveEpisode
+from outloop.router.episodes.in_flight import InFlightTurn
 from outloop.router.errors import Refusal
 from outloop.router.http.endpoint import Exchange
-from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.routes.model_names import ModelTable
 from outloop.router.routes.upstreams import Upstreams
-from outloop.router.turns.in_flight import TurnJob
 from outloop.router.turns.service import TurnService
 
-_NUM_DIGITS = 32
-"""Of the digest by which identical requests meet."""
+_LARGE_BODY_BYTES = 512 * 1024
+"""One larger body of an episode at a time is read and rendered."""
+_DIGEST_CHARS = 32
 
 
-class Front:
+class TurnRoutes:
     """Handlers of the dialect routes."""
 
     def __init__(
         self,
         settings: Settings,
         keys: KeyRing,
-        renderer: PolicyRenderer,
         episodes: Episodes,
         service: TurnService,
         models: ModelTable,
@@ -46,70 +46,51 @@ class Front:
     ) -> None:
         self._settings = settings
         self._keys = keys
-        self._renderer = renderer
         self._episodes = episodes
         self._service = service
         self._models = models
         self._upstreams = upstreams
+        self._max_body_bytes = int(settings.router.max_body_mb * 2**20)
 
     async def turn(self, dialect: Dialect, exchange: Exchange) -> None:
         """One turn, asked for and answered in `dialect`."""
-        session = await self._identify(exchange)
-        heard = await self._hear(dialect, exchange, session)
-        if heard is None:
-            return
-        request, retry_key, attempt = heard
-        is_retry = attempt is None or (
-            attempt > 0 and not session.is_retry_of_refused(retry_key, attempt)
-        )
-        try:
-            await self._answer(dialect, exchange, session, request, retry_key, is_retry=is_retry)
-        except Refusal as refusal:
-            if refusal.status >= 500 and attempt is not None and not is_retry:
-                session.refused_attempts[retry_key] = attempt
-            raise
-        session.refused_attempts.pop(retry_key, None)
-
-    async def _answer(
-        self,
-        dialect: Dialect,
-        exchange: Exchange,
-        session: EpisodeSession,
-        request: TurnRequest,
-        retry_key: str,
-        *,
-        is_retry: bool,
-    ) -> None:
-        job = await self._service.submit(session, request, retry_key=retry_key, is_retry=is_retry)
-        job.attach(exchange)
-        try:
-            if request.stream:
-                await _send_stream(exchange, dialect, request, job)
-            else:
-                job.encode = job.encode or (lambda results: dialect.encode(results, request))
-                results = await job.results()
-                is_delivered = await exchange.answer(
-                    200, job.drafted or dialect.encode(results, request)
+        episode = await self._authenticate(exchange)
+        async with AsyncExitStack() as waiting:
+            async with _one_large_body(exchange, episode) as is_large:
+                asked = await self._read(dialect, exchange, episode)
+                if asked is None:
+                    return
+                request, retry_key, attempt = asked
+                is_retry = episode.is_retry(retry_key, attempt)
+                if not is_retry:
+                    waiting.enter_context(episode.noting_refusal(retry_key, attempt))
+                turn = await self._service.submit(
+                    episode, request, retry_key=retry_key, is_retry=is_retry
                 )
-                job.is_delivered = job.is_delivered or is_delivered
-        finally:
-            job.detach(exchange)
-        session.let_go(job, retry_key)
+                await waiting.enter_async_context(exchange.watching())
+                waiting.enter_context(turn.waited_for_by(exchange))
+                if is_large:
+                    await turn.planned()
+            if request.stream:
+                is_delivered = await _send_stream(exchange, dialect, request, turn)
+            else:
+                results = await turn.results()
+                is_delivered = await exchange.answer(200, dialect.encode(results, request))
+            turn.is_delivered = turn.is_delivered or is_delivered
+        episode.forget_delivered(turn)
 
-    async def _hear(
-        self, dialect: Dialect, exchange: Exchange, session: EpisodeSession
+    async def _read(
+        self, dialect: Dialect, exchange: Exchange, episode: LiveEpisode
     ) -> tuple[TurnRequest, str, int | None] | None:
         """What is asked for, its retry key and how many attempts it says came before (None: it is
         known by an idempotency key); None: an upstream was asked, and has answered.
 
         The body ends here: thousands that wait for servers would keep thousands of bodies.
         """
-        body = await exchange.body()
-        if self._upstreams and await self._upstreams.forward(exchange, session, body):
+        body = await exchange.body(self._max_body_bytes)
+        if self._upstreams and await self._upstreams.forward(exchange, episode, body):
             return None
         request = dialect.decode(body)
-        path = exchange.scope["path"].rpartition("/v1/")[2].encode()
-        same = hashlib.sha256(path + b"\0" + body).hexdigest()[:_NUM_DIGITS]
         version = self._models.version_of(request.model)
         if version is not None:
             request = replace(request, policy_version=version)
@@ -121,20 +102,20 @@ class Front:
                 traceparent=traceparent.decode("latin-1"),
                 tracestate=state.decode("latin-1") if state is not None else None,
             )
-        return request, *_retry(exchange, same)
+        return request, *_retry(exchange, body)
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """`POST /v1/messages/count_tokens`: the ids of a conversation rendered in full."""
-        await self._identify(exchange)
-        request = messages_request.decode_count(await exchange.body())
-        self._models.version_of(request.model)
-        ids = self._renderer.render(request.messages, request.tools)
-        num_ids = len(ids) + len(self._renderer.tokenizer.encode(request.prefill))
+        episode = await self._authenticate(exchange)
+        async with _one_large_body(exchange, episode):
+            request = messages_request.decode_count(await exchange.body(self._max_body_bytes))
+            self._models.version_of(request.model)
+            num_ids = await self._service.count_tokens(episode, request)
         await exchange.answer(200, messages_response.encode_count(num_ids))
 
     async def models(self, exchange: Exchange) -> None:
         """`GET /v1/models`."""
-        await self._identify(exchange)
+        await self._authenticate(exchange)
         served = [_model(name) for name in self._models.names()]
         # Anthropic's clients read pages, OpenAI's a list; each ignores the other's fields.
         ends = {"has_more": False, "first_id": served[0]["id"], "last_id": served[-1]["id"]}
@@ -142,12 +123,12 @@ class Front:
 
     async def model(self, exchange: Exchange) -> None:
         """`GET /v1/models/{model_id}`."""
-        await self._identify(exchange)
+        await self._authenticate(exchange)
         name = exchange.path("model_id")
         self._models.check(name)
         await exchange.answer(200, msgspec.json.encode(_model(name)))
 
-    async def _identify(self, exchange: Exchange) -> EpisodeSession:
+    async def _authenticate(self, exchange: Exchange) -> LiveEpisode:
         key, by_path = exchange.key, exchange.path("episode_id")
         in_path = self._keys.episode_of(by_path) if by_path else None
         if in_path is not None:
@@ -156,7 +137,7 @@ class Front:
         episode_id = self._keys.episode_of(key)
         if episode_id is None:
             if self._settings.router.unkeyed == "serve" and not by_path and not _is_ours(key):
-                return EpisodeSession(None, self._renderer)
+                return self._episodes.unkeyed()
             raise Refusal(
                 401,
                 "invalid_api_key",
@@ -173,33 +154,46 @@ class Front:
         return self._episodes.known(episode_id) or await self._episodes.get(episode_id)
 
 
+@asynccontextmanager
+async def _one_large_body(exchange: Exchange, episode: LiveEpisode) -> AsyncIterator[bool]:
+    """Let one large body of an episode at a time be read and rendered; whether this is one."""
+    num_bytes = exchange.num_body_bytes
+    is_compressed = b"content-encoding" in exchange.headers
+    if num_bytes is not None and num_bytes <= _LARGE_BODY_BYTES and not is_compressed:
+        yield False
+        return
+    async with episode.large_body:
+        yield True
+
+
 async def _send_stream(
-    exchange: Exchange, dialect: Dialect, request: TurnRequest, job: TurnJob
-) -> None:
+    exchange: Exchange, dialect: Dialect, request: TurnRequest, turn: InFlightTurn
+) -> bool:
+    """Send a turn's events; False if the client had left before the last."""
+
     async def opened() -> AnswerStream:
         head = AnswerHead(
-            turn_id=job.turn_ids[0],
-            started_at=job.started_at,
-            num_prompt_tokens=job.num_prompt_tokens,
-            sampling=job.sampling,
+            turn_id=turn.turn_ids[0],
+            started_at=turn.started_at,
+            num_prompt_tokens=turn.num_prompt_tokens,
+            sampling=turn.sampling,
         )
         await exchange.start_events()
         return dialect.stream(head, request)
 
     stream: AnswerStream | None = None
-    async for delta in job.stream():
+    async for delta in turn.stream():
         if stream is None:
             stream = await opened()
-            await exchange.send_events(stream.open(), more=True)
-        await exchange.send_events(stream.delta(delta), more=True)
+            await exchange.send(stream.open(), more=True)
+        await exchange.send(stream.delta(delta), more=True)
     # A refusal before the first delta is still a plain error answer.
-    results: Sequence[TurnResult] = await job.results()
+    results: Sequence[TurnResult] = await turn.results()
     opening = b""
     if stream is None:
         stream = await opened()
         opening = stream.open()
-    is_delivered = await exchange.send_events(opening + stream.close(results), more=False)
-    job.is_delivered = job.is_delivered or is_delivered
+    return await exchange.send(opening + stream.close(results), more=False)
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -219,9 +213,11 @@ def _is_ours(key: str) -> bool:
     return key.startswith("ol-")
 
 
-def _retry(exchange: Exchange, digest: str) -> tuple[str, int | None]:
+def _retry(exchange: Exchange, body: bytes) -> tuple[str, int | None]:
     """The key under which identical requests meet, and how many attempts came before this one by
     its own account; None: its idempotency key makes every attempt the same request."""
+    path = exchange.scope["path"].rpartition("/v1/")[2].encode()
+    digest = hashlib.sha256(path + b"\0" + body).hexdigest()[:_DIGEST_CHARS]
     idempotency_key = exchange.headers.get(b"idempotency-key")
     if idempotency_key is not None:
         return f"{idempotency_key.decode('latin-1')[:200]}:{digest}", None

@@ -1,14 +1,16 @@
 """Models of other servers: judges, user simulators.
 
-Owns: handing requests on and their answers back, unread. Does not own: which names there are
-(settings), the policy. Invariant: nothing that passes here is recorded or trained; no key of the
-run leaves, and no key of an upstream is shown.
+Owns: handing requests on and their answers back, and what an episode may use of each. Does not own:
+which names there are (settings), the policy. Invariant: nothing that passes here is recorded or
+trained; no key of the run leaves, and no key of an upstream is shown or sent anywhere else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,7 +19,7 @@ import msgspec
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings, UpstreamSettings
-from outloop.router.episodes.episode import EpisodeSession
+from outloop.router.episodes.episode import LiveEpisode, UpstreamUsage
 from outloop.router.errors import Refusal
 from outloop.router.http.endpoint import ClientLeft, Exchange
 from outloop.router.metrics import RouterMetrics
@@ -33,6 +35,9 @@ class _Named(msgspec.Struct):
 
 _decoder = msgspec.json.Decoder(_Named)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_TOKENS = re.compile(rb'"(total|prompt|completion|input|output)_tokens"\s*:\s*(\d{1,12})')
+_TAIL_BYTES = 256
+_BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ def read_upstreams(settings: Settings) -> Mapping[str, Upstream]:
 
 
 class Upstreams:
-    """Hands requests on; one shared HTTP session."""
+    """Hands requests on; one shared HTTP episode."""
 
     def __init__(
         self,
@@ -92,7 +97,7 @@ class Upstreams:
     def __bool__(self) -> bool:
         return bool(self._upstreams)
 
-    async def forward(self, exchange: Exchange, session: EpisodeSession, body: bytes) -> bool:
+    async def forward(self, exchange: Exchange, episode: LiveEpisode, body: bytes) -> bool:
         """Answer a request that names an upstream; False when it names none.
 
         Raises:
@@ -102,7 +107,7 @@ class Upstreams:
         name = self._name_in(body)
         if name is None:
             return False
-        if session.opening is None:
+        if episode.opening is None:
             raise Refusal(
                 401,
                 "invalid_api_key",
@@ -110,9 +115,9 @@ class Upstreams:
                 'router.unkeyed="serve" is for the policy',
                 param="model",
             )
-        session.check_open()
+        episode.check_open()
         self._metrics.proxied.labels(name).inc()
-        relay = asyncio.create_task(self._relay(exchange, name, body))
+        relay = asyncio.create_task(self._relay(exchange, episode, name, body))
         gone = asyncio.create_task(exchange.wait_gone())
         try:
             await asyncio.wait((relay, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -134,32 +139,31 @@ class Upstreams:
             return None
         return name if name in self._upstreams else None
 
-    async def _relay(self, exchange: Exchange, name: str, body: bytes) -> None:
+    async def _relay(
+        self, exchange: Exchange, episode: LiveEpisode, name: str, body: bytes
+    ) -> None:
         upstream = self._upstreams[name]
-        if upstream.settings.model is not None:
-            model = msgspec.Raw(msgspec.json.encode(upstream.settings.model))
-            body = msgspec.json.encode({**_fields.decode(body), "model": model})
+        usage = episode.upstreams.setdefault(name, UpstreamUsage())
+        _check_budget(name, upstream.settings, usage, episode)
+        usage.num_requests += 1
+        # Of a name that is given twice, another parser may read the other one: it goes on once.
+        model = msgspec.Raw(msgspec.json.encode(upstream.settings.model or name))
+        body = msgspec.json.encode({**_fields.decode(body), "model": model})
         path = exchange.scope["path"].rpartition("/v1/")[2]
         url = f"{upstream.settings.base_url.rstrip('/')}/{path}"
         timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         headers = _asked_headers(exchange, upstream)
+        meter = _Meter(len(body))
         try:
-            async with self._http.post(url, data=body, headers=headers, timeout=timeout) as answer:
-                kept = [
-                    (header.encode(), answer.headers[header].encode())
-                    for header in _ANSWERED_HEADERS
-                    if header in answer.headers
-                ]
-                if not answer.content_type.startswith("text/event-stream"):
-                    # Whole or not at all: half an answer would be taken for one.
-                    whole = await answer.read()
-                    await exchange.start(answer.status, kept)
-                    await exchange.send_events(whole, more=False)
-                    return
-                await exchange.start(answer.status, kept)
-                async for piece in answer.content.iter_any():
-                    await exchange.send_events(piece, more=True)
-                await exchange.send_events(b"", more=False)
+            async with self._http.post(
+                url,
+                data=io.BytesIO(body),
+                headers=headers,
+                timeout=timeout,
+                # Its key, and whatever an address within this network answers, stay where they are.
+                allow_redirects=False,
+            ) as answer:
+                await self._hand_back(exchange, name, upstream.settings, answer, meter)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Refusal(
                 503,
@@ -168,6 +172,97 @@ class Upstreams:
                 f"{type(error).__name__}: {error}",
                 retry_after_s=1.0,
             ) from error
+        finally:
+            usage.num_tokens += meter.num_tokens
+
+    async def _hand_back(
+        self,
+        exchange: Exchange,
+        name: str,
+        settings: UpstreamSettings,
+        answer: aiohttp.ClientResponse,
+        meter: _Meter,
+    ) -> None:
+        if 300 <= answer.status < 400:
+            raise Refusal(
+                400,
+                "upstream_redirects",
+                f"router.upstreams.{name} at {settings.base_url} answers with a redirect, which is "
+                "not followed; set its base_url to where it leads",
+            )
+        max_bytes = int(settings.max_answer_mb * 2**20)
+        kept = [
+            (header.encode(), answer.headers[header].encode())
+            for header in _ANSWERED_HEADERS
+            if header in answer.headers
+        ]
+        is_stream = answer.content_type.startswith("text/event-stream")
+        if is_stream:
+            await exchange.start(answer.status, kept)
+        pieces: list[bytes] = []
+        async for piece in answer.content.iter_any():
+            meter.add(piece)
+            if meter.num_bytes > max_bytes:
+                raise Refusal(
+                    400,
+                    "upstream_answer_too_large",
+                    f"the answer of router.upstreams.{name} has more than "
+                    f"max_answer_mb={settings.max_answer_mb:g}",
+                )
+            if is_stream:
+                await exchange.send(piece, more=True)
+            else:
+                pieces.append(piece)
+        if not is_stream:
+            # Whole or not at all: half an answer would be taken for one.
+            await exchange.start(answer.status, kept)
+        await exchange.send(b"".join(pieces), more=False)
+
+
+class _Meter:
+    """What an answer costs, as far as it says: its `usage`, or a token for each four bytes."""
+
+    def __init__(self, num_request_bytes: int) -> None:
+        self.num_bytes = 0
+        self._num_request_bytes = num_request_bytes
+        self._tail = b""
+        self._num_said = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of request and answer."""
+        if self._num_said:
+            return self._num_said
+        return (self._num_request_bytes + self.num_bytes) // _BYTES_PER_TOKEN
+
+    def add(self, piece: bytes) -> None:
+        """A piece of the answer; what is said of tokens may stand across two."""
+        self.num_bytes += len(piece)
+        text = self._tail + piece
+        counts = {name: int(number) for name, number in _TOKENS.findall(text)}
+        said = counts.get(b"total", 0) or (
+            max(counts.get(b"prompt", 0), counts.get(b"input", 0))
+            + max(counts.get(b"completion", 0), counts.get(b"output", 0))
+        )
+        self._num_said = max(self._num_said, said)
+        self._tail = text[-_TAIL_BYTES:]
+
+
+def _check_budget(
+    name: str, settings: UpstreamSettings, usage: UpstreamUsage, episode: LiveEpisode
+) -> None:
+    for spent, limit, what in (
+        (usage.num_requests, settings.max_requests_per_episode, "requests"),
+        (usage.num_tokens, settings.max_tokens_per_episode, "tokens"),
+    ):
+        if spent >= limit:
+            raise Refusal(
+                404,
+                "upstream_budget_spent",
+                f"episode {episode.episode_id} has used {spent} {what} of router.upstreams.{name} "
+                f"(max_{what}_per_episode={limit}); do without, or raise the limit",
+                param="model",
+            )
 
 
 def _asked_headers(exchange: Exchange, upstream: Upstream) -> dict[str, str]:

@@ -1,16 +1,19 @@
-"""Drawing one turn from a server over `POST /generate`.
+"""Generating one turn at a server over `POST /generate`.
 
 Owns: merging of answers, plain or streamed, and retries on other servers. Does not own: the wire,
 choosing a server (pool), text. Invariant: ids, logprobs and versions come from the server's id
-fields, never from its text; what is returned is what was drawn, each token once.
+fields, never from its text; what is returned is what was generated, each token once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -20,20 +23,26 @@ from outloop.buffer.errors import DeadlineExceeded, ServerUnavailable
 from outloop.buffer.records import Sampling, VersionSpan
 from outloop.router.errors import Refusal
 from outloop.router.servers.generate_api import (
-    NO_WISH,
+    NO_OPTIONS,
+    GenerateOptions,
     Piece,
     Prompt,
     Span,
-    Wish,
     read_piece,
     request_body,
 )
-from outloop.router.servers.http_client import Links
-from outloop.router.servers.pool import NOBODY, Server, ServerPool, Whose, version_gone
+from outloop.router.servers.pool import NO_AFFINITY, Affinity, Server, ServerPool, version_gone
 
 OnTokens = Callable[[list[int]], None]
 Top = list[tuple[int, float]]
 _CONNECT_TIMEOUT_S = 5.0
+_DRAIN_S = 1.0
+"""How long the rest of an answer of which nothing more is wanted may take."""
+_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+_HEADERS = MappingProxyType({"content-type": "application/json", "accept-encoding": "identity"})
+_MAX_DIRECT_BYTES = 512 * 1024
+_MAX_QUOTED_BYTES = 500
+_OK = 200
 _MAX_EMPTY_ABORTS = 2
 """Aborts before the first token that are no fault of the server's: it had the turn queued."""
 _FINAL = frozenset({400, 413, 422})
@@ -47,8 +56,8 @@ class TurnLost(ServerUnavailable):
 
 
 @dataclass(slots=True)
-class Drawn:
-    """What was drawn so far; complete once `finish` is set."""
+class Generated:
+    """What was generated so far; complete once `finish` is set."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -64,28 +73,33 @@ class Drawn:
 
 
 class Generator:
-    """Draws turns, any number at once; `session` is for asking servers to stop."""
+    """Generates turns, any number at once."""
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        http: aiohttp.ClientSession,
         pool: ServerPool,
+        tasks: asyncio.TaskGroup,
         *,
         timeout_s: float,
         may_mix_versions: bool,
         server_key: str | None = None,
     ) -> None:
-        """`server_key`: of the servers, see `Run.server_key`."""
-        self._headers = {"Authorization": f"Bearer {server_key}"} if server_key else {}
-        self._session = session
-        self._links = Links()
+        """
+        Args:
+            tasks: servers are asked in it to stop what is given up here.
+            server_key: of the servers, see `Run.server_key`.
+        """
+        self._headers = dict(_HEADERS)
+        if server_key:
+            self._headers["authorization"] = f"Bearer {server_key}"
+        self._http = http
         self._pool = pool
-        pool.on_left = lambda url: self._links.cut(f"{url}/generate")
+        self._tasks = tasks
         self._timeout_s = timeout_s
         self._may_mix_versions = may_mix_versions
-        self._aborts: set[asyncio.Task[None]] = set()
 
-    async def draw(
+    async def generate(
         self,
         prompt: Prompt,
         sampling: Sampling,
@@ -93,14 +107,14 @@ class Generator:
         *,
         rid: str,
         preferred: str | None = None,
-        whose: Whose = NOBODY,
+        affinity: Affinity = NO_AFFINITY,
         policy_version: int | None = None,
         on_tokens: OnTokens | None = None,
-        wish: Wish = NO_WISH,
-    ) -> tuple[Drawn, str]:
-        """Draw until a stop or the limit; returns what was drawn and the id of the last server.
+        options: GenerateOptions = NO_OPTIONS,
+    ) -> tuple[Generated, str]:
+        """Generate until a stop or the limit; returns what came and the id of the last server.
 
-        A dead server is replaced; what it drew is kept if versions may mix. `on_tokens` streams.
+        A dead server is replaced; what it gave is kept if versions may mix. `on_tokens` streams.
 
         Raises:
             DeadlineExceeded: no server finished the turn within the turn timeout.
@@ -108,31 +122,36 @@ class Generator:
             Refusal: 400, the server refuses the request; 404, no server holds `policy_version`.
         """
         deadline = time.monotonic() + self._timeout_s
-        drawn, attempt, num_empty_aborts = Drawn(), 0, 0
-        while not _is_over(drawn, sampling, stop_ids):
+        generated, attempt, num_empty_aborts = Generated(), 0, 0
+        while not _is_over(generated, sampling, stop_ids):
             server = await self._pool.acquire(
-                preferred, whose, timeout_s=self._remaining(deadline), policy_version=policy_version
+                preferred,
+                affinity,
+                timeout_s=self._remaining(deadline),
+                policy_version=policy_version,
             )
-            preferred, num_before = server.entry.server_id, len(drawn.ids)
+            preferred, num_before = server.entry.server_id, len(generated.ids)
             version: int | None = None
             attempt += 1
             name = f"{rid}-{attempt}"
             try:
-                self._keep_or_restart(drawn, server, wish, is_streamed=on_tokens is not None)
+                self._keep_or_restart(generated, server, options, is_streamed=on_tokens is not None)
                 body = request_body(
-                    prompt.followed_by(drawn.ids),
+                    prompt.followed_by(generated.ids),
                     sampling,
                     stop_ids,
                     rid=name,
-                    max_new_tokens=sampling.max_new_tokens - len(drawn.ids),
+                    max_new_tokens=sampling.max_new_tokens - len(generated.ids),
                     policy_version=server.policy_version,
                     stream=on_tokens is not None,
-                    wish=wish,
+                    options=options,
                 )
-                await self._call(server, body, drawn, on_tokens, wish, name, deadline)
-                version = drawn.spans[-1].policy_version if len(drawn.ids) > num_before else None
-                _check_version(drawn, policy_version)
-                num_empty_aborts += drawn.finish is None and len(drawn.ids) <= num_before
+                await self._call(server, body, generated, on_tokens, options, name, deadline)
+                version = (
+                    generated.spans[-1].policy_version if len(generated.ids) > num_before else None
+                )
+                _check_version(generated, policy_version)
+                num_empty_aborts += generated.finish is None and len(generated.ids) <= num_before
                 if num_empty_aborts > _MAX_EMPTY_ABORTS:
                     raise ServerUnavailable(f"{server.entry.url} aborts the turn at once")
             except _SERVER_FAILURES as error:
@@ -141,37 +160,26 @@ class Generator:
                 self._pool.suspend(server, f"{type(error).__name__}: {error}")
             finally:
                 self._pool.release(server, policy_version=version)
-            if drawn.finish is None:
+            if generated.finish is None:
                 # Whoever ended it early (a publish, a quarantine) has entered so in the registry.
                 await self._pool.refresh_if_possible()
-        return drawn, preferred or ""
-
-    async def close(self) -> None:
-        """Wait for the abort requests that are on their way; close connections."""
-        if self._aborts:
-            await asyncio.wait(self._aborts, timeout=_CONNECT_TIMEOUT_S)
-        self._links.close()
+        return generated, preferred or ""
 
     def _remaining(self, deadline: float) -> float:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise DeadlineExceeded(
                 who="router",
-                phase="draw a turn",
+                phase="generate a turn",
                 peer=self._pool.describe(),
                 after_s=self._timeout_s,
             )
         return remaining
 
-    def _abort_soon(self, server: Server, rid: str) -> None:
-        abort = asyncio.create_task(self._abort(server, rid))
-        self._aborts.add(abort)
-        abort.add_done_callback(self._aborts.discard)
-
     async def _abort(self, server: Server, rid: str) -> None:
-        """Ask the server to stop drawing `rid`; one that does not answer is left alone."""
+        """Ask the server to stop generating `rid`; one that does not answer is left alone."""
         try:
-            async with self._session.post(
+            async with self._http.post(
                 f"{server.entry.url}/abort_request",
                 json={"rid": rid},
                 headers=self._headers,
@@ -182,110 +190,128 @@ class Generator:
             _log.info("abort_failed", server_id=server.entry.server_id, error=str(error))
 
     def _keep_or_restart(
-        self, drawn: Drawn, server: Server, wish: Wish, *, is_streamed: bool
+        self, generated: Generated, server: Server, options: GenerateOptions, *, is_streamed: bool
     ) -> None:
-        """Decide what becomes of ids that an earlier server drew.
+        """Decide what becomes of ids that an earlier server generated.
 
         Raises:
             TurnLost: a client has seen ids that cannot be kept.
         """
-        same = not drawn.spans or drawn.spans[-1].policy_version == server.policy_version
+        same = not generated.spans or generated.spans[-1].policy_version == server.policy_version
         # Another server's grammar would begin anew in the middle of the answer.
-        may_keep = wish.json_schema is None
+        may_keep = options.json_schema is None
         if not (may_keep and (same or self._may_mix_versions)):
-            drawn.ids, drawn.logprobs, drawn.spans, drawn.tops = [], [], [], []
-        if is_streamed and drawn.num_handed_on > len(drawn.ids):
+            generated.ids, generated.logprobs, generated.spans, generated.tops = [], [], [], []
+        if is_streamed and generated.num_handed_on > len(generated.ids):
             raise TurnLost(
-                f"a streamed turn was lost after {drawn.num_handed_on} tokens: its server failed "
-                "and the rest may not be drawn elsewhere; send the request again"
+                f"a streamed turn was lost after {generated.num_handed_on} tokens: its server "
+                "failed and the rest may not be generated elsewhere; send the request again"
             )
 
     async def _call(
         self,
         server: Server,
-        body: tuple[bytes, ...],
-        drawn: Drawn,
+        body: bytes,
+        generated: Generated,
         on_tokens: OnTokens | None,
-        wish: Wish,
+        options: GenerateOptions,
         rid: str,
         deadline: float,
     ) -> None:
-        """One request to one server; one that is given up here is aborted there."""
-        left_s = self._remaining(deadline)
-        try:
-            await self._request(server, body, drawn, on_tokens, wish.trace, left_s)
-        except (asyncio.CancelledError, TimeoutError):
-            self._abort_soon(server, rid)
-            raise
+        """One request to one server; one that is given up here is aborted there.
 
-    async def _request(
-        self,
-        server: Server,
-        body: tuple[bytes, ...],
-        drawn: Drawn,
-        on_tokens: OnTokens | None,
-        trace: tuple[tuple[str, str], ...],
-        timeout_s: float,
-    ) -> None:
-        """Adds what the server draws to `drawn`; sets its finish unless the turn was aborted."""
-        events = _Events(drawn, server, on_tokens) if on_tokens is not None else None
+        Adds what the server generates to `generated`; sets its finish unless it was aborted.
+        """
+        limit = asyncio.timeout(self._remaining(deadline))
+        server.deadlines.add(limit)
         try:
-            status, answer = await self._links.post(
-                f"{server.entry.url}/generate",
-                body,
-                timeout_s=timeout_s,
-                headers=(*trace, *self._headers.items()),
-                on_data=events.add if events is not None else None,
-            )
+            async with (
+                limit,
+                self._http.post(
+                    f"{server.entry.url}/generate",
+                    # aiohttp wants large bodies as files.
+                    data=body if len(body) <= _MAX_DIRECT_BYTES else io.BytesIO(body),
+                    headers={**self._headers, **dict(options.trace)},
+                    timeout=_TIMEOUT,
+                    allow_redirects=False,
+                ) as answer,
+            ):
+                if answer.status != _OK:
+                    raise await _failure(answer, server)
+                if on_tokens is None:
+                    merge, piece = _Merge(generated), read_piece(await answer.read())
+                    merge.add(piece)
+                    merge.finish(piece, server)
+                else:
+                    await _read_events(answer, _Events(generated, server, on_tokens))
+        except aiohttp.ClientError:
+            raise
+        except (asyncio.CancelledError, TimeoutError):
+            self._tasks.create_task(self._abort(server, rid))
+            raise
         finally:
-            if events is not None and drawn.finish is None:
-                # What came before the server failed was drawn and counts.
-                events.end()
-        if status in _FINAL:
-            raise Refusal(
-                400,
-                "server_refused",
-                f"the server refused the turn with status={status}: {_start_of(answer)}",
-            )
-        if status >= 400:
-            raise ServerUnavailable(
-                f"{server.entry.url}/generate answered status={status}: {_start_of(answer)}"
-            )
-        if events is None:
-            merge = _Merge(drawn)
-            piece = read_piece(answer)
-            merge.add(piece)
-            merge.finish(piece, server)
+            server.deadlines.discard(limit)
+
+
+async def _failure(answer: aiohttp.ClientResponse, server: Server) -> Refusal | ServerUnavailable:
+    """What an answer without a result means for the turn."""
+    start = _start_of(await answer.content.read(_MAX_QUOTED_BYTES))
+    if answer.status in _FINAL:
+        return Refusal(
+            400,
+            "server_refused",
+            f"the server refused the turn with status={answer.status}: {start}",
+        )
+    return ServerUnavailable(
+        f"{server.entry.url}/generate answered status={answer.status}: {start}"
+    )
+
+
+async def _read_events(answer: aiohttp.ClientResponse, events: _Events) -> None:
+    """Read a streamed answer to its end; what came before the server failed counts."""
+    try:
+        async for data in answer.content.iter_any():
+            if events.add(data):
+                break
+    except BaseException:
+        with suppress(ServerUnavailable):
+            events.end()
+        raise
+    events.end()
+    # Read to its end, the connection can be used again.
+    with suppress(aiohttp.ClientError, TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            await answer.read()
 
 
 class _Merge:
-    """Adds the answer of one call to what earlier calls drew."""
+    """Adds the answer of one call to what earlier calls generated."""
 
-    def __init__(self, drawn: Drawn) -> None:
-        self._drawn = drawn
-        self._base = len(drawn.ids)
+    def __init__(self, generated: Generated) -> None:
+        self._generated = generated
+        self._base = len(generated.ids)
         self._last_version: str | None = None
         self._spans: list[Span] | None = None
         self._is_finished = False
 
     def add(self, piece: Piece) -> list[int]:
         """The ids that are new in this piece, cumulative or incremental alike."""
-        drawn, meta = self._drawn, piece.meta_info
-        have = len(drawn.ids) - self._base
+        generated, meta = self._generated, piece.meta_info
+        have = len(generated.ids) - self._base
         total = meta.completion_tokens
         ids = piece.output_ids
         is_incremental = total is not None and total == have + len(ids) and len(ids) != total
         new = ids if is_incremental else ids[have:]
-        drawn.ids += new
+        generated.ids += new
         logprobs = meta.output_token_logprobs
         if logprobs is not None:
-            have_logprobs = len(drawn.logprobs) - self._base
+            have_logprobs = len(generated.logprobs) - self._base
             fresh = logprobs if is_incremental else logprobs[have_logprobs:]
-            drawn.logprobs += [entry[0] for entry in fresh]
+            generated.logprobs += [entry[0] for entry in fresh]
         if meta.output_top_logprobs is not None:
             tops = meta.output_top_logprobs
-            have_tops = len(drawn.tops) - self._base
-            drawn.tops += map(_top, tops if is_incremental else tops[have_tops:])
+            have_tops = len(generated.tops) - self._base
+            generated.tops += map(_top, tops if is_incremental else tops[have_tops:])
         self._last_version = meta.weight_version or self._last_version
         self._spans = meta.weight_versions or self._spans
         return new
@@ -296,28 +322,28 @@ class _Merge:
         Raises:
             ServerUnavailable: the answer is not complete, or not at a known version.
         """
-        drawn, reason = self._drawn, piece.meta_info.finish_reason
+        generated, reason = self._generated, piece.meta_info.finish_reason
         if self._is_finished:
             return
         self._is_finished = True
-        num_new = len(drawn.ids) - self._base
-        if len(drawn.logprobs) != len(drawn.ids):
-            num_logprobs = len(drawn.logprobs) - self._base
+        num_new = len(generated.ids) - self._base
+        if len(generated.logprobs) != len(generated.ids):
+            num_logprobs = len(generated.logprobs) - self._base
             self._forget()
             raise ServerUnavailable(
                 f"{server.entry.url} gave {num_logprobs} logprobs for {num_new} output ids"
             )
         if num_new:
             try:
-                drawn.spans += self._version_spans(num_new)
+                generated.spans += self._version_spans(num_new)
             except ValueError as error:
                 self._forget()
                 raise ServerUnavailable(
                     f"{server.entry.url} answered with a weight_version that is no "
                     f"policy_version: {error}"
                 ) from error
-        if reason is not None and reason.type in ("stop", "length") and drawn.ids:
-            drawn.finish, drawn.matched = reason.type, reason.matched
+        if reason is not None and reason.type in ("stop", "length") and generated.ids:
+            generated.finish, generated.matched = reason.type, reason.matched
 
     def _version_spans(self, num_new: int) -> list[VersionSpan]:
         spans = self._spans or [Span(self._last_version or "none", 0, num_new)]
@@ -331,9 +357,9 @@ class _Merge:
         return found
 
     def _forget(self) -> None:
-        del self._drawn.ids[self._base :]
-        del self._drawn.logprobs[self._base :]
-        del self._drawn.tops[self._base :]
+        del self._generated.ids[self._base :]
+        del self._generated.logprobs[self._base :]
+        del self._generated.tops[self._base :]
 
 
 def _top(entries: list[tuple[float | None, int, Any]] | None) -> Top:
@@ -343,11 +369,11 @@ def _top(entries: list[tuple[float | None, int, Any]] | None) -> Top:
 class _Events:
     """A streamed answer as it comes."""
 
-    def __init__(self, drawn: Drawn, server: Server, on_tokens: OnTokens) -> None:
-        self._drawn = drawn
+    def __init__(self, generated: Generated, server: Server, on_tokens: OnTokens) -> None:
+        self._generated = generated
         self._server = server
         self._on_tokens = on_tokens
-        self._merge = _Merge(drawn)
+        self._merge = _Merge(generated)
         self._held: list[bytes] = []
 
     def add(self, data: bytes) -> bool:
@@ -365,7 +391,7 @@ class _Events:
         return any(line.startswith(b"data:") and self._take(line[5:].strip()) for line in lines)
 
     def end(self) -> None:
-        """No more will come."""
+        """No more will come, or is wanted."""
         self._merge.finish(Piece(), self._server)
 
     def _take(self, data: bytes) -> bool:
@@ -380,28 +406,28 @@ class _Events:
         if is_last:
             self._merge.finish(piece, self._server)
         if new:
-            self._drawn.num_handed_on += len(new)
+            self._generated.num_handed_on += len(new)
             self._on_tokens(new)
         return is_last
 
 
 def _start_of(answer: bytes) -> str:
-    return answer[:500].decode(errors="replace")
+    return answer.decode(errors="replace")
 
 
-def _check_version(drawn: Drawn, policy_version: int | None) -> None:
-    """Refuse what other weights drew, because they were published in the middle of the turn."""
+def _check_version(generated: Generated, policy_version: int | None) -> None:
+    """Refuse what other weights generated because they were published during the turn."""
     if policy_version is not None and any(
-        span.policy_version != policy_version for span in drawn.spans
+        span.policy_version != policy_version for span in generated.spans
     ):
         raise version_gone(policy_version)
 
 
-def _is_over(drawn: Drawn, sampling: Sampling, stop_ids: tuple[int, ...]) -> bool:
-    """True if nothing is left to draw, also when the server died before it could say so."""
-    if drawn.finish is None and drawn.ids:
-        if drawn.ids[-1] in stop_ids:
-            drawn.finish, drawn.matched = "stop", drawn.ids[-1]
-        elif len(drawn.ids) >= sampling.max_new_tokens:
-            drawn.finish = "length"
-    return drawn.finish is not None
+def _is_over(generated: Generated, sampling: Sampling, stop_ids: tuple[int, ...]) -> bool:
+    """True if nothing is left to generate, also when the server died before it could say so."""
+    if generated.finish is None and generated.ids:
+        if generated.ids[-1] in stop_ids:
+            generated.finish, generated.matched = "stop", generated.ids[-1]
+        elif len(generated.ids) >= sampling.max_new_tokens:
+            generated.finish = "length"
+    return generated.finish is not None

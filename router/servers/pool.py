@@ -1,9 +1,9 @@
-"""Which server draws the next turn.
+"""Which server generates the next turn.
 
 Owns: the router's view of servers, their load, and waiting for one. Does not own: server
-processes, weights, whose turn is next (queueing). Invariant: a turn goes only to a server that is
-registered, not quarantined, at the acknowledged (or the newer, announced) version, and has not as
-many as it draws at once; every wait has a deadline.
+processes, weights, whose turn is next (fair_queue). Invariant: a turn goes only to a server that is
+registered, not quarantined, at the acknowledged (or the newer, announced) version, and has fewer
+turns in flight than it may; every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
@@ -33,23 +33,23 @@ _AFFINITY_SLACK = 4
 """An episode, and then its task, stays on its server while that has at most this many turns more
 than another."""
 _MAX_TASKS = 8192
-"""Tasks whose last server is remembered."""
+"""Tasks affinity last server is remembered."""
 
 _log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Whose:
-    """The episode that a turn is of, and its task."""
+class Affinity:
+    """The episode of a turn, and its task: what the server of its last turn may have cached."""
 
     episode_id: str = ""
     task_id: str = ""
 
 
-NOBODY = Whose()
+NO_AFFINITY = Affinity()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Server:
     """One server as this router sees it."""
 
@@ -59,13 +59,22 @@ class Server:
     num_failures: int = 0
     suspended_until: float = 0.0
     """Monotonic seconds; no turns before."""
+    deadlines: set[asyncio.Timeout] = field(default_factory=set)
+    """Of the calls that are under way there; they end at once when the server has gone."""
+
+    def give_up(self) -> None:
+        """End every call: the server may never answer."""
+        now = asyncio.get_running_loop().time()
+        for deadline in self.deadlines:
+            if not deadline.expired():
+                deadline.reschedule(now)
 
 
 class ServerPool:
     """Servers of the run; `run` keeps them up to date."""
 
     def __init__(self, buffer: EpisodeBuffer, *, max_in_flight: int | None = None) -> None:
-        """`max_in_flight`: turns that each server draws at once; more wait here."""
+        """`max_in_flight`: turns in flight at each server at once; more wait here."""
         self._buffer = buffer
         self._max_in_flight = max_in_flight
         self._queue: FairQueue[Server] = FairQueue()
@@ -75,8 +84,6 @@ class ServerPool:
         self._hurry = asyncio.Event()
         self._num_awaiting_registry = 0
         self.state: PolicyState | None = None
-        self.on_left: Callable[[str], None] | None = None
-        """Hears the URL of each server that has left the registry and did not come back soon."""
 
     @property
     def servers(self) -> tuple[Server, ...]:
@@ -85,12 +92,12 @@ class ServerPool:
 
     @property
     def num_in_flight(self) -> int:
-        """Turns that are being drawn now."""
+        """Turns that are being generated now."""
         return sum(server.num_in_flight for server in self._servers.values())
 
     @property
     def versions(self) -> frozenset[int]:
-        """Versions that some server may draw with now."""
+        """Versions that some server may generate with now."""
         return frozenset(
             server.policy_version
             for server in self._servers.values()
@@ -141,8 +148,8 @@ class ServerPool:
         self.state = state
         known = {entry.server_id for entry in state.servers}
         for gone in self._servers.keys() - known:
-            url = self._servers.pop(gone).entry.url
-            asyncio.get_running_loop().call_later(LEFT_GRACE_S, self._leave, url)
+            left = self._servers.pop(gone)
+            asyncio.get_running_loop().call_later(LEFT_GRACE_S, self._leave, left)
         for entry in state.servers:
             server = self._servers.get(entry.server_id)
             if server is None:
@@ -190,14 +197,14 @@ class ServerPool:
     async def acquire(
         self,
         preferred: str | None,
-        whose: Whose = NOBODY,
+        affinity: Affinity = NO_AFFINITY,
         *,
         timeout_s: float,
         policy_version: int | None = None,
     ) -> Server:
         """The least loaded server that may serve, `preferred` if it is not much busier.
 
-        Without a preferred one, the last that served the task, whose prompt it may have cached.
+        Without a preferred one, the last that served the task, affinity prompt it may have cached.
         The caller gives it back with `release`. With `policy_version`, one that holds it. Turns
         that wait are served in rotation of their episodes.
 
@@ -206,16 +213,16 @@ class ServerPool:
             Refusal: 404, no server holds `policy_version`.
         """
 
-        choose = partial(self._choose, preferred, whose, policy_version)
+        choose = partial(self._choose, preferred, affinity, policy_version)
         server = choose() if not self._queue else None
         if server is not None:
             self._take(server)
         else:
-            ticket = Ticket(whose.episode_id, choose, policy_version)
+            ticket = Ticket(affinity.episode_id, choose, policy_version)
             server = await self._wait_for_one(ticket, timeout_s)
-        if whose.task_id and preferred is None:
-            self._task_servers[whose.task_id] = server.entry.server_id
-            self._task_servers.move_to_end(whose.task_id)
+        if affinity.task_id and preferred is None:
+            self._task_servers[affinity.task_id] = server.entry.server_id
+            self._task_servers.move_to_end(affinity.task_id)
             if len(self._task_servers) > _MAX_TASKS:
                 self._task_servers.popitem(last=False)
         return server
@@ -239,9 +246,10 @@ class ServerPool:
             )
         return ticket.granted.result()
 
-    def _leave(self, url: str) -> None:
-        if self.on_left is not None and all(s.entry.url != url for s in self._servers.values()):
-            self.on_left(url)
+    def _leave(self, server: Server) -> None:
+        """Give up the calls of a server that left the registry and did not come back soon."""
+        if all(other.entry.url != server.entry.url for other in self._servers.values()):
+            server.give_up()
 
     def _take(self, server: Server) -> None:
         server.num_in_flight += 1
@@ -295,14 +303,14 @@ class ServerPool:
         )
 
     def _choose(
-        self, preferred: str | None, whose: Whose, policy_version: int | None
+        self, preferred: str | None, affinity: Affinity, policy_version: int | None
     ) -> Server | None:
         if policy_version is not None and policy_version not in self.versions:
             raise version_gone(policy_version)
-        preferred = preferred or self._task_servers.get(whose.task_id)
+        preferred = preferred or self._task_servers.get(affinity.task_id)
         now, limit = time.monotonic(), self._max_in_flight
         best: Server | None = None
-        liked: Server | None = None
+        usual: Server | None = None
         for server in self._servers.values():
             number = server.num_in_flight
             if (
@@ -314,10 +322,10 @@ class ServerPool:
                 if best is None or number < best.num_in_flight:
                     best = server
                 if server.entry.server_id == preferred:
-                    liked = server
-        if liked is None or best is None:
+                    usual = server
+        if usual is None or best is None:
             return best
-        return liked if liked.num_in_flight <= best.num_in_flight + _AFFINITY_SLACK else best
+        return usual if usual.num_in_flight <= best.num_in_flight + _AFFINITY_SLACK else best
 
 
 def version_gone(policy_version: int) -> Refusal:

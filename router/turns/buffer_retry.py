@@ -21,7 +21,7 @@ _AGAIN_S = 0.2
 _log = structlog.get_logger()
 
 
-class Patience:
+class BufferRetry:
     """Lets agents' turns outlive a Redis that comes back within `wait_s`."""
 
     def __init__(self, wait_s: float) -> None:
@@ -32,8 +32,10 @@ class Patience:
         """Have nobody wait any more."""
         self._is_over.set()
 
-    async def ask(self, call: Callable[P, Awaitable[T]], *args: P.args, **words: P.kwargs) -> T:
-        """What `call` answers, once Redis does; it may be called many times.
+    async def call(
+        self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """What `function` returns, once Redis does; it may be called many times.
 
         Raises:
             BufferUnavailable: not within `wait_s`, or not before the end.
@@ -42,7 +44,7 @@ class Patience:
         deadline: float | None = None
         while True:
             try:
-                return await call(*args, **words)
+                return await function(*args, **kwargs)
             except BufferUnavailable as error:
                 if deadline is None:
                     deadline = loop.time() + self._wait_s

@@ -8,49 +8,62 @@ in full or refused.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+
 from msgspec.structs import replace
 
 from outloop.buffer.settings import SamplingSettings
 from outloop.router.dialects.base import Message, TurnRequest
-from outloop.router.episodes.episode import Episodes, EpisodeSession
+from outloop.router.episodes.episode import Episodes, LiveEpisode
 from outloop.router.episodes.turn_tree import Node, Plan
 from outloop.router.errors import Refusal
 from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.turns.sampling import is_honoured
+
+_LONG_CHARS = 64 * 1024
+"""To encode more would hold up the event loop for tens of milliseconds."""
 
 
 class Planner:
     """Plans turns of all episodes."""
 
     def __init__(
-        self, renderer: PolicyRenderer, episodes: Episodes, sampling: SamplingSettings
+        self,
+        renderer: PolicyRenderer,
+        episodes: Episodes,
+        sampling: SamplingSettings,
+        long_texts: Executor,
     ) -> None:
+        """`long_texts`: one thread, in which they are rendered one at a time."""
+        self._long_texts = long_texts
         self._renderer = renderer
         self._episodes = episodes
         self._sampling = sampling
 
-    async def plan(self, session: EpisodeSession, request: TurnRequest) -> tuple[TurnRequest, Plan]:
+    async def plan(self, episode: LiveEpisode, request: TurnRequest) -> tuple[TurnRequest, Plan]:
         """The plan of a request, and the request with its whole conversation.
 
         Raises:
             Refusal: 400, the conversation cannot be rendered, or names a turn that is not known.
         """
         if request.references:
-            request = await self._fill_in(session, request)
+            request = await self._fill_in(episode, request)
         if request.after is not None:
-            request, plan = await self._go_on(session, request, request.after)
+            request, plan = await self._go_on(episode, request, request.after)
         else:
-            plan = await self._match(session, request)
+            plan = await self._match(episode, request)
         if request.prefill:
             if self._renderer.begins_in_reasoning(plan.prompt_ids):
                 # The format has the policy think first: what was begun is no thought.
                 begun = (*request.messages, Message("assistant", request.prefill))
                 request = replace(request, messages=begun, prefill="")
-                return request, await self._match(session, request)
-            ids = self._renderer.tokenizer.encode(request.prefill)
+                return request, await self._match(episode, request)
+            ids = await self._encode(request.prefill)
             plan = replace(plan, cause="prefill") if plan.is_break else plan
             plan = replace(plan, prompt_ids=plan.prompt_ids + ids, num_forced=len(ids))
-        elif request.forces_call and is_honoured("tool_choice", session.opening, self._sampling):
+        elif request.forces_call and is_honoured("tool_choice", episode.opening, self._sampling):
             ids = self._renderer.forced_ids(request.tools, request.tool_choice)
             plan = replace(plan, prompt_ids=plan.prompt_ids + ids, num_forced=len(ids))
         return request, plan
@@ -66,13 +79,13 @@ class Planner:
         is_begun = plan.prompt_ids[-len(ids) :] == ids
         return replace(plan, num_forced=len(ids)) if is_begun else plan
 
-    async def _fill_in(self, session: EpisodeSession, request: TurnRequest) -> TurnRequest:
+    async def _fill_in(self, episode: LiveEpisode, request: TurnRequest) -> TurnRequest:
         """The request with what it names in place of the names."""
-        if any(one.turn_id not in session.tree.nodes for one in request.references):
-            await self._episodes.refresh(session)
+        if any(one.turn_id not in episode.tree.nodes for one in request.references):
+            await self._episodes.refresh(episode)
         messages = list(request.messages)
         for one in request.references:
-            node = session.tree.nodes.get(one.turn_id)
+            node = episode.tree.nodes.get(one.turn_id)
             answer = self._answer_of(node, request) if node is not None else None
             if answer is None or (one.part == "call" and one.call >= len(answer.tool_calls)):
                 raise Refusal(
@@ -108,26 +121,53 @@ class Planner:
         )
         return found.message
 
-    async def _match(self, session: EpisodeSession, request: TurnRequest) -> Plan:
+    async def _match(self, episode: LiveEpisode, request: TurnRequest) -> Plan:
         def plan() -> Plan:
             if request.prompt is not None:
-                return session.tree.plan_prompt(request.prompt)
-            return session.tree.plan(request.messages, request.tools)
+                return episode.tree.plan_prompt(request.prompt)
+            return episode.tree.plan(request.messages, request.tools)
 
-        found = plan()
+        found = await self._plan(episode, request, plan)
         # Another router process may have recorded the turn that this continues: the whole history
         # is known here only where it ends in an answer of ours.
         is_sure = not found.is_root if request.prompt is not None else found.said_after is not None
-        if not is_sure and _has_history(request) and await self._episodes.refresh(session):
-            found = plan()
+        if not is_sure and _has_history(request) and await self._episodes.refresh(episode):
+            found = await self._plan(episode, request, plan)
         return found
 
+    async def count(self, request: TurnRequest) -> int:
+        """How many ids a conversation has, rendered in full."""
+
+        def render() -> list[int]:
+            return self._renderer.render(request.messages, request.tools)
+
+        if _num_chars(request) <= _LONG_CHARS:
+            ids = render()
+        else:
+            ids = await asyncio.get_running_loop().run_in_executor(self._long_texts, render)
+        return len(ids) + len(await self._encode(request.prefill))
+
+    async def _plan(
+        self, episode: LiveEpisode, request: TurnRequest, plan: Callable[[], Plan]
+    ) -> Plan:
+        """Plan here, or long conversations in another thread, while the event loop goes on."""
+        if _num_chars(request) <= _LONG_CHARS:
+            return plan()
+        async with episode.tree_lock:
+            return await asyncio.get_running_loop().run_in_executor(self._long_texts, plan)
+
+    async def _encode(self, text: str) -> list[int]:
+        encode = self._renderer.tokenizer.encode
+        if len(text) <= _LONG_CHARS:
+            return encode(text)
+        return await asyncio.get_running_loop().run_in_executor(self._long_texts, encode, text)
+
     async def _go_on(
-        self, session: EpisodeSession, request: TurnRequest, turn_id: str
+        self, episode: LiveEpisode, request: TurnRequest, turn_id: str
     ) -> tuple[TurnRequest, Plan]:
-        tree = session.tree
+        tree = episode.tree
         if turn_id not in tree.nodes:
-            await self._episodes.refresh(session)
+            await self._episodes.refresh(episode)
         node = tree.nodes.get(turn_id)
         before = tree.conversation_after(node) if node is not None else None
         new = request.messages
@@ -135,7 +175,7 @@ class Planner:
             if new[0].role == "system" and before[0].role == "system":
                 before, new = [new[0], *before[1:]], new[1:]
             whole = replace(request, messages=(*before, *new))
-            return whole, await self._match(session, whole)
+            return whole, await self._match(episode, whole)
         plan = tree.plan_after(node, new, request.tools) if node is not None else None
         if plan is None:
             raise Refusal(
@@ -151,4 +191,14 @@ class Planner:
 def _has_history(request: TurnRequest) -> bool:
     return request.prompt is not None or any(
         message.role == "assistant" for message in request.messages
+    )
+
+
+def _num_chars(request: TurnRequest) -> int:
+    prompt = request.prompt if isinstance(request.prompt, str) else ""
+    return len(prompt) + sum(
+        len(message.text)
+        + len(message.reasoning)
+        + sum(len(call.arguments) for call in message.tool_calls)
+        for message in request.messages
     )

@@ -1,8 +1,8 @@
-"""A turn from request to record.
+"""One turn from request to record: plan, sampling, generate, record.
 
-Owns: the order of things: retry or fresh, plan, sample, draw, parse, record, answer. Does not own:
-any of the steps. Invariant: results are handed out only after the buffer has their turns; what
-the client did not get is recorded without loss.
+Owns: the order of these steps, and in-flight turns. Does not own: any of the steps. Invariant:
+results are handed out only after the buffer has their turns; what the client did not get is
+recorded without loss.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -18,15 +19,15 @@ import structlog
 from msgspec.structs import replace
 
 from outloop.buffer.errors import Gone, OutloopError
-from outloop.buffer.records import Sampling, Turn
 from outloop.buffer.settings import Settings
 from outloop.router.buffer_protocol import EpisodeBuffer
 from outloop.router.dialects.base import TurnRequest, TurnResult
 from outloop.router.episodes.budgets import Budgets
-from outloop.router.episodes.episode import Episodes, EpisodeSession
-from outloop.router.episodes.replay import drawn_before
-from outloop.router.episodes.turn_tree import Plan
+from outloop.router.episodes.episode import Episodes, LiveEpisode
+from outloop.router.episodes.in_flight import InFlightTurn
+from outloop.router.episodes.replay import generated_before
 from outloop.router.errors import (
+    CONTEXT_LENGTH_EXCEEDED,
     Refusal,
     as_refusal,
     context_length_exceeded,
@@ -34,21 +35,18 @@ from outloop.router.errors import (
     stopping,
 )
 from outloop.router.metrics import RouterMetrics
-from outloop.router.peers.turn_locator import Peers
-from outloop.router.rendering.parsing import ShownCalls
+from outloop.router.peers.turn_locator import TurnLocator
 from outloop.router.rendering.renderer import PolicyRenderer
-from outloop.router.servers.generate_api import NO_WISH, Prompt, Wish
-from outloop.router.servers.generation import Drawn, Generator
+from outloop.router.servers.generate_api import NO_OPTIONS, GenerateOptions, Prompt
+from outloop.router.servers.generation import Generator
 from outloop.router.turns.answer_reader import AnswerReader
-from outloop.router.turns.buffer_retry import Patience
-from outloop.router.turns.in_flight import TurnJob
+from outloop.router.turns.buffer_retry import BufferRetry
+from outloop.router.turns.delivery import Delivery
 from outloop.router.turns.planner import Planner
-from outloop.router.turns.recorder import Recorder, Recording
+from outloop.router.turns.recorder import GeneratedChoice, Recorder
 from outloop.router.turns.retries import Retries, repeated
 from outloop.router.turns.sampling import decide, sampling_of_choice
 
-_RETURN_GRACE_S = 10.0
-"""A client that left may come back with a retry this long; then its turn is recorded as masked."""
 _CLIENT_CHECK_S = 0.2
 _TURN_ID_BYTES = 12
 _log = structlog.get_logger()
@@ -66,107 +64,88 @@ class TurnService:
         episodes: Episodes,
         generator: Generator,
         metrics: RouterMetrics,
-        peers: Peers,
-        patience: Patience,
+        locator: TurnLocator,
+        buffer_retry: BufferRetry,
+        tasks: asyncio.TaskGroup,
+        long_texts: Executor,
     ) -> None:
+        """`tasks`: turns run in it; each handles its own failure, so that none ends the group.
+        `long_texts`: one thread for what would hold up the event loop."""
         self._settings = settings
         self._renderer = renderer
-        self._reader = AnswerReader(renderer)
         self._episodes = episodes
-        self._patience = patience
-        told = settings.router.log_turns
+        self._buffer_retry = buffer_retry
+        self._generator = generator
+        self._metrics = metrics
+        self._tasks = tasks
+        self._reader = AnswerReader(renderer)
+        self._delivery = Delivery(locator, metrics)
         self._recorder = Recorder(
             buffer,
             renderer,
             self._reader,
             metrics,
-            patience,
-            wait_for_client=self._wait_for_client,
-            log_turns=told,
+            buffer_retry,
+            self._delivery,
+            log_turns=settings.router.log_turns,
         )
-        self._planner = Planner(renderer, episodes, settings.sampling)
-        self._peers = peers
-        self._retries = Retries(episodes, self._planner, self._reader, peers)
+        self._planner = Planner(renderer, episodes, settings.sampling, long_texts)
+        self._retries = Retries(episodes, self._planner, self._reader, locator)
         self.budgets = Budgets(settings.router, buffer)
-        self._generator = generator
-        self._metrics = metrics
-        self._jobs: set[TurnJob] = set()
+        self._turns: set[InFlightTurn] = set()
         self.is_draining = False
 
     @property
     def num_running(self) -> int:
         """Turns that are not over."""
-        return len(self._jobs)
+        return len(self._turns)
 
     async def submit(
-        self, session: EpisodeSession, request: TurnRequest, *, retry_key: str, is_retry: bool
-    ) -> TurnJob:
-        """A turn's job, or that of the one which this request repeats; who attaches and waits for
-        it, at once, begins it.
+        self, episode: LiveEpisode, request: TurnRequest, *, retry_key: str, is_retry: bool
+    ) -> InFlightTurn:
+        """The turn of a request: a new one, which has begun, or the one that this repeats.
 
         Raises:
             Refusal: the episode has ended, a budget is spent, or the router is full.
         """
         try:
-            await self._know_all_turns(session, request.num_choices)
-            return self._start(session, request, retry_key, is_retry=is_retry)
+            await self._count_all_turns(episode, request)
+            return self._submit(episode, request, retry_key, is_retry=is_retry)
         except Refusal as refusal:
-            _log.info("turn_refused", episode_id=session.episode_id, code=refusal.code)
-            await self.budgets.note(session, refusal)
+            _log.info("turn_refused", episode_id=episode.episode_id, code=refusal.code)
+            await self.budgets.note(episode, refusal)
             raise
 
-    async def _know_all_turns(self, session: EpisodeSession, num_choices: int) -> None:
-        """Read turns that the buffer counts and this process does not know, where they would spend
-        the budget: some may be of its own turns, of which it has not heard yet."""
-        if self.budgets.may_count_twice(session, num_choices):
-            await self._episodes.refresh(session)
+    async def count_tokens(self, episode: LiveEpisode, request: TurnRequest) -> int:
+        """How many ids a conversation has, rendered in full.
 
-    def _start(
-        self, session: EpisodeSession, request: TurnRequest, retry_key: str, *, is_retry: bool
-    ) -> TurnJob:
-        # No await from here on until the job is entered: an identical retry would miss it.
-        session.check_open()
-        earlier = repeated(session.jobs.get(retry_key, ()), is_retry)
-        if earlier is not None:
-            self._metrics.replays.inc()
-            return earlier
-        is_retry = is_retry or session.meets_undelivered(retry_key)
-        # A retry is no turn yet: it may turn out to be one that is there already.
-        job = TurnJob(
-            (),
-            time.time(),
-            lambda job: self._run(job, session, request, retry_key, is_retry=is_retry),
-        )
-        if not is_retry:
-            self._admit(job, session, request)
-        session.jobs.setdefault(retry_key, []).append(job)
-        self._jobs.add(job)
-        return job
+        Raises:
+            Refusal: the episode has ended, has asked for this too often, or is too long.
+        """
+        episode.check_open()
+        self.budgets.count(episode)
+        return await self._planner.count(request)
 
-    async def end(self, session: EpisodeSession) -> None:
+    async def end(self, episode: LiveEpisode) -> None:
         """Finish what an episode that is being closed has running: record or abandon it."""
-        running = [job for jobs in session.jobs.values() for job in jobs if not job.is_over]
-        for job in running:
-            job.settle()
-            if not job.is_drawn:
-                job.cancel()
-        for job in running:
-            await job.over()
+        running = [turn for turns in episode.turns.values() for turn in turns if not turn.is_over]
+        for turn in running:
+            turn.abandon_unless_generated()
+        for turn in running:
+            await turn.over()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new turns and finish the running ones; after `timeout_s` they are given up.
 
         Who waits for a turn that is given up is told to come back. A turn that nobody waits for is
-        recorded if it is drawn, and else given up at once: its retry asks another process.
+        recorded if it is generated, and else given up at once: its retry asks another process.
         """
         self.is_draining = True
         deadline = time.monotonic() + timeout_s
-        while self._jobs and (remaining := deadline - time.monotonic()) > 0:
-            for job in self._jobs:
-                if not job.has_client:
-                    job.settle()
-                    if not job.is_drawn:
-                        job.cancel()
+        while self._turns and (remaining := deadline - time.monotonic()) > 0:
+            for turn in self._turns:
+                if not turn.has_client:
+                    turn.abandon_unless_generated()
             with suppress(TimeoutError):
                 # A client that leaves wakes nobody.
                 async with asyncio.timeout(min(remaining, _CLIENT_CHECK_S)):
@@ -176,200 +155,202 @@ class TurnService:
     async def close(self) -> None:
         """Abandon every running turn; who waits for one is told to come back."""
         self.is_draining = True
-        self._patience.end()
-        for job in self._jobs:
-            job.cancel()
+        self._buffer_retry.end()
+        for turn in self._turns:
+            turn.cancel()
         await self._all_over()
-        await self._generator.close()
 
     async def _all_over(self) -> None:
-        while self._jobs:
-            await next(iter(self._jobs)).over()
+        while self._turns:
+            await next(iter(self._turns)).over()
 
-    def _admit(self, job: TurnJob, session: EpisodeSession, request: TurnRequest) -> None:
-        """Make a turn of a job, where the episode and this process have room for one more."""
+    async def _count_all_turns(self, episode: LiveEpisode, request: TurnRequest) -> None:
+        """Read turns that the buffer counts and this process does not know, where they would spend
+        the budget: some may be of its own turns, of which it has not heard yet."""
+        if self.budgets.may_count_twice(episode, request.num_choices):
+            await self._episodes.refresh(episode)
+
+    def _submit(
+        self, episode: LiveEpisode, request: TurnRequest, retry_key: str, *, is_retry: bool
+    ) -> InFlightTurn:
+        # Nothing is awaited between the look for an equal turn and the entry of this one: an
+        # identical retry would pass in between.
+        episode.check_open()
+        earlier = repeated(episode.turns.get(retry_key, ()), is_retry)
+        if earlier is not None:
+            self._metrics.replays.inc()
+            return earlier
+        is_retry = is_retry or episode.meets_undelivered(retry_key)
+        turn = InFlightTurn(episode, request, retry_key, is_retry=is_retry)
+        if not is_retry:
+            self._admit(turn)
+        episode.turns.setdefault(retry_key, []).append(turn)
+        self._turns.add(turn)
+        turn.task = self._tasks.create_task(self._run(turn))
+        turn.task.add_done_callback(lambda _: self._settle(turn))
+        return turn
+
+    def _settle(self, turn: InFlightTurn) -> None:
+        """A turn whose task was cancelled before it began has an outcome too."""
+        self._turns.discard(turn)
+        if not turn.is_over:
+            turn.episode.remove(turn)
+            turn.fail(stopping() if self.is_draining else _closed())
+
+    def _admit(self, turn: InFlightTurn) -> None:
+        """Give a turn its ids, where the episode and this process have room for one more."""
         if self.is_draining:
             raise stopping()
-        self.budgets.check(session, request)
+        num_choices = turn.request.num_choices
+        self.budgets.check(turn.episode, num_choices)
         settings = self._settings.router
         limit = -(-settings.max_queued_turns // settings.num_processes)
-        num_others = self.num_running - (job in self._jobs)
+        num_others = self.num_running - (turn in self._turns)
         if num_others >= limit:
             raise Refusal(
                 503,
                 "router_full",
-                f"{num_others} turns are under way in this router process "
+                f"{num_others} turns are in flight in this router process "
                 f"(router.max_queued_turns={settings.max_queued_turns} over "
                 f"router.num_processes={settings.num_processes}); wait",
                 retry_after_s=1.0,
             )
-        job.turn_ids = tuple(secrets.token_hex(_TURN_ID_BYTES) for _ in range(request.num_choices))
+        turn.turn_ids = tuple(secrets.token_hex(_TURN_ID_BYTES) for _ in range(num_choices))
 
-    async def _run(
-        self,
-        job: TurnJob,
-        session: EpisodeSession,
-        request: TurnRequest,
-        retry_key: str,
-        *,
-        is_retry: bool,
-    ) -> None:
+    async def _run(self, turn: InFlightTurn) -> None:
+        """Bring a turn to its outcome. It never raises: that would end every other turn too."""
+        episode = turn.episode
+        refusal: Refusal | None = None
         try:
-            results = await self._again(job, session, request, retry_key) if is_retry else ()
-            results = results or await self._serve(job, session, request, retry_key)
+            turn.finish(await self._find(turn) or await self._serve(turn))
+            self._metrics.turn_seconds.observe(time.time() - turn.started_at)
         except asyncio.CancelledError:
-            # The task may be the client's, which is told about it.
-            if job.task is not None:
-                job.task.uncancel()
-            self._drop(job, session, retry_key)
-            has_ended = session.is_closed or not self.is_draining
-            job.fail(_closed() if has_ended else stopping())
+            has_ended = episode.is_closed or not self.is_draining
+            refusal = _closed() if has_ended else stopping()
         except OutloopError as error:
-            self._drop(job, session, retry_key)
             refusal = as_refusal(error)
             if isinstance(error, Gone):
-                session.is_closed = True
+                episode.is_closed = True
                 refusal = episode_closed(str(error))
             _log.info(
                 "turn_failed",
-                episode_id=session.episode_id,
-                turn_ids=job.turn_ids,
+                episode_id=episode.episode_id,
+                turn_ids=turn.turn_ids,
                 code=refusal.code,
                 error=str(error),
             )
-            await self.budgets.note(session, refusal)
-            job.fail(refusal)
         except Exception:  # noqa: BLE001 - a task is a boundary: the client gets a 500, we the trace
-            self._drop(job, session, retry_key)
-            _log.exception("turn_crashed", episode_id=session.episode_id, turn_ids=job.turn_ids)
-            job.fail(
-                Refusal(500, "internal_error", "the router failed on this turn", retry_after_s=1.0)
+            _log.exception("turn_crashed", episode_id=episode.episode_id, turn_ids=turn.turn_ids)
+            refusal = Refusal(
+                500, "internal_error", "the router failed on this turn", retry_after_s=1.0
             )
-        else:
-            job.finish(results)
-            self._metrics.observe_latency(time.time() - job.started_at)
-        finally:
-            self._jobs.discard(job)
-            if not job.is_over:
-                # Cancelled once more, while that was noted.
-                job.fail(stopping())
+        if refusal is not None:
+            await self._refuse(turn, refusal)
+        self._turns.discard(turn)
 
-    async def _again(
-        self, job: TurnJob, session: EpisodeSession, request: TurnRequest, retry_key: str
-    ) -> tuple[TurnResult, ...]:
-        """The recorded answer of a retry; (): it is a turn now."""
-        found = await self._retries.find(job, session, request, retry_key)
+    async def _refuse(self, turn: InFlightTurn, refusal: Refusal) -> None:
+        """A turn that came to nothing is no turn: its retry starts afresh."""
+        turn.episode.remove(turn)
+        if refusal.code == CONTEXT_LENGTH_EXCEEDED:
+            # It has cost what a turn costs here, and might be repeated without end.
+            turn.episode.num_too_long += 1
+        try:
+            await self.budgets.note(turn.episode, refusal)
+        except asyncio.CancelledError:
+            refusal = stopping()
+        finally:
+            turn.fail(refusal)
+
+    async def _find(self, turn: InFlightTurn) -> tuple[TurnResult, ...]:
+        """The recorded answer of a retry; (): it is a turn of its own."""
+        if not turn.is_retry:
+            return ()
+        found = await self._retries.find(turn)
         if found:
             self._metrics.replays.inc()
-            job.turn_ids = tuple(result.turn.turn_id for result in found)
-            job.started_at = found[-1].turn.started_at
-            job.num_prompt_tokens = found[0].num_prompt_tokens
-            job.sampling = found[0].turn.sampling
-        else:
-            await self._know_all_turns(session, request.num_choices)
-            session.check_open()
-            self._admit(job, session, request)
-        return found
+            turn.turn_ids = tuple(result.turn.turn_id for result in found)
+            turn.started_at = found[-1].turn.started_at
+            turn.num_prompt_tokens = found[0].num_prompt_tokens
+            turn.sampling = found[0].turn.sampling
+            return found
+        await self._count_all_turns(turn.episode, turn.request)
+        turn.episode.check_open()
+        self._admit(turn)
+        return ()
 
-    def _drop(self, job: TurnJob, session: EpisodeSession, retry_key: str) -> None:
-        """A turn that came to nothing is no turn; its retry starts afresh."""
-        jobs = session.jobs.get(retry_key, [])
-        if job in jobs:
-            jobs.remove(job)
-        if not jobs:
-            session.jobs.pop(retry_key, None)
-
-    async def _serve(
-        self, job: TurnJob, session: EpisodeSession, request: TurnRequest, retry_key: str
-    ) -> tuple[TurnResult, ...]:
-        request, plan = await self._planner.plan(session, request)
-        prompt = session.tree.prompt(plan)
-        room = self._settings.model.max_context_tokens - prompt.num_ids
-        if room < 1:
-            raise context_length_exceeded(prompt.num_ids, self._settings.model.max_context_tokens)
-        sampling = decide(request, session.opening, self._settings.sampling, room=room)
-        left = self.budgets.room(session, len(plan.prompt_ids), request.num_choices)
-        if left is not None and left < sampling.max_new_tokens:
-            sampling = replace(sampling, max_new_tokens=left)
-        job.num_prompt_tokens, job.sampling = prompt.num_ids, sampling
-        again = session.recorded.pop(prompt, sampling, request.num_choices, request.policy_version)
-        if again:
-            job.turn_ids = tuple(turn.turn_id for turn in again)
-        draws = [
-            self._draw(
-                job,
-                session,
-                request,
-                index,
-                prompt,
-                plan,
-                sampling_of_choice(sampling, index),
-                turn,
-            )
-            for index, turn in enumerate(again or (None,) * request.num_choices)
+    async def _serve(self, turn: InFlightTurn) -> tuple[TurnResult, ...]:
+        episode = turn.episode
+        request, plan = await self._planner.plan(episode, turn.request)
+        turn.set_plan(request, plan)
+        prompt = episode.tree.prompt(plan)
+        self._decide_sampling(turn, prompt)
+        assert turn.sampling is not None
+        samplings = [
+            sampling_of_choice(turn.sampling, index) for index in range(turn.request.num_choices)
         ]
-        drawn = await _all_of(draws)
-        job.is_drawn = True
-        if not job.has_client:
-            await self._wait_for_client(job, session, retry_key)
-        common = Recording(job, session, request, retry_key, plan, sampling, again)
+        turn.replayed = episode.recorded.pop(prompt, samplings, turn.request.policy_version)
+        if turn.replayed:
+            turn.turn_ids = tuple(one.turn_id for one in turn.replayed)
         try:
-            return tuple(
-                [
-                    await self._recorder.record(common, index, one, shown)
-                    for index, (one, shown) in enumerate(drawn)
-                ]
+            choices = await _all_of(
+                [self._generate(turn, prompt, index) for index in range(turn.request.num_choices)]
             )
+            turn.is_generated = True
+            await self._delivery.wait_for_client(turn)
+            return tuple([await self._recorder.record(turn, choice) for choice in choices])
         except BaseException:
-            session.recorded.give_back(prompt, again)
+            episode.recorded.give_back(prompt, turn.replayed)
             raise
 
-    async def _wait_for_client(self, job: TurnJob, session: EpisodeSession, retry_key: str) -> None:
-        """Wait until somebody has use for a drawn turn, or give up that anybody will."""
-        if job.is_given_up or job.has_client:
-            return
-        if session.opening is not None:
-            self._peers.tell_left(session, retry_key)
-        if not await job.wait_for_client(_RETURN_GRACE_S):
-            job.is_given_up = True
-            self._metrics.undelivered.inc()
+    def _decide_sampling(self, turn: InFlightTurn, prompt: Prompt) -> None:
+        """Set what the turn is sampled with, within what the context and its budget leave.
 
-    async def _draw(
-        self,
-        job: TurnJob,
-        session: EpisodeSession,
-        request: TurnRequest,
-        index: int,
-        prompt: Prompt,
-        plan: Plan,
-        sampling: Sampling,
-        again: Turn | None,
-    ) -> tuple[Drawn, ShownCalls | None]:
-        """One choice, drawn now or, where a lost attempt had recorded it, `again`."""
+        Raises:
+            Refusal: 400, the context is full or the run rejects what was asked; or the tokens of
+                the episode are spent.
+        """
+        limit, request, plan = self._settings.model.max_context_tokens, turn.request, turn.plan
+        assert plan is not None
+        room = limit - prompt.num_ids
+        if room < 1:
+            raise context_length_exceeded(prompt.num_ids, limit)
+        sampling = decide(request, turn.episode.opening, self._settings.sampling, room=room)
+        left = self.budgets.room(turn.episode, len(plan.prompt_ids), request.num_choices)
+        if left is not None and left < sampling.max_new_tokens:
+            sampling = replace(sampling, max_new_tokens=left)
+        turn.num_prompt_tokens, turn.sampling = prompt.num_ids, sampling
+
+    async def _generate(self, turn: InFlightTurn, prompt: Prompt, index: int) -> GeneratedChoice:
+        """One choice, generated now or, where a lost attempt had recorded it, as it was then."""
+        request, plan = turn.request, turn.plan
+        assert plan is not None
+        assert turn.sampling is not None
         live = self._reader.live(request, plan)
 
         def show(new: list[int]) -> None:
             if live is not None:
-                job.show(index, live.add(new))
+                turn.show(index, live.add(new))
 
         if plan.num_forced and not request.prefill:
             show(plan.forced_ids)
-        if again is not None:
-            drawn = drawn_before(again, self._reader.stop_text(again))
-            show(drawn.ids)
-            return drawn, live.shown_calls if live is not None else None
-        drawn, session.last_server = await self._generator.draw(
-            prompt,
-            sampling,
-            self._renderer.stop_ids,
-            rid=job.turn_ids[index],
-            preferred=session.last_server,
-            whose=session.whose,
-            policy_version=request.policy_version,
-            on_tokens=show if request.stream else None,
-            wish=_wish(request, sampling),
-        )
-        return drawn, live.shown_calls if live is not None else None
+        if turn.replayed:
+            recorded = turn.replayed[index]
+            generated = generated_before(recorded, self._reader.stop_text(recorded))
+            show(generated.ids)
+        else:
+            sampling = sampling_of_choice(turn.sampling, index)
+            generated, turn.episode.last_server = await self._generator.generate(
+                prompt,
+                sampling,
+                self._renderer.stop_ids,
+                rid=turn.turn_ids[index],
+                preferred=turn.episode.last_server,
+                affinity=turn.episode.affinity,
+                policy_version=request.policy_version,
+                on_tokens=show if request.stream else None,
+                options=_options(request, constrained=bool(sampling.constraint)),
+            )
+        return GeneratedChoice(index, generated, live.shown_calls if live is not None else None)
 
 
 async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -383,14 +364,14 @@ async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _closed() -> Refusal:
-    return episode_closed("the episode ended while its turn was drawn")
+    return episode_closed("the episode ended while its turn was generated")
 
 
-def _wish(request: TurnRequest, sampling: Sampling) -> Wish:
-    if not (sampling.constraint or request.num_top_logprobs or request.traceparent):
-        return NO_WISH
-    return Wish(
-        json_schema=request.json_schema if sampling.constraint else None,
+def _options(request: TurnRequest, *, constrained: bool) -> GenerateOptions:
+    if not (constrained or request.num_top_logprobs or request.traceparent):
+        return NO_OPTIONS
+    return GenerateOptions(
+        json_schema=request.json_schema if constrained else None,
         num_top_logprobs=request.num_top_logprobs,
         trace=tuple(
             (name, value)

@@ -34,6 +34,7 @@ class FakeServer:
         self.headers: list[dict[bytes, bytes]] = []
         self.aborted: list[str] = []
         self.version = "0"
+        self.latency_s = 0.0
         self.chunk = 1
         self.is_cumulative = True
         self.gate = asyncio.Event()
@@ -61,6 +62,7 @@ class FakeServer:
         self.requests.append(request)
         self.headers.append(dict(scope["headers"]))
         await self.gate.wait()
+        await asyncio.sleep(self.latency_s)
         script = self.answer(request)
         if script.fail == "drop":
             raise _Drop

@@ -207,7 +207,7 @@ async def test_a_call_that_breaks_off_is_handed_back_exactly(stage, dialect, is_
     said = await talker.ask(stream=True)
     assert [name for _, name, _ in said.calls] == ["calculator"]
     session = stage.app.state.parts.episodes.known(episode["episode_id"])
-    session.jobs.clear()
+    session.turns.clear()
     again = await talker.ask(stream=True, extra_headers={"x-stainless-retry-count": "1"})
     assert (again.calls, again.finish, again.text) == (said.calls, said.finish, said.text)
     assert stage.turns(episode)[0].finish_reason == ("length" if is_cut else "tool_calls")

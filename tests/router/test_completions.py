@@ -108,7 +108,7 @@ async def test_a_retry_gets_the_recorded_turn(stage, client) -> None:
     stage.says("one", "two", "three", "four")
     options = {"model": "policy", "prompt": "hi"}
     assert (await client.completions.create(**options)).choices[0].text == "one"
-    stage.app.state.parts.episodes.known(client.episode["episode_id"]).jobs.clear()
+    stage.app.state.parts.episodes.known(client.episode["episode_id"]).turns.clear()
     retry = {"x-stainless-retry-count": "1"}
     again = await client.completions.create(**options, extra_headers=retry)
     assert again.choices[0].text == "one"

@@ -121,7 +121,7 @@ async def test_a_retry_gets_the_recorded_turn_in_every_dialect(
     assert (await talker.ask(stream=stream)).text == "first"
     retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
     assert (await talker.ask(stream=stream, **retry)).text == "first"
-    stage.app.state.parts.episodes.known(episode["episode_id"]).jobs.clear()
+    stage.app.state.parts.episodes.known(episode["episode_id"]).turns.clear()
     assert (await talker.ask(stream=stream, **retry)).text == "first"
     assert (await talker.ask(stream=stream)).text == "second"
     assert len(stage.turns(episode)) == 2

@@ -93,6 +93,9 @@ async def test_a_turn_that_outlasts_the_deadline_may_be_retried(stage) -> None:
     answer = await running
     assert answer.status_code == 503
     assert answer.headers["x-should-retry"] == "true"
+    async with asyncio.timeout(20):
+        while not stage.server.aborted:
+            await asyncio.sleep(0.005)
     assert stage.server.aborted == [stage.server.requests[0]["rid"]]
     assert not stage.turns(episode)
 

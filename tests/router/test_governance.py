@@ -1,6 +1,10 @@
 """Sampling in force, loss spans, and evaluation."""
 
 import pytest
+from msgspec import structs
+
+from outloop.router.dialects.base import Message, TurnRequest
+from outloop.router.turns.sampling import decide
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 ASKED = {"temperature": 0.3, "top_p": 0.5, "presence_penalty": 1.0, "seed": 7, "max_tokens": 9}
@@ -164,3 +168,17 @@ async def test_a_conversation_that_fills_the_context_is_refused(make_stage) -> N
     assert "prompt is too long: " in error["message"]
     assert "This model's maximum context length is 64 tokens" in error["message"]
     assert "context_length_exceeded" in error["message"]
+
+
+@pytest.mark.parametrize("governance", ["enforce", "record"])
+@pytest.mark.parametrize("wanted", [None, 1, 40, 90])
+def test_default_sampling_equals_asking_for_the_defaults(make_run, governance, wanted) -> None:
+    """The sampling in force does not depend on how it was found."""
+    sampling = {"temperature": 0.7, "max_new_tokens": 50, "governance": governance}
+    settings = make_run(sampling=sampling).settings.sampling
+    said = (Message("user", "x"),)
+    request = TurnRequest(model="m", messages=said, max_new_tokens=wanted, stop=("a",))
+    asking = structs.replace(request, asked={"temperature": 0.7})
+    for room in (1, 45, 60, 1000):
+        found = decide(request, None, settings, room=room)
+        assert found == decide(asking, None, settings, room=room)

@@ -1,8 +1,10 @@
 """A retry that reaches another router process than its turn: two routers on one buffer."""
 
 import asyncio
+import hashlib
 import json
 
+import httpx
 import pytest
 
 from outloop.router.peers import turn_locator
@@ -212,7 +214,7 @@ async def test_a_turn_drawn_elsewhere_for_longer_than_a_turn_may_take_is_given_u
     stayed = await begin(stage, episode)
     answer = await (await retry_elsewhere(stage, other, episode))
     assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
-    assert "another router process that draws it" in answer.json()["error"]["message"]
+    assert "another router process that has it in flight" in answer.json()["error"]["message"]
     stage.server.gate.set()
     assert (await stayed).status_code == 200
 
@@ -230,12 +232,12 @@ async def test_a_turn_whose_waiting_client_leaves_elsewhere_is_recorded_without_
     await until(lambda: not said(first, Ask)[-1].has_client)
     first.server.gate.set()
     path = f"/episodes/{episode['episode_id']}/close"
-    job = next(iter(first.app.state.parts.service._jobs))
-    await until(lambda: job.is_drawn)
+    ((turn,),) = first.app.state.parts.episodes.known(episode["episode_id"]).turns.values()
+    await until(lambda: turn.is_generated)
     answer = await first.post(path, {"outcome": "failed", "failure_kind": "agent", "key": "c"})
     assert answer.status_code == 200
-    (turn,) = first.turns(episode)
-    assert (turn.loss_spans, turn.mask_reason) == ((), "undelivered")
+    (recorded,) = first.turns(episode)
+    assert (recorded.loss_spans, recorded.mask_reason) == ((), "undelivered")
 
 
 async def test_who_left_and_asks_again_elsewhere_without_a_mark_gets_the_turn(pair) -> None:
@@ -259,7 +261,7 @@ async def test_an_undelivered_turn_answers_after_a_restart(
 ) -> None:
     """Nobody came back in time: the turn is recorded without loss, and is still the answer to the
     same request, once, by a router that never saw it drawn."""
-    monkeypatch.setattr("outloop.router.turns.service._RETURN_GRACE_S", 0.01)
+    monkeypatch.setattr("outloop.router.turns.delivery._RETURN_GRACE_S", 0.01)
     stage.says("one", "two")
     episode = await stage.open()
     (await begin(stage, episode)).cancel()
@@ -334,3 +336,32 @@ async def test_a_client_elsewhere_may_wait_for_two_equal_turns(pair, monkeypatch
     assert texts[:2] == ["one", "two"]
     assert texts[2] in texts[:2]
     assert not first.app.state.parts.background.failure
+
+
+async def test_a_question_that_is_put_again_keeps_its_place(stage) -> None:
+    """Another router asked before this one did: asked again, it is not told to wait for this one,
+    which waits for it."""
+    stage.says("one")
+    episode = await stage.open()
+    channel = stage.buffer.channel
+    content = httpx.Request("POST", "http://x", json=BODY).read()
+    key = hashlib.sha256(b"chat/completions\0" + content).hexdigest()[:32]
+
+    def question(round_: int) -> bytes:
+        return turn_locator._encode(Ask("other", 1, round_, episode["episode_id"], key, True))
+
+    def answers() -> list[Answer]:
+        return [answer for answer in said(stage, Answer) if answer.process != "other"]
+
+    await channel.publish(turn_locator.EVERYBODY, question(1))
+    await until(lambda: len(answers()) == 1)
+    listening = asyncio.create_task(channel.listen({turn_locator.EVERYBODY: lambda _: None}))
+    await asyncio.sleep(0)
+    # It waits for the other's answer now.
+    again = asyncio.create_task(ask(stage, episode, **RETRY))
+    await until(lambda: len(said(stage, Ask)) == 2)
+    await channel.publish(turn_locator.EVERYBODY, question(2))
+    await until(lambda: len(answers()) == 2)
+    assert [(answer.round, answer.draws) for answer in answers()] == [(1, False), (2, False)]
+    again.cancel()
+    listening.cancel()

@@ -19,7 +19,7 @@ from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.store.budget_notes import EpisodeUsage
 from outloop.buffer.writer import BufferWriter
-from outloop.router.turns import service
+from outloop.router.turns import delivery
 
 SAID = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -77,7 +77,7 @@ async def test_who_leaves_while_a_turn_waits_to_be_recorded_has_not_got_it(
     stage, monkeypatch: pytest.MonkeyPatch, num_choices: int
 ) -> None:
     """A client that left and did not come back in time: every choice is recorded without loss."""
-    monkeypatch.setattr(service, "_RETURN_GRACE_S", 0.2)
+    monkeypatch.setattr(delivery, "_RETURN_GRACE_S", 0.2)
     stage.says(*["fine"] * num_choices)
     episode = await stage.open()
     body = {"model": "policy", "messages": SAID, "n": num_choices}
@@ -246,7 +246,7 @@ async def test_a_record_whose_acknowledgement_was_lost_stands(
 ) -> None:
     """It says that the turn was delivered; who left after it was written changes it no more."""
     stage, wire, episode = trained
-    monkeypatch.setattr(service, "_RETURN_GRACE_S", 0.2)
+    monkeypatch.setattr(delivery, "_RETURN_GRACE_S", 0.2)
     stage.says("well", "fine")
     body = {"model": "policy", "messages": SAID}
     # Redis knows the script from then on: a command that arrives is carried out.

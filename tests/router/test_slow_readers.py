@@ -106,21 +106,24 @@ def test_the_little_that_nobody_reads_is_not_kept(
     """Of an idle connection, which is closed, less may be left than a transport waits for."""
     monkeypatch.setattr(protocol, "_READ_S", 0.2)
     seen: list[int] = []
+    accepted: list[ClientConnection] = []
 
     async def app(scope, receive, send) -> None:
         exchange = Exchange(scope, receive, send)
         await exchange.body()
         await exchange.start_events()
-        transport = scope["outloop.connection"].transport
-        while not transport.get_write_buffer_size():
-            await exchange.send_events(b"z" * 1000, more=True)
+        while not accepted:
             await asyncio.sleep(0)
-        await exchange.send_events(b"", more=False)
+        transport = accepted[0].transport
+        while not transport.get_write_buffer_size():
+            await exchange.send(b"z" * 1000, more=True)
+            await asyncio.sleep(0)
+        await exchange.send(b"", more=False)
         seen.append(transport.get_write_buffer_size())
 
     async def go() -> None:
         async with serving(app, request()) as served:
-            await served.connection()
+            accepted.append(await served.connection())
             await served.over()
 
     play(go())
@@ -131,21 +134,24 @@ def test_who_reads_none_of_a_stream_is_gone(play: Play, monkeypatch: pytest.Monk
     """A stream waits for its reader, with little of it in memory, then it is told."""
     monkeypatch.setattr(protocol, "_READ_S", 0.2)
     most, is_told = 0, False
+    accepted: list[ClientConnection] = []
 
     async def app(scope, receive, send) -> None:
         nonlocal most, is_told
         exchange = Exchange(scope, receive, send)
         await exchange.body()
         await exchange.start_events()
-        transport = scope["outloop.connection"].transport
-        while not exchange.is_gone():
-            await exchange.send_events(b"z" * 1000, more=True)
-            most = max(most, transport.get_write_buffer_size())
+        while not accepted:
+            await asyncio.sleep(0)
+        async with exchange.watching():
+            while await exchange.send(b"z" * 1000, more=True):
+                most = max(most, accepted[0].transport.get_write_buffer_size())
+                await asyncio.sleep(0)
         is_told = True
 
     async def go() -> None:
         async with serving(app, request()) as served:
-            await served.connection()
+            accepted.append(await served.connection())
             await served.over()
 
     play(go())
@@ -219,10 +225,10 @@ async def test_a_turn_whose_reader_stalls_is_there_for_its_retry(
         async with asyncio.timeout(60):
             while not stage.turns(episode) or stage.app.state.parts.service.num_running:
                 await asyncio.sleep(0.01)
-        session = stage.app.state.parts.episodes.known(episode["episode_id"])
-        (job,) = next(iter(session.jobs.values()))
+        known = stage.app.state.parts.episodes.known(episode["episode_id"])
+        ((turn,),) = known.turns.values()
         async with asyncio.timeout(60):
-            while job.has_client:
+            while turn.has_client:
                 await asyncio.sleep(0.01)
     monkeypatch.setattr(protocol, "_READ_S", 60.0)
     headers = {"authorization": f"Bearer {episode['api_key']}"}

@@ -1,37 +1,38 @@
-"""One request on its way: who waits for it, and what came of it.
+"""A turn between its request and its record: what is known of it, who waits for it, its outcome.
 
-Owns: joining of retries, the deltas of a streamed turn, delivery. Does not own: drawing and
-recording (service). Invariant: a job has one outcome, results or a refusal, however many requests
+Owns: joining of retries, the deltas of a streamed turn, delivery. Does not own: generating and
+recording (service). Invariant: a turn has one outcome, results or a refusal, however many requests
 joined it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
-from outloop.buffer.records import Sampling
-from outloop.router.dialects.base import CallPlace, Delta, TurnResult, call_id_of
+from outloop.buffer.records import Sampling, Turn
+from outloop.router.dialects.base import CallPlace, Delta, TurnRequest, TurnResult, call_id_of
+from outloop.router.episodes.episode import LiveEpisode
+from outloop.router.episodes.turn_tree import Plan
 from outloop.router.errors import Refusal
 from outloop.router.rendering.stream_filter import Shown
+
+_NUM_AT_ONCE = 1024
+"""Deltas after which the event loop serves other turns."""
 
 
 class Client(Protocol):
     """Whoever waits for an answer."""
 
+    @property
     def is_gone(self) -> bool:
         """True if it has left."""
 
 
-Encode = Callable[[Sequence[TurnResult]], bytes]
-"""From results to a plain answer."""
-_NUM_AT_ONCE = 1024
-"""Deltas after which other turns have theirs."""
-Work = Callable[["TurnJob"], Coroutine[Any, Any, None]]
-
-
-class TurnJob:
+class InFlightTurn:
     """A turn being served; requests attach to it while their client is there."""
 
     __slots__ = (
@@ -40,15 +41,18 @@ class TurnJob:
         "_refusal",
         "_results",
         "_waiting",
-        "_work",
         "deltas",
-        "drafted",
-        "encode",
+        "episode",
         "is_delivered",
-        "is_drawn",
+        "is_generated",
         "is_given_up",
         "is_over",
+        "is_retry",
         "num_prompt_tokens",
+        "plan",
+        "replayed",
+        "request",
+        "retry_key",
         "sampling",
         "started_at",
         "task",
@@ -56,36 +60,41 @@ class TurnJob:
     )
 
     def __init__(
-        self, turn_ids: tuple[str, ...], started_at: float, work: Work | None = None
+        self, episode: LiveEpisode, request: TurnRequest, retry_key: str, *, is_retry: bool
     ) -> None:
-        """`work` finishes or fails the job, also when it is cancelled; whoever waits begins it."""
-        self._work = work
-        self.turn_ids = turn_ids
-        self.started_at = started_at
+        self.episode = episode
+        self.request = request
+        """As it was asked; with its whole conversation once it is planned."""
+        self.retry_key = retry_key
+        self.is_retry = is_retry
+        """It may turn out to be a turn that is recorded already."""
+        self.started_at = time.time()
+        self.turn_ids: tuple[str, ...] = ()
+        """One for each choice, once it is admitted."""
+        self.plan: Plan | None = None
         self.num_prompt_tokens = 0
         self.sampling: Sampling | None = None
         """In force, once that is known."""
-        self.is_delivered = False
+        self.replayed: tuple[Turn, ...] = ()
+        """What a lost attempt had recorded of it, by choice; (): it is generated now."""
         self.task: asyncio.Task[None] | None = None
         self.deltas: list[Delta] = []
-        self.encode: Encode | None = None
-        self.drafted: bytes | None = None
-        """The answer as whoever repeats the request gets it too, where it was made already."""
+        self.is_delivered = False
+        self.is_over = False
+        self.is_generated = False
+        self.is_given_up = False
+        """Whoever asked for it left and did not come back in time: it is recorded without loss."""
         self._clients: list[Client] = []
         self._waiting: list[asyncio.Future[None]] = []
         """Woken at every change: results, a delta, a client that attaches."""
         self._is_settled = False
         self._results: tuple[TurnResult, ...] = ()
         self._refusal: Refusal | None = None
-        self.is_over = False
-        self.is_drawn = False
-        self.is_given_up = False
-        """Whoever asked for it left and did not come back in time: it is recorded without loss."""
 
     @property
     def has_client(self) -> bool:
         """True while some client waits for the answer."""
-        return any(not client.is_gone() for client in self._clients)
+        return any(not client.is_gone for client in self._clients)
 
     @property
     def is_abandoned(self) -> bool:
@@ -97,8 +106,17 @@ class TurnJob:
         """True if it was refused; a retry of it is a new attempt."""
         return self._refusal is not None
 
+    @contextmanager
+    def waited_for_by(self, client: Client) -> Iterator[None]:
+        """A client waits for this turn meanwhile."""
+        self.attach(client)
+        try:
+            yield
+        finally:
+            self.detach(client)
+
     def attach(self, client: Client) -> None:
-        """A client waits for this job."""
+        """A client waits for this turn."""
         self._clients.append(client)
         self._wake()
 
@@ -122,7 +140,7 @@ class TurnJob:
         return True
 
     def settle(self) -> None:
-        """Let a job that waits for a client to come back go on without one."""
+        """Let a turn that waits for a client to come back go on without one."""
         self._is_settled = True
         self._wake()
 
@@ -140,14 +158,9 @@ class TurnJob:
             self.deltas.append(Delta(choice_index=choice_index, text=piece.arguments, call=place))
         self._wake()
 
-    def draft(self, results: tuple[TurnResult, ...]) -> None:
-        """Make the plain answer of what is about to be the outcome."""
-        if self.encode is not None:
-            self.drafted = self.encode(results)
-
-    def finish(self, results: tuple[TurnResult, ...]) -> None:
+    def finish(self, results: Sequence[TurnResult]) -> None:
         """The turn is recorded."""
-        self._results = results
+        self._results = tuple(results)
         self.is_over = True
         self._wake()
 
@@ -163,8 +176,6 @@ class TurnJob:
         Raises:
             Refusal: it was refused.
         """
-        if self._work is not None:
-            await self._do(self._work)
         await self.over()
         if self._refusal is not None:
             raise self._refusal
@@ -172,9 +183,6 @@ class TurnJob:
 
     async def stream(self) -> AsyncIterator[Delta]:
         """Every delta from the first on, until the turn is over."""
-        if self._work is not None:
-            work, self._work = self._work, None
-            self.task = asyncio.create_task(work(self))
         index = 0
         while True:
             while index < len(self.deltas):
@@ -186,20 +194,31 @@ class TurnJob:
                 return
             await self._change()
 
+    async def planned(self) -> None:
+        """Return when the turn's prompt is known, or it has its outcome."""
+        while self.plan is None and not self.is_over:
+            await self._change()
+
+    def set_plan(self, request: TurnRequest, plan: Plan) -> None:
+        """What the server is to be given; `request` has the whole conversation."""
+        self.request, self.plan = request, plan
+        self._wake()
+
     async def over(self) -> None:
-        """Return when the job has its outcome."""
+        """Return when the turn has its outcome."""
         while not self.is_over:
             await self._change()
 
     def cancel(self) -> None:
-        """Give the turn up; its work ends soon after."""
+        """Give the turn up; its task ends soon after."""
         if self.task is not None and not self.is_over:
             self.task.cancel()
 
-    async def _do(self, work: Work) -> None:
-        """Do the work here: a task of its own would cost as much as reading the request."""
-        self._work, self.task = None, asyncio.current_task()
-        await work(self)
+    def abandon_unless_generated(self) -> None:
+        """Nobody is to be waited for any more: record what is generated, else give the turn up."""
+        self.settle()
+        if not self.is_generated:
+            self.cancel()
 
     async def _change(self) -> None:
         change = asyncio.get_running_loop().create_future()
