@@ -51,8 +51,8 @@ _BYTES = MappingProxyType(_byte_names())
 class PolicyTokenizer:
     """The policy's tokenizer; safe to use from several threads.
 
-    A text of more than `max_tokens` tokens is refused by `encode` without making ids of it: where
-    it is certain from its length, without encoding it either.
+    A long text of more than `max_tokens` tokens is refused by `encode` without making ids of it:
+    where that is certain from its length, without encoding it either.
     """
 
     def __init__(self, folder: Path, *, max_tokens: int | None = None) -> None:
@@ -87,7 +87,7 @@ class PolicyTokenizer:
         """Ids of `text`; markers such as `<|im_end|>` in it become their single id.
 
         Raises:
-            Refusal: 400, it has more than `max_tokens`.
+            Refusal: 400, it is long, and has more than `max_tokens`.
         """
         if len(text) > _MAX_CACHED_CHARS:
             return list(self._encode(text))
@@ -163,14 +163,15 @@ class PolicyTokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        if self._max_chars is not None and len(text) > self._max_chars:
+        is_long = len(text) > _MAX_CACHED_CHARS
+        if is_long and self._max_chars is not None and len(text) > self._max_chars:
             assert self._max_tokens is not None
             least = self._max_tokens * len(text) // self._max_chars
             raise context_length_exceeded(least, self._max_tokens)
         # A batch of one: only a batch may leave out where in the text each id stands, and lets
         # other threads go on meanwhile.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        if self._max_tokens is not None and len(encoding) > self._max_tokens:
+        if is_long and self._max_tokens is not None and len(encoding) > self._max_tokens:
             raise context_length_exceeded(len(encoding), self._max_tokens)
         return tuple(encoding.ids)
 

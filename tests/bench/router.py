@@ -5,7 +5,7 @@ Redis is real. Conversations of 8 turns with bodies of about 4 KiB, alike for al
 are interleaved and "per core-second" is per second of the process's own CPU time, so other work on
 the machine moves the figures little. Prints a table and writes runs/bench/router.json.
 
-    python tests/bench/router.py [--quick] [--parts turns,streams,long,soak]
+    python tests/bench/router.py [--quick] [--parts turns,streams,long,waiting,soak]
 
 All of it takes a few minutes on an idle machine with two cores. `--parts` measures some of it.
 
@@ -21,7 +21,8 @@ floor_in_place_vs_floor: the floor's own, over the relay plus the same calls in 
 added_p50_ms: a turn at concurrency 1, over calling the server directly; added_p50_relay_ms,
 added_p50_floor_ms: theirs. episodes_*, bytes_*: 4,096 at once through one process; bytes beyond the
 8 bytes of each token. turn128_vs_turn2: CPU for the same new text. stream_32k_vs_1k: CPU per
-streamed token.
+streamed token. cpu_4096_waiting_vs_64: CPU per turn with 4,096 episodes that ask at once over that
+with 64; the server takes as many as it does by default, the others wait in the router.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ NUM_LITELLM = 8
 CONCURRENCY = 32
 NUM_LATENCIES = 400
 SOAK_EPISODES = 4096
+FEW_EPISODES = 64
+NUM_WAITING_REPEATS = 3
 SOAK_SECONDS_MAX = 900
 SETTLE_S = 6.0
 """Longer than the router keeps idle connections to servers."""
@@ -289,6 +292,29 @@ class Bench:
         self.figures["turn128_vs_turn2"] = self._ratio("late", "early")
         self.figures["cpu_us_turn128"] = 1e6 * statistics.median(self.seconds["late"])
 
+    async def _waiting(self) -> None:
+        """CPU of a turn where thousands wait for the server, and where none does."""
+        router = self.stage.start_router()
+        try:
+            episodes = Episodes(self.stage.run, router.port, self.names)
+            episodes._num_claims = 20_000
+            per_turn: dict[int, list[float]] = {}
+            for number in (FEW_EPISODES, SOAK_EPISODES // self.scale):
+                say(f"{number} episodes ask at once")
+                chats = await episodes.open(number)
+                await play(router.port, chats, 1, concurrency=number, checked=True)
+                for _ in range(NUM_WAITING_REPEATS):
+                    before = router.cpu_s
+                    await play(router.port, chats, 1, concurrency=number, checked=True)
+                    each = (router.cpu_s - before) / number
+                    per_turn.setdefault(number, []).append(each)
+                assert not sum(chat.num_mixed for chat in chats)
+            few, many = (statistics.median(values) for values in per_turn.values())
+            self.figures["cpu_4096_waiting_vs_64"] = many / few
+            self.figures["cpu_us_4096_waiting"] = 1e6 * many
+        finally:
+            router.stop()
+
     async def _soak(self) -> None:
         """Thousands of episodes at once through one fresh process; every turn of each is there."""
         router = self.stage.start_router()
@@ -332,6 +358,7 @@ PARTS: dict[str, Callable[[Bench], Awaitable[None]]] = {
     "turns": Bench._turns,
     "streams": Bench._streams,
     "long": Bench._long,
+    "waiting": Bench._waiting,
     "soak": Bench._soak,
 }
 

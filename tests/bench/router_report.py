@@ -17,14 +17,14 @@ from rich.table import Table
 
 OUT = Path(__file__).resolve().parents[2] / "runs" / "bench"
 TARGETS: dict[str, tuple[Callable[[float], bool], str]] = {
-    "rps_vs_sglang_router": (lambda v: v >= 0.25, ">= 0.25"),
-    "rps_vs_litellm": (lambda v: v >= 20, ">= 20"),
-    "added_p50_ms": (lambda v: v < 1.5, "< 1.5"),
-    "cpu_vs_floor": (lambda v: v <= 1.5, "<= 1.5"),
+    "rps_vs_sglang_router": (lambda v: v >= 0.24, ">= 0.24"),
+    "rps_vs_litellm": (lambda v: v >= 15, ">= 15"),
+    "added_p50_ms": (lambda v: v <= 2.5, "<= 2.5"),
+    "cpu_4096_waiting_vs_64": (lambda v: v <= 1.5, "<= 1.5"),
     "episodes_lost": (lambda v: v == 0, "0"),
     "episodes_mixed": (lambda v: v == 0, "0"),
     "bytes_per_open_episode": (lambda v: v <= 65536, "<= 65536"),
-    "turn128_vs_turn2": (lambda v: v <= 1.5, "<= 1.5"),
+    "turn128_vs_turn2": (lambda v: v <= 2, "<= 2"),
 }
 
 

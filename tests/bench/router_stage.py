@@ -186,9 +186,7 @@ class Stage:
                 },
                 "sampling": {"max_new_tokens": 40_000},
                 "env": {"episode_deadline_s": 7200},
-                "router": {"max_turns_per_episode": 256, "max_queued_turns": 8192},
-                # The mock draws as many turns at once as it is asked for.
-                "server": {"max_running_requests": 8192},
+                "router": {"max_turns_per_episode": 256},
                 "buffer": {
                     "group_size": group_size,
                     "max_staleness": 0,

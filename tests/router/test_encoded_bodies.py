@@ -13,7 +13,7 @@ ASKED = {
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
 }
-MAX_BYTES = 64 * 1024 * 1024
+MAX_BYTES = 8 * 1024 * 1024
 
 
 def deflated(data: bytes, window: int) -> bytes:

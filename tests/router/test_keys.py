@@ -1,9 +1,12 @@
 """Keys open what they are for, and nothing else."""
 
 import time
+import tracemalloc
 
 import pytest
 from msgspec.structs import replace
+
+from outloop.router.auth import KeyRing
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -97,7 +100,7 @@ async def test_an_unknown_episode_is_refused_for_good(stage) -> None:
     """A validly signed key of an episode that was never opened."""
     episode = await stage.open()
     del stage.buffer.openings[episode["episode_id"]]
-    stage.app.state.parts.episodes._sessions.clear()
+    stage.app.state.parts.episodes._episodes.clear()
     answer = await stage.post("/v1/chat/completions", BODY, episode["api_key"])
     assert_final(answer, 404, "episode_not_found")
 
@@ -180,3 +183,16 @@ async def test_clients_that_read_words_know_that_an_episode_has_ended(
     answer = await stage.post(path, {**BODY, "max_tokens": 5}, episode["api_key"])
     assert_final(answer, 404, code)
     assert answer.json()["error"]["type"] == "not_found_error"
+
+
+def test_keys_of_strangers_leave_nothing_in_memory(make_run) -> None:
+    """Whatever a stranger calls an episode, nothing of it is kept."""
+    keys = KeyRing(make_run().keys)
+    assert keys.episode_of(keys.episode_key("ep-1")) == "ep-1"
+    tracemalloc.start()
+    for number in range(200):
+        assert keys.episode_of(f"ol-ep-{'x' * 200_000}{number}-{'0' * 40}") is None
+        assert keys.episode_of(f"ol-ep-ep-{number}-{'0' * 40}") is None
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 1_000_000

@@ -89,7 +89,7 @@ async def test_a_key_in_a_path_is_not_logged(stage, monkeypatch: pytest.MonkeyPa
         raise LookupError("ours")
 
     episode = await stage.open()
-    monkeypatch.setattr(stage.app.state.parts.front, "_hear", fail)
+    monkeypatch.setattr(stage.app.state.parts.turns, "_read", fail)
     with capture_logs() as logs:
         path = f"/episodes/{episode['api_key']}/v1/chat/completions"
         assert (await stage.post(path, BODY, "EMPTY")).status_code == 500

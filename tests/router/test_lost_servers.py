@@ -80,19 +80,21 @@ async def test_turns_of_a_server_that_is_silent_and_left_go_on_elsewhere(
         gate.set()
 
 
-async def test_a_server_that_left_and_came_back_keeps_its_turns(stage) -> None:
+async def test_a_server_that_left_and_came_back_keeps_its_turns(
+    stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A registry that forgot it for a moment costs no turn its server."""
     stage.says("fine")
     stage.server.gate.clear()
     asked = asyncio.create_task(ask(stage, await stage.open()))
     while not stage.server.requests:
         await asyncio.sleep(0.005)
+    monkeypatch.setattr(pool_module, "LEFT_GRACE_S", 0.0)
     pool, servers = stage.app.state.parts.pool, stage.buffer.servers
     for known in ([], servers):
         stage.buffer.servers = known
         await pool.refresh()
-    # What happens when its time is over.
-    pool._leave(stage.server.url)
+    await asyncio.sleep(0.05)
     stage.server.gate.set()
     assert (await asked).json()["choices"][0]["message"]["content"] == "fine"
     assert len(stage.server.requests) == 1
@@ -165,7 +167,7 @@ async def test_a_stream_is_held_through_a_publish(make_stage, staleness: int) ->
     beginning = text
     rest = asyncio.create_task(collect(events))
     async with asyncio.timeout(20):
-        while not pool._num_waiting:
+        while pool.num_in_flight:
             await asyncio.sleep(0.005)
     assert not rest.done()
     assert len(stage.server.requests) == 1

@@ -92,7 +92,7 @@ async def test_what_follows_is_read_as_any_answer(
     assert [b.text for b in said.content if b.type == "text"] == texts
     assert [b.input for b in said.content if b.type == "tool_use"] == [{"x": 1}] * calls
     retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
-    stage.app.state.parts.episodes._sessions.clear()
+    stage.app.state.parts.episodes._episodes.clear()
     again = await ask(episode, begun, stream=stream, tools=TOOLS, **retry)
     assert [block.model_dump() for block in again.content] == [b.model_dump() for b in said.content]
     assert len(stage.server.requests) == 1

@@ -6,8 +6,9 @@ from itertools import pairwise
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from outloop.router.dialects.base import Message, TurnRequest
+from outloop.router.episodes.in_flight import InFlightTurn
 from outloop.router.rendering.stream_filter import ContentStream, ReasonedStream, Shown
-from outloop.router.turns.in_flight import TurnJob
 
 QUICK = settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -135,12 +136,15 @@ async def test_a_stop_string_ends_the_answer_but_stays_in_the_ids(stage) -> None
     assert stage.turns(episode)[0].loss_spans == ((0, len(script.ids)),)
 
 
-async def test_a_long_stream_that_is_there_already_lets_others_go_on() -> None:
+async def test_a_long_stream_that_is_there_already_lets_others_go_on(stage) -> None:
     """All of it may be handed on at once to a retry: others have their turns between its pieces."""
-    job = TurnJob(("t",), 0.0)
+    request = TurnRequest(model="policy", messages=(Message("user", "x"),))
+    episode = stage.app.state.parts.episodes.unkeyed()
+    turn = InFlightTurn(episode, request, "key", is_retry=False)
+    turn.turn_ids = ("t",)
     for _ in range(10_000):
-        job.show(0, Shown(text="x"))
-    job.finish(())
+        turn.show(0, Shown(text="x"))
+    turn.finish(())
     num_given, seen = 0, []
 
     async def others() -> None:
@@ -149,7 +153,7 @@ async def test_a_long_stream_that_is_there_already_lets_others_go_on() -> None:
             await asyncio.sleep(0)
 
     task = asyncio.create_task(others())
-    async for _ in job.stream():
+    async for _ in turn.stream():
         num_given += 1
     await task
     assert max(after - before for before, after in pairwise([*seen, 10_000])) <= 2_000
