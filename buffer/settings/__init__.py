@@ -99,9 +99,11 @@ class UpstreamSettings(_Section):
     api_key_env: str | None = None
     """Environment variable that holds its key."""
     max_requests_per_episode: int = Field(256, gt=0)
+    """Counted, as its tokens are, by each router process for itself; further ones are refused."""
     max_tokens_per_episode: int = Field(1_000_000, gt=0)
-    """As its answers say; counted by each router process for itself."""
+    """As its answers say; where they do not, one for each four bytes."""
     max_answer_mb: float = Field(16.0, gt=0)
+    """Size of an answer; one that is larger is refused, or broken off where it is streamed."""
 
 
 class RouterSettings(_Section):

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager, suppress
 
 import psutil
 import pytest
-from live_router import accepting
 
+from fakes.live_router import accepting
 from outloop.router.errors import Refusal
 from outloop.router.http import endpoint, protocol
 from outloop.router.http.endpoint import ClientLeft, Exchange

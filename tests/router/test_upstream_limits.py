@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from fake_server import serving
+
+from fakes.fake_server import serving
 
 Answer = Callable[[dict], tuple[int, list[tuple[bytes, bytes]], bytes]]
 
