@@ -19,8 +19,8 @@ import numpy.typing as npt
 from outloop.buffer.errors import RecordError
 
 Purpose = Literal["train", "eval", "sft"]
-Split = Literal["validation", "test"]
 """`train`: may be trained by RL. `eval`: never trained. `sft`: messages only, trained by SFT."""
+Split = Literal["validation", "test"]
 Outcome = Literal["completed", "truncated", "failed", "aborted"]
 FailureKind = Literal["agent", "environment", "infrastructure"]
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
@@ -73,6 +73,15 @@ class VersionSpan(
     end: int
 
 
+def _make_plain(turn: Turn, name: str, array: Any, dtype: np.dtype[Any]) -> Any:
+    """Have the turn hold the array as its bytes are stored: of this dtype, without gaps."""
+    if array.dtype is not dtype or not array.flags.c_contiguous:
+        with np.errstate(over="ignore"):
+            array = np.ascontiguousarray(array, dtype)
+        msgspec.structs.force_setattr(turn, name, array)
+    return array
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One model call and its answer, as ids.
 
@@ -111,37 +120,24 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finished_at: float
 
     def __post_init__(self) -> None:
-        for name in ("prompt_ids", "output_ids"):
-            ids = getattr(self, name)
+        for name, ids in (("prompt_ids", self.prompt_ids), ("output_ids", self.output_ids)):
             if ids.dtype != INT32 or ids.ndim != 1 or (len(ids) and np.minimum.reduce(ids) < 0):
                 raise RecordError(f"turn {self.turn_id}: {name} must be non-negative int32 [T]")
-            self._make_plain(name, INT32)
-        if self.behavior_logprobs is not None:
-            self._make_plain("behavior_logprobs", FLOAT32)
-            if self.behavior_logprobs.shape != self.output_ids.shape:
+            _make_plain(self, name, ids, INT32)
+        logprobs, num_output = self.behavior_logprobs, len(self.output_ids)
+        if logprobs is not None:
+            logprobs = _make_plain(self, "behavior_logprobs", logprobs, FLOAT32)
+            if logprobs.shape != (num_output,):
                 raise RecordError(
-                    f"turn {self.turn_id}: len(behavior_logprobs)={len(self.behavior_logprobs)} "
-                    f"but len(output_ids)={len(self.output_ids)}; they must be equal, and "
-                    "behavior_logprobs float32 [O]. Record both from one answer."
+                    f"turn {self.turn_id}: len(behavior_logprobs)={len(logprobs)} but "
+                    f"len(output_ids)={num_output}; they must be equal, and behavior_logprobs "
+                    "float32 [O]. Record both from one answer."
                 )
-            if not np.isfinite(self.behavior_logprobs).all():
+            if not np.isfinite(logprobs).all():
                 raise RecordError(f"turn {self.turn_id}: behavior_logprobs holds NaN or infinity")
-        self._check_spans()
-
-    def _make_plain(self, name: str, dtype: np.dtype[Any]) -> None:
-        """Have the array as its bytes are stored: of this dtype, without gaps."""
-        array = getattr(self, name)
-        if array.dtype is not dtype or not array.flags.c_contiguous:
-            with np.errstate(over="ignore"):
-                plain = np.ascontiguousarray(array, dtype)
-            msgspec.structs.force_setattr(self, name, plain)
-
-    def _check_spans(self) -> None:
-        num_output = len(self.output_ids)
-        if self.behavior_logprobs is not None:
             position = 0
             for span in self.version_spans:
-                if span.start != position or span.end < span.start:
+                if span.start != position or span.end < position:
                     raise RecordError(
                         f"turn {self.turn_id}: version_spans={self.version_spans} leave a gap"
                     )
