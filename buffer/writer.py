@@ -37,7 +37,7 @@ from outloop.buffer.redis.keys import key, prefix
 from outloop.buffer.redis.pipelining import PipelinedScripts
 from outloop.buffer.redis.pubsub import Channel
 from outloop.buffer.redis.run_meta import CLOSE_GRACE_S, check_joinable
-from outloop.buffer.redis.scripts import AsyncScripts, Clock, refusal
+from outloop.buffer.redis.scripts import Abandoned, AsyncScripts, Clock, refusal
 from outloop.buffer.registry import Runners, decode_servers, encode_facts
 from outloop.buffer.run import Run
 from outloop.buffer.store.budget_notes import BudgetNotes, EpisodeUsage
@@ -234,8 +234,8 @@ class BufferWriter:
             Conflict: the turn_id has another content.
             RecordError: the turn is too large.
         """
-        used = await self._turn_scripts.call(
-            "append_turn",
+        what = f"recording turn_id={turn.turn_id}"
+        words = (
             check_id(turn.episode_id, "episode_id"),
             check_id(turn.turn_id, "turn_id"),
             turn.parent_turn_id or "",
@@ -243,8 +243,12 @@ class BufferWriter:
             *("" if version is None else version for version in trained_version_bounds(turn)),
             int(turn.branch_cause != "extension"),
             *(len(turn.output_ids), len(turn.prompt_ids)),
-            what=f"recording turn_id={turn.turn_id}",
         )
+        try:
+            used = await self._turn_scripts.call("append_turn", *words, what=what)
+        except Abandoned:
+            await self._scripts.call("give_up", turn.episode_id, what=what)
+            raise
         return EpisodeUsage(*used)
 
     async def put_reward(self, episode_id: str, reward: Reward, *, key: str) -> None:

@@ -1,6 +1,6 @@
 """The ledger of a run: where every attempt that started has ended.
 
-The scripts that end attempts write it (`transitions.lua`); each attempt is entered in one place.
+The scripts that end attempts write it (`lifecycle.lua`); each attempt is entered in one place.
 """
 
 from __future__ import annotations

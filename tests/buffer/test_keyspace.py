@@ -11,6 +11,7 @@ import pytest
 
 from fakes.twin import Twin
 from outloop.buffer.codec.jsonl import format_line
+from outloop.buffer.errors import Gone
 from outloop.buffer.records import Reward, ServerEntry, Task, Trajectory, Turn
 from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.embedded import EmbeddedRedis
@@ -21,7 +22,7 @@ CREATES = ("SET", "HSET", "HINCRBY", "RPUSH", "LPUSH", "SADD", "ZADD", "ZINCRBY"
 SCRIPTS = sorted(
     file.name.removesuffix(".lua")
     for file in files("outloop.buffer.redis.scripts").iterdir()
-    if file.name.endswith(".lua") and file.name not in ("prelude.lua", "transitions.lua")
+    if file.name.endswith(".lua") and file.name not in ("core.lua", "lifecycle.lua")
 )
 LIVES_SHORT = ("10 minutes", "until its end, plus one hour")
 
@@ -140,7 +141,10 @@ async def everything(
     loop.fence = reader.acquire_fence()
     highest = reader.recover(None, fence=loop.fence)
     loop.publish(highest + 1, None)
-    (claim, *_) = (await loop.claim(3, "r1")).claims
+    (claim, other, *_) = (await loop.claim(3, "r1")).claims
+    episode_id = await loop.open(other)
+    with pytest.raises(Gone, match="abandoned"):
+        await writer.append_turn(make_turn(episode_id, version=0))
     episode_id = await loop.open(claim)
     await writer.append_turn(make_turn(episode_id, version=highest + 1))
     await loop.close(episode_id, None, failure_kind="infrastructure", outcome="failed")

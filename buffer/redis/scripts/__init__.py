@@ -32,21 +32,31 @@ Argument = bytes | str | int | float
 Clock = Callable[[], float]
 """Unix seconds, for tests; production uses the clock of Redis, the only one that all share."""
 
+
+class Abandoned(Gone):
+    """A turn of a version that a rollback abandoned; its attempt is still to be given up."""
+
+
 _REFUSALS: dict[str, type[OutloopError]] = {
+    "abandoned": Abandoned,
     "not_found": NotFound,
     "gone": Gone,
     "conflict": Conflict,
     "fence": FenceExpired,
     "replaced": TooManyReplaced,
 }
-_WITHOUT_PRELUDE = frozenset({"init_run"})
-_TRANSITIONS = "-- TRANSITIONS\n"
-"""Where a script wants them that can mostly do without; before it otherwise."""
+_PARTS: dict[str, tuple[str, ...]] = {
+    "init_run": (),
+    "append_turn": ("core",),
+    "note_budget": ("core",),
+    "import_trajectories": ("core",),
+}
+"""What is put before a script, where that is not both of core.lua and lifecycle.lua."""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One script, the prelude included."""
+    """One script, with what is put before it."""
 
     name: str
     text: str
@@ -56,11 +66,7 @@ class Script:
 @functools.cache
 def load_script(name: str) -> Script:
     """The script `name`.lua of this package, checkout or wheel."""
-    text = _read(name)
-    if name not in _WITHOUT_PRELUDE:
-        transitions = _read("transitions")
-        own = text.replace(_TRANSITIONS, transitions)
-        text = _read("prelude") + (own if own != text else transitions + own)
+    text = "".join(map(_read, (*_PARTS.get(name, ("core", "lifecycle")), name)))
     return Script(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 

@@ -4,7 +4,7 @@
 -- ARGV[6]  number of rule fields, then name, value for each
 -- Returns  {'ok', 1 if created else 0}; conflict: schema or seed differ from the run's.
 -- Keeps    everything but the registry of processes and what they had announced: those are gone.
--- It runs without the prelude, whose meta key it writes.
+-- It runs without core.lua, whose meta key it writes.
 
 local prefix = string.sub(KEYS[1], 1, -5)
 local was = redis.call('HMGET', KEYS[1], 'schema', 'seed', 'run_id')

@@ -1,15 +1,12 @@
--- Put before every other script: the run's keys. It returns {'empty'} by itself when the run's meta
--- key is missing.
+-- The run's keys and what every script needs; put before all scripts but init_run. It returns
+-- {'empty'} by itself when the run's meta key is missing.
 --
 -- KEYS[1]  {run:shard}:meta. It routes the call; every other key is derived from it and carries
 --          the same hash tag, so no script leaves its shard.
--- ARGV[1]  now in Unix ms, or 0: Redis's own clock.
+-- ARGV[1]  now in Unix ms, or 0: the clock of Redis.
 -- A script returns {'ok', ...} or {code, sentence}; code is one of empty, not_found, gone,
--- conflict, fence, replaced. It refuses before its first write, so a refusal changes nothing, except where
--- its header says otherwise.
---
--- What a script needs beside this, transitions.lua, stands where it says `-- TRANSITIONS`, or
--- before it: a turn is recorded so often that what it does not use would cost as much as the rest.
+-- abandoned, conflict, fence, replaced. It refuses before its first write, so a refusal changes
+-- nothing, except where its header says otherwise.
 
 local prefix = string.sub(KEYS[1], 1, -5)
 if redis.call('EXISTS', KEYS[1]) == 0 then
