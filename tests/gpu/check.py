@@ -1,7 +1,10 @@
 """`make gpu-check`: every point that needs a GPU, in one command and under ten minutes.
 
-Runs each as a process with a deadline, prints a table and the lines for docs/performance.md.
-Without a CUDA device it says so and exits with 2. Exits with 1 if a point fails.
+Runs each row as a process with a deadline and prints what it said, a table, and the lines for
+docs/performance.md and docs/gpu.md. On a machine without a GPU it is a rehearsal: each row does
+what of it a CPU can do, or says what it needs. Exits with 1 if a row fails.
+
+    python tests/gpu/check.py [ROW...]      # only rows whose names begin so
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,100 +26,223 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_S = 570.0
-"""Of all points together."""
+MAX_S = 580.0
+"""Of all rows together."""
+CANNOT = 77
+"""Exit code of a row that needs what is not here, and has said what."""
 FIGURES = ("bucketed_vs_copy", "bucketed_vs_per_tensor", "pause_p50_ms", "pause_p99_ms")
+PYTHON = sys.executable
+HAS_GPU = torch.cuda.is_available()
+MARKS = ("PASS", "FAIL", "INFO", "NEEDS")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """One thing to run; `max_s` bounds it."""
+class Row:
+    """One thing to run."""
 
     name: str
-    command: list[str]
+    command: Sequence[str]
     max_s: float
+    expected: str
+    """What shows that it is right."""
+    is_alone: bool = False
+    """Timed, so nothing runs beside it."""
+    cpu_command: Sequence[str] | None = None
+    """In place of `command` without a GPU; None: the same."""
+    needs: str = ""
+    """Why it cannot run without a GPU; empty: it can."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How it went."""
+    """How a row went."""
 
-    name: str
-    is_good: bool
+    row: Row
+    result: str
     seconds: float
-    words: str
+    output: str
+
+    @property
+    def is_failure(self) -> bool:
+        """True unless it went well, or could not run here and said why."""
+        return self.result not in ("ok", "needs")
 
 
-def points(folder: Path) -> list[Point]:
-    """Everything, the quick ones first."""
-    python = sys.executable
-    loop = [
-        "trainer.num_steps=3",
-        "trainer.device=cuda",
-        "eval.every=0",
-        "server.device=cuda",
-        "publish.transport=cuda_ipc",
-    ]
-    loop += [f"model.path={folder / 'policy'}", f"run.dir={folder}"]
-    train = [python, "-m", "outloop.cli", "train", "examples/calculator/run.toml"]
+def _row(*arguments: str) -> list[str]:
+    return [PYTHON, "tests/gpu/rows.py", *arguments]
+
+
+def rows(folder: Path) -> list[Row]:
+    """Everything, in the order of what builds on what."""
+    pytest = [PYTHON, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider"]
+    loop = f"sh tests/gpu/loop.sh {PYTHON} {folder}"
+    speed = [PYTHON, "tests/gpu/speed.py"]
     return [
-        Point(
-            name="server, Megatron-core, layers, CUDA-IPC, parity",
-            # Warnings of a release of CUDA are no failures here.
-            command=[python, "-m", "pytest", "-m", "gpu", "-W", "default", "tests/gpu"],
-            max_s=240,
+        Row(name="setting", command=_row("setting"), max_s=60, expected="versions, GPU, NCCL"),
+        Row(
+            name="checksum",
+            command=_row("gpu_hash"),
+            max_s=120,
+            expected="15 times PASS: our checksum is that of SGLang's kernel",
         ),
-        Point(
-            name="new policy for the loop",
-            command=[python, "-m", "outloop.cli", "new-policy", "--out", str(folder / "policy")],
+        Row(
+            name="buckets into SGLang",
+            command=_row("buckets_into_sglang"),
+            max_s=90,
+            expected="no tensor wrong after 20 publishes by CUDA-IPC",
+        ),
+        Row(
+            name="exported memory",
+            command=_row("exported_memory"),
             max_s=60,
+            expected="60,000 exports over 300 publishes neither grow memory nor end the process",
         ),
-        Point(
-            name="the loop with the torch server on the GPU",
-            command=train + [part for value in loop for part in ("--set", value)],
-            max_s=180,
+        Row(
+            name="group of ours",
+            command=_row("group", "ours"),
+            max_s=90,
+            expected="3 broadcasts; over NCCL the first takes seconds, the others under 0.5 s",
         ),
-        Point(
-            name="bench-publish on the device",
-            command=[python, "tests/bench/publish.py", "--device", "cuda"],
+        Row(
+            name="group of SGLang",
+            command=_row("group", "sglang"),
+            max_s=90,
+            expected="the same; over NCCL SGLang returns about 1 s before ours began",
+        ),
+        Row(
+            name="group, member absent",
+            command=_row("group_absent"),
+            max_s=60,
+            expected="an error within 20 s of a deadline of 5",
+        ),
+        Row(
+            name="group, member stopped",
+            command=_row("group_stopped"),
+            max_s=150,
+            expected="an error after 5 s, the group left at once, the process alive a minute later",
+        ),
+        Row(
+            name="server, trainer, layers",
+            # Warnings of a release of CUDA are no failures here.
+            command=[*pytest, "-m", "gpu", "-W", "default", "tests/gpu"],
             max_s=240,
+            expected="torch server, layers of both kinds and CUDA-IPC against transformers",
+            cpu_command=[*pytest, "tests/engine/train/test_layer_kind.py"],
+        ),
+        Row(
+            name="ranks",
+            command=_row("parity", "dp2", "dp2_distributed", "tp2_sp", "pp2"),
+            max_s=240,
+            expected="losses, gradients, logprobs, weights of two ranks are those of one process",
+            cpu_command=_row("parity", "dp2_distributed"),
+        ),
+        Row(
+            name="ranks with experts",
+            command=_row("parity", "moe_dp2", "ep2"),
+            max_s=200,
+            expected="the same, without Transformer Engine too",
+            cpu_command=_row("parity", "ep2"),
+        ),
+        Row(
+            name="speed, bfloat16",
+            command=[*speed, "qwen3-0.6b", "--microbatch-tokens", "8192"],
+            cpu_command=[*speed, "tiny"],
+            max_s=120,
+            expected="tokens/s and MFU beside a plain loop over transformers",
+            is_alone=True,
+        ),
+        Row(
+            name="speed, float32",
+            command=[
+                *(*speed, "qwen3-0.6b", "--dtype", "float32", "--alone"),
+                *("--recompute", "--rows", "8"),
+            ],
+            cpu_command=[*speed, "tiny", "--dtype", "float32", "--alone"],
+            max_s=60,
+            expected="with TF32, a third to a half of bfloat16's tokens/s",
+            is_alone=True,
+        ),
+        Row(
+            name="the loop",
+            command=["sh", "-c", f"{loop} cuda cuda_ipc 200 3"],
+            cpu_command=["sh", "-c", f"{loop} cpu shared_memory 20 1"],
+            max_s=180,
+            expected="warm start and RL in bfloat16 on one GPU that servers share: exit code 0",
+            is_alone=True,
+        ),
+        Row(
+            name="bench-publish",
+            command=[PYTHON, "tests/bench/publish.py", "--device", "cuda"],
+            max_s=150,
+            expected="figures for docs/performance.md",
+            is_alone=True,
+            needs="a GPU; `make bench-publish` is the CPU's",
         ),
     ]
 
 
-def run(point: Point, max_s: float) -> Outcome:
-    """Run one point; its output goes on to the terminal."""
-    print(f"--- {point.name}", flush=True)
+def run(row: Row, max_s: float) -> Outcome:
+    """Run one row within `max_s`."""
+    command = row.command if HAS_GPU or row.cpu_command is None else row.cpu_command
     began_at = time.monotonic()
-    environment = os.environ | {"OMP_NUM_THREADS": "4"}
+    if row.needs and not HAS_GPU:
+        return Outcome(row=row, result="needs", seconds=0.0, output=f"NEEDS {row.needs}")
+    environment = os.environ | {"OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": "1"}
     try:
-        code = subprocess.run(
-            point.command, cwd=ROOT, env=environment, timeout=max_s, check=False
-        ).returncode
-        words = "ok" if code == 0 else f"exit code {code}"
-    except subprocess.TimeoutExpired:
-        code, words = 1, f"not done after {max_s:.0f} s"
-    seconds = time.monotonic() - began_at
-    return Outcome(name=point.name, is_good=code == 0, seconds=seconds, words=words)
+        answer = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            timeout=max_s,
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        output = answer.stdout
+        codes = {0: "ok", CANNOT: "needs"}
+        result = codes.get(answer.returncode, f"exit code {answer.returncode}")
+    except subprocess.TimeoutExpired as error:
+        output, result = error.stdout or b"", f"not done after {max_s:.0f} s"
+    return Outcome(
+        row=row,
+        result=result,
+        seconds=time.monotonic() - began_at,
+        output=output.decode(errors="replace"),
+    )
 
 
-def tell(outcomes: list[Outcome], device: str) -> None:
-    """The table, and the lines for docs/performance.md."""
+def say(outcome: Outcome) -> None:
+    """What a row said that matters; all of its last lines if it failed."""
+    print(f"--- {outcome.row.name}: {outcome.result}, {outcome.seconds:.0f} s", flush=True)
+    lines = outcome.output.splitlines()
+    known = [line for line in lines if line.startswith(MARKS)]
+    for line in known:
+        print(f"    {line}")
+    if outcome.is_failure or not known:
+        for line in lines[-25 if outcome.is_failure else -2 :]:
+            print(f"    {line[:300]}")
+    sys.stdout.flush()
+
+
+def tell(outcomes: Sequence[Outcome], device: str) -> None:
+    """The table, and the lines for the pages."""
     table = Table(title=f"gpu-check on {device}", title_justify="left")
-    for column in ("point", "result", "seconds"):
+    for column in ("row", "result", "seconds", "expected"):
         table.add_column(column, justify="right" if column == "seconds" else "left")
     for outcome in outcomes:
-        table.add_row(outcome.name, outcome.words, f"{outcome.seconds:.0f}")
-    Console().print(table)
-    print("Lines for docs/performance.md:\n")
+        row = outcome.row
+        table.add_row(row.name, outcome.result, f"{outcome.seconds:.0f}", row.expected)
+    Console(width=160).print(table)
+    print("Lines for docs/gpu.md and docs/performance.md:\n")
     print(
         f"{datetime.now(UTC):%Y-%m-%d}, {device}, torch {torch.__version__} (`make gpu-check`).\n"
     )
-    print("| point | result |\n|---|---|")
+    print("| row | result |\n|---|---|")
     for outcome in outcomes:
-        print(f"| {outcome.name} | {outcome.words} |")
+        told = [line[5:] for line in outcome.output.splitlines() if line.startswith("INFO")]
+        print(f"| {outcome.row.name} | {outcome.result}; {'; '.join(told)} |")
     report = ROOT / "runs" / "bench" / "publish-cuda.json"
-    if outcomes[-1].is_good:
+    if HAS_GPU and report.is_file():
         figures = json.loads(report.read_text())["figures"]
         for name in FIGURES:
             print(f"| `{name}` | {figures[name]:.2f} |")
@@ -122,20 +250,30 @@ def tell(outcomes: list[Outcome], device: str) -> None:
 
 def main() -> int:
     """Exit code."""
-    if not torch.cuda.is_available():
-        print(
-            "make gpu-check needs a CUDA device and a torch built for it: "
-            f"torch.cuda.is_available() is false here (torch {torch.__version__})."
-        )
-        return 2
     deadline = time.monotonic() + MAX_S
+    if not HAS_GPU:
+        print(
+            "torch offers no CUDA device here "
+            f"(torch {torch.__version__}): a rehearsal of what a CPU can show."
+        )
+
+    def go(row: Row) -> Outcome:
+        outcome = run(row, min(row.max_s, max(1.0, deadline - time.monotonic())))
+        say(outcome)
+        return outcome
+
     with tempfile.TemporaryDirectory() as name:
-        outcomes = [
-            run(point, min(point.max_s, max(1.0, deadline - time.monotonic())))
-            for point in points(Path(name))
+        chosen = [
+            row
+            for row in rows(Path(name))
+            if len(sys.argv) == 1 or row.name.startswith(tuple(sys.argv[1:]))
         ]
-    tell(outcomes, torch.cuda.get_device_name())
-    return 0 if all(outcome.is_good for outcome in outcomes) else 1
+        # Tiny models: on a GPU they fit beside each other; on a CPU they would slow each other.
+        with ThreadPoolExecutor(8 if HAS_GPU else 1) as pool:
+            outcomes = list(pool.map(go, [row for row in chosen if not row.is_alone]))
+        outcomes += [go(row) for row in chosen if row.is_alone]
+    tell(outcomes, torch.cuda.get_device_name() if HAS_GPU else "a CPU")
+    return 1 if any(outcome.is_failure for outcome in outcomes) else 0
 
 
 if __name__ == "__main__":

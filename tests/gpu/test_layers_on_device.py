@@ -1,6 +1,6 @@
 """The trainer's layers on a GPU, Transformer Engine's where importable; `make gpu-check` runs this.
 
-What trainer.layers = "auto" chooses there is what is tested. Never run so far: no GPU was at hand.
+What trainer.layers = "auto" chooses there is tested, and local layers with padded attention.
 """
 
 import warnings
@@ -17,15 +17,15 @@ from outloop.buffer.settings.trainer import TrainerSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 LENGTHS = [7, 33, 1, 24, 24, 90]
-MAX_GAP = {"local": 1e-3, "transformer_engine": 6e-2}
+MAX_GAP = {"local": 1e-3, "local_varlen": 6e-2, "transformer_engine": 6e-2}
 """Of logits up to 3.5, which attention in bfloat16 moves by 0.026 on a CPU."""
 Build = Callable[[Path], Any]
 
 
-@pytest.fixture
-def settings() -> TrainerSettings:
-    """Of a trainer on the GPU that chooses its layers."""
-    return TrainerSettings(device="cuda")
+@pytest.fixture(params=["auto", "local"])
+def settings(request: pytest.FixtureRequest) -> TrainerSettings:
+    """Of a trainer on the GPU that chooses its layers, and of one with padded attention."""
+    return TrainerSettings(device="cuda", layers=request.param)
 
 
 @pytest.fixture

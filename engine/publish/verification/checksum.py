@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 from typing import Literal, get_args
 
-import torch
+import numpy as np
+import numpy.typing as npt
 import xxhash
 from torch import Tensor
 
@@ -29,7 +30,7 @@ class Sha256:
 
     def update(self, content: Tensor) -> None:
         """The next bytes (uint8, on the CPU)."""
-        self._digest.update(content.numpy().data)
+        self._digest.update(tensor_array(content).data)
 
     def hexdigest(self) -> str:
         """Of all that came, 16 hexadecimal digits."""
@@ -45,7 +46,31 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """The tensor's elements as contiguous little-endian bytes: its own memory where it is such."""
     # One element may have any stride and be contiguous; as bytes it needs the plain one.
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8).cpu().numpy().data
+    return tensor_array(flat.cpu()).data
+
+
+class _Memory:
+    """Memory of a CPU tensor as numpy takes it.
+
+    `Tensor.numpy` would fix the size of the storage for good, and a trainer that shares its device
+    could not leave it any more.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def tensor_array(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """The bytes of a contiguous tensor on the CPU: its own memory, which it keeps alive."""
+    if not tensor.nbytes:
+        return np.empty(0, np.uint8)
+    return np.asarray(_Memory(tensor))
 
 
 def bytes_checksum(content: memoryview, algorithm: Algorithm) -> str:

@@ -129,6 +129,8 @@ class _Skeleton:
 def _skeleton(folder: Path, *, has_tensors: bool) -> Iterator[_Skeleton]:
     """The model that a folder's config.json describes, in a process group of one."""
     config = model_and_optimizer.read_config(folder, {}, has_tensors=has_tensors)
+    # Nothing is behind its parameters, so no device is asked for them.
+    config.use_cpu_initialization = True
     model_and_optimizer.join_process_group(seed=0)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:

@@ -156,7 +156,12 @@ def read_config(
         options["expert_tensor_parallel_size"] = sizes.expert_tensor
     try:
         config = PolicyConfig(
-            **(fields | _precision(dtype, has_experts=bool(fields["num_moe_experts"])) | options),
+            **(
+                fields
+                | _on_device()
+                | _precision(dtype, has_experts=bool(fields["num_moe_experts"]))
+                | options
+            ),
             sizes=sizes,
             layers=layers,
             described=_described(fields),
@@ -172,6 +177,11 @@ def read_config(
         with HuggingFaceFolder(model_path) as folder:
             check_tensors(folder.shapes, config, f"model.path={str(model_path)!r}")
     return config
+
+
+def _on_device() -> dict[str, Any]:
+    """Weights are made where they are trained: drawing 8 billion on a host takes over a minute."""
+    return {"use_cpu_initialization": not torch.cuda.is_available()}
 
 
 def _precision(dtype: Literal["float32", "bfloat16"], *, has_experts: bool) -> dict[str, Any]:

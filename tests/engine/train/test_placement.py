@@ -9,8 +9,10 @@ import torch
 
 from fakes.memory_buffer import FAST, Setup
 from outloop.buffer.settings.trainer import TrainerSettings
+from outloop.engine.publish.verification.checksum import tensor_checksum
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.data.train_batch import TrainBatch
+from outloop.engine.train.megatron.export_weights import Exports
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.megatron.offload import Placement, torch_optimizers
 from outloop.engine.train.step.policy_update import rl_update
@@ -56,6 +58,19 @@ def test_everything_leaves_and_comes_back_bit_equal(
     after = list(tensors(policy))
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
     assert addresses == [id(parameter) for parameter in policy.model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_were_hashed_can_leave(dtype: str, make_policy: MakePolicy) -> None:
+    """Handing memory to numpy as torch does fixes its size, and a publish does so with weights."""
+    policy = make_policy(dtype=dtype)
+    for _, tensor in Exports(policy.model).named():
+        tensor_checksum(tensor)
+        tensor_checksum(tensor, "sha256")
+    placement = Placement(policy, is_colocated=True)
+    placement.leave()
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors(policy))
+    placement.come_back()
 
 
 def test_training_goes_on_as_if_nothing_had_left(
