@@ -94,8 +94,8 @@ def rows(folder: Path) -> list[Row]:
         Row(
             name="exported memory",
             command=_row("exported_memory"),
-            max_s=60,
-            expected="60,000 exports over 300 publishes neither grow memory nor end the process",
+            max_s=120,
+            expected="21,000 exports over 300 publishes neither grow memory nor end the process",
         ),
         Row(
             name="group of ours",

@@ -37,6 +37,7 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     # Giving it up would wait for a minute for a dump that nobody reads,
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
     # and end the process if that took longer.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }

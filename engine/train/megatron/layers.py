@@ -58,6 +58,8 @@ class PackedRow(PackedSeqParams):
     order: Tensor
     num_tokens: int = field(default=0)
     """T, on this rank."""
+    rotation: tuple[dict[str, Any], Tensor, Tensor] | None = None
+    """Parameters of the rotary embedding, its cosines and sines [T, D/2], once a layer has them."""
 
     @property
     def num_padded_tokens(self) -> int:
@@ -146,9 +148,7 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension; dtype is kept."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class _RowAttention(MegatronModule):
@@ -158,6 +158,16 @@ class _RowAttention(MegatronModule):
         super().__init__(config=config)
         frequencies = inverse_frequencies(config.rope, config.kv_channels)
         self.register_buffer("inv_freq", frequencies, persistent=False)
+
+    def _rotated(self, query: Tensor, key: Tensor, row: PackedRow) -> tuple[Tensor, Tensor]:
+        """Rotary embedding of [T, heads, D] at the row's positions."""
+        rope = self.config.rope
+        if row.rotation is None or row.rotation[0] != rope:
+            # A model's layers have the same frequencies: the first of them computes for all.
+            angles = row.positions.float()[:, None] * self.inv_freq
+            row.rotation = rope, angles.cos(), angles.sin()
+        cos, sin = (part[:, None].to(query.dtype) for part in row.rotation[1:])
+        return _Rotation.apply(query, cos, sin), _Rotation.apply(key, cos, sin)
 
     def _require_row(self, row: PackedRow | None) -> PackedRow:
         if not isinstance(row, PackedRow):
@@ -188,7 +198,7 @@ class PackedAttention(_RowAttention):
     ) -> Tensor:
         """Attention of every sample to itself, causally."""
         row = self._require_row(packed_seq_params)
-        query, key = _rotate(query, key, row.positions, self.inv_freq)
+        query, key = self._rotated(query, key, row)
         parts = []
         q, k, v = (torch.cat((x, x.new_zeros(1, *x.shape[1:]))) for x in (query, key, value))
         for index in row.classes:
@@ -231,7 +241,7 @@ class VarlenAttention(_RowAttention):
     ) -> Tensor:
         """Attention of every sample to itself, causally."""
         row = self._require_row(packed_seq_params)
-        query, key = _rotate(query, key, row.positions, self.inv_freq)
+        query, key = self._rotated(query, key, row)
         out: Tensor = self.kernel(
             query.to(_KERNEL_DTYPE),
             key.to(_KERNEL_DTYPE),
@@ -303,17 +313,30 @@ def _takes_grouped_heads() -> bool:
 _TAKES_GROUPED_HEADS = _takes_grouped_heads()
 
 
-def _rotate(query: Tensor, key: Tensor, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, ...]:
-    """Rotary embedding of [T, heads, D] at `positions` [T]."""
-    angles = positions.float()[:, None] * inv_freq
-    angles = torch.cat((angles, angles), dim=-1)
-    cos, sin = angles.cos()[:, None].to(query.dtype), angles.sin()[:, None].to(query.dtype)
-    return query * cos + _rotate_half(query) * sin, key * cos + _rotate_half(key) * sin
+class _Rotation(torch.autograd.Function):
+    """Rotary embedding of [T, heads, D] by cosines and sines [T, 1, D/2]; keeps neither input nor
+    output for the way back, which is the rotation by the opposite angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(gradient, cos, -sin), None, None
 
 
-def _rotate_half(x: Tensor) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    to_first, to_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=to_first)
+    to_first.addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=to_second)
+    to_second.addcmul_(first, sin)
+    return out
 
 
 def block_spec(config: Any) -> TransformerBlockSubmodules:
