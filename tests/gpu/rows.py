@@ -128,6 +128,8 @@ def buckets_into_sglang() -> None:
     mine, theirs = context.Pipe()
     reader = context.Process(target=_read_buckets, args=(theirs,), daemon=True)
     reader.start()
+    # Its death is then the end of what is received.
+    theirs.close()
     num_tensors, num_rounds = (48, 20) if HAS_GPU else (12, 4)
     specs = [
         TensorSpec(name=f"t{index}", shape=(2048, 1024 + index), dtype=torch.bfloat16)
@@ -187,6 +189,8 @@ def exported_memory() -> None:
     mine, theirs = context.Pipe()
     reader = context.Process(target=_read_buckets, args=(theirs,), daemon=True)
     reader.start()
+    # Its death is then the end of what is received.
+    theirs.close()
     spec = TensorSpec(name="t", shape=(2**20,), dtype=torch.bfloat16)
     (bucket,) = plan_buckets([spec], 2**22)
     device = torch.device("cuda")
@@ -370,10 +374,11 @@ def parity(*names: str) -> None:
     import json
     import tempfile
 
-    for folder in ("tests/engine/train", "tests/fakes"):
+    for folder in ("tests/engine/train", "tests"):
         sys.path.insert(0, str(ROOT / folder))
     import test_parity
-    from families import make_family
+
+    from fakes.families import make_family
 
     work = Path(tempfile.mkdtemp())
     for name in {test_parity.MATRIX[name][1] for name in names}:

@@ -95,13 +95,14 @@ def operations(hf: dict[str, Any], num_tokens: int, length: int) -> float:
     return num_tokens * (6.0 * weights + attention)
 
 
-def samples_of(num: int, length: int, vocab_size: int) -> list[Any]:
+def batch_of(num: int, length: int, vocab_size: int) -> Any:
     """Rows of equal length."""
     from outloop.engine.train.data.samples import Sample
+    from outloop.engine.train.data.train_batch import TrainBatch
 
     random = np.random.default_rng(0)
     mask = np.arange(length) >= length // 8
-    return [
+    samples = [
         Sample(
             episode_id=f"e{index}",
             group_id=f"g{index // 8}",
@@ -111,10 +112,11 @@ def samples_of(num: int, length: int, vocab_size: int) -> list[Any]:
             behavior_logprobs=np.full(length, -np.log(vocab_size), np.float32),
             policy_versions=np.where(mask, 0, -1).astype(np.int32),
             temperature=np.ones(length, np.float32),
-            advantage=float(index % 2) - 0.5,
+            advantages=np.full(length, float(index % 2) - 0.5, np.float32),
         )
         for index in range(num)
     ]
+    return TrainBatch.of(samples)
 
 
 def timed(label: str, step: Callable[[], None], num_operations: float, num_tokens: int) -> float:
@@ -174,10 +176,10 @@ def ours(
         f"layers={config.layers}",
         flush=True,
     )
-    samples = samples_of(options.rows, options.length, hf["vocab_size"])
+    batch = batch_of(options.rows, options.length, hf["vocab_size"])
 
     def step() -> None:
-        rl_update(policy, samples, settings, policy_version=0, on_microbatch=lambda: None)
+        rl_update(policy, batch, settings, policy_version=0, on_microbatch=lambda: None)
 
     num_tokens = options.rows * options.length
     label = f"outloop {options.shape} {options.dtype}"
@@ -215,8 +217,9 @@ def plain(hf: dict[str, Any], options: argparse.Namespace, num_operations: float
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    samples = samples_of(options.rows, options.length, hf["vocab_size"])
-    ids = torch.from_numpy(np.stack([s.token_ids for s in samples]).astype(np.int64)).to(device)
+    batch = batch_of(options.rows, options.length, hf["vocab_size"])
+    rows_of_ids = batch.token_ids.reshape(options.rows, options.length).astype(np.int64)
+    ids = torch.from_numpy(rows_of_ids).to(device)
     labels = ids.clone()
     labels[:, : options.length // 8] = -100
     rows = max(1, options.plain_tokens // options.length)
