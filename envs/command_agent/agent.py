@@ -29,10 +29,10 @@ from outloop.envs.command_agent.verifier import (
     load_verifier,
     verify,
 )
-from outloop.envs.rollout.artifacts import Result
 from outloop.envs.rollout.episode import Episode
 from outloop.envs.rollout.episode_result import Ending, failed, without_reward
 from outloop.envs.rollout.rollout_function import Rollout, load_rollout
+from outloop.envs.verifiers.result import Result
 
 _SETTING = "env.agent_command"
 _READY_S = 5.0

@@ -28,10 +28,10 @@ from outloop.buffer.errors import EnvironmentFailure, RecordError, SettingsError
 from outloop.buffer.records import Reward, Task
 from outloop.buffer.settings.env import EnvSettings
 from outloop.envs.command_agent import command
-from outloop.envs.rollout.artifacts import Result
 from outloop.envs.rollout.episode_result import as_reward
-from outloop.envs.runner.imports import import_object, tear_down
+from outloop.envs.user_code import import_object, tear_down
 from outloop.envs.verifiers.clock import VerifierClock
+from outloop.envs.verifiers.result import Result
 
 _SETTING = "env.verifier"
 _EXPECTED = "`def verify(task, result) -> float`"
@@ -165,7 +165,7 @@ class _FunctionVerifier:
         return as_reward(returned, self._weights)
 
     async def tear_down(self) -> None:
-        """Call the verifier's own; of a function, those of the verifiers that it names."""
+        """Call the verifier's own `tear_down`, or for a function that of its module."""
         await tear_down(self._function)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings.env import EnvSettings
-from outloop.envs.runner.imports import import_object, tear_down
+from outloop.envs.user_code import import_object, tear_down
 
 Kind = Literal["async", "blocking", "batch"]
 _SETTING = "env.rollout_function_path"
@@ -45,7 +45,7 @@ class Rollout:
             await answer
 
     async def tear_down(self) -> None:
-        """Call the owner's `tear_down`; of a function, those of the verifiers that it names."""
+        """Call the owner's `tear_down`, or for a plain function that of its module."""
         await tear_down(self.owner if hasattr(self.owner, "tear_down") else self.call)
 
 

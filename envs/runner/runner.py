@@ -30,16 +30,15 @@ from outloop.buffer.errors import (
 from outloop.buffer.settings import Settings
 from outloop.envs.command_agent.confinement import hidden_paths
 from outloop.envs.rollout.episode_result import Ending, failed
+from outloop.envs.runner.conversation_upload import submit_conversations
 from outloop.envs.runner.failures import FailureLog
 from outloop.envs.runner.router_client import OpenedClaim, RouterClient
 from outloop.envs.runner.worker_pool import InProcess, Players, WorkerPool
-from outloop.envs.tasks.sft_conversations import submit_conversations
 from outloop.envs.tasks.task_files import load_run_tasks
 
 T = TypeVar("T")
 _log = structlog.get_logger()
 
-_DRAIN_S = 5.0
 _CANCEL_S = 4.0
 _GATHER_S = 0.01
 """Slots that become free within it are claimed together."""
@@ -66,6 +65,7 @@ async def run(
     stop: asyncio.Event,
     in_process: bool = False,
     private: Sequence[Path] = (),
+    drain_s: float = 5.0,
 ) -> None:
     """Play until the run is finished or `stop` is set; with trainer.mode "sft", send conversations.
 
@@ -73,6 +73,7 @@ async def run(
         in_process: play in this process, whatever env.num_workers says.
         private: files and folders that agent programs must not see, beside those that the settings
             name.
+        drain_s: how long episodes may go on when `stop` is set.
 
     Raises:
         SettingsError: the user's code or the tasks are wrong, the key is refused, episodes end
@@ -101,7 +102,7 @@ async def run(
         try:
             await _until_stopped(players.start(), stop)
             if not stop.is_set():
-                await Runner(settings, router, players, stop, changed).play_all()
+                await Runner(settings, router, players, stop, changed, drain_s).play_all()
         finally:
             await players.close()
 
@@ -120,8 +121,10 @@ class Runner:
         players: Players,
         stop: asyncio.Event,
         changed: asyncio.Event,
+        drain_s: float,
     ) -> None:
         self._settings = settings
+        self._drain_s = drain_s
         self._router = router
         self._players = players
         self._stop = stop
@@ -230,8 +233,8 @@ class Runner:
         if not self._playing:
             return
         if self._stop.is_set():
-            _log.info("runner_drains", num_playing=len(self._playing), limit_s=_DRAIN_S)
-        _, late = await asyncio.wait(self._playing, timeout=_DRAIN_S)
+            _log.info("runner_drains", num_playing=len(self._playing), limit_s=self._drain_s)
+        _, late = await asyncio.wait(self._playing, timeout=self._drain_s)
         if late:
             _log.warning("episodes_aborted", num_aborted=len(late))
             for task in late:

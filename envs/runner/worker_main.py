@@ -24,9 +24,9 @@ from outloop.buffer.errors import OutloopError, SettingsError
 from outloop.buffer.settings.env import EnvSettings
 from outloop.buffer.telemetry import configure_logging
 from outloop.envs.command_agent import agent
-from outloop.envs.rollout.batch_rollout import play_batch
 from outloop.envs.rollout.episode_result import Ending, failed
 from outloop.envs.runner import worker_protocol
+from outloop.envs.runner.batch_player import play_batch
 from outloop.envs.runner.crash_attribution import Marker
 from outloop.envs.runner.player import Player
 from outloop.envs.runner.worker_protocol import Job

@@ -22,10 +22,10 @@ from outloop.buffer.errors import DeadlineExceeded, OutloopError, PartFailed
 from outloop.buffer.records import FailureKind
 from outloop.buffer.settings import Settings
 from outloop.envs.command_agent.agent import load_player
-from outloop.envs.rollout.batch_rollout import play_batch
 from outloop.envs.rollout.episode_result import Ending, failed
 from outloop.envs.rollout.rollout_function import Kind
 from outloop.envs.runner import worker_protocol
+from outloop.envs.runner.batch_player import play_batch
 from outloop.envs.runner.player import Player
 from outloop.envs.runner.router_client import OpenedClaim
 from outloop.envs.runner.worker_process import WorkerProcess

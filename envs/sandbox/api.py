@@ -1,8 +1,7 @@
-"""What every sandbox can do, and what a call gives back.
+"""What every sandbox can do, and what a call returns.
 
-Owns: limits, programs, results, the two protocols. Does not own: how a backend keeps its promises
-(backends, jail). Invariant: a result describes what the program did; what the sandbox itself failed
-at is an EnvironmentFailure, never a result.
+A result describes what the program did. What the sandbox itself failed at is an EnvironmentFailure,
+never a result.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ Ended = Literal[
     "killed",
     "partner",
 ]
-"""exited, signaled: by itself. wall_time, cpu_time, memory, output: by that limit. refused: its
+"""exited, signaled: on its own. wall_time, cpu_time, memory, output: by that limit. refused: its
 files could not be written. killed: from outside. partner: the other of a pair ended first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one call may use; a jail is opened with the most that any of its calls may use."""
+    """What one call may use. A session is opened with the most that any of its calls may use."""
 
     wall_s: float = 10.0
     cpu_s: int = 10
@@ -44,7 +43,7 @@ class Limits:
     """All files together; a single file too."""
     max_files: int = 4096
     output_bytes: int = 64 * 2**10
-    """Kept of stdout, and of stderr; sixteen times as much ends the program."""
+    """Kept of stdout, and as much of stderr. A program that writes 16 times as much is ended."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -58,7 +57,7 @@ Files = Mapping[str, bytes | str]
 
 
 class Options(TypedDict, total=False):
-    """What a call may be given beside its files and its command; see `Program`."""
+    """What else a call may be given; see `Program`."""
 
     stdin: bytes
     environ: Mapping[str, str]
@@ -68,22 +67,23 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """One program to run: everything that it gets to see."""
+    """One program to run, with everything that it may see."""
 
     command: Sequence[str]
-    """`python` is the jail's own interpreter; `python script.py` is a fork of it, already warm."""
+    """`python` is the session's interpreter; `python script.py` runs in a fork of it, which is
+    already there."""
     files: Files = field(default_factory=dict)
     stdin: bytes = b""
     environ: Mapping[str, str] = field(default_factory=dict)
     collect: Sequence[str] = ()
-    """Files to bring back; only regular files, links are not followed."""
+    """Files to return: regular files only, links are not followed."""
     keep_files: bool = False
-    """True: work in the folder that stays until the jail closes. False: in an empty one."""
+    """True: run in the folder that stays until the session closes. False: in an empty one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """What a program left behind."""
+    """How a program ended, and what it left."""
 
     ended: Ended
     exit_code: int | None
@@ -93,7 +93,7 @@ class RunResult:
     stderr: bytes = b""
     is_output_cut: bool = False
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Of `Program.collect`, those that are there, regular and not too large."""
+    """Those of `Program.collect` that exist, are regular files and fit the disk limit."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
 
@@ -103,8 +103,8 @@ class RunResult:
         return self.exit_code == 0
 
 
-class Jail(Protocol):
-    """A place for the calls of one episode; one call at a time, further ones wait."""
+class Session(Protocol):
+    """Runs the programs of one episode, one call at a time; further calls wait."""
 
     async def run(
         self,
@@ -113,18 +113,18 @@ class Jail(Protocol):
         limits: Limits | None = None,
         **options: Unpack[Options],
     ) -> RunResult:
-        """Run one program; limits above the jail's own are refused.
+        """Run one program; limits above the session's own are refused.
 
         Raises:
-            SettingsError: limits above the jail's, or an empty command.
-            EnvironmentFailure: the jail is lost, and no other can be started.
+            SettingsError: limits above the session's, or an empty command.
+            EnvironmentFailure: the session was lost, and no other can be started.
         """
         ...
 
     async def run_pair(
         self, first: Program, second: Program, limits: Limits | None = None
     ) -> tuple[RunResult, RunResult]:
-        """Run two programs that cannot reach each other but by a socket, descriptor 3 of each.
+        """Run two programs that share nothing but a socket, descriptor 3 of each.
 
         The pair ends when `first` ends.
         """
@@ -132,11 +132,11 @@ class Jail(Protocol):
 
 
 class Sandbox(Protocol):
-    """Where programs that a policy wrote are run."""
+    """Runs programs that a policy wrote."""
 
     @property
     def enforcement(self) -> str:
-        """One sentence: what bounds memory and processes here."""
+        """One sentence: what limits memory and processes here."""
         ...
 
     async def run(
@@ -146,15 +146,15 @@ class Sandbox(Protocol):
         limits: Limits | None = None,
         **options: Unpack[Options],
     ) -> RunResult:
-        """Run one program in a fresh jail of its own.
+        """Run one program in a fresh session of its own.
 
         Raises:
-            EnvironmentFailure: the jail could not be started.
+            EnvironmentFailure: the session could not be started.
         """
         ...
 
-    def jail(self, limits: Limits | None = None) -> AbstractAsyncContextManager[Jail]:
-        """A jail for an episode; it ends with the context.
+    def session(self, limits: Limits | None = None) -> AbstractAsyncContextManager[Session]:
+        """Open a session for an episode; it ends with the context.
 
         Raises:
             EnvironmentFailure: on entering, when it could not be started.
@@ -162,5 +162,5 @@ class Sandbox(Protocol):
         ...
 
     async def close(self) -> None:
-        """Remove what the sandbox keeps on this machine."""
+        """Remove the files that the sandbox keeps on this machine."""
         ...

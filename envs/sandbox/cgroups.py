@@ -1,8 +1,7 @@
-"""Control groups for jails, where this machine lets us make them.
+"""Control groups for sessions, on machines that allow them.
 
-Owns: finding out whether it does, one group per jail, its removal. Does not own: what else bounds
-a jail (backends). Invariant: groups are made below this process's own, so that whatever bounds it
-goes on bounding its jails; no other group is touched.
+Groups are made below this process's own group, so that its limits bound its sessions too. No other
+group is touched.
 """
 
 from __future__ import annotations
@@ -20,29 +19,30 @@ from outloop.envs.sandbox.api import Limits
 from outloop.envs.sandbox.guest.memory import EVENTS, num_oom_kills
 
 _OVERHEAD_BYTES = 64 * 2**20
-"""For the supervisor and the kernel's own records of a jail."""
+"""For the supervisor and the kernel's own records of a session."""
 _OVERHEAD_PROCESSES = 8
 _END_S = 2.0
 
 
 class Cgroup:
-    """The groups of one jail: one folder (version 2), or one for each controller (version 1)."""
+    """The groups of one session: one folder (version 2), or one for each controller (version 1)."""
 
     def __init__(self, owner: Cgroups, folders: Mapping[str, Path]) -> None:
         self._owner = owner
-        self._folders = folders
+        self.folders = folders
+        """By controller, memory and pids."""
 
     def add(self, pid: int) -> None:
         """Move a process and its descendants into the group, and what they will start with them."""
         for one in (pid, *_descendants(pid)):
-            for folder in set(self._folders.values()):
+            for folder in set(self.folders.values()):
                 with suppress(ProcessLookupError):
                     (folder / "cgroup.procs").write_text(str(one))
 
     @contextmanager
     def events(self) -> Iterator[int]:
         """A descriptor to read the kernel's count of kills from."""
-        folder = self._folders["memory"]
+        folder = self.folders["memory"]
         name = EVENTS[0] if (folder / EVENTS[0]).exists() else EVENTS[1]
         events = os.open(folder / name, os.O_RDONLY)
         try:
@@ -58,8 +58,8 @@ class Cgroup:
     def remove(self) -> None:
         """Remove it, once its last processes have gone; a busy one is tried again with the next."""
         with suppress(OSError):
-            _wait_for_all(self._folders["memory"])
-        self._owner.discard(self._folders.values())
+            _wait_for_all(self.folders["memory"])
+        self._owner.discard(self.folders.values())
 
 
 class Cgroups:
@@ -72,7 +72,7 @@ class Cgroups:
         self._lock = threading.Lock()
 
     def create(self, limits: Limits) -> Cgroup:
-        """A group with the jail's limits. Files in a jail are memory, so both limits count.
+        """A group with the session's limits. Files in a sandbox are memory, so both limits count.
 
         Raises:
             OSError: the kernel refuses.
@@ -113,7 +113,7 @@ class Cgroups:
 
 
 def find_cgroups(parent: Path | None = None) -> tuple[Cgroups | None, str]:
-    """Where jails' groups can be made, and otherwise why they cannot, in words.
+    """Where sessions' groups can be made, and otherwise why they cannot, in words.
 
     `parent`: a version 2 group that was delegated to this user and holds no process.
     """

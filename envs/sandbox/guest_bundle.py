@@ -1,8 +1,6 @@
-"""The supervisor's code as files that a jail can be given.
+"""The supervisor's code as files that a sandbox can mount.
 
-Owns: a folder with the compiled package and the jail's /etc/passwd. Does not own: running it.
-Invariant: the folder is this user's own, readable for all and writable for nobody else; closing
-removes it.
+The folder is readable for all and writable for this user only; closing removes it.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from outloop.envs.sandbox import guest
 from outloop.envs.sandbox.api import Limits
 from outloop.envs.sandbox.guest import framing
 
-JAIL_FOLDER = "/outloop"
+GUEST_FOLDER = "/outloop"
 _PASSWD = "agent:x:1000:1000:agent:/work:/bin/sh\n"
 
 
@@ -25,7 +23,7 @@ class Bundle:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(
-            prefix="outloop-jail-", ignore_cleanup_errors=True
+            prefix="outloop-guest-", ignore_cleanup_errors=True
         )
         self.path = Path(self._folder.name)
         self.path.chmod(0o755)
@@ -39,7 +37,7 @@ class Bundle:
             copy = package / source.name
             shutil.copyfile(source, copy)
             copy.chmod(0o644)
-            # Valid whatever the time stamps: a jail may see them otherwise.
+            # Valid whatever the time stamps: a session may see them otherwise.
             mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
             py_compile.compile(str(copy), invalidation_mode=mode, doraise=True)
         (package / "__pycache__").chmod(0o755)
@@ -57,22 +55,22 @@ class Bundle:
 def boot_argv(
     python: str,
     folder: str,
-    room: str,
+    walls: str,
     limits: Limits,
     *,
     extra: tuple[str, ...] = (),
     events: int = -1,
 ) -> list[str]:
-    """The command that starts the supervisor: as little of Python as can be.
+    """The command that starts the supervisor, with as little of Python as possible.
 
-    `events`: a descriptor it inherits, of the file in which the kernel counts what it killed in
-    the jail's group. The supervisor says that it is there before it imports what it needs, so that
-    both sides go on at once.
+    `events`: an inherited descriptor of the file in which the kernel counts the processes that it
+    killed in the session's control group; -1 without one. The supervisor reports that it is ready
+    before it imports its modules, so that the host prepares the first call meanwhile.
     """
     code = (
         f"import os; os.write(1, {framing.pack([b'ready'])!r})\n"
         f"import sys; sys.path[:0] = [{folder!r}]; sys.path += {list(extra)!r}\n"
         "from outloop.envs.sandbox.guest.supervisor import main\n"
-        f"main({room!r}, {limits.disk_bytes}, {limits.max_files}, {events})()"
+        f"main({walls!r}, {limits.disk_bytes}, {limits.max_files}, {events})()"
     )
     return [python, "-I", "-S", "-X", "utf8", "-c", code]

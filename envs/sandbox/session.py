@@ -1,8 +1,8 @@
-"""Calls into one jail: orders out, results back, one at a time.
+"""Calls into one session of a sandbox: requests out, results back, one at a time.
 
-Owns: the messages' meaning, replacing a lost jail, who is to blame for the loss. Does not own: the
-process (process), its walls (backends). Invariant: a program's doing is a result; only when a fresh
-jail does not start either is it an EnvironmentFailure.
+Owns: what the messages mean, replacing a lost session, whose fault the loss was. Does not own: the
+supervisor's process, its isolation. Invariant: what a program does is a result; it is an
+EnvironmentFailure only if a fresh session does not start either.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.envs.sandbox.api import Ended, Files, Limits, Options, Program, RunResult
 from outloop.envs.sandbox.cgroups import Cgroup
 from outloop.envs.sandbox.guest import framing
-from outloop.envs.sandbox.supervisor_process import ENVIRON, JailLost, SupervisorProcess
+from outloop.envs.sandbox.supervisor_process import ENVIRON, SessionLost, SupervisorProcess
 
 _GRACE_S = 15.0
-"""For the supervisor to end a call and answer, beyond the call's wall time."""
+"""Beyond the call's wall time, for the supervisor to end the call and to answer."""
 _OWN_PROCESSES = 5
-"""The jail's reaper, the supervisor, its fork for a call and the programs' inits count too."""
+"""The session's reaper, the supervisor, its fork for a call and the programs' inits count too."""
 _CONTROL = Program(command=("python", "control.py"), files={"control.py": "print('alive')"})
 
 Bounds = Literal["cgroup", "watched", "each"]
-"""What bounds memory: a cgroup; a limit for each process and a watch on the sum; that limit."""
+"""What limits memory: a control group; a limit for each process and a watch on their sum; the limit
+for each process alone."""
 StartSupervisor = Callable[[], Awaitable[tuple[SupervisorProcess, Cgroup | None]]]
 
 
-class SupervisedJail:
-    """A jail with a supervisor in it; started by `open`."""
+class SupervisedSession:
+    """A session that a supervisor serves; started by `open`."""
 
     def __init__(self, limits: Limits, start: StartSupervisor, bounds: Bounds) -> None:
         self._limits = limits
@@ -43,16 +44,26 @@ class SupervisedJail:
         self._placing: asyncio.Future[None] | None = None
         self._turn = asyncio.Lock()
 
+    @property
+    def pid(self) -> int:
+        """Process id of bubblewrap, the engine or the supervisor; 0 when none runs now."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def cgroup(self) -> Cgroup | None:
+        """The control group that bounds it; None without one."""
+        return self._cgroup
+
     async def open(self) -> None:
-        """Start the jail."""
+        """Start the session."""
         self._process, self._cgroup = await self._start()
         if self._cgroup is not None:
-            # The kernel takes its time to move a process; the first call waits for it.
+            # Moving a process takes the kernel some milliseconds; the first call waits for it.
             add = asyncio.to_thread(self._cgroup.add, self._process.pid)
             self._placing = asyncio.ensure_future(add)
 
     async def close(self) -> None:
-        """End the jail and everything in it."""
+        """End the session and everything in it."""
         process, self._process = self._process, None
         cgroup, self._cgroup = self._cgroup, None
         placing, self._placing = self._placing, None
@@ -71,14 +82,14 @@ class SupervisedJail:
         limits: Limits | None = None,
         **options: Unpack[Options],
     ) -> RunResult:
-        """See `Jail.run`."""
+        """See `Session.run`."""
         program = Program(command=command, files=files, **options)
         return (await self._call([program], limits or self._limits))[0]
 
     async def run_pair(
         self, first: Program, second: Program, limits: Limits | None = None
     ) -> tuple[RunResult, RunResult]:
-        """See `Jail.run_pair`."""
+        """See `Session.run_pair`."""
         results = await self._call([first, second], limits or self._limits)
         return results[0], results[1]
 
@@ -91,9 +102,10 @@ class SupervisedJail:
             await self._place()
             try:
                 return await self._ask(programs, limits)
-            except JailLost as error:
+            except SessionLost as error:
                 return await self._blame(programs, error)
-            except BaseException:  # cancelled, or an answer that cannot be read: out of step
+            except BaseException:
+                # Cancelled, or the answer cannot be read: the next one would not be the call's.
                 await self.close()
                 raise
 
@@ -107,7 +119,7 @@ class SupervisedJail:
         ]
 
     async def _place(self) -> None:
-        """Wait until the jail's processes are in their cgroup.
+        """Wait until the session's processes are in their cgroup.
 
         Raises:
             EnvironmentFailure: the kernel refuses; nothing runs unbounded.
@@ -119,13 +131,13 @@ class SupervisedJail:
         except OSError as error:
             await self.close()
             raise EnvironmentFailure(
-                f"the jail's processes cannot be moved into their cgroup: {error}; see "
+                f"the session's processes cannot be moved into their cgroup: {error}; see "
                 "docs/sandbox.md, cgroups"
             ) from error
         self._placing = None
 
-    async def _blame(self, programs: list[Program], error: JailLost) -> list[RunResult]:
-        """A jail died in a call: the program's doing if a fresh jail works, the machine's if not.
+    async def _blame(self, programs: list[Program], error: SessionLost) -> list[RunResult]:
+        """Decide why a session died in a call: if a fresh one works, the program did it.
 
         Raises:
             EnvironmentFailure: a control program does not run either.
@@ -136,21 +148,21 @@ class SupervisedJail:
         await self._place()
         try:
             control = (await self._ask([_CONTROL], self._limits))[0]
-        except JailLost:
+        except SessionLost:
             await self.close()
             raise
         if not control.is_ok:
             raise error
         ended: Ended = "memory" if num_oom_kills else "killed"
-        words = f"the jail was lost: {error}".encode()
+        words = f"the session was lost: {error}".encode()
         return [RunResult(ended=ended, exit_code=None, stderr=words) for _ in programs]
 
     def _check(self, programs: list[Program], limits: Limits) -> None:
         for name in Limits.__slots__:
             if getattr(limits, name) > getattr(self._limits, name):
                 raise SettingsError(
-                    f"limits.{name}={getattr(limits, name)} is above the jail's own "
-                    f"{getattr(self._limits, name)}; open the jail with as much as any call needs"
+                    f"limits.{name}={getattr(limits, name)} is above the session's own "
+                    f"{getattr(self._limits, name)}; open it with as much as any call needs"
                 )
         for program in programs:
             if not program.command or isinstance(program.command, str):

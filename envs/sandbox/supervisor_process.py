@@ -1,8 +1,7 @@
-"""One supervisor process and the line to it.
+"""One supervisor process and the socket to it.
 
-Owns: starting it, a message there and back within a deadline, its end. Does not own: its command
-line (backends), what messages mean (jail). Invariant: after `close` the process is gone and reaped,
-and with it, where the kernel has namespaces, everything in the jail.
+After `close` the process has ended and is reaped, and with it, where the kernel has namespaces,
+everything in the sandbox.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from outloop.envs.sandbox.guest import framing
 _MAX_ERROR_BYTES = 2000
 _LEAVE_S = 2.0
 ENVIRON = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
-"""What every program of ours or of a policy begins with."""
+"""The environment that every program in a sandbox begins with."""
 
 
-class JailLost(EnvironmentFailure):
+class SessionLost(EnvironmentFailure):
     """The supervisor ended, or did not answer in time."""
 
 
@@ -36,11 +35,11 @@ class Launch:
     user: int | None = None
     """Numeric user and group to become first; None: stay."""
     inherits_environ: bool = False
-    """True: the command is told by variables where its engine is."""
+    """True: the command needs variables that say where its engine is."""
     pass_fds: Sequence[int] = ()
-    """Descriptors of ours that it inherits under their numbers."""
+    """Descriptors that it inherits under the same numbers."""
     end_argv: Sequence[str] = ()
-    """A command that ends what killing the process alone would leave behind."""
+    """A command that ends what killing the process would leave behind."""
     start_timeout_s: float = 30.0
 
 
@@ -80,7 +79,7 @@ class SupervisorProcess:
         started = cls(launch, process, ours)
         try:
             await started.receive(launch.start_timeout_s)
-        except JailLost as error:
+        except SessionLost as error:
             await started.close()
             raise EnvironmentFailure(
                 f"the sandbox did not start: {error}; docs/sandbox.md says what each backend needs"
@@ -94,30 +93,30 @@ class SupervisorProcess:
         """Write whole messages.
 
         Raises:
-            JailLost: the supervisor has gone.
+            SessionLost: the supervisor has gone.
         """
         try:
             await asyncio.get_running_loop().sock_sendall(self._line, data)
         except OSError as error:
-            raise JailLost(f"the supervisor in the jail has gone: {error}") from error
+            raise SessionLost(f"the supervisor in the sandbox has ended: {error}") from error
 
     async def receive(self, timeout_s: float) -> list[bytes]:
         """The next message.
 
         Raises:
-            JailLost: the supervisor has gone, or did not answer within `timeout_s`.
+            SessionLost: the supervisor has gone, or did not answer within `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 body = await self._read(framing.body_length(await self._read(8)))
             return framing.unpack(body)
         except TimeoutError as error:
-            raise JailLost(
-                f"the sandbox waited {timeout_s:.1f} s for the supervisor in the jail; it is ended"
+            raise SessionLost(
+                f"the supervisor in the sandbox did not answer in {timeout_s:.1f} s; it was ended"
             ) from error
         except (OSError, ValueError) as error:
-            raise JailLost(
-                f"the supervisor in the jail has gone: {error}; {self._last_words()}"
+            raise SessionLost(
+                f"the supervisor in the sandbox has ended: {error}; {self._last_words()}"
             ) from error
 
     async def _read(self, length: int) -> bytes:
@@ -137,12 +136,12 @@ class SupervisorProcess:
         return " ".join(words.decode(errors="replace").split())
 
     async def close(self) -> None:
-        """Kill and reap it, with everything in the jail."""
+        """Kill and reap it, with everything in the sandbox."""
         self._line.close()
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
-        # The supervisor leaves when its line ends, and takes the jail with it.
+        # The supervisor leaves when its line ends, and takes the session with it.
         try:
             self._process.wait(_LEAVE_S)
         except subprocess.TimeoutExpired:

@@ -1,27 +1,16 @@
-"""Conversations for SFT: read, checked, and handed to the router as messages.
-
-Owns: the shape of a row and the batches in which rows travel. Does not own: rendering (router).
-Invariant: the same rows are sent under the same keys, so a runner that is started again, or a
-second one, adds nothing.
-"""
+"""Conversations for SFT: read and checked."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
-from outloop.envs.runner.router_client import RouterClient
-from outloop.envs.tasks.task_files import content_hash, read_rows
+from outloop.envs.tasks.task_files import read_rows
 
-_BATCH_ROWS = 128
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_log = structlog.get_logger()
 
 
 def load_conversations(settings: Settings) -> Iterator[dict[str, Any]]:
@@ -54,21 +43,6 @@ def read_conversations(
         yield row
     if empty:
         raise SettingsError(f"{setting}={source!r} gives no row; at least one is needed")
-
-
-async def submit_conversations(settings: Settings, router: RouterClient) -> int:
-    """Post every conversation, the last batch marked as final; returns how many were accepted."""
-    rows = load_conversations(settings)
-    batch = list(itertools.islice(rows, _BATCH_ROWS))
-    num_accepted = index = 0
-    while batch:
-        following = list(itertools.islice(rows, _BATCH_ROWS))
-        num_accepted += await router.put_trajectories(
-            batch, key=f"sft-{index}-{content_hash(batch)[:16]}", final=not following
-        )
-        batch, index = following, index + 1
-    _log.info("conversations_sent", num_accepted=num_accepted)
-    return num_accepted
 
 
 def _check_row(row: object, place: str) -> None:

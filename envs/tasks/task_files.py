@@ -1,16 +1,13 @@
-"""Tasks of a run: where they come from, what identifies them, and how they are split.
+"""Tasks of a run: where they come from and what identifies them.
 
-Owns: reading JSONL files and iterables, content hashes, splits, the refusal of overlaps.
-Does not own: the order in which tasks are played (buffer). Invariant: a task_id names one content;
-no task is both trained and evaluated.
+Owns: reading JSONL files and iterables, the refusal of repeats and overlaps. Does not own: splits
+(splits), the order in which tasks are played (buffer). Invariant: a task_id names one content; no
+task is both trained and evaluated.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,35 +18,12 @@ import structlog
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Task
 from outloop.buffer.settings import Settings
-from outloop.buffer.settings.env import EnvSettings
 from outloop.buffer.tasks.mixture import TaskSource
-from outloop.envs.runner.imports import import_folders, import_object
+from outloop.envs.tasks.splits import content_hash, split_sources, validation_and_test
+from outloop.envs.user_code import import_folders, import_object
 
 _log = structlog.get_logger()
 _ID_CHARS = 32
-
-
-def content_hash(content: object) -> str:
-    """SHA-256 of JSON-able content, the same for key order, spacing and Unicode composition."""
-    text = json.dumps(_normalised(content), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def split_of(content: object, shares: Mapping[str, float]) -> str:
-    """Which split `content` belongs to: by its hash alone, so no order or seed can move it.
-
-    `shares` are relative sizes in a fixed order, e.g. {"train": 8, "validation": 1, "test": 1}.
-    """
-    if not shares or min(shares.values()) < 0 or sum(shares.values()) <= 0:
-        raise SettingsError(
-            f"shares={dict(shares)}; non-negative sizes with a sum above 0 are allowed"
-        )
-    point = int(content_hash(content)[:13], 16) / 16**13 * sum(shares.values())
-    for name, share in shares.items():
-        point -= share
-        if point < 0:
-            return name
-    return list(shares)[-1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,10 +56,10 @@ def load_run_tasks(settings: Settings) -> RunTasks:
         eval_tasks = load_tasks(env.eval_tasks, setting="env.eval_tasks", import_dir=env.import_dir)
     elif env.split is not None:
         # Before mixing: a content falls into the same split in whichever source it is.
-        lists, held_out = _split(lists, env)
+        lists, held_out = split_sources(lists, env)
         eval_tasks = held_out[env.eval_split]
         if settings.eval.chooses_checkpoint:
-            eval_tasks, num_test_tasks = _both(held_out, env)
+            eval_tasks, num_test_tasks = validation_and_test(held_out, env)
     elif settings.eval.every > 0:
         raise SettingsError(
             f"eval.every={settings.eval.every} needs env.eval_tasks or env.split; give held-out "
@@ -124,43 +98,6 @@ def _load_sources(settings: Settings) -> dict[str, tuple[Task, ...]]:
         )
         for name, source in env.tasks.items()
     }
-
-
-def _split(
-    lists: dict[str, tuple[Task, ...]], env: EnvSettings
-) -> tuple[dict[str, tuple[Task, ...]], dict[str, tuple[Task, ...]]]:
-    """The training split of each source, and the others of all together, by name."""
-    shares: dict[str, float] = {
-        name: env.split.get(name, 0.0) if env.split else 0.0
-        for name in ("train", "validation", "test")
-    }
-    parts: dict[str, dict[str, list[Task]]] = {name: {} for name in shares}
-    for name, some in lists.items():
-        for task in some:
-            chosen = split_of(task.payload, shares)
-            parts[chosen].setdefault(name, []).append(task)
-    for name in lists:
-        if name not in parts["train"]:
-            raise SettingsError(
-                f"env.split={env.split} leaves no training task of env.tasks {name!r}, which has "
-                f"{len(lists[name])}; give more tasks, or a larger train share"
-            )
-    held_out = {
-        split: tuple({t.task_id: t for some in parts[split].values() for t in some}.values())
-        for split in ("validation", "test")
-    }
-    return {name: tuple(some) for name, some in parts["train"].items()}, held_out
-
-
-def _both(held_out: dict[str, tuple[Task, ...]], env: EnvSettings) -> tuple[tuple[Task, ...], int]:
-    """Validation and then test tasks, and how many of the second."""
-    for split, some in held_out.items():
-        if not some:
-            raise SettingsError(
-                f"eval.chooses_checkpoint=true: env.split={env.split} leaves no task for {split}; "
-                "give more tasks, or a larger share of it"
-            )
-    return held_out["validation"] + held_out["test"], len(held_out["test"])
 
 
 def _refuse_repeats(lists: dict[str, tuple[Task, ...]]) -> None:
@@ -326,15 +263,3 @@ def _refuse_overlap(tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> None:
                 f"task_id={task.task_id!r} is in env.tasks and env.eval_tasks with different "
                 "contents; give each task its own id, or leave task_id out"
             )
-
-
-def _normalised(content: object) -> object:
-    if isinstance(content, str):
-        return " ".join(unicodedata.normalize("NFC", content).split())
-    if isinstance(content, Mapping):
-        return {str(key): _normalised(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_normalised(value) for value in content]
-    if isinstance(content, float) and math.isfinite(content) and content.is_integer():
-        return int(content)
-    return content

@@ -1,9 +1,7 @@
 """Code judged by what it does: unit tests in another process, or input and expected output.
 
-Owns: which files go into which jail, reading the verdict. Does not own: jails (sandbox), the two
-sides of a test (isolated_unit_tests/). Invariant: the code under test never shares a process, a
-file system or a user's reach with the tests, the expected outputs or the verdict; it can only
-answer calls.
+The code under test shares no process, no file system and no user id with the tests, the expected
+outputs and the verdict. It can only answer calls (isolated_unit_tests).
 """
 
 from __future__ import annotations
@@ -22,29 +20,29 @@ from pathlib import Path
 
 from outloop.buffer.errors import EnvironmentFailure
 from outloop.buffer.records import Task
-from outloop.envs.rollout.artifacts import Result
-from outloop.envs.sandbox.api import Jail, Limits, Program, RunResult, Sandbox
+from outloop.envs.sandbox.api import Limits, Program, RunResult, Sandbox, Session
 from outloop.envs.sandbox.backends import open_sandbox
 from outloop.envs.verifiers import isolated_unit_tests
+from outloop.envs.verifiers.result import Result
 from outloop.envs.verifiers.task_fields import code_of, field_of, next_free, num_cores
 
 _PACKAGE = Path(isolated_unit_tests.__file__).parent
 _MAX_CALLS = 500
-"""Then a jail is replaced: nothing in it lives for ever."""
+"""After so many calls a session is replaced."""
 
 
-class _Jails:
-    """Open jails, one for each core of this process's share, used by turns; made when needed."""
+class _Sessions:
+    """Open sessions, one for each core of this process's share, used by turns; made when needed."""
 
     def __init__(self, make_sandbox: Callable[[], Sandbox], limits: Limits) -> None:
         self._make_sandbox = make_sandbox
         self._limits = limits
         self._sandbox: Sandbox | None = None
-        self._free: asyncio.Queue[tuple[AsyncExitStack, Jail, int] | None] | None = None
+        self._free: asyncio.Queue[tuple[AsyncExitStack, Session, int] | None] | None = None
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[Jail]:
-        """A jail that nobody else uses now."""
+    async def one(self) -> AsyncIterator[Session]:
+        """A session that is not in use."""
         if self._free is None:
             self._sandbox = self._make_sandbox()
             self._free = asyncio.Queue()
@@ -52,14 +50,18 @@ class _Jails:
                 self._free.put_nowait(None)
         assert self._sandbox is not None
         free = self._free
-        held = await next_free(free, "jail")
+        held = await next_free(free, "session")
         try:
             if held is None:
                 stack = AsyncExitStack()
-                held = (stack, await stack.enter_async_context(self._sandbox.jail(self._limits)), 0)
-            stack, jail, num_calls = held
-            yield jail
-            held = (stack, jail, num_calls + 1)
+                held = (
+                    stack,
+                    await stack.enter_async_context(self._sandbox.session(self._limits)),
+                    0,
+                )
+            stack, session, num_calls = held
+            yield session
+            held = (stack, session, num_calls + 1)
             if num_calls >= _MAX_CALLS:
                 held = None
                 await stack.aclose()
@@ -75,7 +77,7 @@ class _Jails:
                 await held[0].aclose()
 
     async def close(self) -> None:
-        """End those that nobody uses."""
+        """End the sessions that are not in use."""
         while self._free is not None and not self._free.empty():
             held = self._free.get_nowait()
             if held is not None:
@@ -90,13 +92,13 @@ class _JudgesPrograms:
         self, *, sandbox: str | Sandbox = "bubblewrap", limits: Limits | None = None
     ) -> None:
         self._limits = limits or Limits(wall_s=10.0, cpu_s=10)
-        self._jails = _Jails(
+        self._sessions = _Sessions(
             lambda: open_sandbox(sandbox) if isinstance(sandbox, str) else sandbox, self._limits
         )
 
     async def tear_down(self) -> None:
-        """End the jails."""
-        await self._jails.close()
+        """End the sessions."""
+        await self._sessions.close()
 
 
 class UnitTests(_JudgesPrograms):
@@ -128,7 +130,7 @@ class UnitTests(_JudgesPrograms):
         """1.0 or 0.0, or with `gives_part` the share of the tests that passed.
 
         Raises:
-            EnvironmentFailure: the tests are no Python, or no jail can be had.
+            EnvironmentFailure: the tests are no Python, or no session can be had.
         """
         tests = field_of(task, self._field, object)
         sources = [str(test) for test in tests] if isinstance(tests, list) else [str(tests)]
@@ -146,8 +148,8 @@ class UnitTests(_JudgesPrograms):
         code = code_of(result.answer)
         if is_code and f"def {entry_point}" not in code:
             code = f"{prompt}\n{code}"
-        async with self._jails.one() as jail:
-            tested, _ = await jail.run_pair(_tests_side(job), _code_side(code), self._limits)
+        async with self._sessions.one() as session:
+            tested, _ = await session.run_pair(_tests_side(job), _code_side(code), self._limits)
         verdict = _verdict(tested)
         if "broken" in verdict:
             raise EnvironmentFailure(
@@ -258,9 +260,9 @@ class InputOutput(_JudgesPrograms):
         cases = field_of(task, self._field, list)
         files = {"main.py": code_of(result.answer).encode(errors="replace")}
         num_right = 0
-        async with self._jails.one() as jail:
+        async with self._sessions.one() as session:
             for case in cases:
-                ran = await jail.run(
+                ran = await session.run(
                     files, ("python", "main.py"), self._limits, stdin=str(case["input"]).encode()
                 )
                 is_right = ran.is_ok and _lines(ran.stdout) == _lines(str(case["output"]).encode())
@@ -294,7 +296,7 @@ def _verdict(tested: RunResult) -> dict[str, object]:
     """What the tests' side wrote; nothing when a limit ended it first.
 
     Raises:
-        EnvironmentFailure: the jail could not take the tests' files.
+        EnvironmentFailure: the session could not take the tests' files.
     """
     if tested.ended == "refused":
         words = tested.stderr.decode(errors="replace")[-400:]

@@ -19,7 +19,7 @@ import aiohttp
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.buffer.records import Task
-from outloop.envs.rollout.artifacts import Result
+from outloop.envs.verifiers.result import Result
 from outloop.envs.verifiers.task_fields import end_of
 
 _MAX_BODY_BYTES = 4 * 2**20

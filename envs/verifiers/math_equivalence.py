@@ -7,8 +7,8 @@ Owns: which fields are compared, the deadline. Does not own: mathematics (math-v
 from __future__ import annotations
 
 from outloop.buffer.records import Task
-from outloop.envs.rollout.artifacts import Result
 from outloop.envs.verifiers.judgement_pool import Workers
+from outloop.envs.verifiers.result import Result
 from outloop.envs.verifiers.task_fields import end_of, text_of
 
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from outloop.buffer.records import Task
-from outloop.envs.rollout.artifacts import Result
 from outloop.envs.verifiers.judgement_pool import Workers
+from outloop.envs.verifiers.result import Result
 from outloop.envs.verifiers.task_fields import end_of, field_of, text_of
 
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][+-]?\d{1,3})?")

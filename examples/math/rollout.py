@@ -2,8 +2,8 @@
 
 from agent import solve
 
-from outloop.envs.rollout.artifacts import Result
 from outloop.envs.verifiers.math_equivalence import Math
+from outloop.envs.verifiers.result import Result
 
 
 class Play:

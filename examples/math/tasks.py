@@ -12,7 +12,7 @@ import random
 import reasoning_gym
 from agent import SYSTEM_PROMPT
 
-from outloop.envs.tasks.task_files import split_of
+from outloop.envs.tasks.splits import split_of
 
 TITLE = "An arithmetic agent learns to say what it half knows"
 

@@ -3,10 +3,11 @@
 Each part is a function that returns its figures; the table shows those of the parts that were run,
 and runs/bench/envs.json keeps the others' from an earlier run.
 
-sandbox: `jailed_runs_per_s`, calls through one jail for each core, each a fork of the jail's Python
-with its own files; `fresh_jails_per_s`, one jail for each call; `jail_start_vs_bwrap`, a jail until
-it is ready beside a bare `bwrap python -I -S -c pass` with the same mounts, by turns, medians;
-`fresh_run_vs_bwrap`, the same program in a fresh jail and by bare bwrap, from start to end;
+sandbox: `sandboxed_runs_per_s`, calls through one session for each core, each a fork of the
+session's Python with its own files; `fresh_sessions_per_s`, one session for each call;
+`session_start_vs_bwrap`, a session until it is ready beside a bare `bwrap python -I -S -c pass`
+with the same mounts, by turns, medians;
+`fresh_run_vs_bwrap`, the same program in a fresh session and by bare bwrap, from start to end;
 `unit_tests_per_s`, tests in one process and the code in another, eight calls each.
 math: `math_per_s`, answers of six forms, every expected one another; `math_worst_s`, how long a
 right answer waited that came behind one that never ends in every worker (its deadline is 1 s).
@@ -35,11 +36,11 @@ from rich.console import Console
 from rich.table import Table
 
 from outloop.buffer.records import Task
-from outloop.envs.rollout.artifacts import Result
 from outloop.envs.sandbox.api import Limits
-from outloop.envs.sandbox.backends import BubblewrapSandbox
+from outloop.envs.sandbox.bubblewrap import BubblewrapSandbox
 from outloop.envs.verifiers.code import UnitTests
 from outloop.envs.verifiers.math_equivalence import Math
+from outloop.envs.verifiers.result import Result
 
 Figures = dict[str, float]
 OUT = Path(__file__).resolve().parents[2] / "runs" / "bench" / "envs.json"
@@ -49,9 +50,9 @@ COMMAND = ("python", "main.py")
 TARGETS = {
     "episodes_lost": "0",
     "cpu_ms_per_turn": "< 5",
-    "jailed_runs_per_s": ">= 100",
-    "fresh_jails_per_s": ">= 15",
-    "jail_start_vs_bwrap": "<= 1.3",
+    "sandboxed_runs_per_s": ">= 100",
+    "fresh_sessions_per_s": ">= 15",
+    "session_start_vs_bwrap": "<= 1.3",
     "math_per_s": ">= 200",
 }
 ADD = Task(
@@ -79,9 +80,9 @@ def by_cpu(name: str, each_s: float) -> Figures:
     return {f"{name}_cpu_ms": 1000 * each_s, f"{name}s_per_s_by_cpu": NUM_CORES / each_s}
 
 
-def processes_of(jail: Any) -> list[int]:
-    """The jail's lasting processes: bwrap twice and the supervisor."""
-    pids = [jail._process.pid]
+def processes_of(session: Any) -> list[int]:
+    """The session's lasting processes: bwrap twice and the supervisor."""
+    pids = [session._process.pid]
     for pid in pids:
         pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
     return pids
@@ -104,26 +105,26 @@ async def bench_sandbox() -> Figures:
     """The sandbox's figures."""
     figures: Figures = {}
     sandbox = BubblewrapSandbox(Limits(wall_s=60, max_processes=8))
-    jails = [sandbox.jail() for _ in range(NUM_CORES)]
-    opened = [await jail.__aenter__() for jail in jails]
+    sessions = [sandbox.session() for _ in range(NUM_CORES)]
+    opened = [await session.__aenter__() for session in sessions]
 
     async def call(index: int) -> None:
         result = await opened[index % NUM_CORES].run(FILES, COMMAND, stdin=b"1 2")
         assert result.stdout == b"3\n", result
 
     await timed("warm", 20, call)
-    pids = [one for jail in opened for one in processes_of(jail)]
+    pids = [one for session in opened for one in processes_of(session)]
     before = cpu_s(pids)
-    figures |= await timed("jailed_runs_per_s", 400, call)
-    figures |= by_cpu("jailed_run", (cpu_s(pids) - before) / 400)
-    for jail in jails:
-        await jail.__aexit__(None, None, None)
+    figures |= await timed("sandboxed_runs_per_s", 400, call)
+    figures |= by_cpu("sandboxed_run", (cpu_s(pids) - before) / 400)
+    for session in sessions:
+        await session.__aexit__(None, None, None)
 
     async def fresh(index: int) -> None:
         result = await sandbox.run(FILES, COMMAND, stdin=b"1 2")
         assert result.stdout == b"3\n", result
 
-    figures |= await timed("fresh_jails_per_s", 60, fresh)
+    figures |= await timed("fresh_sessions_per_s", 60, fresh)
     figures |= await compare_starts(sandbox)
     await sandbox.close()
 
@@ -139,7 +140,7 @@ async def bench_sandbox() -> Figures:
 
 
 async def compare_starts(sandbox: BubblewrapSandbox) -> Figures:
-    """A jail's start beside bwrap's with the same mounts, by turns."""
+    """A session's start beside bwrap's with the same mounts, by turns."""
     launch = sandbox._launch(Limits())
     bare = [*launch.argv[: launch.argv.index("-c")], "-c", "pass"]
     script = [*bare[:-1], FILES["main.py"]]
@@ -154,7 +155,7 @@ async def compare_starts(sandbox: BubblewrapSandbox) -> Figures:
         started = time.perf_counter()
         subprocess.run(bare, check=True, user=launch.user, group=launch.user, cwd="/")
         take("theirs")
-        async with sandbox.jail():
+        async with sandbox.session():
             take("ours")
         started = time.perf_counter()
         subprocess.run(
@@ -167,8 +168,8 @@ async def compare_starts(sandbox: BubblewrapSandbox) -> Figures:
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
         "bwrap_start_ms": 1000 * medians["theirs"],
-        "jail_start_ms": 1000 * medians["ours"],
-        "jail_start_vs_bwrap": medians["ours"] / medians["theirs"],
+        "session_start_ms": 1000 * medians["ours"],
+        "session_start_vs_bwrap": medians["ours"] / medians["theirs"],
         "fresh_run_vs_bwrap": medians["our_run"] / medians["their_run"],
     }
 

@@ -1,9 +1,10 @@
 """A fake router, a user's folder to import from, and settings that name both."""
 
 import asyncio
+import contextlib
 import importlib.util
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,13 +39,13 @@ async def router(fake_module: ModuleType) -> AsyncIterator[Any]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
     """The user's working directory; modules that a test puts there are forgotten afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    before = set(sys.modules)
-    yield tmp_path
+    before, path, writes_no_bytecode = set(sys.modules), [*sys.path], sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    with contextlib.chdir(tmp_path):
+        yield tmp_path
+    sys.path[:], sys.dont_write_bytecode = path, writes_no_bytecode
     for name in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]

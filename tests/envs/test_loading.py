@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,11 @@ import pytest
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Task
 from outloop.buffer.settings import Settings
-from outloop.envs.command_agent.verifier import load_verifier
-from outloop.envs.rollout.artifacts import Result
+from outloop.envs.command_agent.verifier import load_verifier, verify
 from outloop.envs.rollout.rollout_function import load_rollout
-from outloop.envs.runner.imports import import_object
 from outloop.envs.runner.preflight import check_rollout
+from outloop.envs.user_code import import_object
+from outloop.envs.verifiers.result import Result
 
 GOOD = """
 import functools
@@ -229,7 +230,7 @@ def test_the_check_reads_tasks_and_conversations_too(
 
 
 USES_A_VERIFIER = """
-from outloop.envs.rollout.artifacts import Result
+from outloop.envs.verifiers.result import Result
 from outloop.envs.verifiers.math_equivalence import Math
 
 right = Math()
@@ -243,16 +244,20 @@ async def verify(task, result):
     return await right(task, Result(answer="4/2"))
 
 
+async def tear_down():
+    await right.tear_down()
+
+
 def tasks():
     return [{"question": "1+1", "answer": "2"}]
 """
 
 
 @pytest.mark.parametrize("is_rollout", [True, False])
-async def test_verifiers_that_a_function_names_are_told_when_it_is_over(
+async def test_a_module_is_told_when_the_run_is_over(
     is_rollout: bool, make_settings: Callable[..., Settings], folder: Path
 ) -> None:
-    """The processes that one has started are gone after the tear_down of what calls it."""
+    """Its `tear_down` is called for its functions: what their verifiers started has ended."""
     (folder / "user.py").write_text(USES_A_VERIFIER)
     env = make_settings(verifier="user:verify").env
     task = Task(task_id="t", payload={"question": "1+1", "answer": "2"})
@@ -262,7 +267,9 @@ async def test_verifiers_that_a_function_names_are_told_when_it_is_over(
         assert await rollout.call(task, None) == 1.0
     else:
         verifier = load_verifier(env)
-        assert (await verifier(task, Result(answer=""))).value == 1.0
+        result = Result(answer="")
+        reward = await verify(verifier, task, result, timeout_s=60, deadline=time.time() + 60)
+        assert reward.value == 1.0
     assert set(psutil.Process().children(recursive=True)) - before
     await (rollout if is_rollout else verifier).tear_down()
     _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=5)

@@ -273,10 +273,8 @@ async def test_stopping_drains_then_aborts(
     folder: Path,
     make_settings: Callable[..., Settings],
     fake_module: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Short episodes end as they would; long ones are closed as aborted, without a reward."""
-    monkeypatch.setattr("outloop.envs.runner.runner._DRAIN_S", 0.6)
     router.num_episodes = 4
     (folder / "user.py").write_text(
         "import asyncio\nimport itertools\ncount = itertools.count()\n\n\n"
@@ -286,7 +284,13 @@ async def test_stopping_drains_then_aborts(
     )
     stop = asyncio.Event()
     playing = asyncio.create_task(
-        run(make_settings(), router_url=router.url, runner_key=fake_module.RUNNER_KEY, stop=stop)
+        run(
+            make_settings(),
+            router_url=router.url,
+            runner_key=fake_module.RUNNER_KEY,
+            stop=stop,
+            drain_s=0.6,
+        )
     )
     async with asyncio.timeout(10):
         while len(router.claims) < 4:

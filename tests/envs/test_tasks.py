@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
-from outloop.envs.tasks.task_files import content_hash, load_run_tasks, load_tasks, split_of
+from outloop.envs.tasks.splits import content_hash, split_of
+from outloop.envs.tasks.task_files import load_run_tasks, load_tasks
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -12,7 +12,7 @@ from outloop.buffer.errors import EnvironmentFailure
 from outloop.buffer.records import Task
 from outloop.buffer.settings import Settings
 from outloop.envs.command_agent.verifier import VerifierTimeout, load_verifier, verify
-from outloop.envs.rollout.artifacts import Result
+from outloop.envs.verifiers.result import Result
 
 CHECKS = """
 import asyncio, threading, time

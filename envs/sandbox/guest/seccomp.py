@@ -1,7 +1,6 @@
-"""System calls that a program in a sandbox has no use for, refused by the kernel.
+"""System calls that a program in a sandbox does not need, refused by the kernel.
 
-Owns: which calls, and the filter program. Does not own: when it is loaded (program). Invariant: a
-filter can only take away; a program can go on without what it refuses.
+A filter can only take away. What it refuses fails with an error code, as on a kernel without it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The first program of a jail: takes calls, forks a program for each, and answers.
+"""The first process of a session: receives calls, starts a program for each, and answers.
 
 Owns: the time, the output and the memory that a call may use, and its end. Does not own: what is
-called (sandbox), how a program is confined (program, rooms). Invariant: holds no right to anything
-outside of its jail; answers every call once, within its wall time and a little.
+called (session), how a program is confined (program, isolation). Invariant: it has no rights to
+anything outside its sandbox, and answers every call once, soon after its wall time at the latest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from outloop.envs.sandbox.guest import framing, isolation, memory, program, syscalls
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # imported in every jail, these would be a quarter of its start
+if TYPE_CHECKING:  # imported in every sandbox, these would be a quarter of its start
     from collections.abc import Callable
     from types import TracebackType
 
@@ -60,8 +60,8 @@ class _Running:
 class Supervisor:
     """Serves calls on descriptors 0 and 1 until the other side has gone."""
 
-    def __init__(self, room: isolation.Room, killed: memory.Killed) -> None:
-        self._room = room
+    def __init__(self, walls: isolation.Isolation, killed: memory.Killed) -> None:
+        self._walls = walls
         self._killed = killed
 
     def serve(self) -> None:
@@ -73,7 +73,7 @@ class Supervisor:
                 return
             is_kept, *numbers = (int(field) for field in head)
             if is_kept:
-                self._room.open_kept()
+                self._walls.open_kept()
             # In a fork: what a program printed or left is never in the memory that later programs
             # are forked from.
             pid = os.fork()
@@ -123,16 +123,16 @@ class Supervisor:
         fields = []
         for index, one in enumerate(running):
             fields += self._answer(one, output_bytes, time.monotonic() - started)
-            self._room.clean(index)
+            self._walls.clean(index)
         return fields
 
     def _start(self, index: int, link: int | None, others: list[int]) -> _Running:
         (status, its_status), (out, its_out), (err, its_err) = (os.pipe() for _ in range(3))
-        pid = self._room.fork()
+        pid = self._walls.fork()
         if pid == 0:
             for fd in [*others, status, out, err]:
                 os.close(fd)
-            program.init(self._room, index, (its_status, its_out, its_err), link)
+            program.init(self._walls, index, (its_status, its_out, its_err), link)
         for fd in (its_status, its_out, its_err):
             os.close(fd)
         one = _Running(pid, status, out, err)
@@ -160,7 +160,7 @@ class Supervisor:
             why = "wall_time" if left_ms <= 0 else ""
             for fd, _ in poll.poll(max(1.0, min(_TICK_MS, left_ms))):
                 if fd == 0:
-                    os._exit(0)  # Nobody waits for an answer; the jail ends with us.
+                    os._exit(0)  # Nobody waits for an answer; the session ends with us.
                 owners[fd].take(fd, output_bytes)
                 if fd not in owners[fd].open:
                     poll.unregister(fd)
@@ -217,15 +217,15 @@ def _socketpair() -> list[int]:
 
 def main(kind: str, disk_bytes: int, max_files: int, events: int) -> Callable[[], None]:
     """Serve; returns in a forked program with the function that runs its script."""
-    room = isolation.ROOMS[kind](disk_bytes, max_files)
-    killed = memory.Killed(events, isinstance(room, isolation.UserRoom))
+    walls = isolation.ISOLATIONS[kind](disk_bytes, max_files)
+    killed = memory.Killed(events, isinstance(walls, isolation.UserIsolation))
     try:
-        Supervisor(room, killed).serve()
+        Supervisor(walls, killed).serve()
     except program.Become as become:
         argv = become.argv
         return lambda: _run_script(argv)
-    if isinstance(room, isolation.PlainRoom):
-        room.close()
+    if isinstance(walls, isolation.NoIsolation):
+        walls.close()
     os._exit(0)
 
 

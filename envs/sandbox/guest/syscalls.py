@@ -1,8 +1,4 @@
-"""System calls that Python has no function for, by ctypes.
-
-Owns: clone into new namespaces, mounts, process attributes, dropping capabilities. Does not own: in
-which order they are made (program, supervisor). Invariant: a call that fails raises OSError.
-"""
+"""System calls that Python has no function for, made by ctypes. One that fails raises OSError."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import ctypes
 import os
 
 SIGKILL, SIGCHLD, SIGPIPE, SIGXFSZ = 9, 17, 13, 25
-"""The module signal takes as long to import as a jail's first call."""
+"""The module signal takes as long to import as a session's first call."""
 CLONE_NEWNS = 0x00020000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWPID = 0x20000000

@@ -1,8 +1,7 @@
-"""Files under a folder that a hostile program may have filled.
+"""Files in a folder that a hostile program may have filled.
 
-Owns: writing files before a program runs, reading them after it. Does not own: the folder's size.
-Invariant: no symbolic link is followed, nothing that is not a regular file is read, and no read
-waits or is longer than asked.
+No symbolic link is followed, nothing but regular files is read, and no read blocks or returns more
+than was asked for.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from outloop.envs.sandbox.api import Limits, Sandbox
-from outloop.envs.sandbox.backends import BubblewrapSandbox
+from outloop.envs.sandbox.bubblewrap import BubblewrapSandbox
 
 LIMITS = Limits(wall_s=20, cpu_s=10, memory_bytes=256 * 2**20, max_processes=16)
 

@@ -1,6 +1,6 @@
-"""What a hostile policy may try in a jail, and that none of it works.
+"""What a hostile policy may try in a sandbox, and that none of it works.
 
-Each attack runs where cgroups bound a jail and where only resource limits and the supervisor do.
+Each attack runs where cgroups bound a session and where only resource limits and the supervisor do.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from outloop.envs.sandbox import backends
-from outloop.envs.sandbox.api import Jail, Limits, RunResult
-from outloop.envs.sandbox.backends import BubblewrapSandbox
+from outloop.envs.sandbox.api import Limits, RunResult
+from outloop.envs.sandbox.bubblewrap import BubblewrapSandbox
+from outloop.envs.sandbox.session import SupervisedSession
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MB = 2**20
@@ -37,30 +37,27 @@ TOGETHER = (
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module", params=["cgroups", "rlimits"])
-async def jail(request: pytest.FixtureRequest) -> AsyncIterator[Jail]:
-    """One jail for all attacks: what one leaves behind would meet the next."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "rlimits":
-            patch.setattr(backends, "find_cgroups", lambda parent: (None, "the test says so"))
-        sandbox = BubblewrapSandbox(LIMITS)
-    async with sandbox.jail() as opened:
+async def session(request: pytest.FixtureRequest) -> AsyncIterator[SupervisedSession]:
+    """One session for all attacks: what one leaves behind would meet the next."""
+    sandbox = BubblewrapSandbox(LIMITS, uses_cgroups=request.param == "cgroups")
+    async with sandbox.session() as opened:
         yield opened
     await sandbox.close()
 
 
 async def attack(
-    jail: Jail, code: str, limits: Limits = LIMITS, *, keep_files: bool = False
+    session: SupervisedSession, code: str, limits: Limits = LIMITS, *, keep_files: bool = False
 ) -> RunResult:
-    """Run the code, and see that the very same jail still works."""
-    process = jail._process  # type: ignore[attr-defined]
-    result = await jail.run({"a.py": code}, ("python", "a.py"), limits, keep_files=keep_files)
-    after = await jail.run({"b.py": "print('alive')"}, ("python", "b.py"))
+    """Run the code, and see that the very same session still works."""
+    pid = session.pid
+    result = await session.run({"a.py": code}, ("python", "a.py"), limits, keep_files=keep_files)
+    after = await session.run({"b.py": "print('alive')"}, ("python", "b.py"))
     assert after.stdout == b"alive\n"
-    assert jail._process is process  # type: ignore[attr-defined]
+    assert session.pid == pid
     return result
 
 
-async def test_a_fork_bomb_goes_off_inside(jail: Jail) -> None:
+async def test_a_fork_bomb_goes_off_inside(session: SupervisedSession) -> None:
     """It runs into the number of processes, is ended, and leaves none."""
     code = (
         "import os\n"
@@ -71,13 +68,13 @@ async def test_a_fork_bomb_goes_off_inside(jail: Jail) -> None:
         "    except OSError: print('no more', flush=True); break\n"
         "while True: pass\n"
     )
-    result = await attack(jail, code, BRIEF)
+    result = await attack(session, code, BRIEF)
     assert result.ended == "wall_time"
     assert b"no more" in result.stdout
     assert result.wall_s < 15
 
 
-async def test_threads_count_as_processes(jail: Jail) -> None:
+async def test_threads_count_as_processes(session: SupervisedSession) -> None:
     """A thousand threads cannot be started."""
     code = (
         "import threading\n"
@@ -89,7 +86,7 @@ async def test_threads_count_as_processes(jail: Jail) -> None:
         "except RuntimeError: pass\n"
         "print(n)\n"
     )
-    assert int((await attack(jail, code)).stdout) < 64
+    assert int((await attack(session, code)).stdout) < 64
 
 
 @pytest.mark.parametrize(
@@ -100,14 +97,14 @@ async def test_threads_count_as_processes(jail: Jail) -> None:
         "x = []\nwhile True: x.append(' ' * 2**20)",
     ],
 )
-async def test_memory_is_bounded(jail: Jail, code: str) -> None:
+async def test_memory_is_bounded(session: SupervisedSession, code: str) -> None:
     """One process or several together: what takes too much is ended, all of it, or refused."""
-    result = await attack(jail, code)
+    result = await attack(session, code)
     assert result.ended == "memory" or b"MemoryError" in result.stderr
     assert result.wall_s < 14
 
 
-async def test_memory_outside_of_processes_is_bounded(jail: Jail) -> None:
+async def test_memory_outside_of_processes_is_bounded(session: SupervisedSession) -> None:
     """Shared memory segments, memory files and /dev/shm are refused or count as disk."""
     code = (
         "import os, ctypes\n"
@@ -119,13 +116,13 @@ async def test_memory_outside_of_processes_is_bounded(jail: Jail) -> None:
         "    for i in range(64): open(f'/dev/shm/{i}', 'wb').write(bytes(2**20))\n"
         "except OSError as error: print(error.errno)\n"
     )
-    assert (await attack(jail, code)).stdout.split() == [b"-1", b"-1", b"1", b"28"]
+    assert (await attack(session, code)).stdout.split() == [b"-1", b"-1", b"1", b"28"]
 
 
-async def test_disk_and_number_of_files_are_bounded(jail: Jail) -> None:
+async def test_disk_and_number_of_files_are_bounded(session: SupervisedSession) -> None:
     """Writing ends with "no space left"; kept files do not eat up another call's room."""
     big = "open('big', 'wb').write(bytes(64 * 2**20))"
-    assert b"OSError" in (await attack(jail, big, keep_files=True)).stderr
+    assert b"OSError" in (await attack(session, big, keep_files=True)).stderr
     parts = (
         "import os\n"
         "try:\n"
@@ -133,7 +130,7 @@ async def test_disk_and_number_of_files_are_bounded(jail: Jail) -> None:
         "        with open(f'/tmp/part{i}', 'wb') as file: file.write(bytes(2**20))\n"
         "except OSError as error: print(error.errno, i)\n"
     )
-    full = (await attack(jail, parts)).stdout.split()
+    full = (await attack(session, parts)).stdout.split()
     assert full[0] in (b"28", b"27")
     assert int(full[1]) <= 4
     many = (
@@ -142,14 +139,14 @@ async def test_disk_and_number_of_files_are_bounded(jail: Jail) -> None:
         "    while True: open(f'f{n}', 'w').close(); n += 1\n"
         "except OSError as error: print(error.errno, n)\n"
     )
-    result = (await attack(jail, many)).stdout.split()
+    result = (await attack(session, many)).stdout.split()
     assert result[0] == b"28"
     assert int(result[1]) <= LIMITS.max_files + 8
-    assert (await jail.run({"c.py": "1"}, ("true",), keep_files=True)).ended == "refused"
-    assert (await jail.run({}, ("rm", "big"), keep_files=True)).is_ok
+    assert (await session.run({"c.py": "1"}, ("true",), keep_files=True)).ended == "refused"
+    assert (await session.run({}, ("rm", "big"), keep_files=True)).is_ok
 
 
-async def test_nothing_outside_can_be_written(jail: Jail) -> None:
+async def test_nothing_outside_can_be_written(session: SupervisedSession) -> None:
     """Only the workspace, /tmp and shared memory, which are one small disk (/box), take a file."""
     code = (
         "import os\n"
@@ -167,10 +164,10 @@ async def test_nothing_outside_can_be_written(jail: Jail) -> None:
         "    try: os.mknod('disk', 0o600 | 0o060000, device); print('device')\n"
         "    except OSError: pass\n"
     )
-    assert (await attack(jail, code)).stdout == b"['/box', '/dev/shm', '/tmp', '/work']\n"
+    assert (await attack(session, code)).stdout == b"['/box', '/dev/shm', '/tmp', '/work']\n"
 
 
-async def test_the_host_cannot_be_read(jail: Jail) -> None:
+async def test_the_host_cannot_be_read(session: SupervisedSession) -> None:
     """Not its files, its processes, its environment or the runner's code."""
     here = Path(__file__).resolve()
     code = (
@@ -182,7 +179,7 @@ async def test_the_host_cannot_be_read(jail: Jail) -> None:
         "print(sorted(os.environ))\n"
         "print([name for name in os.listdir('/dev') if name[:2] in ('sd', 'vd', 'me', 'km')])\n"
     )
-    lines = (await attack(jail, code)).stdout.decode().splitlines()
+    lines = (await attack(session, code)).stdout.decode().splitlines()
     roots = set(eval(lines[0]))
     own = {"bin", "box", "dev", "etc", "lib", "lib32", "lib64", "outloop", "proc", "sbin", "tmp"}
     assert roots <= own | {"usr", "work"}
@@ -191,7 +188,7 @@ async def test_the_host_cannot_be_read(jail: Jail) -> None:
     assert lines[3] == "[]"
 
 
-async def test_nobody_outside_can_be_killed_or_traced(jail: Jail) -> None:
+async def test_nobody_outside_can_be_killed_or_traced(session: SupervisedSession) -> None:
     """Signals to every number, and reading the init's memory, reach nobody."""
     code = (
         "import os, signal, ctypes\n"
@@ -206,12 +203,12 @@ async def test_nobody_outside_can_be_killed_or_traced(jail: Jail) -> None:
         "    except OSError: pass\n"
         "print('done')\n"
     )
-    result = await attack(jail, code)
+    result = await attack(session, code)
     assert result.stdout == b"-1 -1\ndone\n"
     assert os.getpid()
 
 
-async def test_no_rights_can_be_gained(jail: Jail) -> None:
+async def test_no_rights_can_be_gained(session: SupervisedSession) -> None:
     """No namespaces, mounts, users, capabilities, higher limits or set-user-id programs."""
     code = (
         "import os, ctypes, resource\n"
@@ -235,10 +232,10 @@ async def test_no_rights_can_be_gained(jail: Jail) -> None:
         "status = open('/proc/self/status').read()\n"
         "print(got, status.split('CapEff:')[1][:17].strip(), 'NoNewPrivs:\\t1' in status)\n"
     )
-    assert (await attack(jail, code)).stdout == b"[] 0000000000000000 True\n"
+    assert (await attack(session, code)).stdout == b"[] 0000000000000000 True\n"
 
 
-async def test_there_is_no_network(jail: Jail) -> None:
+async def test_there_is_no_network(session: SupervisedSession) -> None:
     """A server on this machine cannot be reached, nor any other address or abstract socket."""
     server = socket.create_server(("127.0.0.1", 0))
     hidden = socket.socket(socket.AF_UNIX)
@@ -253,13 +250,13 @@ async def test_there_is_no_network(jail: Jail) -> None:
         "except OSError: pass\n"
         "print([line.split(':')[0].strip() for line in open('/proc/net/dev')][2:])\n"
     )
-    result = await attack(jail, code)
+    result = await attack(session, code)
     server.close()
     hidden.close()
     assert result.stdout == b"['lo']\n"
 
 
-async def test_only_common_sockets_can_be_made(jail: Jail) -> None:
+async def test_only_common_sockets_can_be_made(session: SupervisedSession) -> None:
     """Three families of sockets; the rest reach kernel code or neighbours not needed here."""
     code = (
         "import ctypes, errno\n"
@@ -275,10 +272,10 @@ async def test_only_common_sockets_can_be_made(jail: Jail) -> None:
         "high = libc.socket(ctypes.c_long(2**32 + 40), ctypes.c_long(1), ctypes.c_long(0))\n"
         "print(sorted(set(made)), refused == {errno.EAFNOSUPPORT}, high)\n"
     )
-    assert (await attack(jail, code)).stdout == b"[1, 2, 10] True -1\n"
+    assert (await attack(session, code)).stdout == b"[1, 2, 10] True -1\n"
 
 
-async def test_calls_without_a_use_are_refused(jail: Jail) -> None:
+async def test_calls_without_a_use_are_refused(session: SupervisedSession) -> None:
     """Watching files, moving others' memory, namespaces; what newer kernels add is not there."""
     numbers = {
         "x86_64": {"fanotify_init": 300, "move_pages": 279, "migrate_pages": 256, "mbind": 237},
@@ -295,11 +292,11 @@ async def test_calls_without_a_use_are_refused(jail: Jail) -> None:
         "print(subprocess.run(['true']).returncode, os.system('true'))\n"
         "one = threading.Thread(target=print, args=('thread',)); one.start(); one.join()\n"
     )
-    lines = (await attack(jail, code)).stdout.decode().splitlines()
+    lines = (await attack(session, code)).stdout.decode().splitlines()
     assert lines == ["{'EPERM'}", "{'ENOSYS'}", "0 0", "thread"]
 
 
-async def test_earlier_calls_leave_nothing_in_memory(jail: Jail) -> None:
+async def test_earlier_calls_leave_nothing_in_memory(session: SupervisedSession) -> None:
     """What a program was given, printed, wrote or left to collect is in no later one's memory."""
     secret = "k3y" + "w0rd"
     tell = (
@@ -318,12 +315,12 @@ async def test_earlier_calls_leave_nothing_in_memory(jail: Jail) -> None:
         "print(found)\n"
     )
     for _ in range(3):
-        told = await jail.run({"a.py": tell, "x": secret}, ("python", "a.py"), collect=("y",))
+        told = await session.run({"a.py": tell, "x": secret}, ("python", "a.py"), collect=("y",))
         assert told.files == {"y": secret.encode()}
-    assert (await attack(jail, look)).stdout == b"0\n"
+    assert (await attack(session, look)).stdout == b"0\n"
 
 
-async def test_links_lead_nowhere(jail: Jail) -> None:
+async def test_links_lead_nowhere(session: SupervisedSession) -> None:
     """Collected files are regular ones of the workspace; planted links are not written through."""
     code = (
         "import os\n"
@@ -338,7 +335,7 @@ async def test_links_lead_nowhere(jail: Jail) -> None:
     )
     collect = ("link", "root/outloop/passwd", "fifo", "folder", "sub/x", "good", "none")
     async with asyncio.timeout(15):
-        result = await jail.run(
+        result = await session.run(
             {"a.py": code, "x": "1"},
             ("python", "a.py"),
             collect=collect,
@@ -346,13 +343,13 @@ async def test_links_lead_nowhere(jail: Jail) -> None:
         )
     assert result.files == {"good": b"x"}
     look = "import os; print(os.path.islink('sub'), os.listdir('sub'), os.path.islink('link'))"
-    result = await jail.run(
+    result = await session.run(
         {"b.py": look, "sub/inner": "2", "link": "3"}, ("python", "b.py"), keep_files=True
     )
     assert result.stdout == b"False ['inner'] False\n"
 
 
-async def test_nothing_is_left_running(jail: Jail) -> None:
+async def test_nothing_is_left_running(session: SupervisedSession) -> None:
     """Daemons of an ended call are gone, with the descriptors that they held open."""
     code = (
         "import os, time\n"
@@ -365,24 +362,26 @@ async def test_nothing_is_left_running(jail: Jail) -> None:
         "print('left')\n"
     )
     started = time.monotonic()
-    result = await attack(jail, code, keep_files=True)
+    result = await attack(session, code, keep_files=True)
     assert result.stdout == b"left\n"
     assert result.ended == "exited"
     assert time.monotonic() - started < 30
     look = (
         "import os; print([p for p in os.listdir('/proc') if p.isdigit()], os.listdir('/dev/shm'))"
     )
-    assert (await attack(jail, look)).stdout == b"['1', '2'] []\n"
+    assert (await attack(session, look)).stdout == b"['1', '2'] []\n"
 
 
-async def test_a_flood_of_output_is_cut(jail: Jail) -> None:
+async def test_a_flood_of_output_is_cut(session: SupervisedSession) -> None:
     """The first bytes are kept, some are dropped, and a flood ends the program."""
-    some = await attack(jail, "print('x' * 200_000); import sys; print('y' * 10, file=sys.stderr)")
+    some = await attack(
+        session, "print('x' * 200_000); import sys; print('y' * 10, file=sys.stderr)"
+    )
     assert len(some.stdout) == LIMITS.output_bytes
     assert some.is_output_cut
     assert some.is_ok
     assert some.stderr == b"y" * 10 + b"\n"
-    flood = await attack(jail, "import os\nwhile True: os.write(1, b'x' * 65536)")
+    flood = await attack(session, "import os\nwhile True: os.write(1, b'x' * 65536)")
     assert flood.ended == "output"
     assert len(flood.stdout) == LIMITS.output_bytes
 
@@ -406,20 +405,22 @@ async def test_a_flood_of_output_is_cut(jail: Jail) -> None:
         ("import ctypes; ctypes.string_at(0)", "signaled"),
     ],
 )  # fmt: skip
-async def test_however_it_ends_the_end_is_told(jail: Jail, code: str, ended: str) -> None:
+async def test_however_it_ends_the_end_is_told(
+    session: SupervisedSession, code: str, ended: str
+) -> None:
     """Sleepers, stopped ones and those that ignore signals are ended; the rest end as they did."""
-    result = await attack(jail, code, BRIEF)
+    result = await attack(session, code, BRIEF)
     assert result.ended == ended
 
 
-async def test_spinning_ends_with_the_cpu_time(jail: Jail) -> None:
+async def test_spinning_ends_with_the_cpu_time(session: SupervisedSession) -> None:
     """A process that computes for too long is ended though wall time is left."""
     limits = Limits(wall_s=20, cpu_s=1, memory_bytes=128 * MB, max_processes=12,
                     disk_bytes=4 * MB, max_files=64)  # fmt: skip
-    assert (await attack(jail, "while True: pass", limits)).ended == "cpu_time"
+    assert (await attack(session, "while True: pass", limits)).ended == "cpu_time"
 
 
-async def test_deep_folders_are_no_burden(jail: Jail) -> None:
+async def test_deep_folders_are_no_burden(session: SupervisedSession) -> None:
     """A tree deeper than any path may be long is gone with its call."""
     code = (
         "import os\n"
@@ -429,15 +430,15 @@ async def test_deep_folders_are_no_burden(jail: Jail) -> None:
         "except OSError as error: print(error.errno)\n"
     )
     for keep_files in (False, True):
-        result = await attack(jail, code, keep_files=keep_files)
+        result = await attack(session, code, keep_files=keep_files)
         assert result.stdout.strip() in (b"28", b"36")
 
 
-async def test_a_big_input_is_refused_or_read(jail: Jail) -> None:
+async def test_a_big_input_is_refused_or_read(session: SupervisedSession) -> None:
     """Files larger than the disk are the caller's failure, told as such; long input is read."""
-    result = await jail.run({"a.py": "pass", "big": bytes(8 * MB)}, ("python", "a.py"))
+    result = await session.run({"a.py": "pass", "big": bytes(8 * MB)}, ("python", "a.py"))
     assert result.ended == "refused"
     assert b"space" in result.stderr
     count = "import sys; print(len(sys.stdin.read()))"
-    result = await jail.run({"a.py": count}, ("python", "a.py"), stdin=b"x" * MB)
+    result = await session.run({"a.py": count}, ("python", "a.py"), stdin=b"x" * MB)
     assert result.stdout == b"%d\n" % MB

@@ -1,21 +1,19 @@
-"""Choosing a sandbox: what is refused, and how each backend starts a jail."""
+"""Choosing a sandbox: what is refused, and how each backend starts a session."""
 
 import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
-from outloop.envs.sandbox import backends, cgroups
+from outloop.envs.sandbox import cgroups
 from outloop.envs.sandbox.api import Limits
-from outloop.envs.sandbox.backends import (
-    BubblewrapSandbox,
-    ContainerSandbox,
-    SubprocessSandbox,
-    container_argv,
-    open_sandbox,
-)
+from outloop.envs.sandbox.bubblewrap import BubblewrapSandbox
+from outloop.envs.sandbox.container import ContainerSandbox, container_argv
+from outloop.envs.sandbox.unprotected import SubprocessSandbox
 
 LIMITS = Limits(memory_bytes=100 * 2**20, disk_bytes=10 * 2**20, max_processes=5, max_files=7)
 
@@ -28,15 +26,25 @@ def program(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_missing_bubblewrap_is_told_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_bubblewrap_is_told_and_not_replaced(tmp_path: Path) -> None:
     """The package and the alternatives are named; nothing weaker is taken."""
-    monkeypatch.setattr(backends.shutil, "which", lambda *args, **kwargs: None)
-    with pytest.raises(SettingsError, match=r"install the package bubblewrap.*container.*subproc"):
-        open_sandbox()
-    with pytest.raises(SettingsError, match="none of docker, podman is on PATH"):
-        open_sandbox("container")
-    with pytest.raises(SettingsError, match="bubblewrap, container, subprocess are allowed"):
-        open_sandbox("bwrap")
+    code = (
+        "from outloop.envs.sandbox.backends import open_sandbox\n"
+        "for name in ('bubblewrap', 'container', 'bwrap'):\n"
+        "    try: open_sandbox(name)\n"
+        "    except Exception as error: print(type(error).__name__, error)\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    bubblewrap, container, unknown = answer.stdout.splitlines()
+    assert re.search(r"SettingsError.*install the package bubblewrap.*container.*subp", bubblewrap)
+    assert "none of docker, podman is on PATH" in container
+    assert "bubblewrap, container, subprocess are allowed" in unknown
 
 
 def test_an_engine_that_does_not_answer_is_told(tmp_path: Path) -> None:
@@ -46,7 +54,7 @@ def test_an_engine_that_does_not_answer_is_told(tmp_path: Path) -> None:
         ContainerSandbox(engine=engine)
 
 
-async def test_a_jail_that_does_not_start_is_an_environment_failure(tmp_path: Path) -> None:
+async def test_a_session_that_does_not_start_is_an_environment_failure(tmp_path: Path) -> None:
     """With the words of whatever failed to start."""
     engine = program(tmp_path, '[ "$1" = info ] || { echo "no such image" >&2; exit 125; }')
     sandbox = ContainerSandbox(engine=engine)
@@ -61,7 +69,7 @@ async def test_a_jail_that_does_not_start_is_an_environment_failure(tmp_path: Pa
 
 def test_a_container_gets_every_limit(tmp_path: Path) -> None:
     """No network, no rights but those of the supervisor, read-only, memory, processes and disk."""
-    argv_of = ("jail-1", "image:1", "python3", tmp_path, LIMITS)
+    argv_of = ("session-1", "image:1", "python3", tmp_path, LIMITS)
     argv = container_argv("docker", *argv_of)
     text = " ".join(argv)
     for words in (
@@ -73,7 +81,7 @@ def test_a_container_gets_every_limit(tmp_path: Path) -> None:
         "--pids-limit 26",
         f"--tmpfs /box:rw,nosuid,nodev,exec,size={10 * 2**20},nr_inodes=15",
         f"--volume {tmp_path}:/outloop:ro",
-        "--name jail-1",
+        "--name session-1",
     ):
         assert words in text
     added = {argv[i + 1] for i, word in enumerate(argv) if word == "--cap-add"}
@@ -87,14 +95,14 @@ async def test_plain_programs_are_limited_and_cleaned_up() -> None:
     """The subprocess backend bounds each process, keeps nothing, and says what it is."""
     sandbox = SubprocessSandbox(Limits(memory_bytes=200 * 2**20, wall_s=20))
     assert "nothing protects this machine" in sandbox.enforcement
-    async with sandbox.jail() as jail:
-        place = await jail.run({"a.py": "import os; print(os.getcwd())"}, ("python", "a.py"))
+    async with sandbox.session() as session:
+        place = await session.run({"a.py": "import os; print(os.getcwd())"}, ("python", "a.py"))
         assert not Path(place.stdout.decode().strip()).exists()
-        big = await jail.run({"a.py": "bytearray(2**30)"}, ("python", "a.py"))
+        big = await session.run({"a.py": "bytearray(2**30)"}, ("python", "a.py"))
         assert b"MemoryError" in big.stderr
         slow = Limits(memory_bytes=200 * 2**20, wall_s=0.5)
         code = {"a.py": "import os, time; print(os.getpid(), flush=True); time.sleep(60)"}
-        late = await jail.run(code, ("python", "a.py"), slow)
+        late = await session.run(code, ("python", "a.py"), slow)
         assert late.ended == "wall_time"
     await sandbox.close()
     assert not Path(place.stdout.decode().strip()).parent.exists()
@@ -113,7 +121,7 @@ def test_a_delegated_group_of_version_2_is_used(tmp_path: Path) -> None:
     assert found is not None, reason
     assert found.version == 2
     made = found.create(LIMITS)
-    folder = made._folders["memory"]
+    folder = made.folders["memory"]
     assert (folder / "memory.max").read_text() == str((100 + 10 + 64) * 2**20)
     assert (folder / "pids.max").read_text() == "26"
     (folder / "memory.events").write_text("oom 4\noom_kill 3\n")

@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from outloop.envs.sandbox.api import Jail, Limits, Program
-from outloop.envs.sandbox.backends import ContainerSandbox
+from outloop.envs.sandbox.api import Limits, Program
+from outloop.envs.sandbox.container import ContainerSandbox
+from outloop.envs.sandbox.session import SupervisedSession
 
 pytestmark = [pytest.mark.container, pytest.mark.asyncio(loop_scope="module")]
 MB = 2**20
@@ -43,45 +44,47 @@ def engines() -> list[str]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module", params=engines())
-async def jail(request: pytest.FixtureRequest) -> AsyncIterator[Jail]:
+async def session(request: pytest.FixtureRequest) -> AsyncIterator[SupervisedSession]:
     """One container for all attacks."""
     assert request.param != "none", "neither docker nor podman answers `info` here"
     sandbox = ContainerSandbox(
         LIMITS, image=os.environ["OUTLOOP_SANDBOX_IMAGE"], engine=request.param
     )
-    async with sandbox.jail() as opened:
+    async with sandbox.session() as opened:
         yield opened
     await sandbox.close()
 
 
-async def output(jail: Jail, code: str, *, keep_files: bool = False) -> list[str]:
+async def output(session: SupervisedSession, code: str, *, keep_files: bool = False) -> list[str]:
     """What the code prints, in words; the container outlives it."""
-    process = jail._process  # type: ignore[attr-defined]
-    result = await jail.run({"a.py": code}, ("python", "a.py"), keep_files=keep_files)
-    assert jail._process is process  # type: ignore[attr-defined]
+    pid = session.pid
+    result = await session.run({"a.py": code}, ("python", "a.py"), keep_files=keep_files)
+    assert session.pid == pid
     return (result.stdout + result.stderr).decode().split()
 
 
-async def test_programs_run_and_leave_what_was_asked_for(jail: Jail) -> None:
+async def test_programs_run_and_leave_what_was_asked_for(session: SupervisedSession) -> None:
     """Files in, output and files out, and nothing of it in the next call."""
-    result = await jail.run(
+    result = await session.run(
         {"a.py": "open('out', 'w').write(open('data').read()); print('x')", "data": "42"},
         ("python", "a.py"),
         collect=("out",),
     )
     assert (result.ended, result.stdout, result.files) == ("exited", b"x\n", {"out": b"42"})
-    assert await output(jail, "import os; print(os.listdir())") == ["['a.py']"]
+    assert await output(session, "import os; print(os.listdir())") == ["['a.py']"]
 
 
-async def test_the_sum_of_memory_is_bounded(jail: Jail) -> None:
+async def test_the_sum_of_memory_is_bounded(session: SupervisedSession) -> None:
     """Seven processes that together take too much are ended; the container stays."""
-    process = jail._process  # type: ignore[attr-defined]
-    result = await jail.run({"a.py": TOGETHER}, ("python", "a.py"))
+    pid = session.pid
+    result = await session.run({"a.py": TOGETHER}, ("python", "a.py"))
     assert result.ended == "memory"
-    assert jail._process is process  # type: ignore[attr-defined]
+    assert session.pid == pid
 
 
-async def test_processes_and_disk_are_bounded(jail: Jail, request: pytest.FixtureRequest) -> None:
+async def test_processes_and_disk_are_bounded(
+    session: SupervisedSession, request: pytest.FixtureRequest
+) -> None:
     """A fork bomb is refused more processes, a writer more room; podman does not count files."""
     brief = Limits(wall_s=2, cpu_s=5, memory_bytes=128 * MB, max_processes=12, disk_bytes=4 * MB,
                    max_files=64)  # fmt: skip
@@ -91,17 +94,17 @@ async def test_processes_and_disk_are_bounded(jail: Jail, request: pytest.Fixtur
         "    try: os.fork()\n"
         "    except OSError: print('no more', flush=True)\n"
     )
-    result = await jail.run({"a.py": bomb}, ("python", "a.py"), brief)
+    result = await session.run({"a.py": bomb}, ("python", "a.py"), brief)
     assert result.ended in ("wall_time", "output")
     assert b"no more" in result.stdout
-    assert "OSError:" in await output(jail, "open('big', 'wb').write(bytes(64 * 2**20))")
-    if request.node.callspec.params["jail"] == "podman":
+    assert "OSError:" in await output(session, "open('big', 'wb').write(bytes(64 * 2**20))")
+    if request.node.callspec.params["session"] == "podman":
         return
     many = "n = 0\nwhile n < 999: open(f'f{n}', 'w').close(); n += 1"
-    assert "OSError:" in await output(jail, many)
+    assert "OSError:" in await output(session, many)
 
 
-async def test_nothing_outside_can_be_reached(jail: Jail) -> None:
+async def test_nothing_outside_can_be_reached(session: SupervisedSession) -> None:
     """No network, no writable system, no signals to others; daemons end with their call."""
     code = (
         "import os, signal, socket\n"
@@ -119,17 +122,17 @@ async def test_nothing_outside_can_be_reached(jail: Jail) -> None:
         "    import time; time.sleep(60)\n"
         "print(os.getuid() > 1000)\n"
     )
-    assert await output(jail, code) == ["True"]
+    assert await output(session, code) == ["True"]
     look = (
         "import os\n"
         "mine = [p for p in os.listdir('/proc') if p.isdigit() "
         "and os.stat(f'/proc/{p}').st_uid == os.getuid()]\n"
         "print(len(mine))"
     )
-    assert await output(jail, look) == ["1"]
+    assert await output(session, look) == ["1"]
 
 
-async def test_a_pair_shares_a_socket_and_no_files(jail: Jail) -> None:
+async def test_a_pair_shares_a_socket_and_no_files(session: SupervisedSession) -> None:
     """What unit tests rely on."""
     first = (
         "import socket; s = socket.socket(fileno=3); s.sendall(b'x'); print(s.recv(99).decode())"
@@ -138,7 +141,7 @@ async def test_a_pair_shares_a_socket_and_no_files(jail: Jail) -> None:
         "import os, socket; s = socket.socket(fileno=3); s.recv(1)\n"
         "s.send(str(os.listdir()).encode()); s.recv(1)"
     )
-    one, _ = await jail.run_pair(
+    one, _ = await session.run_pair(
         Program(command=("python", "a.py"), files={"a.py": first, "secret": "1"}),
         Program(command=("python", "b.py"), files={"b.py": second}),
     )

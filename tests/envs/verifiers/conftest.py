@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from outloop.buffer.records import Task
-from outloop.envs.rollout.artifacts import Result
+from outloop.envs.verifiers.result import Result
 
 
 @pytest.fixture

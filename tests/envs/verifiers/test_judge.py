@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
-from outloop.envs.rollout.artifacts import Result
 from outloop.envs.verifiers.judge import Judge, RewardModel
+from outloop.envs.verifiers.result import Result
 from outloop.envs.verifiers.text import Exact
 from outloop.envs.verifiers.weighted_sum import Weighted
 

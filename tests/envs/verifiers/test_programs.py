@@ -73,7 +73,7 @@ async def test_a_verdict_cannot_be_forged(judge: Judge, unit_tests: UnitTests, g
     assert await judge(unit_tests, given, **ADD) == 0.0
 
 
-async def test_the_tests_cannot_be_read(judge: Judge, unit_tests: UnitTests) -> None:
+async def test_the_tests_cannot_be_read(judge: Judge) -> None:
     """Code that looks for its tests in files, memory and processes finds none of their text."""
     secret = "assert candidate(99) == 'k3y' + 'w0rd'"
     spy = (
@@ -99,8 +99,8 @@ async def test_the_tests_cannot_be_read(judge: Judge, unit_tests: UnitTests) -> 
     )
     tests = [secret, "assert candidate(1) == 'nothing', 'leaked'"]
     part = UnitTests(limits=LIMITS, gives_part=True)
-    part._jails = unit_tests._jails
     assert await judge(part, spy, entry_point="leak", test=tests) == 0.5
+    await part.tear_down()
 
 
 async def test_a_prompt_may_be_a_head_without_a_body(judge: Judge, unit_tests: UnitTests) -> None:
@@ -112,7 +112,7 @@ async def test_a_prompt_may_be_a_head_without_a_body(judge: Judge, unit_tests: U
     assert await judge(unit_tests, "    return 2", **payload) == 0.0
 
 
-async def test_objects_work_across_the_wall(judge: Judge, unit_tests: UnitTests) -> None:
+async def test_objects_work_across_the_wall(judge: Judge) -> None:
     """Classes, methods, iteration, changed arguments and expected exceptions behave as at home."""
     code = (
         "class Box:\n"
@@ -132,8 +132,8 @@ async def test_objects_work_across_the_wall(judge: Judge, unit_tests: UnitTests)
         "import math\nassert math.isnan(Box(float('nan')).size)",
     ]
     part = UnitTests(limits=LIMITS, gives_part=True)
-    part._jails = unit_tests._jails
     assert await judge(part, code, entry_point="Box", test=tests) == 1.0
+    await part.tear_down()
 
 
 @pytest.mark.parametrize(
@@ -148,14 +148,14 @@ async def test_tests_that_cannot_be_run_are_no_reward(
 
 
 async def test_a_program_is_judged_by_its_output(judge: Judge) -> None:
-    """Every case must come out right; expected outputs are never in the jail."""
+    """Every case must come out right; expected outputs are never in the sandbox."""
     cases = [{"input": "1 2", "output": "3\n"}, {"input": "2 2", "output": "4"}]
     verifier = InputOutput(limits=LIMITS)
     part = InputOutput(limits=LIMITS, gives_part=True)
-    part._jails = verifier._jails
     right = "print(sum(map(int, input().split())), '')"
     assert await judge(verifier, right, cases=cases) == 1.0
     assert await judge(verifier, "print(3)", cases=cases) == 0.0
     assert await judge(part, "print(3)", cases=cases) == 0.5
     assert await judge(verifier, f"{right}\nraise SystemExit(1)", cases=cases) == 0.0
     await verifier.tear_down()
+    await part.tear_down()

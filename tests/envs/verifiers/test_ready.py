@@ -11,8 +11,8 @@ from outloop.buffer.errors import EnvironmentFailure
 from outloop.buffer.records import Task
 from outloop.buffer.settings.env import EnvSettings
 from outloop.envs.command_agent.verifier import load_verifier, verify
-from outloop.envs.rollout.artifacts import Result
 from outloop.envs.verifiers import task_fields
+from outloop.envs.verifiers.result import Result
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,7 @@ def test_importing_them_loads_nothing_heavy() -> None:
     assert answer.stdout.strip() == ""
 
 
-async def test_a_full_queue_is_no_answers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_queue_is_no_answers_fault() -> None:
     """Who waits too long for its turn is a failure of the environment, not a wrong answer."""
-    monkeypatch.setattr(task_fields, "MAX_QUEUE_S", 0.05)
-    with pytest.raises(EnvironmentFailure, match="no jail was free"):
-        await task_fields.next_free(asyncio.Queue[int](), "jail")
+    with pytest.raises(EnvironmentFailure, match="no session was free"):
+        await task_fields.next_free(asyncio.Queue[int](), "session", 0.05)

@@ -103,10 +103,10 @@ async def test_a_killed_template_is_no_reward(judge: Judge) -> None:
     own = Workers(1)
     verifier = Regex("a+$", timeout_s=20, workers=own)
     assert await judge(verifier, "aaa") == 1.0
-    process = own._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
-    await asyncio.to_thread(process.wait)
+    os.kill(own.template_pid, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        while own.template_pid:
+            await asyncio.sleep(0.01)
     assert await judge(verifier, "aaa") == 1.0
     await own.close()
 

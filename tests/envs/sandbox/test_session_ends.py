@@ -1,16 +1,18 @@
-"""Jails of one test each: what is killed in them, and what ends them from outside.
+"""Sessions of one test each: what is killed in them, and what ends them from outside.
 
-Where cgroups can be had they bound these jails, otherwise the supervisor does.
+Where cgroups can be had they bound these sessions, otherwise the supervisor does.
 """
 
 import asyncio
+import os
+import signal
 import threading
 from pathlib import Path
 
 import pytest
 
 from outloop.envs.sandbox.api import Limits
-from outloop.envs.sandbox.backends import BubblewrapSandbox
+from outloop.envs.sandbox.bubblewrap import BubblewrapSandbox
 
 MB = 2**20
 LIMITS = Limits(
@@ -26,17 +28,17 @@ TOGETHER = (
 
 
 async def test_the_sum_is_bounded_from_the_first_call() -> None:
-    """Everything that runs in a new jail is in its group, which never held more than its limit."""
+    """Everything that runs in a new session is in its group, which kept its limit."""
     sandbox = BubblewrapSandbox(LIMITS)
-    async with sandbox.jail() as jail:
-        assert (await jail.run({"a.py": TOGETHER}, ("python", "a.py"))).ended == "memory"
-        cgroup = jail._cgroup  # type: ignore[attr-defined]
+    async with sandbox.session() as session:
+        assert (await session.run({"a.py": TOGETHER}, ("python", "a.py"))).ended == "memory"
+        cgroup = session.cgroup
         peaks = {
             "memory.max_usage_in_bytes": "memory.limit_in_bytes",
             "memory.peak": "memory.max",
         }
         for peak, limit in peaks.items() if cgroup else ():
-            folder = cgroup._folders["memory"]
+            folder = cgroup.folders["memory"]
             if (folder / peak).exists():
                 assert int((folder / peak).read_text()) <= int((folder / limit).read_text())
     await sandbox.close()
@@ -50,38 +52,38 @@ async def test_a_child_that_the_kernel_killed_ends_its_call() -> None:
         "else: os.wait()\n"
     )
     sandbox = BubblewrapSandbox(LIMITS)
-    async with sandbox.jail() as jail:
-        result = await jail.run({"a.py": code}, ("python", "a.py"))
-        is_grouped = jail._cgroup is not None  # type: ignore[attr-defined]
+    async with sandbox.session() as session:
+        result = await session.run({"a.py": code}, ("python", "a.py"))
+        is_grouped = session.cgroup is not None
         assert result.ended == "memory" or (not is_grouped and b"MemoryError" in result.stderr)
-        assert (await jail.run({"b.py": "print(1)"}, ("python", "b.py"))).is_ok
+        assert (await session.run({"b.py": "print(1)"}, ("python", "b.py"))).is_ok
     await sandbox.close()
 
 
 async def test_the_supervisors_death_is_survived() -> None:
-    """A jail whose processes are killed from outside says so once and is replaced."""
+    """A session whose processes are killed from outside says so once and is replaced."""
     sandbox = BubblewrapSandbox(LIMITS)
-    async with sandbox.jail() as jail:
-        first = jail._process  # type: ignore[attr-defined]
-        killer = threading.Timer(0.5, first._process.kill)
+    async with sandbox.session() as session:
+        first = session.pid
+        killer = threading.Timer(0.5, os.kill, (first, signal.SIGKILL))
         killer.start()
-        lost = await jail.run({"a.py": "import time; time.sleep(60)"}, ("python", "a.py"))
+        lost = await session.run({"a.py": "import time; time.sleep(60)"}, ("python", "a.py"))
         killer.join()
         assert lost.ended == "killed"
-        again = await jail.run({"a.py": "print(1)"}, ("python", "a.py"))
+        again = await session.run({"a.py": "print(1)"}, ("python", "a.py"))
         assert again.stdout == b"1\n"
-        assert jail._process is not first  # type: ignore[attr-defined]
+        assert session.pid != first
     await sandbox.close()
 
 
-async def test_an_abandoned_call_ends_with_its_jail() -> None:
+async def test_an_abandoned_call_ends_with_its_session() -> None:
     """Whoever gives up waiting leaves no program behind, and the next call starts anew."""
     sandbox = BubblewrapSandbox(LIMITS)
-    async with sandbox.jail() as jail:
-        pid = jail._process.pid  # type: ignore[attr-defined]
+    async with sandbox.session() as session:
+        pid = session.pid
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
-                await jail.run({"a.py": "import time; time.sleep(60)"}, ("python", "a.py"))
+                await session.run({"a.py": "import time; time.sleep(60)"}, ("python", "a.py"))
         assert not Path(f"/proc/{pid}").exists()
-        assert (await jail.run({"a.py": "print(1)"}, ("python", "a.py"))).stdout == b"1\n"
+        assert (await session.run({"a.py": "print(1)"}, ("python", "a.py"))).stdout == b"1\n"
     await sandbox.close()

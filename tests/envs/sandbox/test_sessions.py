@@ -1,4 +1,4 @@
-"""Calls in a jail: what goes in, what comes back, what stays."""
+"""Calls in a sandbox: what goes in, what comes back, what stays."""
 
 import asyncio
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 
 from outloop.buffer.errors import SettingsError
 from outloop.envs.sandbox.api import Limits, Program, Sandbox
-from outloop.envs.sandbox.backends import BubblewrapSandbox
-from outloop.envs.sandbox.session import SupervisedJail
+from outloop.envs.sandbox.bubblewrap import BubblewrapSandbox
+from outloop.envs.sandbox.session import SupervisedSession
 
 LIMITS = Limits(wall_s=20, memory_bytes=256 * 2**20, max_processes=16)
 
@@ -40,9 +40,9 @@ async def test_a_fork_of_the_interpreter_looks_like_python(sandbox: Sandbox) -> 
         "f()\n"
     )
     files = {"main.py": code, "other.py": "x = 1"}
-    async with sandbox.jail() as jail:
+    async with sandbox.session() as session:
         forked, fresh = [
-            await jail.run(files, (name, "main.py", "a"), stdin=b"in", environ={"A": "b"})
+            await session.run(files, (name, "main.py", "a"), stdin=b"in", environ={"A": "b"})
             for name in ("python", "python3")
         ]
     assert forked.stdout == fresh.stdout
@@ -54,14 +54,16 @@ async def test_files_stay_only_where_they_are_asked_to(sandbox: Sandbox) -> None
     """Kept files are there for later calls that keep files, and for no others."""
     write = {"w.py": "open('note', 'w').write('x'); open('/tmp/t', 'w').write('y')"}
     read = {"r.py": "import os; print(os.path.exists('note'), os.path.exists('/tmp/t'))"}
-    async with sandbox.jail() as jail:
-        await jail.run(write, ("python", "w.py"))
+    async with sandbox.session() as session:
+        await session.run(write, ("python", "w.py"))
         assert (
-            await jail.run(read, ("python", "r.py"), keep_files=True)
+            await session.run(read, ("python", "r.py"), keep_files=True)
         ).stdout == b"False False\n"
-        await jail.run(write, ("python", "w.py"), keep_files=True)
-        assert (await jail.run(read, ("python", "r.py"))).stdout == b"False False\n"
-        assert (await jail.run(read, ("python", "r.py"), keep_files=True)).stdout == b"True True\n"
+        await session.run(write, ("python", "w.py"), keep_files=True)
+        assert (await session.run(read, ("python", "r.py"))).stdout == b"False False\n"
+        assert (
+            await session.run(read, ("python", "r.py"), keep_files=True)
+        ).stdout == b"True True\n"
 
 
 async def test_a_pair_talks_over_its_line_only(sandbox: Sandbox) -> None:
@@ -74,8 +76,8 @@ async def test_a_pair_talks_over_its_line_only(sandbox: Sandbox) -> None:
         "pids = [p for p in os.listdir('/proc') if p.isdigit()]\n"
         "s.send(f'{os.listdir()}{len(pids)}'.encode()); s.recv(9)"
     )
-    async with sandbox.jail() as jail:
-        one, other = await jail.run_pair(
+    async with sandbox.session() as session:
+        one, other = await session.run_pair(
             Program(command=("python", "a.py"), files={"a.py": first, "secret": "42"}),
             Program(command=("python", "b.py"), files={"b.py": second}),
             Limits(wall_s=10, memory_bytes=64 * 2**20, max_processes=4),
@@ -85,26 +87,28 @@ async def test_a_pair_talks_over_its_line_only(sandbox: Sandbox) -> None:
     assert other.ended in ("exited", "partner")
 
 
-async def test_what_no_jail_can_do_is_refused(sandbox: Sandbox) -> None:
-    """Limits above the jail's, paths outside of the workspace and empty commands are sentences."""
-    async with sandbox.jail() as jail:
-        with pytest.raises(SettingsError, match="limits.memory_bytes=.* is above the jail's own"):
-            await jail.run({}, ("true",), Limits(memory_bytes=2**40))
+async def test_what_no_session_can_do_is_refused(sandbox: Sandbox) -> None:
+    """Limits above the session's, paths outside of the workspace and empty commands are refused."""
+    async with sandbox.session() as session:
+        with pytest.raises(
+            SettingsError, match="limits.memory_bytes=.* is above the session's own"
+        ):
+            await session.run({}, ("true",), Limits(memory_bytes=2**40))
         for path in ("../x", "/etc/x", "."):
             with pytest.raises(SettingsError, match="below the working directory"):
-                await jail.run({}, ("true",), collect=[path])
+                await session.run({}, ("true",), collect=[path])
         for command in ((), "ls -l"):
             with pytest.raises(SettingsError, match="a sequence is allowed"):
-                await jail.run({}, command)
+                await session.run({}, command)
     with pytest.raises(SettingsError, match="max_processes=0"):
         Limits(max_processes=0)
 
 
-async def test_calls_of_one_jail_wait_for_each_other(sandbox: Sandbox) -> None:
+async def test_calls_of_one_session_wait_for_each_other(sandbox: Sandbox) -> None:
     """Ten calls at once are ten answers, each its own."""
-    async with sandbox.jail() as jail:
+    async with sandbox.session() as session:
         results = await asyncio.gather(
-            *(jail.run({"a.py": f"print({n})"}, ("python", "a.py")) for n in range(10))
+            *(session.run({"a.py": f"print({n})"}, ("python", "a.py")) for n in range(10))
         )
     assert [int(result.stdout) for result in results] == list(range(10))
 
@@ -112,12 +116,11 @@ async def test_calls_of_one_jail_wait_for_each_other(sandbox: Sandbox) -> None:
 async def test_closing_leaves_nothing_behind() -> None:
     """No process, no folder and no control group of a closed sandbox is there."""
     made = BubblewrapSandbox(LIMITS)
-    bundle = made._bundle.path
-    async with made.jail() as jail:
-        assert isinstance(jail, SupervisedJail)
-        assert jail._process is not None
-        pid = jail._process.pid
-        folders = [*jail._cgroup._folders.values()] if jail._cgroup else []
+    bundle = made.bundle.path
+    async with made.session() as session:
+        assert isinstance(session, SupervisedSession)
+        pid = session.pid
+        folders = [*session.cgroup.folders.values()] if session.cgroup else []
         assert Path(f"/proc/{pid}").exists()
     await made.close()
     assert not [path for path in (bundle, Path(f"/proc/{pid}"), *folders) if path.exists()]

@@ -1,8 +1,6 @@
-"""The user's code, found before anything is started.
+"""Finds and imports the user's code, and tells it when the run ends.
 
-Owns: importing `package.module:function`, where it is looked for, telling what it uses that it is
-over. Does not own: signatures (rollout), calling it (play).
-Invariant: whatever is wrong with a path is a SettingsError of one line that says what to change.
+Whatever is wrong with a path is a SettingsError of one line that says what to change.
 """
 
 from __future__ import annotations
@@ -62,29 +60,19 @@ def import_object(path: str, *, setting: str, import_dir: Path | None) -> Any:
             known = [key for key, value in vars(target).items() if callable(value)]
             raise SettingsError(
                 f"{setting}={path!r}: {getattr(target, '__name__', module_name)!r} has no "
-                f"{part!r}; {_nearest(part, known)}write the function's name behind the colon"
+                f"{part!r}; {_nearest(part, known)}put the function's name after the colon"
             )
         target = getattr(target, part)
     return target
 
 
 async def tear_down(target: Any) -> None:
-    """Call the object's `tear_down`; without one, that of what its code names from outside itself.
-
-    So a plain function's verifiers, which may have processes, are told when the run ends.
-    """
-    if hasattr(target, "tear_down"):
-        users = [target]
-    else:
-        call = inspect.unwrap(target if inspect.isroutine(target) else type(target).__call__)
-        call = getattr(call, "__func__", call)
-        named = inspect.getclosurevars(call) if inspect.isfunction(call) else None
-        users = [*named.globals.values(), *named.nonlocals.values()] if named else []
-        users = [one for one in users if not inspect.isclass(one) and not inspect.ismodule(one)]
-    for one in users:
-        method = getattr(one, "tear_down", None)
-        if callable(method) and inspect.isawaitable(ending := method()):
-            await ending
+    """Call the object's `tear_down`, or else the function of that name in its module, if any."""
+    method = getattr(target, "tear_down", None)
+    if method is None and inspect.isroutine(target):
+        method = getattr(sys.modules.get(inspect.unwrap(target).__module__), "tear_down", None)
+    if callable(method) and inspect.isawaitable(ending := method()):
+        await ending
 
 
 def _import_raised(path: str, setting: str, error: BaseException) -> SettingsError:
@@ -93,7 +81,7 @@ def _import_raised(path: str, setting: str, error: BaseException) -> SettingsErr
     text = " ".join(str(error).split())
     return SettingsError(
         f"{setting}={path!r}: importing it raised {type(error).__name__}{place}: {text}; "
-        "make the module importable by itself and try again"
+        "make `import` of the module work on its own, and try again"
     )
 
 

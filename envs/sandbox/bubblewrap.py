@@ -1,0 +1,139 @@
+"""Sandboxes by bubblewrap: Linux namespaces, started in milliseconds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+
+from outloop.buffer.errors import EnvironmentFailure, SettingsError
+from outloop.envs.sandbox.api import Limits
+from outloop.envs.sandbox.cgroups import Cgroup, find_cgroups
+from outloop.envs.sandbox.guest_bundle import GUEST_FOLDER, boot_argv
+from outloop.envs.sandbox.supervised import SupervisedSandbox
+from outloop.envs.sandbox.supervisor_process import Launch, SupervisorProcess
+
+_log = structlog.get_logger()
+_NOBODY = 65534
+_USER = 1000
+
+
+class BubblewrapSandbox(SupervisedSandbox):
+    """Namespaces around a session: no network; /usr and what is named, read-only.
+
+    Args:
+        limits: of sessions that are opened without any.
+        python: the interpreter of the sessions; the system's when left out.
+        python_path: folders with modules for it.
+        read_only: further files and folders that programs may read.
+        cgroup_parent: a control group of version 2 that was delegated to this user.
+        uses_cgroups: False: resource limits and the supervisor bound memory and processes, as where
+            no control group can be made.
+    """
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        python: str | None = None,
+        python_path: Sequence[Path] = (),
+        read_only: Sequence[Path] = (),
+        cgroup_parent: Path | None = None,
+        uses_cgroups: bool = True,
+    ) -> None:
+        bwrap = shutil.which("bwrap")
+        if bwrap is None:
+            raise SettingsError(
+                "sandbox='bubblewrap': there is no bwrap on PATH; install the package bubblewrap "
+                "(apt-get install bubblewrap, dnf install bubblewrap), or set sandbox='container' "
+                "with docker or podman, or sandbox='subprocess', which protects nothing"
+            )
+        super().__init__(limits)
+        self._bwrap = bwrap
+        self._python = python or _system_python()
+        self._python_path = tuple(str(path) for path in python_path)
+        self._read_only = tuple(str(path) for path in (*python_path, *read_only))
+        self._cgroups, reason = None, "they are not wanted"
+        if uses_cgroups:
+            self._cgroups, reason = find_cgroups(cgroup_parent)
+        if self._cgroups is not None:
+            self.enforcement = (
+                f"cgroups (version {self._cgroups.version}) bound memory and processes of a session"
+            )
+        else:
+            self._bounds = "watched"
+            self.enforcement = (
+                "resource limits bound each process, and the supervisor ends a call whose "
+                f"processes together hold too much memory; no cgroups: {reason}"
+            )
+        _log.info("sandbox", backend="bubblewrap", enforcement=self.enforcement)
+
+    async def _start(self, limits: Limits) -> tuple[SupervisorProcess, Cgroup | None]:
+        if self._cgroups is None:
+            return await super()._start(limits)
+        try:
+            cgroup = self._cgroups.create(limits)
+        except OSError as error:
+            raise EnvironmentFailure(
+                f"the session's cgroup could not be made: {error}; see docs/sandbox.md, cgroups"
+            ) from error
+        try:
+            with cgroup.events() as events:
+                return await SupervisorProcess.start(self._launch(limits, events)), cgroup
+        except BaseException:
+            cgroup.remove()
+            raise
+
+    def _launch(self, limits: Limits, events: int = -1) -> Launch:
+        boot = boot_argv(
+            self._python,
+            GUEST_FOLDER,
+            "namespaces",
+            limits,
+            extra=self._python_path,
+            events=events,
+        )
+        argv = [
+            self._bwrap,
+            *_system_folders(self._python),
+            *("--proc", "/proc", "--dev", "/dev"),
+            *("--dir", "/box", "--dir", "/work", "--dir", "/tmp"),
+            *("--ro-bind", str(self.bundle.path), GUEST_FOLDER),
+            *("--symlink", f"..{GUEST_FOLDER}/passwd", "/etc/passwd"),
+            *(word for path in self._read_only for word in ("--ro-bind", path, path)),
+            *("--remount-ro", "/dev", "--remount-ro", "/"),
+            *("--unshare-all", "--unshare-user", "--uid", str(_USER), "--gid", str(_USER)),
+            *("--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv"),
+            *("--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SYS_RESOURCE"),
+            *("--setenv", "LANG", "C.UTF-8", "--chdir", "/", "--", *boot),
+        ]
+        # Root would be root for the kernel inside too: not bound by the limit on processes.
+        user = _NOBODY if os.getuid() == 0 else None
+        return Launch(argv=argv, user=user, pass_fds=() if events < 0 else (events,))
+
+
+def _system_python() -> str:
+    """A Python that is there for every user; the runner's own may be in a private folder."""
+    found = shutil.which("python3", path="/usr/bin:/usr/local/bin:/bin")
+    return os.path.realpath(found or sys.executable)
+
+
+def _system_folders(python: str) -> list[str]:
+    words = ["--ro-bind", "/usr", "/usr"]
+    for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
+        if os.path.islink(name):
+            words += ["--symlink", os.readlink(name), name]
+        elif os.path.isdir(name):
+            words += ["--ro-bind", name, name]
+    prefix = os.path.dirname(os.path.dirname(python))
+    if not prefix.startswith("/usr"):
+        words += ["--ro-bind", prefix, prefix]
+    elif not prefix.startswith("/usr/local") and os.path.isdir("/usr/local"):
+        words += ["--tmpfs", "/usr/local", "--remount-ro", "/usr/local"]
+    for name in ("/etc/ld.so.cache", "/etc/alternatives"):
+        words += ["--ro-bind-try", name, name]
+    return words

@@ -1,0 +1,60 @@
+"""What the sandboxes share: sessions with a supervisor in them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Unpack
+
+from outloop.envs.sandbox.api import Files, Limits, Options, RunResult, Session
+from outloop.envs.sandbox.cgroups import Cgroup
+from outloop.envs.sandbox.guest_bundle import Bundle
+from outloop.envs.sandbox.session import Bounds, SupervisedSession
+from outloop.envs.sandbox.supervisor_process import Launch, SupervisorProcess
+
+
+class SupervisedSandbox:
+    """What the backends share: sessions with a supervisor in them."""
+
+    def __init__(self, limits: Limits | None) -> None:
+        self._limits = limits or Limits()
+        self.bundle = Bundle()
+        self._bounds: Bounds = "cgroup"
+
+    async def run(
+        self,
+        files: Files,
+        command: Sequence[str],
+        limits: Limits | None = None,
+        **options: Unpack[Options],
+    ) -> RunResult:
+        """See `Sandbox.run`."""
+        async with self.session(limits) as session:
+            return await session.run(files, command, **options)
+
+    def session(self, limits: Limits | None = None) -> AbstractAsyncContextManager[Session]:
+        """See `Sandbox.session`."""
+        return self._session(limits or self._limits)
+
+    @asynccontextmanager
+    async def _session(self, limits: Limits) -> AsyncIterator[Session]:
+        async def start() -> tuple[SupervisorProcess, Cgroup | None]:
+            return await self._start(limits)
+
+        session = SupervisedSession(limits, start, self._bounds)
+        await session.open()
+        try:
+            yield session
+        finally:
+            await session.close()
+
+    async def _start(self, limits: Limits) -> tuple[SupervisorProcess, Cgroup | None]:
+        return await SupervisorProcess.start(self._launch(limits)), None
+
+    def _launch(self, limits: Limits, events: int = -1) -> Launch:
+        """How a session is started; `events`: see `boot_argv`."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """See `Sandbox.close`."""
+        self.bundle.close()

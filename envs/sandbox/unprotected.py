@@ -1,0 +1,28 @@
+"""Programs that run with the rights of the runner: for code that you wrote yourself."""
+
+from __future__ import annotations
+
+import sys
+
+import structlog
+
+from outloop.envs.sandbox.api import Limits
+from outloop.envs.sandbox.guest_bundle import boot_argv
+from outloop.envs.sandbox.supervised import SupervisedSandbox
+from outloop.envs.sandbox.supervisor_process import Launch
+
+_log = structlog.get_logger()
+
+
+class SubprocessSandbox(SupervisedSandbox):
+    """No sandbox: programs run with the runner's rights; for code that you wrote yourself."""
+
+    enforcement = "resource limits bound each process; nothing protects this machine"
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        super().__init__(limits)
+        self._bounds = "each"
+        _log.warning("sandbox", backend="subprocess", enforcement=self.enforcement)
+
+    def _launch(self, limits: Limits, events: int = -1) -> Launch:
+        return Launch(argv=boot_argv(sys.executable, str(self.bundle.path), "plain", limits))
