@@ -183,6 +183,12 @@ ATTACKS = {
     "no end": "def f(values):\n    while True: pass",
 }
 
+GREEDY = {
+    *("no end", "no memory", "colliding hashes", "generator"),
+    *("gigantic list", "gigantic text", "gigantic names"),
+}
+"""Of the attacks, those that take seconds."""
+
 HONEST = {
     "plain": RIGHT,
     "a helper named like a builtin": (
@@ -225,11 +231,21 @@ async def verifiers() -> AsyncIterator[tuple[UnitTests, UnitTests, InputOutput]]
         await one.tear_down()
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", sorted(ATTACKS.keys() - GREEDY))
 async def test_a_wrong_answer_stays_wrong(judge: Judge, verifiers: Any, name: str) -> None:
     """No attack passes a single test, and none is taken for a failure of the environment."""
+    await stays_wrong(judge, verifiers, ATTACKS[name])
+
+
+@pytest.mark.parametrize("name", sorted(GREEDY))
+async def test_a_greedy_answer_stays_wrong(judge: Judge, verifiers: Any, name: str) -> None:
+    """Nor do those that spend all the time or memory that they may have."""
+    await stays_wrong(judge, verifiers, ATTACKS[name])
+
+
+async def stays_wrong(judge: Judge, verifiers: Any, code: str) -> None:
+    """Every kind of test scores the code 0, and a right answer after it 1."""
     checked, listed, printed = verifiers
-    code = ATTACKS[name]
     assert await judge(listed, code, test=ASSERTIONS) == 0.0
     assert await judge(checked, code, test=CHECK, entry_point="f") == 0.0
     program = f"{code}\nprint(f(eval(input())))\n"
