@@ -1,8 +1,7 @@
 """A run's trajectories, to and from files.
 
-Owns: which trajectories a run still holds, and where imported ones go. Does not own: their text
-form (jsonl). Invariant: an episode is read with its group or not at all, also while the run goes
-on; an import of a file with a bad line changes nothing.
+An episode is read with its group or not at all, also while the run goes on. Importing a file with a
+bad line changes nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Archive:
         for name in self._lists():
             yield from self._episodes_of(name, seen)
         yield from self._unclaimed(seen)
-        yield from self._of_stream()
+        yield from self._for_sft()
         with translated("reading imported trajectories"):
             for _, record in self._client.hscan_iter(f"{self._prefix}imported", count=_CHUNK):
                 yield _decoded(record)
@@ -152,8 +151,8 @@ class Archive:
         put_sync(self._client, self._prefix, self._scripts, records, key=key, final=final)
 
     def _keep(self, chunk: list[tuple[Trajectory, bytes]]) -> None:
-        words = [word for t, record in chunk for word in (t.episode.episode_id, record)]
-        self._scripts.call("import_trajectories", *words, what="importing trajectories")
+        arguments = [argument for t, record in chunk for argument in (t.episode.episode_id, record)]
+        self._scripts.call("import_trajectories", *arguments, what="importing trajectories")
 
     def _lists(self) -> list[str]:
         """Keys of the lists of episode ids."""
@@ -215,7 +214,7 @@ class Archive:
                 except UNREADABLE as error:
                     yield error
 
-    def _of_stream(self) -> Iterator[Trajectory | OutloopError]:
+    def _for_sft(self) -> Iterator[Trajectory | OutloopError]:
         for record in sft_records(self._client, self._prefix):
             yield _decoded(record)
 

@@ -1,8 +1,6 @@
 """Where episodes broke into branches, what that costs, and what to change.
 
-Owns: causes of branches in words, their sums over trajectories. Does not own: finding a cause
-(router), reading trajectories (archive). Invariant: every turn is counted under exactly one cause;
-an unknown cause is shown by its name.
+Every turn is counted under exactly one cause; an unknown cause is shown by its name.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ class CauseCost:
     cause: str
     num_turns: int
     num_prompt_tokens: int
-    """Ids that were rendered and computed anew, because nothing recorded could be continued."""
+    """Ids that were rendered and computed again, because nothing recorded could be continued."""
     num_episodes: int
     explanation: str
     advice: str
@@ -96,7 +94,7 @@ class Drift:
 
 
 def measure(trajectories: Iterable[Trajectory]) -> Drift:
-    """The drift of `trajectories`; those for SFT, which nobody drew, are left out."""
+    """The drift of `trajectories`; those for SFT, which no policy sampled, are left out."""
     turns_of: dict[str, list[Turn]] = defaultdict(list)
     episodes_of: dict[str, set[str]] = defaultdict(set)
     masked: Counter[str] = Counter()

@@ -1,8 +1,7 @@
-"""Dead letters: what was dropped because something is wrong, kept to be looked at.
+"""Dead letters: groups that were dropped because something is wrong with them.
 
-Owns: listing, reading and resolving dead letters. Does not own: writing them, which the script that
-drops a group does. Invariant: the number of letters is bounded by the scripts; a letter can be read
-however damaged its records are.
+The script that drops a group writes its dead letter. Their number is bounded; a dead letter can be
+read however damaged its records are.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class DeadLetter:
 
     group_id: str
     slot: int | None
-    """None: the run began anew since, and plays the slot again anyway."""
+    """None: the run has started over since then, and plays the slot again anyway."""
     task_id: str
     """Empty: no episode was opened."""
     reason: DropReason
     error: str
     last_failure: str
-    """What the last attempt without a result said when it was closed; empty if nothing."""
+    """How the last attempt without a result was closed; empty if there was none."""
     dropped_at: float
     """Unix seconds."""
     group_size: int
@@ -145,10 +144,10 @@ def _failure(closure: bytes) -> str:
     if not closure:
         return ""
     try:
-        said = records_codec.decode_closure(closure)
+        ending = records_codec.decode_closure(closure)
     except UNREADABLE as error:
         return str(error)
-    return f"{said.failure_kind or said.outcome}: {said.error}"
+    return f"{ending.failure_kind or ending.outcome}: {ending.error}"
 
 
 def _episode_from(episode_id: str, fields: Any, turns: list[bytes]) -> LetterEpisode:

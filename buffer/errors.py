@@ -102,7 +102,7 @@ class CheckpointFailed(OutloopError):
 
 
 class EnvironmentFailure(OutloopError):
-    """An env says that its own machinery failed; the attempt may be replaced."""
+    """The machinery of an env failed, not the policy; the attempt may be replaced."""
 
 
 class PartFailed(OutloopError):

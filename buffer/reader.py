@@ -1,8 +1,8 @@
-"""What the trainer and the launcher say to the buffer.
+"""The blocking face of the buffer, for the trainer and the launcher.
 
-Owns: the blocking face: taking, training and acknowledging groups, versions, evaluations, SFT data,
-the registry of processes. Does not own: transitions (scripts), episodes in flight (writer).
-Invariant: whoever lost the fence changes nothing; waiting always has a deadline and a sentence.
+It takes, trains and acknowledges groups, announces versions, requests evaluations and reads SFT
+data and the registry of processes. A caller that lost the fence changes nothing; every wait has a
+deadline.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class BufferReader(SyncRegistry):
         """Give a leased group up; twice is once. failed and malformed leave a dead letter.
 
         Its credit returns with the next take or mark_trained, so that no episode of the next batch
-        is drawn by this batch's weights.
+        is sampled by this batch's weights.
 
         Raises:
             FenceExpired: the group is not leased under `fence` any more.
@@ -308,8 +308,8 @@ class BufferReader(SyncRegistry):
             text = json.dumps(sampling, sort_keys=True, allow_nan=False)
         except ValueError as error:
             raise RecordError(f"sampling={sampling}: finite numbers are allowed") from error
-        words = (name, num_episodes, text, policy_version, _KEPT_EVALS, split)
-        self._scripts.call("request_eval", *words, what=f"requesting evaluation name={name}")
+        arguments = (name, num_episodes, text, policy_version, _KEPT_EVALS, split)
+        self._scripts.call("request_eval", *arguments, what=f"requesting evaluation name={name}")
 
     def eval_progress(self, name: str) -> EvalProgress:
         """How far an evaluation is; rewards in the order of its tasks.
@@ -385,8 +385,8 @@ class BufferReader(SyncRegistry):
     def _drop(
         self, group_id: str, reason: DropReason, fence: int, error: str, *, holds_credit: bool
     ) -> None:
-        words = (fence, group_id, reason, error[:_MAX_ERROR_CHARS], int(holds_credit))
-        self._scripts.call("drop", *words, what=f"dropping group_id={group_id}")
+        arguments = (fence, group_id, reason, error[:_MAX_ERROR_CHARS], int(holds_credit))
+        self._scripts.call("drop", *arguments, what=f"dropping group_id={group_id}")
 
     def _load_leases(self, rows: Sequence[LeaseRow], fence: int, deadline: float) -> list[Lease]:
         leases: list[Lease] = []

@@ -1,8 +1,7 @@
 """The records that parts hand to each other.
 
-Owns: their fields and invariants. Does not own: bytes (codec), keys (keys), meaning of rewards.
-Invariant: a record is frozen, complete and checked when it is built; a later stage makes a new
-type instead of filling a field in.
+A record is frozen, complete and checked when it is built; a later stage makes a new type instead of
+filling a field in.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop: tuple[str, ...] = ()
     seed: int | None = None
     constraint: str = ""
-    """What narrowed the ids that could be drawn, `json_schema:DIGEST`; empty: nothing."""
+    """What narrowed the ids that could be sampled, `json_schema:DIGEST`; empty: nothing."""
 
     @property
     def is_plain(self) -> bool:
@@ -66,7 +65,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class VersionSpan(
     msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False
 ):
-    """Output tokens [start, end) of a turn were drawn under `policy_version`."""
+    """Output tokens [start, end) of a turn were sampled under `policy_version`."""
 
     policy_version: int
     start: int
@@ -86,12 +85,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One model call and its answer, as ids.
 
     Guarantees: `prompt_ids` are the ids the server was given after the parent's ids (all of them
-    when `parent_turn_id` is None), `output_ids` the ids it drew, in order, the token that completes
-    a stop included. A branch is the path root -> leaf; its ids are the concatenation of
+    when `parent_turn_id` is None), `output_ids` the ids it sampled, in order, the token that
+    completes a stop included. A branch is the path root -> leaf; its ids are the concatenation of
     prompt_ids + output_ids along it.
 
     Example: parent None, prompt_ids [5, 6], output_ids [7, 8], behavior_logprobs [-0.1, -0.2],
-    version_spans (0, 0, 2), loss_spans ((0, 2),): two trained tokens drawn by version 0.
+    version_spans (0, 0, 2), loss_spans ((0, 2),): two trained tokens sampled by version 0.
     """
 
     turn_id: str
@@ -103,7 +102,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     output_ids: Int32
     """[O] int32."""
     behavior_logprobs: Float32 | None
-    """[O] float32, or None for SFT turns, which no policy drew."""
+    """[O] float32, or None for SFT turns, which no policy sampled."""
     version_spans: tuple[VersionSpan, ...]
     """Cover [0, O) without gaps for sampled turns; empty for SFT turns."""
     loss_spans: tuple[tuple[int, int], ...]
@@ -152,6 +151,17 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 raise RecordError(
                     f"turn {self.turn_id}: loss_spans={self.loss_spans} leave [0, {num_output}]"
                 )
+
+    @property
+    def trained_version_bounds(self) -> tuple[int | None, int | None]:
+        """(oldest version among the trained tokens, newest among the output tokens)."""
+        oldest = [
+            span.policy_version
+            for span in self.attended_spans
+            if any(max(span.start, start) < min(span.end, end) for start, end in self.loss_spans)
+        ]
+        newest = [span.policy_version for span in self.version_spans if span.end > span.start]
+        return (min(oldest) if oldest else None, max(newest) if newest else None)
 
     @property
     def attended_spans(self) -> tuple[VersionSpan, ...]:
@@ -352,13 +362,13 @@ class OpenEpisode:
     reward: Reward | None
     failure_kind: FailureKind | None = None
     error: str = ""
-    """What went wrong, as the runner said it."""
+    """What went wrong, in the words of the runner."""
     output: str = ""
     """The end of what an agent program wrote."""
     resumes: str | None = None
     """The lost episode whose attempt this one resumes."""
     recorded: tuple[Turn, ...] = ()
-    """What the lost episodes recorded and this one has not asked for yet, parents before children;
+    """What the lost episodes recorded and this one has not replayed yet, parents before children;
     of the newest one first."""
 
 

@@ -1,9 +1,4 @@
-"""The run's registry of processes.
-
-Owns: the form of `servers`, `server_versions`, `parts` and `statuses`; heartbeats of runners. Does
-not own: who writes them when, what a silence costs (scripts). Invariant: an entry is readable by
-any process of the same schema.
-"""
+"""The run's registry of processes: servers, the versions they hold, parts, statuses, runners."""
 
 from __future__ import annotations
 
@@ -82,7 +77,7 @@ class Runners:
         self._scripts = scripts
 
     async def heartbeat(self, runner_id: str) -> float:
-        """A runner is there; for how many seconds it may be silent from now, 0: for ever.
+        """Note that a runner is alive; returns for how many seconds it may be silent, 0: for ever.
 
         What it claimed is lost, to resumption or replacement, when it was silent for longer.
 
@@ -148,12 +143,12 @@ class SyncRegistry:
         return decode_facts(entries)
 
     def report_status(self, part: str, fields: dict[str, str]) -> None:
-        """Say what a part does now; replaces what it said before."""
+        """Report what a part does now; replaces its last report."""
         with translated(f"reporting status of part={part}"):
             self._client.hset(self._key("statuses"), part, encode_facts(fields))
 
     def statuses(self) -> dict[str, dict[str, str]]:
-        """What every part said last."""
+        """The last report of every part."""
         with translated("reading the statuses"):
             entries: Any = self._client.hgetall(self._key("statuses"))
         return decode_facts(entries)

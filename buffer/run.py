@@ -34,7 +34,7 @@ class RunKeys:
     def server_key(self) -> str:
         """What the run's own servers want as a bearer token.
 
-        Derived, so that the keys of a run that was begun before servers had one need no change.
+        Derived, so that the keys of a run from before servers had one need no change.
         """
         digest = hmac.new(self.episode_secret.encode(), b"outloop server key", hashlib.sha256)
         return f"ol-server-{digest.hexdigest()}"
@@ -190,7 +190,7 @@ def load_run_settings(run_dir: Path) -> Settings:
 
 
 def read_secret(path: Path, name: str) -> str:
-    """What a secret's file holds, without surrounding white space; `name` says whose it is.
+    """What a secret's file holds, without surrounding white space; `name` is its setting.
 
     Raises:
         SettingsError: it cannot be read, or is empty.
@@ -218,10 +218,10 @@ def _with_access(url: str, buffer: BufferSettings) -> str:
         "ssl_certfile": buffer.redis_cert_file,
         "ssl_keyfile": buffer.redis_cert_key_file,
     }
-    words = {name: str(path.absolute()) for name, path in files.items() if path is not None}
-    if words:
+    options = {name: str(path.absolute()) for name, path in files.items() if path is not None}
+    if options:
         parts = urlsplit(url)
-        query = "&".join(filter(None, (parts.query, urlencode(words))))
+        query = "&".join(filter(None, (parts.query, urlencode(options))))
         url = parts._replace(query=query).geturl()
     password = _password(buffer)
     if password is None:

@@ -1,8 +1,7 @@
 """Counters and sizes of the buffer, by name.
 
-Owns: the names that stats() may return and where each number is kept. Does not own: counting, which
-the scripts do in the transition they count. Invariant: every name is declared in STATS, and every
-declared name is always present.
+Scripts count in the transition that they count. Every name is declared in STATS, and every declared
+name is always present.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "buffer/scored_episodes": ("scored", "training episodes that count in their group"),
     "buffer/turns": ("turns", "turns recorded"),
     "buffer/branches": ("branches", "branches started"),
-    "buffer/output_tokens": ("output_tokens", "tokens that servers drew"),
+    "buffer/output_tokens": ("output_tokens", "tokens that servers sampled"),
     "buffer/replaced/environment": ("replaced:environment", "attempts replaced, by cause"),
     "buffer/replaced/infrastructure": ("replaced:infrastructure", "attempts replaced, by cause"),
     "buffer/replaced/stale": ("replaced:stale", "attempts replaced, by cause"),
@@ -47,13 +46,13 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     ),
     "buffer/tokens_of_resumed_attempts": (
         "tokens_of_resumed_attempts",
-        "tokens drawn in those turns",
+        "tokens sampled in those turns",
     ),
     "buffer/replayed_turns": ("replayed_turns", "recorded turns that answered a resumed attempt"),
-    "buffer/replayed_tokens": ("replayed_tokens", "tokens that were not drawn again"),
+    "buffer/replayed_tokens": ("replayed_tokens", "tokens that were not sampled again"),
     "buffer/turns_not_replayed": (
         "turns_not_replayed",
-        "recorded turns of scored attempts that were not asked for again, and are not trained",
+        "recorded turns of scored attempts that were not replayed, and are not trained",
     ),
     "buffer/silent_attempts": (
         "silent_attempts",
@@ -66,7 +65,7 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     ),
     "buffer/tokens_of_lost_attempts": (
         "tokens_of_lost_attempts",
-        "tokens drawn in those turns",
+        "tokens sampled in those turns",
     ),
     "buffer/requeued_eval_attempts": ("requeued_eval_attempts", "evaluation attempts repeated"),
     "buffer/late_rewards": ("late_rewards", "rewards that came after their group was sealed"),

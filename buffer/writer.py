@@ -1,8 +1,7 @@
-"""What the router says to the buffer.
+"""The asynchronous face of the buffer, for the router.
 
-Owns: the async face: tasks, claims, episodes, turns, rewards, trajectories from elsewhere.
-Does not own: transitions (scripts), taking and training (reader). Invariant: a call that returned
-is in Redis; every call may be repeated with the same arguments and changes nothing the second time.
+It registers tasks, gives out claims, opens, records and closes episodes. A call that returned is in
+Redis; every call may be repeated with the same arguments and changes nothing the second time.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from outloop.buffer.store.budget_notes import BudgetNotes, EpisodeUsage
 from outloop.buffer.store.episodes import load_async, named
 from outloop.buffer.store.sft import put_async
 from outloop.buffer.tasks.mixture import Mixture, TaskSource
-from outloop.buffer.tasks.order import trained_version_bounds
 from outloop.buffer.tasks.priorities import priorities_of
 from outloop.buffer.tasks.source_weights import encode_sources, encode_weights, load_mixture
 from outloop.buffer.tasks.validation import (
@@ -135,10 +133,12 @@ class BufferWriter:
         check_sources(sources, len(tasks))
         weights = encode_weights([source.weight for source in sources])
         priorities = priorities_of(tasks, sources)
-        words = (tasks_digest(encoded, priorities), len(tasks), len(eval_tasks))
+        arguments = (tasks_digest(encoded, priorities), len(tasks), len(eval_tasks))
         window = self._run.settings.buffer.priority_window
         tail = (encode_sources(sources), weights, num_test_tasks, priorities, window)
-        (complete,) = await self._scripts.call("register_tasks", *words, "begin", *tail, what=what)
+        (complete,) = await self._scripts.call(
+            "register_tasks", *arguments, "begin", *tail, what=what
+        )
         if complete:
             return
         for name, records in zip(("tasks", "eval_tasks"), encoded, strict=True):
@@ -147,7 +147,7 @@ class BufferWriter:
                 fields: Any = {str(index): record for index, record in chunk}
                 with translated(what):
                     await self._client.hset(self._key(name), mapping=fields)
-        await self._scripts.call("register_tasks", *words, "commit", *tail, what=what)
+        await self._scripts.call("register_tasks", *arguments, "commit", *tail, what=what)
 
     async def claim(self, *, key: str, count: int, runner_id: str = "") -> ClaimResult:
         """Up to `count` attempts to play; the same key gets the same claims for ten minutes.
@@ -160,8 +160,10 @@ class BufferWriter:
             check_id(runner_id, "runner_id")
         if not 1 <= count <= _MAX_CLAIM_COUNT:
             raise RecordError(f"count={count}; 1 to {_MAX_CLAIM_COUNT} are allowed")
-        words = (key, count, _CLAIM_MEMORY_MS, runner_id)
-        packed, reason, revision = await self._scripts.call("claim", *words, what="claiming tasks")
+        arguments = (key, count, _CLAIM_MEMORY_MS, runner_id)
+        packed, reason, revision = await self._scripts.call(
+            "claim", *arguments, what="claiming tasks"
+        )
         rows: list[_ClaimRow] = list(msgspec.msgpack.decode(packed))
         if not rows:
             why = reason.decode()
@@ -193,12 +195,12 @@ class BufferWriter:
 
     async def open_episodes(self, openings: Sequence[Opening]) -> tuple[OutloopError | None, ...]:
         """Open many in one round trip: for each None, or why it was refused (see open_episode)."""
-        words: list[bytes | str | int] = [len(openings)]
+        arguments: list[bytes | str | int] = [len(openings)]
         for opening in openings:
             identity = records_codec.encode_opening(
                 replace(opening, opened_at=0.0, deadline_at=0.0)
             )
-            words += [
+            arguments += [
                 opening.episode_id,
                 _member(opening),
                 opening.task_id,
@@ -208,7 +210,7 @@ class BufferWriter:
             ]
         if not openings:
             return ()
-        answers = await self._scripts.call("open", *words, what="opening episodes")
+        answers = await self._scripts.call("open", *arguments, what="opening episodes")
         return tuple(
             refusal(code.decode(), sentence.decode(), f"opening episode_id={opening.episode_id}")
             for opening, code, sentence in zip(openings, answers[::2], answers[1::2], strict=True)
@@ -235,17 +237,17 @@ class BufferWriter:
             RecordError: the turn is too large.
         """
         what = f"recording turn_id={turn.turn_id}"
-        words = (
+        arguments = (
             check_id(turn.episode_id, "episode_id"),
             check_id(turn.turn_id, "turn_id"),
             turn.parent_turn_id or "",
             records_codec.encode_turn(turn),
-            *("" if version is None else version for version in trained_version_bounds(turn)),
+            *("" if version is None else version for version in turn.trained_version_bounds),
             int(turn.branch_cause != "extension"),
             *(len(turn.output_ids), len(turn.prompt_ids)),
         )
         try:
-            used = await self._turn_scripts.call("append_turn", *words, what=what)
+            used = await self._turn_scripts.call("append_turn", *arguments, what=what)
         except Abandoned:
             await self._scripts.call("give_up", turn.episode_id, what=what)
             raise
@@ -360,7 +362,7 @@ class BufferWriter:
             await self._client.hset(self._key("parts"), name, encode_facts(facts))
 
     async def report_status(self, part: str, fields: dict[str, str]) -> None:
-        """Say what a part does now; replaces what it said before."""
+        """Report what a part does now; replaces its last report."""
         with translated(f"reporting status of part={part}"):
             await self._client.hset(self._key("statuses"), part, encode_facts(fields))
 

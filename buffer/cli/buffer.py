@@ -1,8 +1,6 @@
-"""`outloop buffer`: look at a run's buffer and act on what is stuck there.
+"""`outloop buffer`: inspect a run's buffer and act on what is stuck there.
 
-Owns: the subcommands, their flags and tables. Does not own: anything they do (reader, letters,
-archive, joined). Invariant: importing this module loads neither redis nor numpy; errors are the
-caller's to show.
+Importing this module loads neither redis nor numpy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A run's Redis for somebody who only looks at it.
+"""Opening the Redis of a run that may not be up.
 
-Owns: joining a run that is up, or starting its embedded server for a while when it is not, and
-removing a run. Does not own: the server (embedded) or the data (reader). Invariant: a server
-started here is stopped here; the run's registry of processes is left alone.
+An embedded server that is started here is stopped here; the run's registry of processes is left
+alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`outloop tasks`: the tasks of a run while it goes on.
 
-Owns: the subcommands' names, and how weights are written and shown. Does not own: what a change
-does (weights). Invariant: nothing is changed unless every word on the command line is right.
+Nothing is changed unless every argument on the command line is right.
 """
 
 from __future__ import annotations

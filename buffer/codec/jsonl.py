@@ -1,8 +1,7 @@
 """Trajectories as lines of JSON.
 
-Owns: the text form of a trajectory and its schema number. Does not own: where trajectories come
-from or go to (archive). Invariant: parse_line(format_line(x)) has every id, logprob and span of x,
-bit by bit; a line that is not a trajectory raises RecordError or SchemaMismatch, nothing else.
+parse_line(format_line(x)) has every id, logprob and span of x, bit by bit; a line that is not a
+trajectory raises RecordError or SchemaMismatch, nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SCHEMA = 1
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Line:
     outloop_trajectory: int
-    """The schema; its name says what the line is."""
+    """The schema; the name identifies the kind of line."""
     trajectory: Trajectory
 
 

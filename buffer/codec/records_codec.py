@@ -39,7 +39,7 @@ _Record = TypeVar("_Record")
 
 
 class Closure(msgspec.Struct, frozen=True, gc=False):
-    """How an episode ended, as close_episode was told."""
+    """How an episode ended: the arguments of close_episode."""
 
     outcome: Outcome
     failure_kind: FailureKind | None

@@ -1,8 +1,7 @@
-"""Clients of Redis, made in one place.
+"""Clients of Redis, made in one place with every option of redis-py set on purpose.
 
-Owns: every option of the redis-py clients, and the translation of its errors. Does not own: keys
-or scripts. Invariant: no client retries a command by itself (a retried write may be applied
-twice), and no redis-py exception leaves this package untranslated.
+No client retries a command by itself, since a retried write may be applied twice; no exception of
+redis-py leaves this package untranslated.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def connect_async(url: str, *, timeout_s: float = SOCKET_TIMEOUT_S) -> redis.asy
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Turn redis-py's errors into BufferUnavailable that says that `what` failed and why."""
+    """Turn redis-py's errors into BufferUnavailable: `what` failed, and why."""
     try:
         yield
     except redis.exceptions.AuthenticationError as error:

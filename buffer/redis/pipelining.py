@@ -35,16 +35,16 @@ class PipelinedScripts(AsyncScripts):
             _settle(answer, _GIVEN_UP)
         self._waiting.clear()
 
-    async def execute(self, name: str, words: tuple[Argument, ...]) -> Any:
+    async def execute(self, name: str, arguments: tuple[Argument, ...]) -> Any:
         """As AsyncScripts.execute."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append((name, words, answer))
+        self._waiting.append((name, arguments, answer))
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send())
         try:
             return await answer
         except redis.exceptions.NoScriptError:
-            return await super().execute(name, words)
+            return await super().execute(name, arguments)
 
     async def _send(self) -> None:
         while self._waiting:
@@ -53,8 +53,8 @@ class PipelinedScripts(AsyncScripts):
             answers: list[Any] | None = None
             try:
                 async with self._client.pipeline(transaction=False) as pipeline:
-                    for name, words, _ in batch:
-                        pipeline.evalsha(load_script(name).sha1, 1, *words)
+                    for name, arguments, _ in batch:
+                        pipeline.evalsha(load_script(name).sha1, 1, *arguments)
                     answers = await pipeline.execute(raise_on_error=False)
             except redis.RedisError as broken:
                 error = broken

@@ -1,8 +1,7 @@
-"""What the processes of a run tell each other and nobody keeps.
+"""Messages between the processes of a run, over Redis's publish and subscribe.
 
-Owns: messages over Redis's publish and subscribe, the subscription and its renewal. Does not own:
-what messages mean. Invariant: all who listen to a name hear its messages in one order; a message
-that nobody listened to is lost, so whoever sends one must do without its being heard.
+All listeners of a name get its messages in one order. A message without a listener is lost, so a
+sender must not depend on its arrival.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from outloop.buffer.errors import BufferUnavailable
 from outloop.buffer.redis.client import translated
 
 _SILENCE_S = 15.0
-"""After so long without a word the connection is asked whether it is still there."""
+"""After so long without a message the connection is checked by a ping."""
 _AGAIN_S = 1.0
 _log = structlog.get_logger()
 
@@ -32,52 +31,52 @@ class Channel:
         self._is_listening = asyncio.Event()
 
     async def publish(self, name: str, message: bytes) -> int:
-        """Tell all who listen to `name`; returns how many they are.
+        """Send to all listeners of `name`; returns how many they are.
 
         Raises:
             BufferUnavailable: Redis did not take it.
         """
-        with translated(f"telling {name!r}"):
+        with translated(f"publishing to {name!r}"):
             return int(await self._client.publish(f"{self._prefix}{name}", message))
 
     async def num_listening(self, name: str) -> int:
-        """How many listen to `name`.
+        """The number of listeners of `name`.
 
         Raises:
-            BufferUnavailable: Redis does not say.
+            BufferUnavailable: Redis did not answer.
         """
-        with translated(f"counting who listens to {name!r}"):
+        with translated(f"counting the listeners of {name!r}"):
             ((_, number),) = await self._client.pubsub_numsub(f"{self._prefix}{name}")
         return int(number)
 
     async def is_listening(self, timeout_s: float) -> bool:
-        """True as soon as listen() hears what is published, False when it does not in time."""
+        """True as soon as listen() receives messages, False when it does not in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._is_listening.wait()
         except TimeoutError:
             return False
 
-    async def listen(self, hear: Mapping[str, Callable[[bytes], None]]) -> None:
-        """Hand on every message by its name, until cancelled; a lost connection is made again.
+    async def listen(self, handlers: Mapping[str, Callable[[bytes], None]]) -> None:
+        """Call the handler of each message's name, until cancelled; reconnects after a loss.
 
         To be called once.
         """
-        told = ""
+        reported = ""
         while True:
             try:
-                with translated(f"listening to {', '.join(hear)}"):
-                    await self._listen(hear)
+                with translated(f"listening to {', '.join(handlers)}"):
+                    await self._listen(handlers)
             except BufferUnavailable as error:
-                if str(error) != told:
-                    told = str(error)
-                    _log.warning("channel_lost", error=told)
+                if str(error) != reported:
+                    reported = str(error)
+                    _log.warning("channel_lost", error=reported)
             finally:
                 self._is_listening.clear()
             await asyncio.sleep(_AGAIN_S)
 
-    async def _listen(self, hear: Mapping[str, Callable[[bytes], None]]) -> None:
-        by_name = {f"{self._prefix}{name}".encode(): one for name, one in hear.items()}
+    async def _listen(self, handlers: Mapping[str, Callable[[bytes], None]]) -> None:
+        by_name = {f"{self._prefix}{name}".encode(): handler for name, handler in handlers.items()}
         pool: Any = self._client.connection_pool
         connection = pool.make_connection()
         try:
@@ -87,11 +86,11 @@ class Channel:
                 await connection.read_response()
             self._is_listening.set()
             while True:
-                said = await connection.read_response(timeout=_SILENCE_S)
-                if said is None:
+                message = await connection.read_response(timeout=_SILENCE_S)
+                if message is None:
                     await connection.send_command("PING")
-                    said = await connection.read_response()
-                if said[0] == b"message":
-                    by_name[said[1]](said[2])
+                    message = await connection.read_response()
+                if message[0] == b"message":
+                    by_name[message[1]](message[2])
         finally:
             await connection.disconnect(nowait=True)

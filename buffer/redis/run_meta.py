@@ -1,7 +1,6 @@
 """Creating a run in Redis and joining it.
 
-Owns: the meta key and who may join. Does not own: the run's files (run), what scripts do with the
-rules. Invariant: a process joins only the run, schema and settings that the launcher entered.
+A process joins only the run, schema and settings that the launcher entered.
 """
 
 from __future__ import annotations
@@ -36,9 +35,15 @@ def init_run(run: Run, *, connect_client: Callable[[str], redis.Redis] = connect
     """
     settings = run.settings
     rules = script_rules(settings)
-    words: list[str | int] = [run.run_id, settings.digest(), SCHEMA, settings.run.seed, len(rules)]
+    arguments: list[str | int] = [
+        run.run_id,
+        settings.digest(),
+        SCHEMA,
+        settings.run.seed,
+        len(rules),
+    ]
     for name, value in rules.items():
-        words += [name, value]
+        arguments += [name, value]
     client = connect_client(run.redis_url)
     what = f"run_id={run.run_id}: creating the run"
     try:
@@ -48,7 +53,7 @@ def init_run(run: Run, *, connect_client: Callable[[str], redis.Redis] = connect
                 1,
                 key(run.run_id, "meta"),
                 0,
-                *words,
+                *arguments,
             )
     finally:
         client.close()

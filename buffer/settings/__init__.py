@@ -70,7 +70,7 @@ Governance = Literal["enforce", "record", "reject"]
 
 
 class SamplingSettings(_Section):
-    """What trained traffic is sampled with, and what to do about a client that asks otherwise."""
+    """What trained traffic is sampled with, and what happens to a client's own values."""
 
     temperature: float = Field(1.0, gt=0)
     """Of trained traffic; greedy decoding cannot be trained."""
@@ -127,9 +127,10 @@ class RouterSettings(_Section):
     turn_timeout_s: float = Field(120.0, gt=0)
     """From a request to its whole answer, waiting for a server included."""
     buffer_timeout_s: float = Field(30.0, ge=0)
-    """How long a turn waits for a Redis that is away, to be begun and to be recorded; then 503."""
+    """How long a turn waits while Redis is unreachable, before it starts and before it is recorded;
+    then 503."""
     drain_timeout_s: float = Field(20.0, ge=0)
-    """How long a router that is stopped goes on with the turns that it has begun."""
+    """How long a router that is stopped finishes its in-flight turns."""
     max_turns_per_episode: int = Field(64, gt=0)
     """Further model calls of the episode are answered 400."""
     max_tokens_per_episode: int | None = Field(None, gt=0)

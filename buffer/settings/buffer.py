@@ -35,7 +35,7 @@ class BufferSettings(BaseModel):
     """TLS (rediss://): certificates of the authorities that redis_url's server is trusted by; None:
     those of the system."""
     redis_cert_file: Path | None = None
-    """TLS: our own certificate, for a server that asks for one."""
+    """TLS: our own certificate, for a server that requires one."""
     redis_cert_key_file: Path | None = None
     """TLS: its key."""
     fsync: Literal["always", "everysec", "no"] = "everysec"
@@ -66,7 +66,7 @@ class BufferSettings(BaseModel):
     (max_staleness - pipeline_depth) * groups_per_step + 1. 0: whatever is ready is taken."""
     priority_window: int = Field(64, ge=1, le=4096)
     """Of so many consecutive slots, those of tasks with a higher priority are played first, so that
-    none waits longer than a window; 1: in the order drawn."""
+    none waits longer than a window; 1: in task order."""
     drop_zero_signal: bool = True
     """Drop groups whose rewards are all equal (drop_reason no_signal)."""
     filter_path: str | None = None
@@ -170,7 +170,7 @@ def holds_password(url: str) -> bool:
         parts = urlsplit(url)
         return bool(parts.password) or "password" in parse_qs(parts.query)
     except ValueError:
-        # Not a URL: whoever connects says so. It may hold one all the same.
+        # No URL, which connecting will report; it may hold a password all the same.
         return "@" in url
 
 
@@ -190,7 +190,7 @@ def check_replay(buffer: BufferSettings, trainer: TrainerSettings) -> None:
     if trainer.correction == "none":
         raise ValueError(
             f'buffer.replay_share={buffer.replay_share} with trainer.correction="none" trains what '
-            "older weights drew as if these had drawn it; set trainer.correction, for example "
+            "older weights sampled as if the current ones had; set trainer.correction, for example "
             '"token_tis", and trainer.proximal = "recompute", or buffer.replay_share = 0'
         )
     num_fresh = -(-trainer.groups_per_step // trainer.num_updates_per_take)

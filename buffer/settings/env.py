@@ -76,7 +76,7 @@ class EnvSettings(BaseModel):
     max_stall_s: float = Field(30.0, gt=0)
     """A worker whose event loop stands still for longer is killed and replaced."""
     max_runner_silence_s: float = Field(20.0, ge=0, allow_inf_nan=False)
-    """The attempts of a runner that was not heard for longer are lost: resumed or replaced, as at
+    """The attempts of a runner without a heartbeat for longer are lost: resumed or replaced, as at
     their deadlines. Runners say four times in it that they are there. 0: deadlines alone."""
     worker_memory_mb: float = Field(4096, gt=64)
     """A worker process that grows beyond it is replaced."""
@@ -98,7 +98,7 @@ class EnvSettings(BaseModel):
     """Reward of an episode whose agent failed: the lowest that the verifier can give."""
     resume_lost_attempts: bool = True
     """An attempt lost to the infrastructure is played again with its recorded turns as the answers
-    to the same requests, and drawn anew only from where its requests differ."""
+    to the same requests, and generated again only from where its requests differ."""
     max_resumptions: int = Field(3, ge=0)
     """How often one attempt is resumed before it is replaced."""
     max_replacements: int = Field(3, ge=0)

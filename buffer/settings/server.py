@@ -32,7 +32,7 @@ _SGLANG_EXPERT_RANKS = ("ep_size", "expert_parallel_size", "ep")
 
 
 class ServerSettings(BaseModel):
-    """The processes that draw tokens."""
+    """The inference servers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

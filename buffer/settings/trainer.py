@@ -58,9 +58,9 @@ class TrainerSettings(BaseModel):
     """package.module:function, `def advantage(rewards) -> advantages` for one group's scored
     episodes (float64 arrays of the same length); takes the place of `advantage`."""
     overlong_penalty: float = Field(0.0, ge=0)
-    """Taken off the reward of an episode that draws more than overlong_max_tokens; 0: nothing."""
+    """Taken off the reward of an episode that samples more than overlong_max_tokens; 0: nothing."""
     overlong_max_tokens: int | None = Field(None, gt=0)
-    """Tokens drawn in an episode, over all its turns, from which the whole penalty is due."""
+    """Tokens sampled in an episode, over all its turns, from which the whole penalty is due."""
     overlong_buffer_tokens: int = Field(0, ge=0)
     """The penalty grows linearly over this many tokens below overlong_max_tokens."""
     loss: Literal["ppo_clip", "gspo", "cispo", "reinforce"] = "ppo_clip"
@@ -87,7 +87,7 @@ class TrainerSettings(BaseModel):
     token_budget: int | None = Field(None, gt=0)
     """Tokens that an episode may generate; required by denominator = "budget"."""
     proximal: Literal["behavior", "recompute"] = "behavior"
-    """What the ratio of the loss is taken to: the logprobs recorded when tokens were drawn, or
+    """What the ratio of the loss is taken to: the logprobs recorded when tokens were sampled, or
     those of the trainer's weights before the first update of a take (one forward more)."""
     correction: Literal[
         "none",

@@ -1,7 +1,6 @@
-"""What episodes have used, and which asked for more than they may use.
+"""What episodes have used, and which of them spent a budget.
 
-Owns: the note of it. Does not own: budgets themselves, refusing (router). Invariant: the first note
-of an episode stays, and is there for whichever process closes it.
+The router refuses and notes; the first note of an episode stays, so that any process may close it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from outloop.buffer.redis.scripts import AsyncScripts
 
 @dataclass(frozen=True, slots=True)
 class EpisodeUsage:
-    """What an episode has used, whoever recorded it."""
+    """What an episode has used, over all router processes."""
 
     num_turns: int
     num_tokens: int
@@ -33,7 +32,7 @@ class BudgetNotes:
         self._prefix = prefix
 
     async def put(self, episode_id: str, budget: str) -> None:
-        """Remember that an episode asked for more than `budget` allows.
+        """Note that an episode has spent `budget`.
 
         Raises:
             NotFound: no such episode.

@@ -1,9 +1,7 @@
 """Several lists of tasks played in proportion, with weights that may change while a run goes on.
 
-Owns: which source and which task of it a slot plays. Does not own: where weights are stored and
-changed (weights, scripts), one list's order (policy). Invariant: the task of a slot depends on the
-seed, the sources' sizes and the weights in force at that slot only, so that every router agrees and
-a slot that is played again plays the same task.
+The task of a slot depends on the seed, the sizes of the sources and the weights in force at that
+slot only. So every router agrees, and a slot that is played again plays the same task.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ class SlotOrder(Protocol):
     """A permutation of slots that goes by their tasks."""
 
     def slot_in_order(self, slot: int, task_index: Callable[[int], int]) -> int:
-        """The slot whose task is played in the place of `slot`."""
+        """The slot that is played in the place of `slot`."""
 
 
 class Mixture:
@@ -67,7 +65,7 @@ class Mixture:
 
     Args:
         schedule: by slot, the first from slot 0; not needed for one source.
-        order: which slot's task is played in whose place; None: each its own.
+        order: the slot that is played in the place of each; None: itself.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class Mixture:
         self._schedule = schedule
         self._seed = seed
         self._before: list[npt.NDArray[np.int64]] = [np.zeros(len(sources), np.int64)]
-        """How often each source was drawn before each block."""
+        """How often each source was chosen before each block."""
         self._last_block: tuple[int, npt.NDArray[np.intp]] | None = None
 
     def task_index(self, slot: int) -> int:
@@ -97,16 +95,16 @@ class Mixture:
             return task_index(slot, self._sizes[0], self._seed)
         block, offset = divmod(slot, _BLOCK_SLOTS)
         while len(self._before) <= block:
-            drawn = self._draw(len(self._before) - 1)
-            counts = np.bincount(drawn, minlength=len(self._sizes))
+            choices = self._choose(len(self._before) - 1)
+            counts = np.bincount(choices, minlength=len(self._sizes))
             self._before.append(self._before[-1] + counts)
-        drawn = self._draw(block)
-        source = int(drawn[offset])
-        position = int(self._before[block][source] + np.count_nonzero(drawn[:offset] == source))
+        choices = self._choose(block)
+        source = int(choices[offset])
+        position = int(self._before[block][source] + np.count_nonzero(choices[:offset] == source))
         seed = self._seed + (source + 1) * _SEED_STEP
         return self._starts[source] + task_index(position, self._sizes[source], seed)
 
-    def _draw(self, block: int) -> npt.NDArray[np.intp]:
+    def _choose(self, block: int) -> npt.NDArray[np.intp]:
         """The source of every slot of a block."""
         if self._last_block is not None and self._last_block[0] == block:
             return self._last_block[1]
@@ -115,7 +113,7 @@ class Mixture:
         points = np.random.Philox(key=key).random_raw(_BLOCK_SLOTS) / 2.0**64
         first = block * _BLOCK_SLOTS
         starts = [entry.from_slot for entry in self._schedule]
-        drawn = np.empty(_BLOCK_SLOTS, np.intp)
+        choices = np.empty(_BLOCK_SLOTS, np.intp)
         begin = 0
         while begin < _BLOCK_SLOTS:
             entry = max(0, bisect_right(starts, first + begin) - 1)
@@ -123,7 +121,7 @@ class Mixture:
             end = min(_BLOCK_SLOTS, following)
             bounds = np.cumsum(self._schedule[entry].weights)
             chosen = np.searchsorted(bounds, points[begin:end] * bounds[-1], side="right")
-            drawn[begin:end] = np.minimum(chosen, len(bounds) - 1)
+            choices[begin:end] = np.minimum(chosen, len(bounds) - 1)
             begin = end
-        self._last_block = (block, drawn)
-        return drawn
+        self._last_block = (block, choices)
+        return choices

@@ -1,9 +1,8 @@
 """Tasks that are played before others.
 
-Owns: the order of slots by priority, the stored form of priorities. Does not own: which task a slot
-would play without them (mixture). Invariant: the slots of a window are permuted among themselves,
-as a function of the priorities alone: every router agrees, a slot that is played again plays the
-same task, and no task waits longer than a window.
+The slots of a window are permuted among themselves, as a function of the priorities alone: every
+router agrees, a slot that is played again plays the same task, and no task waits longer than a
+window.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Priorities:
         self._last: tuple[int, list[int]] | None = None
 
     def slot_in_order(self, slot: int, task_index: Callable[[int], int]) -> int:
-        """The slot whose task is played in the place of `slot`; equals keep their order."""
+        """The slot that is played in the place of `slot`; equals keep their order."""
         window, offset = divmod(slot, self._window)
         if self._last is None or self._last[0] != window:
             first = window * self._window

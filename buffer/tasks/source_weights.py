@@ -1,8 +1,7 @@
 """The weights of a run's task sources, as they are stored and changed.
 
-Owns: the stored form of sources and weights, reading and changing them. Does not own: which task a
-slot plays (mixture). Invariant: a change holds from the first slot that nobody has claimed (with
-priorities, the first window that nobody has begun), so no claimed slot changes its task.
+A change holds from the first slot that nobody has claimed (with priorities: from the first window
+of slots that nobody has started), so no claimed slot changes its task.
 """
 
 from __future__ import annotations

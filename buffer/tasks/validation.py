@@ -1,8 +1,6 @@
-"""What makes a list of tasks acceptable.
+"""Checks of a run's tasks, and the digest that tells two lists apart.
 
-Owns: the checks of a run's tasks and the digest that tells two lists apart. Does not own: their
-order (policy) or storing them (writer). Invariant: the same tasks in the same order have the same
-digest in every process.
+The same tasks in the same order have the same digest in every process.
 """
 
 from __future__ import annotations

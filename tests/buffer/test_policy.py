@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from outloop.buffer.records import Turn, VersionSpan
 from outloop.buffer.redis.keys import KEYS, markdown_table, prefix
-from outloop.buffer.tasks.order import task_index, trained_version_bounds
+from outloop.buffer.tasks.order import task_index
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,7 +64,7 @@ def test_only_trained_tokens_make_a_turn_old(
         VersionSpan(policy_version=9, start=4, end=4),
     )
     turn = replace(make_turn("e"), version_spans=spans, loss_spans=loss_spans)
-    assert trained_version_bounds(turn) == expected
+    assert turn.trained_version_bounds == expected
 
 
 def test_the_page_of_keys_is_the_module() -> None:

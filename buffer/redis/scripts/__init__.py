@@ -1,8 +1,7 @@
-"""The state transitions of the buffer: one Lua script each.
+"""The state transitions of the buffer: one Lua script each; its header is its contract.
 
-Owns: finding the scripts in the installed package, calling them by hash, turning refusals into
-errors. Does not own: what a script does; its header states that. Invariant: a script is sent again
-only when Redis says that it does not have it, which means that nothing was executed.
+A script is called by its hash and sent again only when Redis does not have it, which means that
+nothing was executed.
 """
 
 from __future__ import annotations
@@ -107,11 +106,11 @@ class SyncScripts:
         """
         script = load_script(name)
         with translated(what):
-            words = (self._meta_key, _now_ms(self._clock), *args)
+            arguments = (self._meta_key, _now_ms(self._clock), *args)
             try:
-                answer: Any = self._client.evalsha(script.sha1, 1, *words)
+                answer: Any = self._client.evalsha(script.sha1, 1, *arguments)
             except redis.exceptions.NoScriptError:
-                answer = self._client.eval(script.text, 1, *words)
+                answer = self._client.eval(script.text, 1, *arguments)
         return _unpack(answer, what)
 
 
@@ -134,13 +133,13 @@ class AsyncScripts:
                 raise
         return _unpack(answer, what)
 
-    async def execute(self, name: str, words: tuple[Argument, ...]) -> Any:
+    async def execute(self, name: str, arguments: tuple[Argument, ...]) -> Any:
         """The script's own answer; raises redis-py's errors."""
         script = load_script(name)
         try:
-            return await self._client.evalsha(script.sha1, 1, *words)
+            return await self._client.evalsha(script.sha1, 1, *arguments)
         except redis.exceptions.NoScriptError:
-            return await self._client.eval(script.text, 1, *words)
+            return await self._client.eval(script.text, 1, *arguments)
 
 
 def _now_ms(clock: Clock | None) -> int:

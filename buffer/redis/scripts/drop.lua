@@ -3,7 +3,7 @@
 -- ARGV[2]  fence   ARGV[3] group_id   ARGV[4] reason
 -- ARGV[5]  why, if it is to leave a dead letter, or ''
 -- ARGV[6]  1 to hold its credit until the next take or mark_trained: a group started before that
---          would belong to the next batch and be drawn by this batch's weights
+--          would belong to the next batch and be sampled by this batch's weights
 -- Returns  {'ok'}; fence: not, or no longer, leased under this fence.
 -- Keeps    the credit is held or returned here, once; dropping twice is once.
 

@@ -1,4 +1,4 @@
--- A runner is there.
+-- Note that a runner is alive.
 --
 -- ARGV[2]  runner_id
 -- Returns  {'ok', for how long it may be silent, ms; 0: for ever}

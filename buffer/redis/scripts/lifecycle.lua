@@ -43,11 +43,11 @@ local FAILED = key('failed')
 local function group_key(group_id) return prefix .. 'group:' .. group_id end
 local function eval_key(name) return prefix .. 'eval:' .. name end
 
--- Hand `words` to `send`, as many at once as Lua may unpack: a call costs more than what most
--- commands do. An even number, for words in pairs.
-local function send_all(words, send)
-  for first = 1, #words, 1000 do
-    send(unpack(words, first, math.min(first + 999, #words)))
+-- Hand `arguments` to `send`, as many at once as Lua may unpack: a call costs more than what most
+-- commands do. An even number, for arguments in pairs.
+local function send_all(arguments, send)
+  for first = 1, #arguments, 1000 do
+    send(unpack(arguments, first, math.min(first + 999, #arguments)))
   end
 end
 
@@ -492,8 +492,8 @@ local function sweep_leases()
 end
 
 -- The attempts of a runner that fell silent are lost, as at their deadline. After a time in which
--- nobody looked, Redis may have been away, or its clock may have jumped: then no silence is told from
--- that, and every runner has its whole time again.
+-- nobody looked, Redis may have been away, or its clock may have jumped: then that is no sign
+-- of silence, and every runner has its whole time again.
 local function sweep_runners()
   local limit = rules.max_silence_ms
   if limit == 0 or redis.call('EXISTS', RUNNERS) == 0 then return end

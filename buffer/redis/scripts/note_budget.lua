@@ -2,7 +2,7 @@
 --
 -- ARGV[2]  episode_id   ARGV[3] the budget
 -- Returns  {'ok'}; not_found.
--- Keeps    the first note of an episode, whoever writes it.
+-- Keeps    the first note of an episode.
 
 local e = episode_key(ARGV[2])
 if redis.call('HEXISTS', e, 'member') == 0 then

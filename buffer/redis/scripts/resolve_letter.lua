@@ -1,8 +1,8 @@
--- Somebody has looked at a dead letter: forget it, and play its slot again if asked to.
+-- Forget a dead letter, and play its slot again if ARGV[3] is 1.
 --
 -- ARGV[2]  group_id   ARGV[3] 1 to play its slot again
 -- Returns  {'ok'}; not_found: no such letter (any more); conflict: its slot is played again anyway,
---          because the run began anew since.
+--          because the run has started over since then.
 -- Keeps    a slot is requeued at most once for each time that it was dropped.
 
 allow_when_full()
@@ -12,7 +12,7 @@ if not slot then
 end
 if ARGV[3] == '1' then
   if slot == '' then
-    return {'conflict', 'group_id=' .. ARGV[2] .. ' was dropped before the run began anew, which '
+    return {'conflict', 'group_id=' .. ARGV[2] .. ' was dropped before the run started over, which '
       .. 'plays its slot again anyway; drop the letter'}
   end
   redis.call('ZADD', REPLAY, slot, slot)

@@ -3,7 +3,7 @@
 -- ARGV[2]  the weights, one for each source
 -- Returns  {'ok', the slot from which they hold}
 -- Keeps    they hold from the first slot that nobody has claimed, or, with priorities, from the first
---          window of slots that nobody has begun; weights that were meant for later
+--          window of slots that nobody has started; weights for later
 --          slots, which a restart without a checkpoint may leave, are gone.
 
 local weights = key('task_weights')

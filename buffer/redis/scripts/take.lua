@@ -8,9 +8,9 @@
 -- Keeps    no leased group is buffer.take_window slots or more ahead of the oldest open one;
 --          a leased group is fresh enough for policy_version; staler ones are dropped on the way and
 --          give their credit back; the same token returns the same leases. Sweeps first; credits
---          held since a drop are released, because whoever takes needs groups now.
+--          held since a drop are released, because the trainer needs groups now.
 
--- Fewer say nothing about the share.
+-- With fewer attempts the share means little.
 local MIN_ATTEMPTS = 200
 
 local function too_many_replaced()

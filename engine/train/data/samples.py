@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from outloop.buffer.errors import RecordError
 from outloop.buffer.records import Float32, Int32, Trajectory, Turn
-from outloop.buffer.tasks.order import trained_version_bounds
 
 Bool = npt.NDArray[np.bool_]
 
@@ -189,6 +188,6 @@ def is_truncated(trajectory: Trajectory) -> bool:
 
 def oldest_trained_version(trajectory: Trajectory) -> int | None:
     """The oldest policy_version that drew a trainable token; None when there is none."""
-    bounds = (trained_version_bounds(t)[0] for t in trajectory.turns if t.sampling.is_plain)
+    bounds = (t.trained_version_bounds[0] for t in trajectory.turns if t.sampling.is_plain)
     versions = [version for version in bounds if version is not None]
     return min(versions, default=None)
