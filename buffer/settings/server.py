@@ -58,6 +58,10 @@ class ServerSettings(BaseModel):
     start_timeout_s: float = Field(300.0, gt=0)
     """SGLang imports for half a minute on an idle machine, and longer on a busy one."""
     device: str = "cpu"
+    """cpu, cuda, or cuda:N for a torch server on the Nth device that it sees."""
+    gpus: tuple[int, ...] = ()
+    """Which of the machine's CUDA devices the servers get: tensor_parallel_size each, in their
+    order; empty: the first that are free."""
     """cpu or cuda."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the served weights."""

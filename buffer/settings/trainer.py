@@ -148,7 +148,8 @@ class TrainerSettings(BaseModel):
     """auto: CUDA where torch offers it, else the CPU. "cuda:N": the Nth device that the process
     sees, for one rank; several ranks are placed by `gpus`."""
     gpus: tuple[int, ...] = ()
-    """Which of the machine's CUDA devices the ranks get, one each, in their order."""
+    """Which of the machine's CUDA devices the ranks get, one each, in their order; empty: the
+    first that servers do not have, or with is_colocated the first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations. bfloat16: the optimizer keeps float32 main weights and moments,
     which checkpoints hold; gradients are summed, logprobs and losses computed in float32."""

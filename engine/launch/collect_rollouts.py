@@ -13,6 +13,7 @@ from pathlib import Path
 import structlog
 
 from outloop.buffer.settings import Settings
+from outloop.engine.launch.gpu_placement import list_gpus, place_gpus
 from outloop.engine.launch.launcher import Launcher, name_weights, running, start_and_wait
 
 _log = structlog.get_logger()
@@ -29,7 +30,8 @@ def play_once(settings: Settings, out: Path, *, stop: threading.Event) -> int:
             trainer.take_timeout_s.
         PartFailed: a part ended that cannot be restarted.
     """
-    with running(settings, stop) as launcher:
+    gpus = place_gpus(settings, list_gpus(), has_trainer=False)
+    with running(settings, stop, gpus=gpus) as launcher:
         start_and_wait(launcher)
         if not stop.is_set():
             name_weights(launcher, settings.server.start_timeout_s)

@@ -39,6 +39,12 @@ from outloop.buffer.settings.recipes import recipe_sentence
 from outloop.engine.launch.child_process import PartProcess, part_command
 from outloop.engine.launch.console import RunProgress
 from outloop.engine.launch.cpu_usage import CpuUsage
+from outloop.engine.launch.gpu_placement import (
+    NOT_PLACED,
+    GpuPlacement,
+    list_gpus,
+    place_gpus,
+)
 from outloop.engine.launch.run_summary import draw_curve, result_table
 from outloop.engine.port_reservation import hold_port
 from outloop.engine.publish.server_client import ServerClient
@@ -66,7 +72,9 @@ _log = structlog.get_logger()
 class Launcher:
     """One run's processes; use `running` to make sure that they are stopped."""
 
-    def __init__(self, run: Run, reader: BufferReader, stop: threading.Event) -> None:
+    def __init__(
+        self, run: Run, reader: BufferReader, stop: threading.Event, gpus: GpuPlacement
+    ) -> None:
         self.run = run
         self.reader = reader
         self.stop = stop
@@ -76,15 +84,18 @@ class Launcher:
         self._restarts: dict[str, int] = {}
         self._commands: dict[str, tuple[str, ...]] = {}
         self._held_port: socket.socket | None = None
+        self._gpus = gpus
 
     def start(self, name: str, part: str, *extra: str) -> None:
         """Start `part` under `name`; its output goes to `logs/{name}.log`."""
         self._commands[name] = (part, *extra)
+        index = int(extra[extra.index("--index") + 1]) if "--index" in extra else 0
+        environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.parts[name] = PartProcess(
             name,
             part_command(part, self.run.dir, *extra),
             self.run.dir / "logs" / f"{name}.log",
-            {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            environment | self._gpus.environment(part, index),
         )
 
     def hold_port(self, host: str, port: int) -> int:
@@ -204,7 +215,9 @@ def find_launcher(run_dir: Path) -> psutil.Process | None:
 
 
 @contextmanager
-def running(settings: Settings, stop: threading.Event) -> Iterator[Launcher]:
+def running(
+    settings: Settings, stop: threading.Event, *, gpus: GpuPlacement = NOT_PLACED
+) -> Iterator[Launcher]:
     """Redis (embedded, or the configured one) and an empty launcher; stops all parts at the end."""
     run_dir = settings.run.dir / settings.run.name
     make_run_folder(settings, run_dir)
@@ -224,7 +237,7 @@ def running(settings: Settings, stop: threading.Event) -> Iterator[Launcher]:
         reader = BufferReader.connect(run)
         stack.callback(reader.close)
         stack.enter_context(named_launcher(run.dir))
-        launcher = Launcher(run, reader, stop)
+        launcher = Launcher(run, reader, stop, gpus)
         launcher.redis_pid = redis_pid
         stack.callback(launcher.stop_all)
         yield launcher
@@ -386,13 +399,17 @@ def train(settings: Settings, *, stop: threading.Event, console: Console) -> int
         )
         console.print(result_table(run_dir.absolute()))
         return 0
-    with running(settings, stop) as launcher:
+    has_servers = settings.trainer.mode == "rl"
+    gpus = place_gpus(settings, list_gpus(), has_servers=has_servers)
+    with running(settings, stop, gpus=gpus) as launcher:
         run = launcher.run
         progress = RunProgress(run.dir, num_steps=settings.trainer.num_steps, console=console)
         console.print(f"run folder {settings.run.dir / settings.run.name}", highlight=False)
         if recipe := recipe_sentence(dict(settings.trainer), dict(settings.buffer)):
             console.print(recipe, highlight=False, markup=False, soft_wrap=True)
-        if settings.trainer.mode == "rl":
+        for line in gpus.lines():
+            console.print(line, highlight=False, markup=False)
+        if has_servers:
             start_serving(launcher)
         else:
             start_routers(launcher)
@@ -431,7 +448,8 @@ def serve(
         PartFailed: a part ended that cannot be restarted.
         DeadlineExceeded: a part did not come up.
     """
-    with running(settings, stop) as launcher:
+    gpus = place_gpus(settings, list_gpus(), has_trainer=False)
+    with running(settings, stop, gpus=gpus) as launcher:
         start_and_wait(launcher)
         if stop.is_set():
             return

@@ -1,0 +1,194 @@
+"""Which of the machine's GPUs each server and each trainer rank gets.
+
+A part sees only its own GPUs (CUDA_VISIBLE_DEVICES), so that two that start at once cannot take the
+same one. GPUs are numbered as this process sees them: by its own CUDA_VISIBLE_DEVICES if it has
+one, else as nvidia-smi lists them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import Settings
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_QUERY = ("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
+_QUERY_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One device; `id` is what CUDA_VISIBLE_DEVICES takes."""
+
+    id: str
+    name: str = ""
+    memory_mb: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuPlacement:
+    """Numbers of GPUs by part; None: the part sees what its starter sees."""
+
+    gpus: tuple[Gpu, ...]
+    servers: tuple[tuple[int, ...] | None, ...]
+    trainer: tuple[int, ...] | None
+
+    def environment(self, part: str, index: int = 0) -> dict[str, str]:
+        """What the process of a part is started with, beside what its starter has."""
+        numbers: tuple[int, ...] | None = None
+        if part == "trainer":
+            numbers = self.trainer
+        elif part == "server" and index < len(self.servers):
+            numbers = self.servers[index]
+        if numbers is None:
+            return {}
+        return {_VISIBLE: ",".join(self.gpus[number].id for number in numbers)}
+
+    def lines(self) -> list[str]:
+        """Who sits where, for a person; nothing where no part has a GPU."""
+        found = [
+            f"server-{index}: {self._named(numbers)}"
+            for index, numbers in enumerate(self.servers)
+            if numbers
+        ]
+        found += [
+            f"trainer rank {rank}: {self._named((number,))}"
+            for rank, number in enumerate(self.trainer or ())
+        ]
+        return found
+
+    def _named(self, numbers: Sequence[int]) -> str:
+        names = ", ".join(str(number) for number in numbers)
+        gpu = self.gpus[numbers[0]]
+        return f"GPU {names}" + (f" ({gpu.name})" if gpu.name else "")
+
+
+NOT_PLACED = GpuPlacement(gpus=(), servers=(), trainer=None)
+"""Every part sees what its starter sees."""
+
+
+def list_gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
+    """The GPUs that a process with this environment sees; none without NVIDIA's driver."""
+    program = shutil.which("nvidia-smi", path=environment.get("PATH"))
+    found: list[tuple[str, Gpu]] = []
+    if program is not None:
+        answer = subprocess.run(
+            [program, *_QUERY],
+            capture_output=True,
+            text=True,
+            timeout=_QUERY_TIMEOUT_S,
+            check=False,
+        )
+        lines = answer.stdout.splitlines() if answer.returncode == 0 else []
+        for fields in (line.split(", ") for line in lines):
+            if len(fields) == 4:
+                index, uuid, name, memory = fields
+                size = int(memory) if memory.isdecimal() else 0
+                found.append((index, Gpu(id=uuid, name=name, memory_mb=size)))
+    visible = environment.get(_VISIBLE)
+    if visible is None:
+        return tuple(gpu for _, gpu in found)
+    by_name = dict(found) | {gpu.id: gpu for _, gpu in found}
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return tuple(by_name.get(name, Gpu(id=name)) for name in names)
+
+
+def place_gpus(
+    settings: Settings,
+    gpus: Sequence[Gpu],
+    *,
+    has_servers: bool = True,
+    has_trainer: bool = True,
+) -> GpuPlacement:
+    """Give every part its GPUs, as the settings say or, where they say nothing, in order.
+
+    Servers get the first, the trainer's ranks those behind them; with trainer.is_colocated both
+    begin at the first. What runs on the CPU sees none.
+
+    Args:
+        has_servers: False where none is started.
+        has_trainer: False where none is started.
+
+    Raises:
+        SettingsError: there are not enough, a number is not there, or two parts would share one.
+    """
+    server, trainer = settings.server, settings.trainer
+    size = server.tensor_parallel_size
+    num_servers = server.num_servers if has_servers else 0
+    num_for_servers = size * num_servers if server.device == "cuda" else 0
+    is_on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and bool(gpus))
+    num_for_trainer = trainer.num_ranks if is_on_gpu and has_trainer else 0
+    if has_servers:
+        _check_list("server.gpus", server.gpus, num_for_servers, len(gpus))
+    if has_trainer:
+        _check_list("trainer.gpus", trainer.gpus, num_for_trainer, len(gpus))
+    is_by_hand = "base_gpu_id" in {key.replace("-", "_") for key in server.sglang}
+    if server.gpus and is_by_hand:
+        raise SettingsError(
+            "server.sglang.base_gpu_id with server.gpus: each server sees its own GPUs only, from "
+            "0 on; leave one of them out"
+        )
+    if is_by_hand:
+        num_for_servers = 0
+    taken = set() if trainer.is_colocated else {*server.gpus, *trainer.gpus}
+    free = [number for number in range(len(gpus)) if number not in taken]
+    of_servers = server.gpus or _first(free, num_for_servers, "servers", len(gpus), settings)
+    if not trainer.is_colocated:
+        free = [number for number in free if number not in of_servers]
+    of_trainer = trainer.gpus or _first(free, num_for_trainer, "trainer", len(gpus), settings)
+    shared = sorted({*of_servers} & {*of_trainer})
+    if shared and not trainer.is_colocated:
+        raise SettingsError(
+            f"server.gpus={list(of_servers)} and trainer.gpus={list(of_trainer)} share "
+            f"{shared}: weights, gradients and a server's cache would not fit beside each other. "
+            "Give them GPUs of their own, or set trainer.is_colocated = true"
+        )
+    servers: list[tuple[int, ...] | None] = []
+    for index in range(num_servers):
+        own = of_servers[index * size : (index + 1) * size]
+        servers.append(own if own or server.device == "cpu" else None)
+    is_placed = bool(of_trainer) or trainer.device == "cpu"
+    return GpuPlacement(
+        gpus=tuple(gpus),
+        servers=tuple(servers),
+        trainer=of_trainer if is_placed else None,
+    )
+
+
+def _check_list(name: str, numbers: Sequence[int], wanted: int, num_gpus: int) -> None:
+    if not numbers:
+        return
+    part = name.partition(".")[0]
+    if len(numbers) != wanted:
+        how = {
+            "server": 'num_servers x tensor_parallel_size with server.device = "cuda"',
+            "trainer": 'trainer.num_ranks with trainer.device = "cuda"',
+        }[part]
+        raise SettingsError(
+            f"{name}={list(numbers)} names {len(numbers)} GPUs; {wanted} are needed ({how})"
+        )
+    if len(set(numbers)) != len(numbers):
+        raise SettingsError(f"{name}={list(numbers)} names a GPU twice; each takes one process")
+    wrong = [number for number in numbers if not 0 <= number < num_gpus]
+    if wrong:
+        there = f"0 to {num_gpus - 1} are" if num_gpus else "none is"
+        raise SettingsError(f"{name}={list(numbers)}: GPU {wrong[0]} is not here; {there} allowed")
+
+
+def _first(
+    free: Sequence[int], wanted: int, part: str, num_gpus: int, settings: Settings
+) -> tuple[int, ...]:
+    if wanted > len(free):
+        server, trainer = settings.server, settings.trainer
+        raise SettingsError(
+            f"{wanted} GPUs are needed for the {part}, and {len(free)} of {num_gpus} are free "
+            f"(server.num_servers={server.num_servers} x server.tensor_parallel_size="
+            f"{server.tensor_parallel_size}, trainer.num_ranks={trainer.num_ranks}). Lower one of "
+            "them, or let them share with trainer.is_colocated = true"
+        )
+    return tuple(free[:wanted])
