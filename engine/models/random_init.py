@@ -287,13 +287,15 @@ def _write_new(folder: Path, files: Mapping[str, bytes]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         there = [path for path in folder.iterdir() if path.name in files or _is_weights(path)]
-        if not there:
-            for name, content in files.items():
-                (folder / name).write_bytes(content)
-            return
-        is_same = {path.name for path in there} == set(files) and all(
-            path.read_bytes() == files[path.name] for path in there
+        is_same = all(
+            path.name in files and path.read_bytes() == files[path.name] for path in there
         )
+        if is_same:
+            # One file after the other, each whole: what a kill leaves is completed by the next call.
+            for name in files.keys() - {path.name for path in there}:
+                partial = folder / f".{name}.partial"
+                partial.write_bytes(files[name])
+                partial.replace(folder / name)
     except OSError as error:
         raise SettingsError(
             f"folder={str(folder)!r} cannot be written: {error}; give the path of a folder that "

@@ -150,7 +150,7 @@ def test_two_passwords_are_refused(workspace: Path, monkeypatch: pytest.MonkeyPa
     """One in the URL and one in the file contradict each other."""
     monkeypatch.chdir(workspace)
     url = 'buffer.redis_url="redis://:other@127.0.0.1:1"'
-    with pytest.raises(SettingsError, match="leave one of them out"):
+    with pytest.raises(SettingsError, match="holds a password"):
         make_run(load_settings(workspace / "run.toml", (url,)))
 
 

@@ -118,6 +118,10 @@ def test_another_model_is_never_written_over(tmp_path: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "p").iterdir()}
     assert write_policy(tmp_path / "p", 0) > 0
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "p").iterdir()} == before
+    (tmp_path / "p/model.safetensors").unlink()
+    write_policy(tmp_path / "p", 0)
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "p").iterdir()}
+    assert len(before) == 5
     with pytest.raises(SettingsError, match="holds another model .*config.json.* another folder"):
         write_policy(tmp_path / "p", 1)
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "p").iterdir()} == before
