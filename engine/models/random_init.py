@@ -291,7 +291,7 @@ def _write_new(folder: Path, files: Mapping[str, bytes]) -> None:
             path.name in files and path.read_bytes() == files[path.name] for path in there
         )
         if is_same:
-            # One file after the other, each whole: what a kill leaves is completed by the next call.
+            # Each file whole: what a kill leaves is completed by the next call.
             for name in files.keys() - {path.name for path in there}:
                 partial = folder / f".{name}.partial"
                 partial.write_bytes(files[name])
