@@ -159,8 +159,7 @@ def _lead(
 ) -> None:
     """Rank 0: everything that is not the model."""
     settings = run.settings
-    if recipe := recipe_sentence(dict(settings.trainer), dict(settings.buffer)):
-        _log.info("recipe", sentence=recipe)
+    _say_what_is_trained(settings)
     work, watchdog = _join(run, stack, on_hang)
     lead = Lead(
         work,
@@ -184,6 +183,19 @@ def _lead(
         metrics=metrics,
         stop=stop,
     ).run()
+
+
+def _say_what_is_trained(settings: Settings) -> None:
+    trainer, buffer = settings.trainer, settings.buffer
+    if recipe := recipe_sentence(dict(trainer), dict(buffer)):
+        _log.info("recipe", sentence=recipe)
+    if trainer.kl != "none" and buffer.drop_zero_signal:
+        _log.warning(
+            "kl_without_equal_groups",
+            sentence=f'trainer.kl="{trainer.kl}" with buffer.drop_zero_signal=true pulls on tasks '
+            "with different rewards only: what is always solved, or never, may drift. Set "
+            "buffer.drop_zero_signal = false to hold it.",
+        )
 
 
 def check_settings(settings: Settings) -> None:

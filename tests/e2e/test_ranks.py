@@ -57,6 +57,30 @@ def test_two_ranks_train_and_publish(
     assert_nothing_is_left(workspace)
 
 
+def test_two_ranks_complete_one_batch(
+    workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
+) -> None:
+    """Reference, KL in the reward, recomputed logprobs and two updates of a take: columns that
+    every rank gives the batch that it was sent."""
+    write_config(steps=2)
+    settings = ("trainer.recipe=reinforce_pp", "trainer.proximal=recompute")
+    answer = outloop(
+        *("train", "run.toml", *TWO_RANKS),
+        *(word for setting in settings for word in ("--set", setting)),
+        *("--set", "trainer.num_updates_per_take=2"),
+        timeout_s=300.0,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "recipe reinforce_pp: " in answer.stdout
+    rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["train/proximal_ratio_max"] == pytest.approx(1.0, abs=1e-4)
+        assert row["train/last_ratio_max"] > 0
+        assert row["train/kl_penalty_mean"] is not None
+    assert abs(rows[0]["train/kl"]) < 1e-4
+
+
 def test_a_killed_rank_takes_the_trainer_with_it_and_the_run_goes_on(
     workspace: Path, write_config: WriteConfig, read_metrics: ReadMetrics
 ) -> None:

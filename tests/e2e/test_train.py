@@ -72,6 +72,27 @@ def test_a_run_in_one_process_is_the_same_loop(
     assert [row["train/policy_version"] for row in rows] == [1, 2]
 
 
+def test_a_recipe_is_said_at_the_start_and_trains(
+    workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
+) -> None:
+    """DAPO: what it set, what was set otherwise, and a batch that was filled again until its groups
+    have signal."""
+    write_config(steps=2)
+    answer = outloop(
+        *("train", "run.toml", "--set", "trainer.recipe=dapo"),
+        *("--set", "trainer.clip_high=0.3", "--set", "trainer.groups_per_step=4"),
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert 'recipe dapo: trainer.loss="ppo_clip"' in answer.stdout
+    assert "overridden: trainer.clip_high=0.3 (recipe: 0.28)" in answer.stdout
+    rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
+    assert len(rows) == 2
+    for row in rows:
+        kept = row["train/episodes"] * row["train/groups_with_signal_share"]
+        assert kept >= 4 * 4
+        assert row["train/overlong_penalty_mean"] is not None
+
+
 def test_an_agent_as_a_program_is_trained(
     workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
 ) -> None:
