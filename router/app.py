@@ -197,7 +197,7 @@ def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
             allow_origins=run.settings.router.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["retry-after", "retry-after-ms", "x-should-retry"],
+            expose_headers=["retry-after", "retry-after-ms", "x-request-id", "x-should-retry"],
         )
     app.add_exception_handler(OutloopError, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse)

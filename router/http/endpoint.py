@@ -144,13 +144,14 @@ class Exchange:
             {"type": "http.response.start", "status": status, "headers": list(headers)}
         )
 
-    async def start_events(self) -> None:
+    async def start_events(self, headers: Headers = ()) -> None:
         """Begin an answer of server-sent events."""
         await self.start(
             200,
             [
                 (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache"),
+                *headers,
             ],
         )
 

@@ -22,7 +22,7 @@ from outloop.router.dialects.base import AnswerHead, AnswerStream, Dialect, Turn
 from outloop.router.episodes.episode import Episodes, LiveEpisode
 from outloop.router.episodes.in_flight import InFlightTurn
 from outloop.router.errors import Refusal
-from outloop.router.http.endpoint import Exchange
+from outloop.router.http.endpoint import Exchange, Headers
 from outloop.router.routes.model_names import ModelTable
 from outloop.router.routes.upstreams import Upstreams
 from outloop.router.turns.service import TurnService
@@ -75,7 +75,9 @@ class TurnRoutes:
                 is_delivered = await _send_stream(exchange, dialect, request, turn)
             else:
                 results = await turn.results()
-                is_delivered = await exchange.answer(200, dialect.encode(results, request))
+                is_delivered = await exchange.answer(
+                    200, dialect.encode(results, request), _request_id(turn)
+                )
             turn.is_delivered = turn.is_delivered or is_delivered
         episode.forget_delivered(turn)
 
@@ -178,7 +180,7 @@ async def _send_stream(
             num_prompt_tokens=turn.num_prompt_tokens,
             sampling=turn.sampling,
         )
-        await exchange.start_events()
+        await exchange.start_events(_request_id(turn))
         return dialect.stream(head, request)
 
     stream: AnswerStream | None = None
@@ -194,6 +196,12 @@ async def _send_stream(
         stream = await opened()
         opening = stream.open()
     return await exchange.send(opening + stream.close(results), more=False)
+
+
+def _request_id(turn: InFlightTurn) -> Headers:
+    """The turn's id in the headers in which OpenAI's and Anthropic's clients look for one."""
+    turn_id = turn.turn_ids[0].encode()
+    return [(b"x-request-id", turn_id), (b"request-id", turn_id)]
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -207,3 +207,14 @@ async def test_the_document_tells_how_every_route_refuses(stage) -> None:
             assert set(operation["responses"]) == {"200", "4XX", "503"}
     wrong = await stage.http.post("/pause", headers={"Authorization": "Bearer nobody"})
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_clients_find_the_turn_of_an_answer_in_its_headers(stage, stream: bool) -> None:
+    """As the request id that both SDKs show."""
+    stage.server.answer = lambda request: stage.script("fine")
+    episode = await stage.open()
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    for path, name in (("/v1/chat/completions", "x-request-id"), ("/v1/messages", "request-id")):
+        answer = await stage.post(path, {**body, "stream": stream}, episode["api_key"])
+        assert answer.headers[name] == stage.turns(episode)[-1].turn_id
