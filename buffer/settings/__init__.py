@@ -26,7 +26,7 @@ from pydantic_settings import (
 )
 
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.settings.buffer import BufferSettings, check_replay
+from outloop.buffer.settings.buffer import BufferSettings
 from outloop.buffer.settings.env import EnvSettings, EvalSettings, check_choice
 from outloop.buffer.settings.recipes import DEFAULT_MAX_NEW_TOKENS, with_recipe
 from outloop.buffer.settings.server import ServerSettings
@@ -236,7 +236,6 @@ class Settings(BaseSettings):
                 "be compared with; set trainer.groups_per_step to 2 or more"
             )
         check_choice(self.env, self.eval)
-        check_replay(self.buffer, self.trainer)
         self.refuse_cut(self.env.episode_deadline_s, "env.episode_deadline_s")
         if self.server.num_servers == 0 and not self.server.urls and self.trainer.mode == "rl":
             raise ValueError(

@@ -6,14 +6,11 @@ the rules across sections (settings). Invariant: frozen; rules refuse and never 
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from outloop.buffer.settings.trainer import TrainerSettings
 
 _ROUNDING = 1e-9
 """Of a share in binary: 0.3 of 10 groups is 3."""
@@ -75,16 +72,6 @@ class BufferSettings(BaseModel):
     max_refills: int = Field(0, ge=0)
     """How often a step takes other groups for those dropped as no_signal or filtered before it
     trains a smaller batch; 0: never."""
-    replay_share: float = Field(0.0, ge=0, lt=0.5)
-    """At most this share of an update's groups are good ones of earlier steps, trained again; they
-    come on top of the fresh ones. Needs trainer.correction. 0: every group is trained once."""
-    replay_size: int = Field(64, ge=1)
-    """How many groups the trainer keeps for it, in its memory and in every checkpoint."""
-    replay_max_age: int = Field(16, ge=1)
-    """How many steps, of one policy version each, after the one that trained it a group may be
-    trained again."""
-    replay_min_reward: float | None = None
-    """A group is kept only if the reward of its best episode is as high; none: any with signal."""
 
     @property
     def depth(self) -> int:
@@ -145,23 +132,11 @@ class BufferSettings(BaseModel):
         return self
 
     def _refuse_what_has_no_effect(self) -> None:
-        fields = type(self).model_fields
-        for name in ("replay_size", "replay_max_age", "replay_min_reward"):
-            value = getattr(self, name)
-            if not self.replay_share and value != fields[name].default:
-                raise ValueError(
-                    f"buffer.{name}={value!r} has no effect: it needs buffer.replay_share; "
-                    "leave it out, or set that"
-                )
         if self.max_refills and not self.drop_zero_signal and self.filter_path is None:
             raise ValueError(
                 f"buffer.max_refills={self.max_refills} has no effect: it needs "
                 "buffer.drop_zero_signal = true or buffer.filter_path; leave it out, or set one"
             )
-
-    def num_replayed(self, num_fresh: int) -> int:
-        """The most r with r / (num_fresh + r) <= replay_share."""
-        return int(num_fresh * self.replay_share / (1.0 - self.replay_share) + _ROUNDING)
 
 
 def holds_password(url: str) -> bool:
@@ -172,32 +147,3 @@ def holds_password(url: str) -> bool:
     except ValueError:
         # No URL, which connecting will report; it may hold a password all the same.
         return "@" in url
-
-
-def check_replay(buffer: BufferSettings, trainer: TrainerSettings) -> None:
-    """Replayed tokens are older than max_staleness allows, so the loss must weigh them.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if not buffer.replay_share:
-        return
-    if trainer.mode == "sft":
-        raise ValueError(
-            f'buffer.replay_share={buffer.replay_share} with trainer.mode="sft": conversations '
-            "are repeated by trainer.num_epochs; leave it out"
-        )
-    if trainer.correction == "none":
-        raise ValueError(
-            f'buffer.replay_share={buffer.replay_share} with trainer.correction="none" trains what '
-            "older weights sampled as if the current ones had; set trainer.correction, for example "
-            '"token_tis", and trainer.proximal = "recompute", or buffer.replay_share = 0'
-        )
-    num_fresh = -(-trainer.groups_per_step // trainer.num_updates_per_take)
-    if buffer.num_replayed(num_fresh) == 0:
-        least = math.ceil(1000 / (num_fresh + 1)) / 1000
-        raise ValueError(
-            f"buffer.replay_share={buffer.replay_share} of an update with {num_fresh} fresh groups "
-            f"is less than one group; {least} or more, below 0.5, is allowed, "
-            "or raise trainer.groups_per_step, or set 0"
-        )

@@ -14,23 +14,21 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import structlog
 
 from outloop.buffer.errors import PublishFailed, UpdateRefused
 from outloop.buffer.records import Lease
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
-from outloop.engine.train.algorithms.group_replay import KeptGroups
 from outloop.engine.train.checkpoint.acknowledgement import Marks
 from outloop.engine.train.checkpoint.best_checkpoint import Choice
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint
 from outloop.engine.train.data.batch_builder import Batch, build_batch
-from outloop.engine.train.debug.step_debugger import StepDebugger
 from outloop.engine.train.evaluation import Evaluations
 from outloop.engine.train.interfaces import LeaseRenewer, Publisher, PublishReport, Reader
-from outloop.engine.train.ranks.controller import Lead
-from outloop.engine.train.step.update_metrics import UpdateReport
+from outloop.engine.train.ranks.controller import RankController
+from outloop.engine.train.ranks.rank_worker import RankWorker
+from outloop.engine.train.step.update_metrics import UpdateReport, step_metrics
 
 _RECORDED_STATS = (
     "buffer/dropped_groups",
@@ -53,7 +51,7 @@ class RlLoop:
     def __init__(
         self,
         run: Run,
-        lead: Lead,
+        ranks: RankController,
         *,
         reader: Reader,
         leases: LeaseRenewer,
@@ -64,32 +62,34 @@ class RlLoop:
         """`leases`: used by a thread of its own; a connection that `reader` does not use."""
         self._settings = run.settings
         self._run_dir = run.dir
-        self._lead = lead
+        self._ranks = ranks
         self._reader = reader
         self._publisher = publisher
         self._metrics = metrics
         self._stop = stop
         self._status: dict[str, str] = {}
         self._fence = fence = reader.acquire_fence()
-        lead.watchdog.renew_leases(
+        ranks.watchdog.renew_leases(
             lambda: leases.renew(fence), every_s=run.settings.buffer.lease_s / 4.0
         )
         self._marks = Marks(
-            lead,
+            ranks,
             reader,
             timeout_s=run.settings.trainer.hang_timeout_s,
             on_wait=self._wait,
             on_failure=self._save_failed,
         )
-        self._debugger = StepDebugger(run.settings, run.dir, lead.save_state)
         self._evaluations = Evaluations(reader, run.settings, metrics, stop=stop, beat=self._wait)
         self._choice = Choice(run.dir) if run.settings.eval.chooses_checkpoint else None
-        self._kept = KeptGroups(run.settings)
         self._step = 0
         self._version = -1
         self._next_slot = 0
         self._saved_step = -1
         """Of the last checkpoint, written or resumed from."""
+        self._dropped: set[str] = set()
+        """Groups of this step that were given up already."""
+        self._filtered: dict[str, str] = {}
+        """What the user's filter said of each group of this step."""
         self._steps_without_signal = 0
         self._reference_hash = ""
         """Of the reference that the run is pinned to; empty until one is first used."""
@@ -99,17 +99,18 @@ class RlLoop:
         self._resume()
         ended_at = time.monotonic()
         while self._step < self._settings.trainer.num_steps and not self._stop.is_set():
+            self._dropped.clear()
+            self._filtered.clear()
             leases = self._take(self._settings.trainer.groups_per_step)
             if self._stop.is_set():
                 break
             taken_at = time.monotonic()
             batch = self._refill(leases, self._build(leases))
             self._warn_without_signal(batch)
-            batch, updates = self._load(batch)
-            report = self._update(batch, updates)
+            batch, reports = self._update(batch)
             updated_at = time.monotonic()
-            self._lead.leave()
-            self._lead.watchdog.progress("evaluation")
+            self._ranks.leave()
+            self._ranks.watchdog.progress("evaluation")
             self._collect()
             published = self._publish(parent=self._version, policy_version=self._version + 1)
             self._settle(batch)
@@ -122,7 +123,7 @@ class RlLoop:
                 "train/update_s": updated_at - taken_at,
             }
             # Before the checkpoint: what a checkpoint contains has its row, whatever ends the run.
-            self._record(batch, report, published, times)
+            self._record(batch, reports, published, times)
             self._marks.collect()
             if self._is_checkpoint_due():
                 self._checkpoint()
@@ -137,8 +138,7 @@ class RlLoop:
         mark = checkpoint.mark if checkpoint else None
         parent = None
         if checkpoint is not None and mark is not None:
-            self._lead.load(checkpoint)
-            self._kept.restore(checkpoint.path)
+            self._ranks.run(RankWorker.load, checkpoint)
             self._step = self._saved_step = checkpoint.step
             self._next_slot, parent = mark.next_slot, mark.policy_version
             if self._choice is not None:
@@ -146,7 +146,9 @@ class RlLoop:
             self._reference_hash = checkpoint.reference_hash
             _log.info("resumed", checkpoint=str(checkpoint.path), step=self._step)
         if self._settings.trainer.kl != "none":
-            self._reference_hash = self._lead.load_reference(pinned_hash=self._reference_hash)
+            self._reference_hash = self._ranks.run(
+                RankWorker.load_reference, pinned_hash=self._reference_hash
+            )
         highest = self._reader.recover(mark, fence=self._fence)
         self._reader.set_run_state("running")
         self._publish(parent=parent, policy_version=highest + 1)
@@ -205,8 +207,8 @@ class RlLoop:
             return self._stop.is_set()
 
         settings = self._settings.trainer
-        self._lead.leave()
-        self._lead.watchdog.progress("take")
+        self._ranks.leave()
+        self._ranks.watchdog.progress("take")
         leases = self._reader.take(
             num_groups,
             fence=self._fence,
@@ -215,14 +217,14 @@ class RlLoop:
             on_wait=self._wait,
             should_stop=should_stop,
         )
-        self._lead.come_back()
-        self._lead.watchdog.progress("update")
+        self._ranks.come_back()
+        self._ranks.watchdog.progress("update")
         return leases
 
     def _wait(self, sentence: str) -> None:
         """Say what is awaited, and give weights to a server that joined since the last publish."""
         self._report(sentence)
-        self._lead.idle()
+        self._ranks.idle()
         self._marks.collect()
         if any(e.policy_version is None and not e.is_quarantined for e in self._reader.servers()):
             self._feed(self._version)
@@ -239,8 +241,9 @@ class RlLoop:
             [lease.group for lease in leases],
             self._settings,
             policy_version=self._version,
-            vocab_size=self._lead.config.vocab_size,
+            vocab_size=self._ranks.config.vocab_size,
             staleness_of=self._staleness_in(leases),
+            filtered=self._filtered,
         )
         reward = f"{batch.metrics['train/reward_mean']:.3f}"
         self._report(step=str(self._step + 1), reward=reward)
@@ -269,49 +272,25 @@ class RlLoop:
 
         return staleness_of
 
-    def _load(self, batch: Batch) -> tuple[Batch, list[list[int]]]:
-        """Send a step's rows to every rank, complete them there, and divide them into updates."""
-        trainer = self._settings.trainer
-        updates = batch.updates(trainer.num_updates_per_take)
-        rows, updates, metrics = self._kept.mix(batch.rows, updates, step=self._step + 1)
-        self._lead.load_batch(rows)
-        if trainer.kl != "none" and len(batch.rows):
-            num_fresh = len(batch.rows.token_ids)
-            column = self._lead.score_reference(range(len(batch.rows)))
-            batch = batch.with_reference(column[:num_fresh], self._settings)
-            if trainer.kl == "k1":
-                advantages = np.concatenate((batch.rows.advantages, rows.advantages[num_fresh:]))
-                self._lead.set_column("advantages", advantages)
-        if trainer.proximal == "recompute" and updates:
-            metrics |= self._lead.recompute_proximal(updates)
-        batch.metrics.update(metrics)
-        return batch, updates
-
-    def _update(self, batch: Batch, updates: list[list[int]]) -> UpdateReport:
-        """The step's optimizer updates; reports the first, in which the ratio starts at 1."""
-
-        def make(rows: Sequence[int], norm_limit: float) -> UpdateReport:
-            return self._lead.update(
-                rows,
-                policy_version=self._version,
-                norm_limit=norm_limit,
-            )
-
-        reports = self._debugger.run(
-            self._lead.batch,
+    def _update(self, batch: Batch) -> tuple[Batch, list[UpdateReport]]:
+        """The step's optimizer updates, made by all ranks; its rows are sent to them once."""
+        updates = batch.updates(self._settings.trainer.num_updates_per_take)
+        reference = self._ranks.run(RankWorker.load_batch, batch.rows)
+        if reference is not None:
+            batch = batch.with_reference(reference, self._settings)
+        reports, metrics = self._ranks.run(
+            RankWorker.make_updates,
             updates,
-            make,
+            advantages=batch.rows.advantages if self._settings.trainer.kl == "k1" else None,
             step=self._step + 1,
             policy_version=self._version,
-            score=lambda rows: self._lead.score("policy", rows),
         )
-        if len(reports) > 1:
-            batch.metrics.update(reports[-1].last_metrics())
-        return reports[0] if reports else UpdateReport(loss=float("nan"))
+        batch.metrics.update(metrics)
+        return batch, reports
 
     def _publish(self, *, parent: int | None, policy_version: int) -> PublishReport:
         """Make the weights available as `policy_version` on every server."""
-        self._lead.watchdog.progress("publish")
+        self._ranks.watchdog.progress("publish")
         self._report(f"servers to load version {policy_version}")
         self._reader.announce_version(policy_version, parent)
         report = self._feed(policy_version)
@@ -326,26 +305,28 @@ class RlLoop:
         Raises:
             PublishFailed: no server took them the second time either.
         """
-        with self._lead.present():
+        with self._ranks.present():
             try:
                 return self._publisher.publish(
-                    self._lead, policy_version, on_wait=self._wait_for_servers
+                    self._ranks, policy_version, on_wait=self._wait_for_servers
                 )
             except PublishFailed as error:
                 _log.warning("publish_repeated", policy_version=policy_version, reason=str(error))
             return self._publisher.publish(
-                self._lead, policy_version, on_wait=self._wait_for_servers
+                self._ranks, policy_version, on_wait=self._wait_for_servers
             )
 
     def _wait_for_servers(self, sentence: str) -> None:
         """A publish that waits is no hang, and the other ranks wait with it."""
         self._report(sentence)
-        self._lead.idle()
+        self._ranks.idle()
 
     def _drop(self, batch: Batch) -> None:
         for group_id, reason in batch.dropped:
-            why = batch.sentences.get(group_id, "")
-            self._reader.drop(group_id, reason, fence=self._fence, error=why)
+            if group_id not in self._dropped:
+                why = batch.sentences.get(group_id, "")
+                self._reader.drop(group_id, reason, fence=self._fence, error=why)
+                self._dropped.add(group_id)
 
     def _settle(self, batch: Batch) -> None:
         """Return admission credit; earlier, episodes would start under the old version."""
@@ -353,7 +334,6 @@ class RlLoop:
         self._drop(batch)
         self._reader.mark_trained(batch.group_ids, fence=fence, policy_version=self._version)
         self._marks.add(batch.group_ids)
-        self._kept.offer(batch, step=self._step + 1)
 
     def _is_checkpoint_due(self) -> bool:
         every = self._settings.trainer.checkpoint_every
@@ -363,15 +343,14 @@ class RlLoop:
 
     def _checkpoint(self) -> None:
         """Begin to write what the weights contain; it is acknowledged when it is on disk."""
-        self._lead.watchdog.progress("checkpoint")
-        self._lead.come_back()
+        self._ranks.watchdog.progress("checkpoint")
+        self._ranks.come_back()
         self._marks.begin(
             step=self._step,
             fence=self._fence,
             next_slot=self._next_slot,
             policy_version=self._version,
             reference_hash=self._reference_hash,
-            kept=self._kept.encode(),
         )
         self._saved_step = self._step
         if not self._settings.trainer.trains_while_saving:
@@ -392,9 +371,9 @@ class RlLoop:
         if is_done:
             self._collect()
         if is_done and not self._stop.is_set():
-            self._lead.come_back()
+            self._ranks.come_back()
             self._go_to_best()
-            self._lead.save_folder()
+            self._ranks.run(RankWorker.save_folder)
             self._reader.set_run_state("finished")
         self._report()
 
@@ -411,7 +390,7 @@ class RlLoop:
         if self._choice is None or best is None:
             return
         if best.step != self._step:
-            self._lead.load(best)
+            self._ranks.run(RankWorker.load, best)
             parent = best.mark.policy_version
             self._publish(parent=parent, policy_version=self._version + 1)
         if not self._choice.is_reported:
@@ -435,14 +414,15 @@ class RlLoop:
     def _record(
         self,
         batch: Batch,
-        report: UpdateReport,
+        reports: Sequence[UpdateReport],
         published: PublishReport,
         times: dict[str, float],
     ) -> None:
         stats = self._reader.stats()
-        row: dict[str, Any] = batch.metrics | report.metrics() | report.policy_metrics() | times
+        row: dict[str, Any] = batch.metrics | step_metrics(reports) | times
+        num_tokens = sum(report.num_tokens for report in reports)
         row |= {
-            "train/tokens_per_s": report.num_tokens / max(times["train/step_s"], 1e-9),
+            "train/tokens_per_s": num_tokens / max(times["train/step_s"], 1e-9),
             "train/policy_version": self._version,
             "publish/duration_s": published.duration_s,
             "publish/bytes": published.num_bytes,

@@ -32,8 +32,8 @@ from outloop.engine.train.megatron import model_and_optimizer
 from outloop.engine.train.megatron.device import device_of, gpu_number, set_precision
 from outloop.engine.train.megatron.layer_kind import layers_of
 from outloop.engine.train.megatron.parallel_config import check_world
-from outloop.engine.train.ranks.controller import Lead, follow
-from outloop.engine.train.ranks.rank_worker import Work
+from outloop.engine.train.ranks.controller import RankController, follow
+from outloop.engine.train.ranks.rank_worker import RankWorker
 from outloop.engine.train.ranks.watchdog import Watchdog
 from outloop.engine.train.sft import run_sft
 from outloop.engine.train.step.reference_model import read_reference_config
@@ -94,7 +94,7 @@ def train_from_recording(run: Run, path: Path, *, stop: threading.Event) -> None
 
 def _join(
     run: Run, stack: ExitStack, on_hang: Callable[[str], None] | None = None
-) -> tuple[Work, Watchdog]:
+) -> tuple[RankWorker, Watchdog]:
     """This rank's models and its watchdog, once it is among the others."""
     settings = run.settings
     trainer = settings.trainer
@@ -124,9 +124,9 @@ def _join(
         on_hang=on_hang,
     )
     stack.callback(watchdog.close)
-    work = Work(run, config)
-    stack.callback(work.close)
-    return work, watchdog
+    worker = RankWorker(run, config, watchdog)
+    stack.callback(worker.close)
+    return worker, watchdog
 
 
 def _check_files(run: Run, config: model_and_optimizer.PolicyConfig) -> None:
@@ -160,23 +160,24 @@ def _lead(
     """Rank 0: everything that is not the model."""
     settings = run.settings
     _say_what_is_trained(settings)
-    work, watchdog = _join(run, stack, on_hang)
-    lead = Lead(
-        work,
+    worker, watchdog = _join(run, stack, on_hang)
+    ranks = RankController(
+        worker,
         watchdog,
         num_ranks=settings.trainer.num_ranks,
         timeout_s=settings.trainer.rank_timeout_s,
     )
-    stack.enter_context(lead.ending())
+    stack.enter_context(ranks.ending())
     metrics = MetricsWriter(run.dir, tensorboard=settings.telemetry.tensorboard)
     stack.callback(metrics.close)
     if settings.trainer.mode == "sft":
-        run_sft(run, lead, reader=reader, metrics=metrics, stop=stop)
+        run_sft(run, ranks, reader=reader, metrics=metrics, stop=stop)
         return
-    lead.build(num_updates=settings.trainer.num_steps * settings.trainer.num_updates_per_take)
+    num_updates = settings.trainer.num_steps * settings.trainer.num_updates_per_take
+    ranks.run(RankWorker.build, num_updates=num_updates)
     RlLoop(
         run,
-        lead,
+        ranks,
         reader=reader,
         leases=leases,
         publisher=publisher(),

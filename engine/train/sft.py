@@ -18,7 +18,8 @@ from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.train.data.samples import Sample, build_samples
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.interfaces import Reader
-from outloop.engine.train.ranks.controller import Lead
+from outloop.engine.train.ranks.controller import RankController
+from outloop.engine.train.ranks.rank_worker import RankWorker
 
 _POLL_S = 0.1
 _NUM_ROWS = 100
@@ -30,7 +31,7 @@ Conversation = tuple[Sample, ...]
 
 def run_sft(
     run: Run,
-    lead: Lead,
+    ranks: RankController,
     *,
     reader: Reader,
     metrics: MetricsWriter,
@@ -46,24 +47,23 @@ def run_sft(
     """
     settings = run.settings.trainer
     reader.set_run_state("running")
-    if not _wait_for_conversations(reader, lead, settings.take_timeout_s, stop):
+    if not _wait_for_conversations(reader, ranks, settings.take_timeout_s, stop):
         return
-    conversations = _read_conversations(run, reader, lead.config.vocab_size)
+    conversations = _read_conversations(run, reader, ranks.config.vocab_size)
     order = batches(
         len(conversations),
         size=settings.groups_per_step,
         num_epochs=settings.num_epochs,
         seed=run.settings.run.seed,
     )[: settings.num_steps]
-    lead.build(num_updates=len(order))
+    ranks.run(RankWorker.build, num_updates=len(order))
     every = -(-len(order) // _NUM_ROWS)
     before, tokens = time.monotonic(), 0
     for step, members in enumerate(order, start=1):
         if stop.is_set():
             return
         samples = [sample for index in members for sample in conversations[index]]
-        lead.load_batch(TrainBatch.of(samples))
-        report = lead.sft_update()
+        report = ranks.run(RankWorker.sft_update, TrainBatch.of(samples))
         tokens += report.num_tokens
         if step % every == 0 or step == len(order):
             now = time.monotonic()
@@ -74,7 +74,7 @@ def run_sft(
                 {"waiting_for": "", "step": f"{step}/{len(order)}", "loss": f"{report.loss:.4f}"},
             )
             before, tokens = now, 0
-    lead.save_folder()
+    ranks.run(RankWorker.save_folder)
     reader.set_run_state("finished")
 
 
@@ -89,7 +89,7 @@ def batches(count: int, *, size: int, num_epochs: int, seed: int) -> list[list[i
 
 
 def _wait_for_conversations(
-    reader: Reader, lead: Lead, timeout_s: float, stop: threading.Event
+    reader: Reader, ranks: RankController, timeout_s: float, stop: threading.Event
 ) -> bool:
     """True once the last conversation is stored; False when stopped."""
     seen, changed_at = -1, time.monotonic()
@@ -97,7 +97,7 @@ def _wait_for_conversations(
         stored, is_final = reader.sft_progress()
         if is_final:
             return True
-        lead.idle()
+        ranks.idle()
         now = time.monotonic()
         if stored != seen:
             seen, changed_at = stored, now

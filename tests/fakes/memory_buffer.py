@@ -26,7 +26,7 @@ from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.publish.tensor_source import TensorSource
 from outloop.engine.train.loop import RlLoop
 from outloop.engine.train.megatron.model_and_optimizer import Policy
-from outloop.engine.train.ranks.controller import Lead
+from outloop.engine.train.ranks.controller import RankController
 
 MakeTurn = Callable[..., Turn]
 MakeTrajectory = Callable[..., Trajectory]
@@ -270,19 +270,19 @@ class Setup:
     buffer: MemoryBuffer
     server: Server
     events: list[tuple[str, Any]]
-    lead: Lead
+    ranks: RankController
 
     @property
     def policy(self) -> Policy:
         """The model that is trained."""
-        return self.lead.work.policy
+        return self.ranks.worker.policy
 
     def train(self) -> list[dict[str, Any]]:
         """Run the loop; the rows of metrics.jsonl."""
         with MetricsWriter(self.run.dir) as metrics:
             RlLoop(
                 self.run,
-                self.lead,
+                self.ranks,
                 reader=self.buffer,
                 leases=self.buffer,
                 publisher=self.server,

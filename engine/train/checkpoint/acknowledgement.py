@@ -17,7 +17,8 @@ from outloop.buffer.errors import CheckpointFailed, DeadlineExceeded
 from outloop.buffer.records import CheckpointMark
 from outloop.engine.train.checkpoint.async_writer import Saving
 from outloop.engine.train.interfaces import Reader
-from outloop.engine.train.ranks.controller import Lead
+from outloop.engine.train.ranks.controller import RankController
+from outloop.engine.train.ranks.rank_worker import RankWorker
 
 _POLL_S = 0.2
 _MAX_FAILURES = 2
@@ -30,7 +31,7 @@ class Marks:
 
     def __init__(
         self,
-        lead: Lead,
+        ranks: RankController,
         reader: Reader,
         *,
         timeout_s: float,
@@ -44,7 +45,7 @@ class Marks:
             on_wait: called with a sentence while a save is awaited.
             on_failure: gets the sentence of a save that failed.
         """
-        self._lead = lead
+        self._ranks = ranks
         self._reader = reader
         self._timeout_s = timeout_s
         self._on_wait = on_wait
@@ -71,7 +72,6 @@ class Marks:
         next_slot: int,
         policy_version: int,
         reference_hash: str,
-        kept: bytes = b"",
     ) -> None:
         """Save what the weights contain; first waits for a save that is still under way."""
         self.wait()
@@ -82,7 +82,9 @@ class Marks:
             policy_version=policy_version,
         )
         self._began_at = time.monotonic()
-        saving = self._lead.save(step=step, mark=mark, reference_hash=reference_hash, kept=kept)
+        saving = self._ranks.run(
+            RankWorker.save, step=step, mark=mark, reference_hash=reference_hash
+        )
         self._saving = saving, mark
         self._unmarked.clear()
 

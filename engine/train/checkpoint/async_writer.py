@@ -173,12 +173,7 @@ class Saving:
         # A connection of its own: the training thread may wait on its one.
         self._store = rendezvous_store().clone() if self._num_ranks > 1 else None
         self._failure: Exception | None = None
-        self._files: dict[str, bytes] = {}
         self._done = threading.Event()
-
-    def add(self, name: str, data: bytes) -> None:
-        """Another file of the folder; on rank 0, before `start` or `run`."""
-        self._files[name] = data
 
     def start(self) -> None:
         """Write in a thread, which ends with the process."""
@@ -233,8 +228,6 @@ class Saving:
         self._shards.complete([[_with_classes(w) for w in a.written] for a in answers])
         temporary = writing_folder(self._final)
         (temporary / checkpoint_format.STATE).write_text(json.dumps(self._facts, indent=1))
-        for name, data in self._files.items():
-            (temporary / name).write_bytes(data)
         sizes = {
             str(path.relative_to(temporary)): path.stat().st_size
             for path in sorted(temporary.rglob("*"))

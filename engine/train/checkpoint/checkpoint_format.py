@@ -1,11 +1,10 @@
 """Checkpoints of the trainer.
 
 Owns: what `checkpoints/step_N/` holds: Megatron's distributed format with weights, moments,
-schedule and random states, the mark of what the weights contain, and kept groups; reading it. Does
-not own: writing it (saving), what Redis makes of the mark (reader), the kept groups' form (kept),
-how an optimizer keeps its moments (moments). Invariant: a folder named step_N is complete or is
-skipped; an older checkpoint is removed only after a newer one is complete; what one layout of ranks
-wrote, any other reads.
+schedule and random states, and the mark of what the weights contain; reading it. Does not own:
+writing it (async_writer), what Redis makes of the mark (reader). Invariant: a folder named step_N
+is complete or is skipped; an older checkpoint is removed only after a newer one is complete; what
+one layout of ranks wrote, any other reads.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ from outloop.engine.train.megatron.optimizer_state import put_state, state_to_fi
 
 SCHEMA = 3
 STATE = "state.json"
-KEPT = "kept_groups.msgpack"
-"""Groups kept to be trained again, if the run keeps any."""
 COMPLETE = "COMPLETE"
 _log = structlog.get_logger()
 

@@ -9,7 +9,7 @@ whole.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
@@ -84,8 +84,6 @@ class Batch:
     """The rows of every kept group, in admission order, without those of masked episodes."""
     group_ids: tuple[str, ...]
     """The kept groups, in the same order."""
-    best_rewards: tuple[float, ...]
-    """The highest reward in each of them."""
     dropped: tuple[tuple[str, DropReason], ...]
     credit: Credit
     metrics: dict[str, float]
@@ -148,6 +146,7 @@ def build_batch(
     policy_version: int,
     vocab_size: int,
     staleness_of: Callable[[int], int] | None = None,
+    filtered: MutableMapping[str, str] | None = None,
 ) -> Batch:
     """Measure `groups`, drop what cannot be trained, and build rows from the rest.
 
@@ -165,6 +164,8 @@ def build_batch(
 
     Args:
         staleness_of: publishes from a version to `policy_version`; left out: their difference.
+        filtered: what buffer.filter_path said of each group that it was asked about; it is asked
+            about no group twice.
     """
     if staleness_of is None:
 
@@ -181,7 +182,12 @@ def build_batch(
     signal = groups_with_signal([group_rewards(group) for group in ordered], advantage)
     differs = groups_with_signal(rewards, advantage)
     episodes, dropped, sentences = _sift(
-        ordered, signal, settings, staleness_of=staleness_of, vocab_size=vocab_size
+        ordered,
+        signal,
+        settings,
+        staleness_of=staleness_of,
+        vocab_size=vocab_size,
+        filtered={} if filtered is None else filtered,
     )
     _warn_about_failure_reward(ordered, settings)
     samples = [sample for of_group in episodes.values() for sample in chain(*of_group)]
@@ -200,7 +206,6 @@ def build_batch(
         rows=rows,
         trained=trained,
         group_ids=tuple(ordered[index].group_id for index in episodes),
-        best_rewards=tuple(max(group_rewards(ordered[index])) for index in episodes),
         dropped=tuple(dropped),
         credit=credit,
         metrics=_take_metrics(ordered, signal)
@@ -227,6 +232,7 @@ def _sift(
     *,
     staleness_of: Callable[[int], int],
     vocab_size: int,
+    filtered: MutableMapping[str, str],
 ) -> tuple[dict[int, Episodes], list[tuple[str, DropReason]], dict[str, str]]:
     """Samples of the groups that can be trained, by index; why the others cannot, and what is wrong
     with those that are malformed."""
@@ -237,9 +243,12 @@ def _sift(
     for index, group in enumerate(ordered):
         rows: Episodes = []
         reason = _reason_to_drop(group, settings, staleness_of, has_signal=signal[index])
-        if reason is None and keep is not None and (sentence := keep(group)):
-            _log.info("group_filtered", group_id=group.group_id, sentence=sentence)
-            reason = "filtered"
+        if reason is None and keep is not None:
+            if group.group_id not in filtered:
+                filtered[group.group_id] = sentence = keep(group)
+                if sentence:
+                    _log.info("group_filtered", group_id=group.group_id, sentence=sentence)
+            reason = "filtered" if filtered[group.group_id] else None
         if reason is None:
             try:
                 rows = _group_samples(group, settings)

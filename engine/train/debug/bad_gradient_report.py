@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch.distributed as dist
 
 from outloop.buffer.records import Float32
 from outloop.engine.train.algorithms.ratios import MAX_LOG_RATIO
@@ -97,13 +98,14 @@ def _look(sample: Sample, logprobs: Float32 | None) -> Suspect:
 
 
 def write_report(path: Path, *, step: int, reason: str, found: Sequence[Suspect]) -> str:
-    """Write all suspects as JSON lines after a headline; returns the sentence for the error.
+    """Write all suspects as JSON lines after a headline, on rank 0; the sentence for the error.
 
     A number that is not finite is null there.
     """
     named = "; ".join(one.sentence for one in found[:_NUM_NAMED])
     sentence = f"step {step}: {reason} Likeliest first: {named}"
     lines = [{"step": step, "reason": reason}, *({"suspect": asdict(one)} for one in found)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     return sentence

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+import torch.distributed as dist
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings, build_settings
@@ -56,13 +57,14 @@ class SaveState(Protocol):
 
 
 class DumpWriter:
-    """Writes one step, on rank 0: before its updates, then what they gave."""
+    """Writes one step: before its updates, then what they gave. All ranks call it, 0 writes."""
 
     def __init__(self, path: Path, settings: Settings, *, step: int, policy_version: int) -> None:
         self._path = path
         self._settings = settings
         self._step = step
         self._version = policy_version
+        self._is_writer = dist.get_rank() == 0
 
     def write_before(
         self,
@@ -73,9 +75,10 @@ class DumpWriter:
         num_updates: int,
     ) -> None:
         """State, by all ranks, and the batch."""
-        shutil.rmtree(self._path, ignore_errors=True)
-        self._path.mkdir(parents=True)
-        _write(self._path / _BATCH, _pack(batch))
+        if self._is_writer:
+            shutil.rmtree(self._path, ignore_errors=True)
+            self._path.mkdir(parents=True)
+            _write(self._path / _BATCH, _pack(batch))
         save_state(self._path / "state", step=self._step)
         self.write_results([], updates=updates, schedule=num_updates)
 
@@ -83,6 +86,8 @@ class DumpWriter:
         self, reports: Sequence[UpdateReport], *, updates: Sequence[Sequence[int]], schedule: int
     ) -> None:
         """What the updates gave so far."""
+        if not self._is_writer:
+            return
         facts = {
             "schema": SCHEMA,
             "step": self._step,

@@ -1,16 +1,13 @@
-"""What every trainer rank does with its part of the model.
+"""What every trainer rank does with its part of the model: the same operations, in the same order.
 
-Owns: this rank's policy and reference, and the operations on them that all ranks make together.
-Does not own: when they are made (loop, sft, through ranks), Redis, servers. Invariant: all ranks
-call the same operations with the same arguments in the same order.
+When they are done is decided on rank 0 (loop, sft), through `RankController`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import structlog
@@ -20,14 +17,21 @@ from outloop.buffer.records import CheckpointMark, Float32
 from outloop.buffer.run import Run
 from outloop.engine.train.algorithms.user_functions import loss_of
 from outloop.engine.train.checkpoint.async_writer import Saving, begin_save, save_checkpoint
-from outloop.engine.train.checkpoint.checkpoint_format import KEPT, Checkpoint, load_checkpoint
+from outloop.engine.train.checkpoint.checkpoint_format import Checkpoint, load_checkpoint
 from outloop.engine.train.data.samples import prompt_sample
 from outloop.engine.train.data.train_batch import TrainBatch
+from outloop.engine.train.debug.step_debugger import StepDebugger
 from outloop.engine.train.megatron.export_weights import Exports
 from outloop.engine.train.megatron.import_weights import load_huggingface
-from outloop.engine.train.megatron.model_and_optimizer import Policy, PolicyConfig, build_policy
+from outloop.engine.train.megatron.model_and_optimizer import (
+    Policy,
+    PolicyConfig,
+    PolicyModel,
+    build_policy,
+)
 from outloop.engine.train.megatron.offload import Placement
 from outloop.engine.train.ranks.collectives import agree
+from outloop.engine.train.ranks.watchdog import Watchdog
 from outloop.engine.train.step.policy_update import rl_update, sft_update
 from outloop.engine.train.step.recompute_logprobs import score, with_proximal
 from outloop.engine.train.step.reference_model import (
@@ -41,15 +45,17 @@ _LAST_SAVE_S = 30.0
 """Within what torchrun and the launcher grant a trainer that they end."""
 _log = structlog.get_logger()
 _NO_MARK = CheckpointMark(fence=0, group_ids=(), next_slot=0, policy_version=0)
-Beat = Callable[[], None]
-ModelName = Literal["policy", "reference"]
 
 
-class Work:
-    """One rank's models; `build` comes first."""
+class RankWorker:
+    """One rank's models; `build` comes first.
 
-    def __init__(self, run: Run, config: PolicyConfig) -> None:
+    Every public method is an operation that all ranks run together, with equal arguments.
+    """
+
+    def __init__(self, run: Run, config: PolicyConfig, watchdog: Watchdog) -> None:
         self.config = config
+        self._watchdog = watchdog
         self._settings = run.settings
         self._run_dir = run.dir
         self._loss = loss_of(run.settings)
@@ -59,6 +65,7 @@ class Work:
         self._placement: Placement | None = None
         self._saving: Saving | None = None
         self._batch: TrainBatch | None = None
+        self._debugger = StepDebugger(run.settings, run.dir, self._save_state)
 
     @property
     def policy(self) -> Policy:
@@ -122,99 +129,108 @@ class Work:
         assert self._batch is not None, "load_batch comes first"
         return self._batch
 
-    def load_batch(self, batch: TrainBatch) -> None:
-        """Take the rows of a step in place of those of the one before."""
-        self._batch = batch
+    def load_batch(self, batch: TrainBatch) -> Float32 | None:
+        """Take the rows of a step; with a KL term, score them under the reference.
 
-    def set_column(self, name: str, values: Float32) -> None:
-        """Give the batch a column [T]."""
-        self._batch = self.batch.with_columns(**{name: values})
-
-    def score_reference(self, rows: Sequence[int], *, on_microbatch: Beat) -> Float32:
-        """Give rows of the batch the reference's logprobs; the column [T], on every rank.
-
-        Other rows keep those that they have.
+        Returns:
+            [T] reference logprobs, or None without a KL term or rows.
         """
-        column = self.score("reference", rows, on_microbatch=on_microbatch)
-        if self.batch.reference_logprobs is not None:
-            column += self.batch.reference_logprobs
-        self._batch = self.batch.with_columns(reference_logprobs=column)
+        self._batch = batch
+        if self._settings.trainer.kl == "none" or not len(batch):
+            return None
+        column = self._score(self.reference.model)
+        self._batch = batch.with_columns(reference_logprobs=column)
         return column
 
-    def recompute_proximal(
-        self, updates: Sequence[Sequence[int]], *, on_microbatch: Beat
-    ) -> dict[str, float]:
+    def make_updates(
+        self,
+        updates: list[list[int]],
+        *,
+        advantages: Float32 | None,
+        step: int,
+        policy_version: int,
+    ) -> tuple[list[UpdateReport], dict[str, float]]:
+        """The optimizer updates of a step: recompute proximal logprobs, then update by update.
+
+        Args:
+            updates: rows of the batch, for each update.
+            advantages: [T] in place of the batch's, where they depend on the reference.
+            policy_version: that the weights have now.
+
+        Returns:
+            A report of each update, summed over all ranks, and the metrics of the corrections.
+
+        Raises:
+            UpdateRefused: on every rank, when a gradient is not finite or a spike; the weights are
+                those from before that update.
+        """
+        metrics: dict[str, float] = {}
+        if advantages is not None:
+            self._batch = self.batch.with_columns(advantages=advantages)
+        if self._settings.trainer.proximal == "recompute" and updates:
+            metrics = self._recompute_proximal(updates)
+
+        def make(rows: Sequence[int], norm_limit: float) -> UpdateReport:
+            self.policy.norm_limit = norm_limit
+            return rl_update(
+                self.policy,
+                self.batch,
+                self._settings.trainer,
+                rows=rows,
+                policy_version=policy_version,
+                on_microbatch=self._watchdog.progress,
+                loss=self._loss,
+            )
+
+        reports = self._debugger.run(
+            self.batch,
+            updates,
+            make,
+            step=step,
+            policy_version=policy_version,
+            score=lambda rows: self._score(self.policy.model, rows),
+        )
+        return reports, metrics
+
+    def sft_update(self, batch: TrainBatch) -> UpdateReport:
+        """One cross-entropy update."""
+        return sft_update(self.policy, batch, self._settings.trainer)
+
+    def score_prompts(self, prompts: list[list[int]]) -> list[Float32]:
+        """Logprobs [T - 1] at temperature 1 of every prompt's ids under the policy, the first
+        aside; on every rank."""
+        batch = TrainBatch.of([prompt_sample(ids) for ids in prompts])
+        column = self._score(self.policy.model, batch=batch)
+        return [column[start + 1 : end] for start, end in pairwise(batch.starts.tolist())]
+
+    def _recompute_proximal(self, updates: Sequence[Sequence[int]]) -> dict[str, float]:
         """Give the batch proximal logprobs and corrections, before its first update; the metrics.
 
         The rows of each update are packed as in the update.
         """
         column = np.zeros(self.batch.token_ids.shape, np.float32)
         for rows in updates:
-            column += self.score("policy", rows, on_microbatch=on_microbatch)
+            column += self._score(self.policy.model, rows)
         self._batch, metrics = with_proximal(
             self.batch, column, self._settings.trainer, rows=list(chain(*updates))
         )
         return metrics
 
-    def update(
+    def _score(
         self,
-        rows: Sequence[int],
+        model: PolicyModel,
+        rows: Sequence[int] | None = None,
         *,
-        policy_version: int,
-        norm_limit: float,
-        on_microbatch: Beat,
-    ) -> UpdateReport:
-        """One policy-gradient update on some rows of the batch; the report is the sum over all
-        ranks, on every rank.
-
-        Raises:
-            FloatingPointError: on every rank, when the gradient's norm is not finite or above
-                `norm_limit`; weights are unchanged.
-        """
-        self.policy.norm_limit = norm_limit
-        return rl_update(
-            self.policy,
-            self.batch,
-            self._settings.trainer,
-            rows=rows,
-            policy_version=policy_version,
-            on_microbatch=on_microbatch,
-            loss=self._loss,
-        )
-
-    def sft_update(self) -> UpdateReport:
-        """One cross-entropy update on the batch."""
-        return sft_update(self.policy, self.batch, self._settings.trainer)
-
-    def score(
-        self, name: ModelName, rows: Sequence[int] | None = None, *, on_microbatch: Beat
+        batch: TrainBatch | None = None,
     ) -> Float32:
-        """Logprobs [T] of rows of the batch under the policy or the reference, on every rank."""
-        model = self.policy.model
-        if name == "reference":
-            assert self._reference is not None, "load_reference comes first"
-            model = self._reference.model
+        """Logprobs [T] of rows under a model, on every rank; 0 at other rows."""
         return score(
             model,
-            self.batch,
+            self.batch if batch is None else batch,
             rows=rows,
             max_tokens=self._settings.trainer.max_microbatch_tokens,
-            on_microbatch=on_microbatch,
+            on_microbatch=self._watchdog.progress,
         )
-
-    def score_prompts(
-        self, prompts: Sequence[Sequence[int]], *, on_microbatch: Beat
-    ) -> list[Float32]:
-        """Logprobs [T - 1] at temperature 1 of every prompt's ids under the policy, the first
-        aside; on every rank."""
-        batch = TrainBatch.of([prompt_sample(ids) for ids in prompts])
-        column = score(
-            self.policy.model,
-            batch,
-            max_tokens=self._settings.trainer.max_microbatch_tokens,
-            on_microbatch=on_microbatch,
-        )
-        return [column[start + 1 : end] for start, end in pairwise(batch.starts.tolist())]
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint.
@@ -224,15 +240,10 @@ class Work:
         """
         load_checkpoint(self.policy, checkpoint)
 
-    def save(
-        self, *, step: int, mark: CheckpointMark, reference_hash: str, kept: bytes = b""
-    ) -> Saving:
+    def save(self, *, step: int, mark: CheckpointMark, reference_hash: str) -> Saving:
         """Begin a checkpoint of all ranks, written in a thread of each while training goes on.
 
         With trainer.trains_while_saving off it is over when this returns.
-
-        Args:
-            kept: `KeptGroups.encode`; on rank 0 only.
         """
         self._end_save()
         trainer = self._settings.trainer
@@ -246,12 +257,10 @@ class Work:
             timeout_s=trainer.rank_timeout_s,
             is_copied=trainer.trains_while_saving,
         )
-        if kept:
-            self._saving.add(KEPT, kept)
         (self._saving.start if trainer.trains_while_saving else self._saving.run)()
         return self._saving
 
-    def save_state(self, folder: Path, *, step: int) -> None:
+    def _save_state(self, folder: Path, *, step: int) -> None:
         """Write a checkpoint that acknowledges nothing into `folder`, and wait for it."""
         self._end_save()
         save_checkpoint(self.policy, folder, step=step, mark=_NO_MARK, keep=1)
@@ -272,6 +281,18 @@ class Work:
                 after_s=timeout_s,
             )
         self._saving = None
+
+    def leave_device(self) -> None:
+        """Take this rank's tensors off its device."""
+        self.placement.leave()
+
+    def come_back_to_device(self) -> None:
+        """Put them back."""
+        self.placement.come_back()
+
+    def send_weights(self, names: list[str]) -> None:
+        """Send what this rank holds of these tensors to rank 0, which reads them."""
+        self.exports.send(names)
 
     def save_folder(self) -> None:
         """Write the policy as the run's Hugging Face folder."""

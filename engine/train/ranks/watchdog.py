@@ -28,6 +28,7 @@ from outloop.buffer.errors import (
     PartFailed,
     RankKilled,
     SettingsError,
+    UpdateRefused,
 )
 
 _FAILURE = "outloop/failure"
@@ -147,8 +148,8 @@ class Watchdog:
                 self._record(phase, error)
                 raise
             raise self._explain(phase, error, time.monotonic() - began_at) from error
-        except FloatingPointError:
-            # A refused update: every rank came to it, and goes on.
+        except (FloatingPointError, UpdateRefused):
+            # Every rank came to it, and goes on.
             raise
         except Exception as error:
             self._record(phase, error)

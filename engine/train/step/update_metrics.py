@@ -141,6 +141,27 @@ _OF_THE_LAST = (
 )
 
 
+def step_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
+    """The metrics of a step's updates.
+
+    Counts of tokens are of all updates. Loss, norms and ratios are of the first, whose ratios begin
+    at 1; with several updates those of the last are beside them.
+    """
+    if not reports:
+        return step_metrics([UpdateReport(loss=float("nan"))])
+    first = reports[0]
+    metrics = first.metrics() | first.policy_metrics()
+    if len(reports) > 1:
+        num_tokens = sum(report.num_tokens for report in reports)
+        num_padded = sum(report.num_padded_tokens for report in reports)
+        metrics |= reports[-1].last_metrics() | {
+            "train/tokens": num_tokens,
+            "train/trained_tokens": sum(report.num_trained_tokens for report in reports),
+            "train/padding_share": 1.0 - num_tokens / max(1, num_padded),
+        }
+    return metrics
+
+
 def merge_reports(report: UpdateReport) -> UpdateReport:
     """The sum of the data-parallel shares, on every rank; before the step is reported.
 

@@ -42,8 +42,8 @@ with warnings.catch_warnings():
     )
     from outloop.engine.train.data.samples import Sample
     from outloop.engine.train.megatron import import_weights, model_and_optimizer
-    from outloop.engine.train.ranks.controller import Lead
-    from outloop.engine.train.ranks.rank_worker import Work
+    from outloop.engine.train.ranks.controller import RankController
+    from outloop.engine.train.ranks.rank_worker import RankWorker
     from outloop.engine.train.ranks.watchdog import Watchdog
 
 
@@ -206,24 +206,23 @@ def make_policy(tiny_folder: Callable[..., Path]) -> Callable[..., model_and_opt
 
 
 @pytest.fixture
-def make_lead() -> Iterator[Callable[..., Lead]]:
-    """A run's rank 0 without followers: `make_lead(run, num_updates=3)`."""
+def make_ranks() -> Iterator[Callable[..., RankController]]:
+    """A run's rank 0 without followers: `make_ranks(run, num_updates=3)`."""
 
-    def make(run: Run, *, num_updates: int | None = None) -> Lead:
-        work = Work(
-            run,
-            model_and_optimizer.read_config(
-                run.settings.model.path,
-                run.settings.trainer.megatron,
-                dtype=run.settings.trainer.dtype,
-            ),
+    def make(run: Run, *, num_updates: int | None = None) -> RankController:
+        config = model_and_optimizer.read_config(
+            run.settings.model.path,
+            run.settings.trainer.megatron,
+            dtype=run.settings.trainer.dtype,
         )
         timeout_s = run.settings.trainer.hang_timeout_s
-        watchdogs.append(Watchdog(run.dir, rank=0, num_ranks=1, hang_timeout_s=timeout_s))
-        lead = Lead(work, watchdogs[-1], num_ranks=1, timeout_s=60.0)
+        watchdog = Watchdog(run.dir, rank=0, num_ranks=1, hang_timeout_s=timeout_s)
+        watchdogs.append(watchdog)
+        worker = RankWorker(run, config, watchdog)
+        ranks = RankController(worker, watchdog, num_ranks=1, timeout_s=60.0)
         if num_updates is not None:
-            lead.build(num_updates=num_updates)
-        return lead
+            ranks.run(RankWorker.build, num_updates=num_updates)
+        return ranks
 
     watchdogs: list[Watchdog] = []
     yield make
@@ -235,7 +234,7 @@ def make_lead() -> Iterator[Callable[..., Lead]]:
 def setup(
     tmp_path: Path,
     tiny_folder: Callable[..., Path],
-    make_lead: Callable[..., Lead],
+    make_ranks: Callable[..., RankController],
     make_turn: MakeTurn,
     make_trajectory: MakeTrajectory,
 ) -> Callable[..., Setup]:
@@ -247,7 +246,7 @@ def setup(
         run = create_run(settings, tmp_path / "run", "unix:///nowhere")
         server = Server(tiny_folder(), events)
         buffer = MemoryBuffer(server, make_turn, make_trajectory, reward_of, events, lag=lag)
-        lead = make_lead(run, num_updates=settings.trainer.num_steps)
-        return Setup(run, buffer, server, events, lead)
+        ranks = make_ranks(run, num_updates=settings.trainer.num_steps)
+        return Setup(run, buffer, server, events, ranks)
 
     return make

@@ -1,6 +1,7 @@
 """The RL loop through Megatron-core, against an in-memory buffer and a transformers server."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import structlog.testing
@@ -173,3 +174,38 @@ def test_a_take_may_serve_several_updates(setup: MakeRun) -> None:
     rows = made.train()
     assert made.policy.scheduler.num_steps == 4
     assert [row["train/policy_version"] for row in rows] == [1, 2]
+
+
+def test_tokens_are_counted_over_all_updates_of_a_take(setup: MakeRun) -> None:
+    """Every sample has two prompt ids and one sampled id, whichever update trains it."""
+    chosen = {"num_steps": 1, "num_updates_per_take": 4}
+    (row,) = setup(trainer=FAST | chosen, buffer={"drop_zero_signal": False}).train()
+    assert row["train/samples"] == 64
+    assert row["train/tokens"] == 3 * 64
+    assert row["train/trained_tokens"] == 64
+    assert row["train/tokens_per_s"] == pytest.approx(3 * 64 / row["train/step_s"])
+
+
+def test_a_refill_asks_and_drops_only_what_is_new(setup: MakeRun, tmp_path: Path) -> None:
+    """However often a step is refilled, the filter sees each group once, each is dropped once, and
+    the reference scores the batch once."""
+    (tmp_path / "twice.py").write_text(
+        "from pathlib import Path\n"
+        "def keep(group):\n"
+        f"    with Path({str(tmp_path / 'asked')!r}).open('a') as file:\n"
+        "        print(group.group_id, file=file)\n"
+        "    return 'an odd slot' if group.slot % 2 else ''\n"
+    )
+    made = setup(
+        trainer=FAST | {"num_steps": 1, "kl": "k3"},
+        buffer={"filter_path": "twice:keep", "max_refills": 5, "drop_zero_signal": False},
+        env={"import_dir": tmp_path},
+    )
+    dropped: list[str] = []
+    made.buffer.drop = lambda group_id, *_, **__: dropped.append(group_id)  # type: ignore[assignment]
+    (row,) = made.train()
+    assert made.buffer.num_takes > 2
+    asked = (tmp_path / "asked").read_text().split()
+    assert row["train/groups"] == 8
+    assert len(asked) == len(set(asked)) == row["train/episodes"] / 8
+    assert len(dropped) == len(set(dropped)) == len(asked) - 8

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import audit
 import numpy as np
 import pytest
 import torch
@@ -27,7 +26,7 @@ from outloop.buffer.telemetry import MetricsWriter, read_metrics
 from outloop.buffer.writer import BufferWriter
 from outloop.engine.publish.tensor_source import TensorSource
 from outloop.engine.train.loop import RlLoop
-from outloop.engine.train.ranks.controller import Lead
+from outloop.engine.train.ranks.controller import RankController
 
 WAIT_S = 30.0
 
@@ -153,7 +152,7 @@ def playing(run: Run, server: Server) -> Iterator[None]:
 
 @pytest.fixture
 def train(
-    tmp_path: Path, tiny_folder: Callable[..., Path], make_lead: Callable[..., Lead]
+    tmp_path: Path, tiny_folder: Callable[..., Path], make_ranks: Callable[..., RankController]
 ) -> Iterator[Callable[..., tuple[list[dict[str, Any]], dict[str, float]]]]:
     """Run the loop on Redis: (rows of metrics.jsonl, the buffer's stats)."""
     with EmbeddedRedis(tmp_path / "redis", fsync="no") as redis:
@@ -187,11 +186,11 @@ def train(
             init_run(run)
             server = Server(tiny_folder(), away_s=away_s, is_hung=is_hung)
             reader, leases = BufferReader.connect(run), BufferReader.connect(run)
-            lead = make_lead(run, num_updates=num_steps)
+            ranks = make_ranks(run, num_updates=num_steps)
             with playing(run, server), MetricsWriter(run.dir) as metrics:
                 RlLoop(
                     run,
-                    lead,
+                    ranks,
                     reader=reader,
                     leases=leases,
                     publisher=server,
@@ -315,31 +314,3 @@ def test_groups_that_cannot_be_trained_are_dead_letters(
     assert len(letters) == stats["buffer/dropped/malformed"] == stats["buffer/dead_letters"]
     for said in ("schema=9, this release reads schema=3", "turn is damaged", "vocab_size=400"):
         assert any(said in x.error and x.error.startswith("episode_id=e") for x in letters), said
-
-
-def test_replayed_groups_take_no_slot(train: Any, tmp_path: Path) -> None:
-    """Good groups are trained again, also after a restart, and the auditor finds every slot trained
-    once: no mark names a replayed group, nothing is acknowledged twice, no lease stays."""
-    chosen = {
-        "staleness": 1,
-        "buffer": {"replay_share": 0.4},
-        "proximal": "recompute",
-        "correction": "token_tis",
-        "keep_checkpoints": 9,
-        # Replays go by the number of groups with signal, which a policy that learns the arm lacks.
-        "learning_rate": 1e-7,
-    }
-    train(num_steps=3, **chosen)
-    # What was drawn before the restart may be stale in the first steps after it.
-    rows, stats = train(num_steps=9, **chosen)
-    again = [row["train/replayed_groups"] for row in rows if "train/loss" in row]
-    assert again[0] == 0
-    assert sum(again[3:]) > 0
-    run = load_run(tmp_path / "run")
-    reader = BufferReader.connect(run)
-    held = audit.read_held(reader, run.run_id)
-    reader.close()
-    groups = audit.surviving_groups(audit.read_marks(run.dir), held.parents)
-    audit.check_slots([audit.slot_of(name) for name in groups], held)
-    assert held.num_leased == 0
-    assert len(groups) == stats["buffer/acknowledged_groups"]

@@ -92,15 +92,15 @@ def test_training_goes_on_as_if_nothing_had_left(
 def test_weights_that_are_read_meanwhile_leave_again(setup: Callable[..., Setup]) -> None:
     """For a publish they are there; afterwards they are where they were."""
     made = setup(trainer={"is_colocated": True})
-    lead, placement = made.lead, made.lead.work.placement
-    with lead.present():
+    ranks, placement = made.ranks, made.ranks.worker.placement
+    with ranks.present():
         assert not placement.is_away
     assert not placement.is_away
-    lead.leave()
-    with lead.present():
+    ranks.leave()
+    with ranks.present():
         assert all(parameter.abs().max() > 0 for parameter in made.policy.model.parameters())
     assert placement.is_away
-    lead.come_back()
+    ranks.come_back()
 
 
 def test_without_colocation_nothing_leaves(make_policy: MakePolicy) -> None:

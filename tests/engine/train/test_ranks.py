@@ -1,5 +1,6 @@
-"""Rank 0 and its followers: commands, samples as bytes, and who is named when one does not come."""
+"""What rank 0 announces to the others, and what becomes of a rank that fails."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from outloop.engine.launch.torchrun import _what_failed
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.ranks import controller
+from outloop.engine.train.ranks.rank_worker import RankWorker
 
 
 def test_a_batch_survives_its_bytes(make_samples: Callable[..., list[Sample]]) -> None:
@@ -27,30 +29,70 @@ def test_a_batch_survives_its_bytes(make_samples: Callable[..., list[Sample]]) -
             assert getattr(want, "dtype", None) == getattr(got, "dtype", None)
 
 
+class Recorder(RankWorker):
+    """A worker that writes down what it is asked to do."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_") or name == "calls":
+            return super().__getattribute__(name)
+        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+
+
+MARK = CheckpointMark(fence=1, group_ids=("g",), next_slot=2, policy_version=3)
+
+
 @pytest.mark.parametrize(
-    "command",
+    ("operation", "arguments"),
     [
-        controller.Idle(),
-        controller.End("why"),
-        controller.Build(3),
-        controller.LoadBatch(b"s"),
-        controller.SetColumn("advantages", b"s"),
-        controller.ScoreReference([0, 1]),
-        controller.RecomputeProximal([[0, 2], [1]]),
-        controller.Update([0, 2], 7),
-        controller.Update(),
-        controller.Scores("policy", None),
-        controller.ScorePrompts([[1, 2]]),
-        controller.Save(
-            4, CheckpointMark(fence=1, group_ids=("g",), next_slot=2, policy_version=3), ""
+        (RankWorker.build, {"num_updates": 3}),
+        (RankWorker.load_reference, {"pinned_hash": "x"}),
+        (RankWorker.score_prompts, {"prompts": [[1, 2], [3]]}),
+        (RankWorker.save, {"step": 4, "mark": MARK, "reference_hash": ""}),
+        (RankWorker.send_weights, {"names": ["a", "b"]}),
+        (RankWorker.leave_device, {}),
+        (
+            RankWorker.make_updates,
+            {
+                "updates": [[0, 2], [1]],
+                "advantages": np.array([0.5, -1.0], np.float32),
+                "step": 2,
+                "policy_version": 7,
+            },
         ),
-        controller.Read(["a", "b"]),
+        (
+            RankWorker.make_updates,
+            {"updates": [], "advantages": None, "step": 2, "policy_version": 7},
+        ),
     ],
 )
-def test_commands_survive_their_bytes(command: Any) -> None:
-    """What rank 0 says is what a follower hears."""
-    data = msgspec.msgpack.encode(command)
-    assert msgspec.msgpack.decode(data, type=controller.Command) == command
+def test_every_rank_gets_the_arguments_that_rank_0_gave(
+    operation: Callable[..., Any], arguments: dict[str, Any]
+) -> None:
+    """Each operation of the worker survives its way as bytes, by the types that it declares."""
+    assert set(arguments) == set(inspect.signature(operation).parameters) - {"self"}
+    encoded = {name: controller._encode(value) for name, value in arguments.items()}
+    call = msgspec.msgpack.encode(controller.Call(operation.__name__, encoded))
+    message = msgspec.msgpack.decode(call, type=controller.Message)
+    recorder = Recorder()
+    controller._perform(recorder, message.method, message.arguments)
+    ((name, _, given),) = recorder.calls
+    assert name == operation.__name__
+    for key, value in arguments.items():
+        if isinstance(value, np.ndarray):
+            assert np.array_equal(given[key], value)
+        else:
+            assert given[key] == value
+
+
+def test_a_batch_reaches_every_rank_whole(make_samples: Callable[..., list[Sample]]) -> None:
+    """As one argument of one message."""
+    batch, recorder = TrainBatch.of(make_samples(5)), Recorder()
+    controller._perform(recorder, "load_batch", {"batch": controller._encode(batch)})
+    ((_, _, given),) = recorder.calls
+    assert given["batch"].encode() == batch.encode()
 
 
 class _Failure:

@@ -406,7 +406,6 @@ def test_the_budget_comes_from_the_run() -> None:
     ("section", "values", "sentence"),
     [
         ("buffer", {"max_refills": 3, "drop_zero_signal": False}, "buffer.max_refills=3 has no"),
-        ("buffer", {"replay_size": 3}, "buffer.replay_size=3 has no effect"),
     ],
 )
 def test_idle_settings_of_the_buffer_are_refused(

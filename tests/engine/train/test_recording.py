@@ -62,7 +62,7 @@ def train(made: Setup, path: Path) -> list[dict[str, Any]]:
     with MetricsWriter(made.run.dir) as metrics:
         RlLoop(
             made.run,
-            made.lead,
+            made.ranks,
             reader=recording,
             leases=recording,
             publisher=NoServers(),

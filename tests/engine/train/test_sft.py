@@ -60,7 +60,7 @@ def conversations(make_turn: MakeTurn, make_trajectory: MakeTrajectory) -> list[
 
 
 @pytest.fixture
-def train(tmp_path: Path, tiny_folder: Callable[..., Path], make_lead: Any) -> Any:
+def train(tmp_path: Path, tiny_folder: Callable[..., Path], make_ranks: Any) -> Any:
     """Run SFT with a fake reader: rows of metrics.jsonl."""
 
     def run_it(reader: Any, stop: threading.Event | None = None, **trainer: Any) -> list[Any]:
@@ -72,7 +72,7 @@ def train(tmp_path: Path, tiny_folder: Callable[..., Path], make_lead: Any) -> A
         with MetricsWriter(run.dir) as metrics:
             run_sft(
                 run,
-                make_lead(run),
+                make_ranks(run),
                 reader=reader,
                 metrics=metrics,
                 stop=stop or threading.Event(),

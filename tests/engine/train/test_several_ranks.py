@@ -18,7 +18,7 @@ from outloop.buffer.settings import Settings
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint
 from outloop.engine.train.debug.replay_step import replay
 
-PROGRAM = Path(__file__).with_name("lead_ranks.py")
+PROGRAM = Path(__file__).with_name("several_ranks.py")
 NUM_RANKS = 3
 TIMEOUT_S = 15.0
 
@@ -37,6 +37,7 @@ def told(
             "max_microbatch_tokens": 64,
             "learning_rate": 1e-3,
             "dump_steps": [1],
+            "max_grad_spike": 50.0,
             "is_colocated": name == "travels",
         }
         settings = Settings(
@@ -95,7 +96,7 @@ def test_an_update_that_several_ranks_refuse_names_its_episode(told: dict[str, A
     assert "replay-step" in not_finite
     assert "max_grad_spike" in spike
     assert told["steps"]["is_unchanged"]
-    (outcome,) = replay(told["folder"] / "travels" / "dumps/step_2")
+    (outcome,) = replay(told["folder"] / "travels" / "dumps/step_3")
     assert outcome.now is None
     assert outcome.is_equal
 
@@ -117,11 +118,11 @@ def test_a_rank_that_is_stopped_in_a_collective_is_named(told: dict[str, Any]) -
     """SIGSTOP in an update: rank and phase within the deadline, and no other rank is left."""
     assert told["is_stopped"]
     sentence = told["hang"]["sentence"]
-    assert "trainer rank 1 (no sign of life, in phase='update')" in sentence
+    assert "trainer rank 1 (no sign of life, in phase='make updates')" in sentence
     assert "rank 2" not in sentence
     assert told["hang"]["waited_s"] < 3 * TIMEOUT_S
     assert told["codes"] == [0, 1]
-    assert "rank 1 (no sign of life, in phase='update')" in told["error_of_rank_2"]
+    assert "rank 1 (no sign of life, in phase='make updates')" in told["error_of_rank_2"]
 
 
 @pytest.mark.timeout(300)
@@ -130,6 +131,6 @@ def test_every_rank_reports_a_hang_and_names_the_others(told: dict[str, Any]) ->
     for rank, other in ((0, 2), (2, 0)):
         report = (told["folder"] / f"stays/progress/hang_rank_{rank}.txt").read_text()
         assert f"trainer rank {rank} made no progress" in report
-        assert "rank 1: phase='update', no sign of life" in report
-        assert f"rank {other}: phase='update" in report
+        assert "rank 1: phase='make updates', no sign of life" in report
+        assert f"rank {other}: phase='make updates" in report
         assert "it is the only rank" not in report
