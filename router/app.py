@@ -160,7 +160,12 @@ def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
     async def lifespan(app: RouterApp) -> AsyncIterator[None]:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_CONNECTION_S)
         async with (
-            aiohttp.ClientSession(connector=connector, auto_decompress=False) as http,
+            aiohttp.ClientSession(
+                connector=connector,
+                auto_decompress=False,
+                # What a server or an upstream sets for one episode is not sent for another.
+                cookie_jar=aiohttp.DummyCookieJar(),
+            ) as http,
             asyncio.TaskGroup() as tasks,
         ):
             parts = Parts(run, writer, renderer, upstreams, http, tasks)

@@ -142,7 +142,11 @@ class LiveEpisode:
 
     @contextmanager
     def noting_refusal(self, retry_key: str, attempt: int | None) -> Iterator[None]:
-        """Remember of a new turn whether its client is told to come back."""
+        """Remember of a new turn whether its client is told to come back.
+
+        Args:
+            attempt: attempts before this one; None: it is no new turn.
+        """
         try:
             yield
         except Refusal as refusal:
@@ -151,7 +155,8 @@ class LiveEpisode:
                 while len(self._refused_attempts) > _MAX_REFUSED_ATTEMPTS:
                     del self._refused_attempts[next(iter(self._refused_attempts))]
             raise
-        self._refused_attempts.pop(retry_key, None)
+        if attempt is not None and self._refused_attempts:
+            self._refused_attempts.pop(retry_key, None)
 
     def forget_delivered(self, turn: InFlightTurn) -> None:
         """Forget a turn whose answer was handed over; its record tells a retry the same again."""

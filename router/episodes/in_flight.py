@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from outloop.buffer.records import Sampling, Turn
@@ -105,15 +104,6 @@ class InFlightTurn:
     def has_failed(self) -> bool:
         """True if it was refused; a retry of it is a new attempt."""
         return self._refusal is not None
-
-    @contextmanager
-    def waited_for_by(self, client: Client) -> Iterator[None]:
-        """A client waits for this turn meanwhile."""
-        self.attach(client)
-        try:
-            yield
-        finally:
-            self.detach(client)
 
     def attach(self, client: Client) -> None:
         """A client waits for this turn."""

@@ -7,8 +7,7 @@ Invariant: an endpoint answers exactly once, whatever happens in it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -84,17 +83,12 @@ class Exchange:
                 here reads it; 400, it is not UTF-8; 503, it did not arrive in time.
             ClientLeft: the client closed the connection.
         """
-        try:
-            async with asyncio.timeout(_RECEIVE_S):
-                whole = await self._receive_body(max_bytes)
-        except TimeoutError as error:
-            raise Refusal(
-                503,
-                "body_too_slow",
-                f"the body did not arrive within {_RECEIVE_S:.0f} s; send it again",
-                retry_after_s=1.0,
-                closes_connection=True,
-            ) from error
+        # For the first of it the connection waits no longer than for a head (protocol).
+        whole, is_all = await self._receive_piece()
+        if len(whole) > max_bytes:
+            raise body_too_large(max_bytes)
+        if not is_all:
+            whole = await self._receive_rest(whole, max_bytes)
         encoding = self.headers.get(b"content-encoding")
         if encoding is not None:
             whole = await decoded(whole, encoding, max_bytes)
@@ -105,20 +99,32 @@ class Exchange:
             raise Refusal(400, "invalid_value", f"the body is not UTF-8: {error}") from error
         return whole
 
-    async def _receive_body(self, max_bytes: int) -> bytes:
-        pieces: list[bytes] = []
-        size = 0
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeft("the client left while its request was read")
-            piece = message.get("body", b"")
-            size += len(piece)
-            if size > max_bytes:
-                raise body_too_large(max_bytes)
-            pieces.append(piece)
-            if not message.get("more_body", False):
-                return b"".join(pieces) if len(pieces) > 1 else piece
+    async def _receive_piece(self) -> tuple[bytes, bool]:
+        """A piece of the body, and whether it is the last."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft("the client left while its request was read")
+        return message.get("body", b""), not message.get("more_body", False)
+
+    async def _receive_rest(self, first: bytes, max_bytes: int) -> bytes:
+        pieces, size, is_all = [first], len(first), False
+        try:
+            async with asyncio.timeout(_RECEIVE_S):
+                while not is_all:
+                    piece, is_all = await self._receive_piece()
+                    size += len(piece)
+                    if size > max_bytes:
+                        raise body_too_large(max_bytes)
+                    pieces.append(piece)
+        except TimeoutError as error:
+            raise Refusal(
+                503,
+                "body_too_slow",
+                f"the body did not arrive within {_RECEIVE_S:.0f} s; send it again",
+                retry_after_s=1.0,
+                closes_connection=True,
+            ) from error
+        return b"".join(pieces)
 
     async def decode(self, decoder: msgspec.json.Decoder[T]) -> T:
         """The body as the decoder's type.
@@ -161,14 +167,9 @@ class Exchange:
         self._is_answered = not more
         return not self._is_gone
 
-    @asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
+    def watching(self) -> _Watch:
         """Notice meanwhile whether the client leaves. To be entered after the body was read."""
-        watcher = asyncio.create_task(self._watch())
-        try:
-            yield
-        finally:
-            watcher.cancel()
+        return _Watch(self._watch)
 
     @property
     def is_gone(self) -> bool:
@@ -185,6 +186,19 @@ class Exchange:
         await self.wait_gone()
         # The end of an answer is told in the same way.
         self._is_gone = not self._is_answered
+
+
+class _Watch:
+    """Runs a task as long as a block does."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._work = work
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.create_task(self._work())
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
 
 
 def _without_key(path: str) -> str:

@@ -16,7 +16,8 @@ _MAX_HEAD_BYTES = 256 * 1024
 _MAX_FRAMING = 8
 """A chunked body may come with so many times its own bytes around it."""
 _HEAD_S = 60.0
-"""A head has this long to arrive; before the first one, a connection may be idle as long."""
+"""A head, and the first of a body, have this long to arrive; before the first request, a connection
+may be idle as long."""
 _READ_S = 60.0
 """A client has this long to read some of what it is sent."""
 _MIN_READ_BYTES = 64 * 1024
@@ -66,19 +67,18 @@ class ClientConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is here."""
         self._is_in_head = self._is_between_requests = False
-        if self._head is not None:
-            self._head.cancel()
-            self._head = None
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body is here."""
         self._num_body_bytes += len(body)
+        self._has_begun_to_arrive()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """All of the request is here."""
         self._is_between_requests = True
+        self._has_begun_to_arrive()
         super().on_message_complete()
 
     def pause_writing(self) -> None:
@@ -97,6 +97,11 @@ class ClientConnection(HttpToolsProtocol):
         """An idle connection is closed, and dropped where what is left is not read either."""
         super().timeout_keep_alive_handler()
         self._wait_for_reader()
+
+    def _has_begun_to_arrive(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
 
     def _refuse_head(self) -> None:
         if self._is_in_head and not self.transport.is_closing():

@@ -8,8 +8,8 @@ sent after its turns are recorded.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -55,30 +55,27 @@ class TurnRoutes:
     async def turn(self, dialect: Dialect, exchange: Exchange) -> None:
         """One turn, asked for and answered in `dialect`."""
         episode = await self._authenticate(exchange)
-        async with AsyncExitStack() as waiting:
-            async with _one_large_body(exchange, episode) as is_large:
-                asked = await self._read(dialect, exchange, episode)
-                if asked is None:
-                    return
-                request, retry_key, attempt = asked
-                is_retry = episode.is_retry(retry_key, attempt)
-                if not is_retry:
-                    waiting.enter_context(episode.noting_refusal(retry_key, attempt))
+        is_large = _may_be_large(exchange)
+        async with episode.large_body if is_large else nullcontext():
+            asked = await self._read(dialect, exchange, episode)
+            if asked is None:
+                return
+            request, retry_key, attempt = asked
+            is_retry = episode.is_retry(retry_key, attempt)
+            with episode.noting_refusal(retry_key, None if is_retry else attempt):
                 turn = await self._service.submit(
                     episode, request, retry_key=retry_key, is_retry=is_retry
                 )
-                await waiting.enter_async_context(exchange.watching())
-                waiting.enter_context(turn.waited_for_by(exchange))
-                if is_large:
-                    await turn.planned()
-            if request.stream:
-                is_delivered = await _send_stream(exchange, dialect, request, turn)
-            else:
-                results = await turn.results()
-                is_delivered = await exchange.answer(
-                    200, dialect.encode(results, request), _request_id(turn)
-                )
+            turn.attach(exchange)
+            if is_large:
+                await turn.planned()
+        try:
+            with episode.noting_refusal(retry_key, None if is_retry else attempt):
+                async with exchange.watching():
+                    is_delivered = await _answer(dialect, exchange, request, turn)
             turn.is_delivered = turn.is_delivered or is_delivered
+        finally:
+            turn.detach(exchange)
         episode.forget_delivered(turn)
 
     async def _read(
@@ -109,7 +106,7 @@ class TurnRoutes:
     async def count_tokens(self, exchange: Exchange) -> None:
         """`POST /v1/messages/count_tokens`: the ids of a conversation rendered in full."""
         episode = await self._authenticate(exchange)
-        async with _one_large_body(exchange, episode):
+        async with episode.large_body if _may_be_large(exchange) else nullcontext():
             request = messages_request.decode_count(await exchange.body(self._max_body_bytes))
             self._models.version_of(request.model)
             num_ids = await self._service.count_tokens(episode, request)
@@ -156,16 +153,22 @@ class TurnRoutes:
         return self._episodes.known(episode_id) or await self._episodes.get(episode_id)
 
 
-@asynccontextmanager
-async def _one_large_body(exchange: Exchange, episode: LiveEpisode) -> AsyncIterator[bool]:
-    """Let one large body of an episode at a time be read and rendered; whether this is one."""
+def _may_be_large(exchange: Exchange) -> bool:
+    """True if a body is to be read and rendered while no other of its episode is."""
     num_bytes = exchange.num_body_bytes
-    is_compressed = b"content-encoding" in exchange.headers
-    if num_bytes is not None and num_bytes <= _LARGE_BODY_BYTES and not is_compressed:
-        yield False
-        return
-    async with episode.large_body:
-        yield True
+    if num_bytes is None or b"content-encoding" in exchange.headers:
+        return True
+    return num_bytes > _LARGE_BODY_BYTES
+
+
+async def _answer(
+    dialect: Dialect, exchange: Exchange, request: TurnRequest, turn: InFlightTurn
+) -> bool:
+    """Send a turn's answer; False if the client had left before its end."""
+    if request.stream:
+        return await _send_stream(exchange, dialect, request, turn)
+    results = await turn.results()
+    return await exchange.answer(200, dialect.encode(results, request), _request_id(turn))
 
 
 async def _send_stream(

@@ -355,6 +355,9 @@ class TurnService:
 
 async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """What all of it returns; where one fails, the others are cancelled before that is raised."""
+    if len(work) == 1:
+        # One choice is the rule, and a task for it would be one more switch for every turn.
+        return [await work[0]]
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
