@@ -43,7 +43,7 @@ from outloop.buffer.redis.scripts import Clock, SyncScripts
 from outloop.buffer.registry import SyncRegistry
 from outloop.buffer.run import Run
 from outloop.buffer.stats import stats_from
-from outloop.buffer.store.episodes import load_sync
+from outloop.buffer.store.episodes import Fields, load_sync
 from outloop.buffer.store.leases import LeaseRow, leased_groups
 from outloop.buffer.store.ledger import Ledger, ledger_from
 from outloop.buffer.store.sft import sft_records
@@ -151,7 +151,7 @@ class BufferReader(SyncRegistry):
             )
             if taken:
                 rows: list[LeaseRow] = msgspec.msgpack.decode(answer[0])
-                leases += self._load_leases(rows, fence, int(answer[1]) / 1000)
+                leases += self._load_leases(rows, answer[2:], fence, int(answer[1]) / 1000)
             self._take_token = ""
             if taken:
                 continue
@@ -388,11 +388,13 @@ class BufferReader(SyncRegistry):
         arguments = (fence, group_id, reason, error[:_MAX_ERROR_CHARS], int(holds_credit))
         self._scripts.call("drop", *arguments, what=f"dropping group_id={group_id}")
 
-    def _load_leases(self, rows: Sequence[LeaseRow], fence: int, deadline: float) -> list[Lease]:
+    def _load_leases(
+        self, rows: Sequence[LeaseRow], fields: Fields, fence: int, deadline: float
+    ) -> list[Lease]:
         leases: list[Lease] = []
         damaged: dict[str, OutloopError] = {}
         with translated("reading leased groups"):
-            for group_id, group in leased_groups(self._client, self._prefix, rows):
+            for group_id, group in leased_groups(self._client, self._prefix, rows, fields):
                 if isinstance(group, OutloopError):
                     damaged[group_id] = group
                 else:

@@ -35,6 +35,7 @@ from outloop.buffer.records import (
 SCHEMA = 3
 MAX_RECORD_BYTES = 64 * 2**20
 _HEAD = struct.Struct("<H")
+_OWN_HEAD = _HEAD.pack(SCHEMA)
 _Record = TypeVar("_Record")
 
 
@@ -84,7 +85,7 @@ class _Codec(Generic[_Record]):
         """
         what = f"{self._name} {record_id}".rstrip()
         try:
-            data = _HEAD.pack(SCHEMA) + _encode(record)
+            data = _OWN_HEAD + _encode(record)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RecordError(f"{what} cannot be stored: {error}") from error
         if len(data) > MAX_RECORD_BYTES:
@@ -101,13 +102,12 @@ class _Codec(Generic[_Record]):
             SchemaMismatch: written by a release with another schema.
             RecordError: the bytes are damaged, or the record breaks its own rules.
         """
-        if len(data) < _HEAD.size:
-            raise RecordError(f"{self._name} has {len(data)} bytes; it is damaged")
-        (schema,) = _HEAD.unpack_from(data)
-        if schema != SCHEMA:
+        if data[: _HEAD.size] != _OWN_HEAD:
+            if len(data) < _HEAD.size:
+                raise RecordError(f"{self._name} has {len(data)} bytes; it is damaged")
             raise SchemaMismatch(
-                f"{self._name} was written with schema={schema}, this release reads "
-                f"schema={SCHEMA}; read it with the release that wrote it"
+                f"{self._name} was written with schema={_HEAD.unpack_from(data)[0]}, this release "
+                f"reads schema={SCHEMA}; read it with the release that wrote it"
             )
         try:
             return self._decoder.decode(memoryview(data)[_HEAD.size :])

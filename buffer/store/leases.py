@@ -13,26 +13,30 @@ from outloop.buffer.store.episodes import EPISODE_FIELDS, Fields, trajectory_fro
 
 LeaseRow = tuple[str, int, int, str, Sequence[str]]
 """group_id, slot, size, task_id, episode ids: as the script take packs it."""
-_BYTES_AT_ONCE = 8 * 2**20
+_BYTES_AT_ONCE = 2 * 2**20
 """About so much is read in one round trip, and held before it is decoded."""
 _MIN_GROUP_BYTES = 2**16
 
 
 def leased_groups(
-    client: redis.Redis, prefix: str, rows: Sequence[LeaseRow]
+    client: redis.Redis, prefix: str, rows: Sequence[LeaseRow], fields: Fields
 ) -> Iterator[tuple[str, Group | OutloopError]]:
     """(group_id, the group or what is wrong with it), in the order of `rows`.
+
+    Args:
+        fields: EPISODE_FIELDS of every episode in turn.
 
     Raises:
         redis.RedisError: the episodes could not be read.
     """
     first, num_groups = 0, 1
+    headers = iter(_batched(fields, len(EPISODE_FIELDS)))
     while first < len(rows):
         part = rows[first : first + num_groups]
         stored = _read(client, prefix, part)
         for row in part:
             # Read to the end before anything is decoded: each group needs its own answers.
-            episodes = [(episode_id, next(stored), next(stored)) for episode_id in row[4]]
+            episodes = [(episode_id, next(headers), next(stored)) for episode_id in row[4]]
             try:
                 yield row[0], _group_from(row, episodes)
             except UNREADABLE as error:
@@ -43,14 +47,17 @@ def leased_groups(
 
 
 def _read(client: redis.Redis, prefix: str, rows: Sequence[LeaseRow]) -> Iterator[Any]:
-    """The stored fields and the stored turns of every episode, in turn."""
+    """The stored turns of every episode, in turn."""
     with client.pipeline(transaction=False) as pipeline:
         for *_, episode_ids in rows:
             for episode_id in episode_ids:
-                name = f"{prefix}episode:{episode_id}"
-                pipeline.hmget(name, list(EPISODE_FIELDS))
-                pipeline.lrange(f"{name}:turns", 0, -1)
+                pipeline.lrange(f"{prefix}episode:{episode_id}:turns", 0, -1)
         return iter(pipeline.execute())
+
+
+def _batched(fields: Fields, size: int) -> Iterator[Fields]:
+    for first in range(0, len(fields), size):
+        yield fields[first : first + size]
 
 
 def _group_from(row: LeaseRow, episodes: Sequence[tuple[str, Fields, Sequence[bytes]]]) -> Group:

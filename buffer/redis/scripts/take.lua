@@ -1,8 +1,9 @@
 -- Lease the `num` oldest ready groups, or none if fewer are ready.
 --
 -- ARGV[2]  fence   ARGV[3] num   ARGV[4] policy_version of the trainer   ARGV[5] token of this take
--- Returns  {'ok', 1, leases, deadline ms} with leases as MessagePack
---          [[group_id, slot, size, task_id, [episode_id, ...]], ...], or
+-- Returns  {'ok', 1, leases, deadline ms, field, field, ...} with leases as MessagePack
+--          [[group_id, slot, size, task_id, [episode_id, ...]], ...] and, for every episode in turn, its
+--          opening, closure, reward and closed, or
 --          {'ok', 0, ready groups, attempts in flight, open groups}; fence; replaced: since the
 --          trainer's start too large a share of attempts ended without a result.
 -- Keeps    no leased group is buffer.take_window slots or more ahead of the oldest open one;
@@ -48,13 +49,25 @@ local function too_many_replaced()
     rules.max_replaced_share, table.concat(causes, '; '))}
 end
 
+local function answer(packed, leases, deadline)
+  local found = {'ok', 1, packed, deadline}
+  for _, lease in ipairs(leases) do
+    for _, episode_id in ipairs(lease[5]) do
+      local f = redis.call('HMGET', episode_key(episode_id), 'opening', 'closure', 'reward', 'closed')
+      for i = 1, 4 do found[#found + 1] = f[i] end
+    end
+  end
+  return found
+end
+
 allow_when_full()
 sweep()
 local refused = fence_refusal(ARGV[2])
 if refused then return refused end
 local last = redis.call('GET', key('last_take'))
 if last and string.sub(last, 1, #ARGV[5]) == ARGV[5] then
-  return {'ok', 1, string.sub(last, #ARGV[5] + 1), redis.call('HGET', STATE, 'fence_deadline')}
+  local packed = string.sub(last, #ARGV[5] + 1)
+  return answer(packed, cmsgpack.unpack(packed), redis.call('HGET', STATE, 'fence_deadline'))
 end
 refused = too_many_replaced()
 if refused then return refused end
@@ -99,4 +112,4 @@ redis.call('HSET', STATE, 'fence_deadline', deadline)
 local packed = cmsgpack.pack(leases)
 redis.call('SET', key('last_take'), ARGV[5] .. packed)
 count('leased', #leases)
-return {'ok', 1, packed, tostring(deadline)}
+return answer(packed, leases, tostring(deadline))
