@@ -1,9 +1,8 @@
-"""An agent that is a program: `env.agent_command`, one process tree per episode.
+"""Plays episodes by an agent program: `env.agent_command`, one process tree for each episode.
 
-Owns: the episode's folder and environment, whose failure a program's end is. Does not own: running
-it (program, keeper), scoring it (verification).
-Invariant: whatever way the program ended, its processes and its folder are gone when `play`
-returns, and its output is in the ending.
+Owns: the episode's folder and environment, and which failure the program's end is. Does not own:
+running it (command, process_reaper), scoring it (verifier). Invariant: however the program ended,
+its processes and its folder are gone when `play` returns, and its output is in the result.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from outloop.envs.command_agent.verifier import (
     verify,
 )
 from outloop.envs.rollout.episode import Episode
-from outloop.envs.rollout.episode_result import Ending, failed, without_reward
+from outloop.envs.rollout.episode_result import EpisodeResult, failed, without_reward
 from outloop.envs.rollout.rollout_function import Rollout, load_rollout
 from outloop.envs.verifiers.result import Result
 
@@ -97,7 +96,7 @@ class CommandAgent:
             fields &= task.payload.keys()
         self._line.check([*_OWN_PLACEHOLDERS, *sorted(fields - set(self._env.hidden_task_fields))])
 
-    async def play(self, task: Task, episode: Episode) -> Ending:
+    async def play(self, task: Task, episode: Episode) -> EpisodeResult:
         """Start the program, wait for its end or a limit, and have the verifier score it."""
         root = Path(tempfile.mkdtemp(prefix="outloop-episode-"))
         folder, temporary = root / "episode", root / "tmp"
@@ -111,7 +110,7 @@ class CommandAgent:
 
     async def _run(
         self, task: Task, episode: Episode, folder: Path, temporary: Path
-    ) -> command.Ran:
+    ) -> command.CompletedProgram:
         env = self._env
         shown = {k: v for k, v in task.payload.items() if k not in env.hidden_task_fields}
         task_file = folder / "task.json"
@@ -154,7 +153,9 @@ class CommandAgent:
             is_confined=self._confinement is not None,
         )
 
-    async def _judge(self, task: Task, episode: Episode, ran: command.Ran, folder: Path) -> Ending:
+    async def _judge(
+        self, task: Task, episode: Episode, ran: command.CompletedProgram, folder: Path
+    ) -> EpisodeResult:
         output = f"{ran.stdout}\n{ran.stderr}".strip()[-_MAX_OUTPUT_CHARS:]
         outcome: Outcome = "completed"
         error: AgentFailed | None = None
@@ -197,10 +198,10 @@ class CommandAgent:
             return failed(bad, "environment", output=output)
         if error is not None:
             return failed(error, "agent", reward=reward, outcome=outcome, output=output)
-        return Ending(outcome="completed", reward=reward, output=output)
+        return EpisodeResult(outcome="completed", reward=reward, output=output)
 
 
-def _limit_sentence(ran: command.Ran, env: EnvSettings) -> str:
+def _limit_sentence(ran: command.CompletedProgram, env: EnvSettings) -> str:
     setting = {
         "time": "it took too long; raise env.episode_deadline_s",
         "memory": f"it held {ran.memory_mb:.0f} MB; raise env.agent_memory_mb="

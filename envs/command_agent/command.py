@@ -37,10 +37,10 @@ _NOT_INHERITED = re.compile(
 )
 """Variables that would show a program outloop's settings, or lead it to another endpoint."""
 _INHERITED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TZ")
-"""What an agent program gets of the runner's environment, beside PATH and what is asked for."""
+"""Variables that an agent program inherits, in addition to PATH and those that are asked for."""
 
 
-class Ran(msgspec.Struct, frozen=True):
+class CompletedProgram(msgspec.Struct, frozen=True):
     """How a program ended."""
 
     exit_code: int | None
@@ -151,7 +151,7 @@ class CommandLine:
         return [_PLACEHOLDER.sub(value, word) for word in self._words]
 
     def _refuse_missing_script(self, word: str, folders: Sequence[Path]) -> None:
-        """`python agnet.py` is told before anything starts, if the word can only be a file."""
+        """`python agnet.py` is refused before anything starts, if the word can only be a file."""
         if word.startswith("-") or "{" in word or not re.search(r"\.(py|js|mjs|ts|sh|rb)$", word):
             return
         if any((folder / word).is_file() for folder in folders):
@@ -188,8 +188,8 @@ def check_agent_environment(names: Sequence[str]) -> None:
         if _NOT_INHERITED.fullmatch(name) or name == "PATH" or "=" in name:
             raise SettingsError(
                 f"env.agent_environment={list(names)!r}: {name!r} cannot be passed on; an agent "
-                "gets PATH and the address and key of its episode by itself, and names of other "
-                "variables are allowed here"
+                "always gets PATH and the address and key of its episode; names of other "
+                "variables are allowed"
             )
 
 
@@ -206,11 +206,11 @@ async def run(
     env: Mapping[str, str],
     folder: Path,
     is_confined: bool = False,
-) -> Ran:
+) -> CompletedProgram:
     """Run a program to its end or a limit.
 
     Args:
-        is_confined: `words` begin with bubblewrap, whose own failure is nobody's result.
+        is_confined: `words` begin with bubblewrap; when it fails itself, that is no result.
 
     Raises:
         EnvironmentFailure: it could not be started, or its reaper died.
@@ -222,10 +222,10 @@ async def run(
         except TimeoutError:
             data = b""
     try:
-        ran = msgspec.json.decode(data, type=Ran)
+        ran = msgspec.json.decode(data, type=CompletedProgram)
     except msgspec.DecodeError as error:
         raise EnvironmentFailure(
-            f"the program's reaper ended with exit_code={reaper.returncode} and said nothing"
+            f"the program's reaper ended with exit_code={reaper.returncode} and without a report"
         ) from error
     if not ran.is_started and not ran.reason:
         last = " ".join(ran.stderr.split())[-300:]

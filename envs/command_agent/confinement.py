@@ -1,9 +1,9 @@
-"""What an agent program can reach of this machine: bubblewrap around it.
+"""Puts bubblewrap around an agent program.
 
-Owns: which folders the program sees, and whether bubblewrap can be had. Does not own: its limits
-and its end (process_reaper), the code that a policy writes (sandbox), which has stronger walls.
-Invariant: the run folders, the files of tasks and keys, other episodes' folders and other
-processes are out of the program's reach; it writes only into its episode's folders.
+Owns: which folders the program sees, and whether bubblewrap works here. Does not own: the program's
+limits and its end (process_reaper), code that a policy writes (sandbox, which isolates more).
+Invariant: the program cannot read the run folders, the files of tasks and keys, other episodes'
+folders and other processes, and writes only into its episode's folders.
 """
 
 from __future__ import annotations
@@ -146,13 +146,13 @@ def _covered_folders() -> list[Path]:
 
 
 def _interpreters() -> list[Path]:
-    """Where this Python is, and what PATH names; the packages beside a folder called bin too."""
+    """Folders of this Python and of PATH, for `X/bin` the whole of X."""
     paths = [Path(sys.prefix), Path(sys.base_prefix)]
     for name in os.environ.get("PATH", os.defpath).split(os.pathsep):
         path = Path(name)
-        beside = path.parent
-        is_own = path.name == "bin" and beside != Path.home() and beside.name != ".local"
-        paths.append(beside if is_own else path)
+        prefix = path.parent
+        is_own = path.name == "bin" and prefix != Path.home() and prefix.name != ".local"
+        paths.append(prefix if is_own else path)
     return [path for path in paths if path.is_absolute()]
 
 

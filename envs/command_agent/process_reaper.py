@@ -1,9 +1,9 @@
-"""`python -I -S keeper.py LIMITS COMMAND...`: runs a program and leaves nothing of it behind.
+"""`python -I -S process_reaper.py LIMITS COMMAND...`: runs a program and ends all of its processes.
 
-Owns: the program's process tree, its time, memory and output. Does not own: what the program is for
-(agent_command). It loads the standard library only, because it is started once per episode.
-Invariant: when this process ends, no descendant of the program is alive, also none that left its
-session: it is their reaper. When its runner goes away it ends them at once.
+Owns: the program's process tree, its time, memory and output. It imports the standard library only,
+because one is started for each episode. Invariant: when this process ends, no descendant of the
+program is alive, whichever session it moved to: this process is their reaper. When its runner ends,
+it ends them at once.
 
 LIMITS is JSON: control (a socket to the runner), time_s, memory_mb, output_bytes, kept_bytes,
 is_confined (COMMAND begins with bubblewrap, which reports on descriptor 3).
@@ -36,7 +36,7 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-class Kept:
+class StreamTail:
     """The end of a stream, and how long it was."""
 
     def __init__(self, limit: int) -> None:
@@ -137,10 +137,10 @@ def kill_all(pid: int) -> bool:
         time.sleep(0.005)
 
 
-class Keeper:
+class Reaper:
     """Watches one program until it ends or passes a limit."""
 
-    def __init__(self, pid: int, limits: Limits, streams: dict[int, Kept], wake: int) -> None:
+    def __init__(self, pid: int, limits: Limits, streams: dict[int, StreamTail], wake: int) -> None:
         self._pid = pid
         self._limits = limits
         self._streams = streams
@@ -149,8 +149,8 @@ class Keeper:
             os.set_blocking(descriptor, False)
             self._selector.register(descriptor, selectors.EVENT_READ, kept)
         self._selector.register(int(limits["control"]), selectors.EVENT_READ, None)
-        # A child's end wakes the selector, so that nobody waits for the next poll.
-        self._selector.register(wake, selectors.EVENT_READ, Kept(1))
+        # A child's end wakes the selector before the next poll.
+        self._selector.register(wake, selectors.EVENT_READ, StreamTail(1))
         self._is_abandoned = False
         self.reason = ""
         self.memory_mb = 0.0
@@ -177,7 +177,7 @@ class Keeper:
             self._reap()
 
     def drain(self) -> None:
-        """What is still in the pipes, once nobody writes to them any more."""
+        """Read what is still in the pipes after the program has ended."""
         end = time.monotonic() + _DRAIN_S
         while time.monotonic() < end and self._read(0):
             pass
@@ -242,20 +242,20 @@ def main() -> None:
     pipes = {target: os.pipe() for target in ((1, 2, 3) if limits["is_confined"] else (1, 2))}
     pid = start(command, limits, {target: ends[1] for target, ends in pipes.items()})
     signal.signal(signal.SIGTERM, lambda number, frame: (kill_all(pid), os._exit(1)))
-    kept = {target: Kept(int(limits["kept_bytes"])) for target in pipes}
+    kept = {target: StreamTail(int(limits["kept_bytes"])) for target in pipes}
     for _, end in pipes.values():
         os.close(end)
-    keeper = Keeper(pid, limits, {ends[0]: kept[target] for target, ends in pipes.items()}, wake)
-    keeper.watch()
+    reaper = Reaper(pid, limits, {ends[0]: kept[target] for target, ends in pipes.items()}, wake)
+    reaper.watch()
     is_clean = kill_all(pid)
-    keeper.drain()
-    status = keeper.status
+    reaper.drain()
+    status = reaper.status
     result = {
         "exit_code": os.waitstatus_to_exitcode(status) if status is not None else None,
-        "reason": keeper.reason,
+        "reason": reaper.reason,
         "stdout": kept[1].text(),
         "stderr": kept[2].text(),
-        "memory_mb": keeper.memory_mb,
+        "memory_mb": reaper.memory_mb,
         "is_clean": is_clean,
         "is_started": 3 not in kept or "exit-code" in kept[3].text(),
     }

@@ -1,10 +1,10 @@
-"""Scoring what an episode left behind: by a function, or by a command.
+"""Scores what an agent program left: by the user's function, or by a command.
 
-Owns: the allowed forms of `env.verifier`, its deadline, repeating it when it fails on its own
-account. Does not own: what is right (the verifier), what the reward leads to (buffer).
-Invariant: a verifier sees the task and the result, never the episode's key; an answer that it works
-on for longer than its deadline is the agent's failure; what it raises, and the time that it waits
-for other verifications, are the environment's.
+Owns: the allowed forms of `env.verifier`, its deadline, repeating it when it fails. Does not own:
+what is right (the verifier), what follows from a reward (buffer). Invariant: a verifier sees the
+task and the result, never the episode's key. An answer that it works on for longer than its
+deadline is the agent's failure. What it raises, and the time that it waits for other verifications,
+are the environment's.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class _FunctionVerifier:
 class _Threads:
     """A thread for each call of a verifier that blocks.
 
-    A call that does not return in time is left behind and takes nobody's place; its thread ends
+    A call that does not return in time no longer counts; its thread ends
     with the process.
     """
 
@@ -229,9 +229,9 @@ class _Threads:
                 returned = function(*arguments)
             except Exception as raised:  # noqa: BLE001 - the verifier may raise anything
                 error = raised
-            except BaseException as raised:  # noqa: BLE001 - SystemExit, which would end nobody here
+            except BaseException as raised:  # noqa: BLE001 - SystemExit ends only this thread
                 error = RuntimeError(f"{type(raised).__name__}: {raised}")
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(end, returned, error)
 
         threading.Thread(target=work, name="verify", daemon=True).start()
@@ -244,7 +244,7 @@ class _Threads:
 
 
 def _late(clock: VerifierClock) -> Exception:
-    """Whose failure it is that a verification was not over in time."""
+    """Which failure it is that a verification was not over in time."""
     if clock.left_s <= 0:
         return VerifierTimeout(f"the verifier took longer than {clock.limit_s:g} s")
     return TurnTimeout(
@@ -278,7 +278,9 @@ class _CommandVerifier:
     async def tear_down(self) -> None:
         """Nothing outlives a verdict."""
 
-    async def _run(self, task: Task, result: Result, folder: Path, limit_s: float) -> command.Ran:
+    async def _run(
+        self, task: Task, result: Result, folder: Path, limit_s: float
+    ) -> command.CompletedProgram:
         task_file, result_file = folder / "task.json", folder / "result.json"
         task_file.write_text(json.dumps({"task_id": task.task_id, **task.payload}))
         fields = msgspec.to_builtins(result, enc_hook=str)

@@ -1,8 +1,7 @@
-"""Ready-made clients, shared by every episode of a process.
+"""Clients of the model's endpoint, shared by all episodes of a process.
 
-Owns: one connection pool per client library. Does not own: addresses and keys (episode).
-Invariant: an episode's client costs no connection pool, since one per episode costs ten times a
-call; a library is loaded only when its client is asked for.
+An episode gets a view of a shared client with its own address and key: a client for each episode
+would cost ten times as much as a call. A library is imported when its client is first used.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _NOWHERE = "http://episode.invalid"
 
 
 class Clients:
-    """The connection pools behind every episode's clients.
+    """The connection pools of all episodes' clients.
 
     Guarantees that at least `max_connections` calls can be in flight: the libraries' default of
     1,000 fails under more episodes than that.

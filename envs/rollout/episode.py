@@ -1,8 +1,6 @@
-"""What a rollout function is given to play with.
+"""The episode that a rollout function plays: its task, address, key, deadline and scores.
 
-Owns: the episode's address, key, deadline and scores. Does not own: the episode's record (buffer),
-opening and closing it (runner).
-Invariant: it holds this episode's key and no other; nothing of it opens the control routes.
+It holds this episode's key and no other; nothing in it opens the control routes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""How an episode ended, and what its reward is made of.
+"""How an episode ended, and turning what a verifier returned into a reward.
 
-Owns: the record of an ending, and turning what a rollout function or a verifier gave back into a
-reward. Does not own: whose failure it was (failures), closing the episode (runner).
-Invariant: a reward is never made up; what is no finite number raises.
+A reward is never made up: what is not a finite number raises. Which kind of failure it was is
+decided by runner.failures.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _NOT_THE_USERS = tuple(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
+class EpisodeResult:
     """What the runner tells the router about the end of one episode, and the log about it."""
 
     outcome: Outcome
@@ -59,12 +58,12 @@ def failed(
     reward: Reward | None = None,
     outcome: Outcome = "failed",
     output: str = "",
-) -> Ending:
+) -> EpisodeResult:
     """The ending of an episode that `error` ended; `reward` only for failures of the agent."""
     frames = traceback.extract_tb(error.__traceback__)
     trace = "".join(traceback.format_exception(error)) if frames else ""
     place = _user_place(frames) if frames else _place_in(output)
-    return Ending(
+    return EpisodeResult(
         outcome=outcome,
         failure_kind=kind,
         reward=reward,
@@ -94,9 +93,9 @@ def _place_in(output: str) -> str:
     return ""
 
 
-def without_reward(error: RecordError, *, output: str = "") -> Ending:
-    """The ending of an episode whose score is none: a failure of the environment."""
-    return Ending(
+def without_reward(error: RecordError, *, output: str = "") -> EpisodeResult:
+    """The result of an episode without a usable score: a failure of the environment."""
+    return EpisodeResult(
         outcome="failed",
         failure_kind="environment",
         error=str(error)[:_MAX_ERROR_CHARS],
@@ -112,7 +111,7 @@ def as_reward(value: Any, weights: Mapping[str, float]) -> Reward:
     Named components add up, each times its weight (1 where `weights` does not name it).
 
     Raises:
-        RecordError: with the sentence for whoever wrote the verifier.
+        RecordError: a sentence for the author of the verifier.
     """
     if isinstance(value, Reward):
         return value

@@ -1,8 +1,6 @@
-"""What a rollout function says about an episode while it plays: `episode.score(...)`.
+"""Collects what a rollout function scores while it plays: `episode.score(...)`.
 
-Owns: collecting scores of the episode, its components, turns and branches. Does not own: what
-`play` returns (ending), which turns there are (router).
-Invariant: a score that this run cannot use is refused where it is given, with what to do.
+A score that this run cannot use is refused where it is given, with what to do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What plays episodes: the user's function or class, told apart by its signature.
+"""The user's rollout function or class: which signatures are allowed.
 
-Owns: which forms are allowed, and the sentence for each that is not. Does not own: importing
-(loading), calling (play).
-Invariant: what `load_rollout` returns can be called as its kind says; nothing has been called yet.
+What `load_rollout` returns can be called as its kind says; nothing has been called yet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a whole-rollout function `async def rollout(tasks, context)` is given.
+"""Plays a batch of episodes by a function `async def rollout(tasks, context)`.
 
-Owns: handing out the episodes of a batch, and closing each once. Does not own: claiming a batch
-(runner), deadlines of the episodes (router), playing one episode (play).
-Invariant: when the function is over, every episode of its batch has one ending.
+Owns: handing out the episodes of a batch, and ending each once. Does not own: claiming a batch
+(runner), playing a single episode (player). Invariant: when the function returns, every episode of
+its batch has one result.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from outloop.buffer.errors import NotFound, RecordError
 from outloop.buffer.records import Outcome, Purpose, Task
 from outloop.envs.rollout.episode import Episode
-from outloop.envs.rollout.episode_result import Ending, without_reward
+from outloop.envs.rollout.episode_result import EpisodeResult, without_reward
 from outloop.envs.runner.player import Player
 from outloop.envs.runner.worker_protocol import Job
 
-End = Callable[[int, Ending], None]
+End = Callable[[int, EpisodeResult], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,10 +73,10 @@ class Context:
             RecordError: there is no reward, or it is no finite number.
         """
         job = self._job(task)
-        self._ended(job, Ending(outcome="completed", reward=self._reward(task, reward)))
+        self._ended(job, EpisodeResult(outcome="completed", reward=self._reward(task, reward)))
 
     def fail(self, task: Attempt, error: BaseException) -> None:
-        """End an attempt that `error` ended; whose failure it was is told by the error."""
+        """End an attempt that `error` ended; the error decides the kind of failure."""
         self._ended(self._job(task), self._player.ending_of(error, self.open(task)))
 
     async def play_all(
@@ -118,7 +118,7 @@ class Context:
     def _reward(self, task: Attempt, reward: Any) -> Any:
         return self.open(task).scores.reward(reward, "context.close(task, reward)")
 
-    def _ended(self, job: Job, ending: Ending) -> None:
+    def _ended(self, job: Job, ending: EpisodeResult) -> None:
         if self._open.pop(job.number, None) is not None:
             self._end(job.number, ending)
 

@@ -1,9 +1,8 @@
-"""Which episode's code runs in a worker right now, kept where its death cannot take it.
+"""Which episode's code runs in a worker now, kept in memory that survives the worker.
 
-Owns: shared memory with the loop's heartbeat and the number of the running episode, and the task
-factory that keeps it. Does not own: what follows from it (workers).
-Invariant: while a step of an episode's coroutine or thread runs, its number stands in a cell; so a
-worker that dies or stalls names who did it.
+Owns: memory shared with the runner, which holds the loop's heartbeat and the numbers of running
+episodes, and the task factory that writes them. Invariant: while a step of an episode's coroutine
+or thread runs, its number is in a cell, so that a crash or a stall is attributed to its episode.
 """
 
 from __future__ import annotations
@@ -58,11 +57,11 @@ class Marker:
         self._cells[_BEAT] += 1
 
     def running(self) -> frozenset[int]:
-        """Numbers of the episodes whose code runs now."""
+        """Numbers of the episodes with code running now."""
         return frozenset(self._cells[_LOOP_CELL:].tolist()) - {0}
 
     def running_in_loop(self) -> int:
-        """Number of the episode whose coroutine runs now; 0: none."""
+        """Number of the episode with a coroutine running now; 0: none."""
         return self._cells[_LOOP_CELL]
 
     def in_thread(self, index: int, number: int) -> None:

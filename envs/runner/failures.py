@@ -1,8 +1,9 @@
-"""Whose failure it was, and how it is written down.
+"""Kinds of failures, and reporting them.
 
-Owns: telling the kinds of failure apart, and logging each once. Does not own: what a kind leads to
-(buffer), closing episodes (runner). Invariant: a failure that may depend on what the policy did is
-`agent`; only a lost connection to the run's own router or its 5xx is `infrastructure`.
+Owns: which kind an exception is, logging each sort of failure once, and stopping a run in which
+everything fails. Does not own: what follows from a kind (buffer), closing episodes (runner).
+Invariant: a failure that may depend on what the policy did is `agent`; only a lost connection to
+the run's own router, or its 5xx, is `infrastructure`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import structlog
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.buffer.records import FailureKind
-from outloop.envs.rollout.episode_result import Ending
+from outloop.envs.rollout.episode_result import EpisodeResult
 
 _log = structlog.get_logger()
 _NUM_FIRST_EPISODES = 20
@@ -32,10 +33,10 @@ _Signature = tuple[str, str, str]
 
 
 def kind_of(error: BaseException, base_url: str) -> FailureKind:
-    """The kind of an exception that came out of `play`, whose episode lives at `base_url`.
+    """The kind of an exception that `play` raised for the episode at `base_url`.
 
-    HTTP errors are told by their attributes (`request`, `response`, `status_code`), so any client
-    library counts. A request that the agent itself gave too little time is the agent's failure.
+    HTTP errors are recognised by their attributes (`request`, `response`, `status_code`), in any
+    client library. A request that the agent itself gave too little time is the agent's failure.
     """
     for link in _chain(error):
         if isinstance(link, EnvironmentFailure):
@@ -63,13 +64,13 @@ class FailureLog:
         self._has_warned_of_reward = False
         self._run_folder = run_folder
         self._counts: Counter[_Signature] = Counter()
-        self._examples: dict[_Signature, tuple[Ending, str]] = {}
-        self._last: deque[Ending | None] = deque(maxlen=_NUM_LAST_EPISODES)
+        self._examples: dict[_Signature, tuple[EpisodeResult, str]] = {}
+        self._last: deque[EpisodeResult | None] = deque(maxlen=_NUM_LAST_EPISODES)
         self._num_closed = 0
         self._num_failed = 0
         self._warn_at = _MIN_FAILURES
 
-    def success(self, ending: Ending) -> str:
+    def success(self, ending: EpisodeResult) -> str:
         """An episode ended as it should; returns a sentence for the user when failing pays."""
         self._num_closed += 1
         self._last.append(None)
@@ -86,7 +87,7 @@ class FailureLog:
             "policy learns to fail. Set env.failure_reward to the lowest reward that you give"
         )
 
-    def failure(self, ending: Ending, episode_id: str) -> str:
+    def failure(self, ending: EpisodeResult, episode_id: str) -> str:
         """An episode failed; returns a sentence for the user when it is time for one, else "".
 
         Raises:
@@ -126,13 +127,13 @@ class FailureLog:
             f"{episode_id}. `outloop episodes --run {self._run_folder} --failed` shows them"
         )
 
-    def _refuse_broken_environment(self, ending: Ending, count: int) -> None:
+    def _refuse_broken_environment(self, ending: EpisodeResult, count: int) -> None:
         if ending.failure_kind == "environment" and count == self._num_closed == (
             _NUM_FIRST_EPISODES
         ):
             raise SettingsError(
                 f"each of the first {self._num_closed} episodes ended with the same failure of "
-                f"the environment: {ending.error}; none of them can be scored. Mend what "
+                f"the environment: {ending.error}; none of them can be scored. Correct what "
                 "raised it, and start again"
             )
 

@@ -1,8 +1,8 @@
-"""Plays episodes by the user's function, in whichever process this is.
+"""Plays episodes by the user's function, in the runner or in a worker process.
 
-Owns: deadlines, threads for functions that block, and turning what a function did into an ending.
-Does not own: claiming and closing (runner), processes (worker), the verifier's meaning.
-Invariant: every job given to `play` or `play_batch` gets exactly one ending.
+Owns: deadlines, threads for functions that block, and turning an outcome into a result. Does not
+own: claiming and closing (runner), processes (worker_main). Invariant: every job given to `play` or
+`play_batch` gets exactly one result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outloop.buffer.records import Outcome, Reward, Task
 from outloop.buffer.settings.env import EnvSettings
 from outloop.envs.rollout.clients import Clients
 from outloop.envs.rollout.episode import Episode
-from outloop.envs.rollout.episode_result import Ending, failed, without_reward
+from outloop.envs.rollout.episode_result import EpisodeResult, failed, without_reward
 from outloop.envs.rollout.episode_rewards import Scores
 from outloop.envs.rollout.rollout_function import Rollout
 from outloop.envs.runner.crash_attribution import Marker, episode_number
@@ -64,7 +64,7 @@ class Player:
         self._on_stuck = on_stuck
 
     async def close(self) -> None:
-        """Close clients; threads that hang are left behind."""
+        """Close clients; threads that hang stay until the process ends."""
         self._threads.close()
         await self._clients.close()
 
@@ -89,11 +89,13 @@ class Player:
             ),
         )
 
-    async def play(self, job: Job) -> Ending:
+    async def play(self, job: Job) -> EpisodeResult:
         """Play one episode to its end or its deadline."""
         return await self.play_by(self.rollout.call, self.open(job), job.number)
 
-    async def play_by(self, function: Callable[..., Any], episode: Episode, number: int) -> Ending:
+    async def play_by(
+        self, function: Callable[..., Any], episode: Episode, number: int
+    ) -> EpisodeResult:
         """Play `episode` by `function(task, episode)`, a coroutine function or one that blocks."""
         episode_number.set(number)
         limit_s = max(0.0, episode.deadline - time.time())
@@ -117,19 +119,19 @@ class Player:
             return self.ending_of(found, episode)
         return self.scored(playing.result(), episode)
 
-    def scored(self, returned: Any, episode: Episode) -> Ending:
-        """The ending of an episode that played to its end; an Ending is what it is already."""
-        if isinstance(returned, Ending):
+    def scored(self, returned: Any, episode: Episode) -> EpisodeResult:
+        """The result of an episode that ended by itself; an EpisodeResult is returned as it is."""
+        if isinstance(returned, EpisodeResult):
             return returned
         try:
             reward = episode.scores.reward(returned, "play")
         except RecordError as error:
             return without_reward(error)
-        return Ending(outcome="completed", reward=reward)
+        return EpisodeResult(outcome="completed", reward=reward)
 
     def ending_of(
         self, error: BaseException, episode: Episode, outcome: Outcome = "failed"
-    ) -> Ending:
+    ) -> EpisodeResult:
         """The ending of an episode that `error` ended."""
         if isinstance(error, RecordError):
             return without_reward(error)
@@ -147,7 +149,7 @@ class Player:
         return self._threads.start(function, task, episode, number)
 
     async def _give_up(self, playing: asyncio.Future[Any], episode_id: str) -> None:
-        """Cancel what is still playing; what will not be cancelled is left behind."""
+        """Cancel an attempt; one that ignores cancellation goes on in the background."""
         if self.rollout.kind == "blocking":
             self._num_stuck += 1
             playing.add_done_callback(self._came_back)
@@ -159,7 +161,7 @@ class Player:
             _log.warning(
                 "play_ignores_cancellation",
                 episode_id=episode_id,
-                note="it goes on in the background; let asyncio.CancelledError pass through play",
+                note="it continues in the background; let asyncio.CancelledError pass through play",
             )
             playing.add_done_callback(_error_of)
         else:

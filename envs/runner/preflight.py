@@ -1,8 +1,7 @@
-"""`python -m outloop.envs.runner.preflight SETTINGS_JSON`: is the user's side of a run all right?
+"""`python -m outloop.envs.runner.preflight SETTINGS_JSON`: can the user's side of a run work?
 
-Owns: the exit code (0 or 2) and the last line of stderr, which is the sentence to show.
-Does not own: the checks themselves. Invariant: starts nothing and talks to nobody; it is a process
-of its own, so that importing the user's code disturbs nobody else.
+Exits with 0 or 2; the last line of stderr is the sentence to show. It starts nothing, and runs as a
+process of its own so that importing the user's code disturbs no other part.
 """
 
 from __future__ import annotations

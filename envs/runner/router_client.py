@@ -1,8 +1,7 @@
-"""The runner's side of the router's control routes.
+"""A client of the router's control routes.
 
-Owns: requests, idempotency keys on the wire, retries, and which error an answer becomes.
-Does not own: what is claimed or scored. Invariant: a call either was answered 2xx or raises; it is
-repeated only with the same body, whose key makes the repetition harmless.
+Owns: requests, idempotency keys, retries, and which error an answer becomes. Invariant: a call
+returns after a 2xx or raises. It is repeated only with the same body and its idempotency key.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _ERRORS: dict[int, type[OutloopError]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedClaim:
-    """A claim whose episode is open."""
+    """A claim with its open episode."""
 
     claim: Claim
     episode_id: str
@@ -79,7 +78,7 @@ class RouterClient:
     Raises:
         DeadlineExceeded: the router did not answer in time.
         SettingsError: the runner key is refused.
-        RecordError, NotFound, Gone, Conflict: what the router says about the request.
+        RecordError, NotFound, Gone, Conflict: the router refuses the request.
     """
 
     def __init__(self, url: str, runner_key: str, *, deadline_s: float = 60.0) -> None:
@@ -130,7 +129,7 @@ class RouterClient:
     async def heartbeat(self, runner_id: str, *, warning: str = "") -> None:
         """Say that a runner is there, which keeps what it claimed under `runner_id`.
 
-        `warning`: a sentence for whoever watches the run.
+        `warning`: a sentence for the user who watches the run.
         """
         body = {"runner_id": runner_id} | ({"warning": warning} if warning else {})
         await self._post("/runners/heartbeat", body)
@@ -138,7 +137,7 @@ class RouterClient:
     async def claim(self, *, key: str, count: int, runner_id: str = "") -> Claimed:
         """Claim up to `count` attempts and open their episodes, in one call.
 
-        `runner_id`: of a runner that sends heartbeats, whose silence loses them.
+        `runner_id`: of a runner that sends heartbeats; without them it loses its attempts.
         A router that is not ready yet is an empty answer with reason "not_ready", not an error.
         """
         try:

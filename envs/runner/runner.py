@@ -1,9 +1,9 @@
-"""Claims tasks, has them played at the same time, and closes their episodes.
+"""Claims tasks, plays their episodes concurrently, and closes them.
 
-Owns: how many episodes are open, closing each, when to stop. Does not own: playing (workers, play),
-which task comes next, groups, admission (buffer), what a reward means (verifier).
-Invariant: every claimed episode is closed exactly once, or the run's deadline closes it; an
-infrastructure failure never becomes a reward.
+Owns: how many episodes are open, closing each, when to stop. Does not own: playing (worker_pool,
+player), the order of tasks, groups, admission (buffer), scores (verifier). Invariant: every claimed
+episode is closed exactly once, or ends at its deadline; an infrastructure failure never becomes a
+reward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outloop.buffer.errors import (
 )
 from outloop.buffer.settings import Settings
 from outloop.envs.command_agent.confinement import hidden_paths
-from outloop.envs.rollout.episode_result import Ending, failed
+from outloop.envs.rollout.episode_result import EpisodeResult, failed
 from outloop.envs.runner.conversation_upload import submit_conversations
 from outloop.envs.runner.failures import FailureLog
 from outloop.envs.runner.router_client import OpenedClaim, RouterClient
@@ -71,8 +71,8 @@ async def run(
 
     Args:
         in_process: play in this process, whatever env.num_workers says.
-        private: files and folders that agent programs must not see, beside those that the settings
-            name.
+        private: files and folders that agent programs must not see, in addition to those that the
+            settings name.
         drain_s: how long episodes may go on when `stop` is set.
 
     Raises:
@@ -137,7 +137,7 @@ class Runner:
             failure_reward=settings.env.failure_reward,
         )
         self._warning = ""
-        """About failures, for whoever watches the run; not sent yet."""
+        """For the user who watches the run; not sent yet."""
         self._has_warning = asyncio.Event()
         self._num_bad_rewards = 0
         self._num_silent: int | None = 0
@@ -147,13 +147,15 @@ class Runner:
 
     async def play_all(self) -> None:
         """Claim and play until finished or stopped; then let the last episodes end."""
-        beside = [asyncio.create_task(call) for call in (self._report(), self._say_alive())]
+        background = [
+            asyncio.create_task(call) for call in (self._report(), self._send_heartbeats())
+        ]
         self._players.failed.add_done_callback(self._players_failed)
         try:
             await self._claim_until_finished()
             await self._drain()
         finally:
-            for task in (*beside, *self._playing):
+            for task in (*background, *self._playing):
                 task.cancel()
             await asyncio.gather(*self._playing, return_exceptions=True)
             self._failures.summary()
@@ -242,7 +244,7 @@ class Runner:
             await asyncio.wait(late, timeout=2 * _CANCEL_S)
 
     async def _play_and_close(
-        self, opened: OpenedClaim, deadline: float, playing: asyncio.Future[Ending]
+        self, opened: OpenedClaim, deadline: float, playing: asyncio.Future[EpisodeResult]
     ) -> None:
         limit_s = deadline - time.time() + self._settings.env.max_stall_s + _LATE_S
         try:
@@ -254,7 +256,7 @@ class Runner:
             )
             ending = failed(late, "infrastructure")
         except asyncio.CancelledError:
-            ending = Ending(
+            ending = EpisodeResult(
                 outcome="aborted", failure_kind="infrastructure", error="the runner was stopped"
             )
             with suppress(OutloopError, TimeoutError):
@@ -264,7 +266,7 @@ class Runner:
         self._count(ending, opened.episode_id)
         await self._refuse_silence(ending, opened.episode_id)
 
-    async def _close(self, opened: OpenedClaim, ending: Ending) -> Ending:
+    async def _close(self, opened: OpenedClaim, ending: EpisodeResult) -> EpisodeResult:
         """Close an episode; returns how, which differs if the router refuses its scores."""
         try:
             await self._router.close_episode(
@@ -284,7 +286,7 @@ class Runner:
             return await self._close(opened, failed(error, "environment", output=ending.output))
         return ending
 
-    def _count(self, ending: Ending, episode_id: str) -> None:
+    def _count(self, ending: EpisodeResult, episode_id: str) -> None:
         """Log a failure, and notice what makes playing on a waste.
 
         Raises:
@@ -321,7 +323,7 @@ class Runner:
             self._warning = warning
             self._has_warning.set()
 
-    async def _refuse_silence(self, ending: Ending, episode_id: str) -> None:
+    async def _refuse_silence(self, ending: EpisodeResult, episode_id: str) -> None:
         """Notice an agent that never calls the model that is trained.
 
         Raises:
@@ -342,7 +344,7 @@ class Runner:
                 "reads OPENAI_BASE_URL and OPENAI_API_KEY from its environment"
             )
 
-    async def _say_alive(self) -> None:
+    async def _send_heartbeats(self) -> None:
         """Heartbeats, for as long as this runner's loop turns; warnings go out at once."""
         max_silence_s = self._settings.env.max_runner_silence_s
         timeout_s = max_silence_s / 2 or _MAX_POLL_S
@@ -354,7 +356,7 @@ class Runner:
                     async with asyncio.timeout(timeout_s):
                         await self._router.heartbeat(self._runner_id, warning=warning)
                 except (OutloopError, TimeoutError) as error:
-                    # Whatever ails the router, claims and closes meet it too, and say so.
+                    # Claims and closes meet the same error, and report it.
                     _log.debug("heartbeat_failed", error=str(error))
                     self._warning = self._warning or warning
             await _first(max_silence_s / _HEARTBEATS or None, self._has_warning)

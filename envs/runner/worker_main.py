@@ -1,8 +1,8 @@
 """`python -m outloop.envs.runner.worker_main SOCKET MARKER STACKS`: plays episodes in a process.
 
-Owns: the process: its event loop, limits, heartbeat and what it says to its runner. Does not own:
-playing (play, batch), starting and replacing it (workers).
-Invariant: it holds keys of single episodes only, and ends when its runner does.
+Owns: the process: its event loop, limits, heartbeat and reports. Does not own: playing (player,
+batch_player), starting and replacing the process (worker_pool). Invariant: it holds keys of single
+episodes only, and ends when its runner ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outloop.buffer.errors import OutloopError, SettingsError
 from outloop.buffer.settings.env import EnvSettings
 from outloop.buffer.telemetry import configure_logging
 from outloop.envs.command_agent import agent
-from outloop.envs.rollout.episode_result import Ending, failed
+from outloop.envs.rollout.episode_result import EpisodeResult, failed
 from outloop.envs.runner import worker_protocol
 from outloop.envs.runner.batch_player import play_batch
 from outloop.envs.runner.crash_attribution import Marker
@@ -61,22 +61,22 @@ class Worker:
             rollout = agent.load_player(self._env, self._hidden)
             await asyncio.wait_for(rollout.set_up(), self._env.set_up_timeout_s)
         except SettingsError as error:
-            self._say(worker_protocol.Refused(str(error)))
+            self._send(worker_protocol.Refused(str(error)))
         except Exception as error:  # noqa: BLE001 - the user's set_up may raise anything
-            self._say(worker_protocol.Refused(f"set_up raised {type(error).__name__}: {error}"))
+            self._send(worker_protocol.Refused(f"set_up raised {type(error).__name__}: {error}"))
         else:
             self._player = Player(
                 rollout,
                 self._env,
                 max_episodes=self._max_episodes,
                 marker=self._marker,
-                on_stuck=lambda number: self._say(worker_protocol.Stuck(number)),
+                on_stuck=lambda number: self._send(worker_protocol.Stuck(number)),
             )
-            self._say(worker_protocol.Ready(rollout.kind, self._player.max_episodes))
+            self._send(worker_protocol.Ready(rollout.kind, self._player.max_episodes))
         return self._player is not None
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Play what comes until told to stop, or the runner is gone."""
+        """Play jobs until a Stop, or until the runner closes the socket."""
         beating = asyncio.create_task(self._beat())
         while (data := await worker_protocol.read_frame(reader)) is not None:
             message = worker_protocol.to_worker.decode(data)
@@ -113,21 +113,21 @@ class Worker:
     async def _play_batch(self, jobs: tuple[Job, ...], num_calls: int) -> None:
         assert self._player is not None
         await play_batch(self._player, jobs, num_calls, self._end)
-        self._say(worker_protocol.Played())
+        self._send(worker_protocol.Played())
 
-    def _end(self, number: int, ending: Ending) -> None:
+    def _end(self, number: int, ending: EpisodeResult) -> None:
         try:
-            self._say(worker_protocol.Ended(number, ending))
+            self._send(worker_protocol.Ended(number, ending))
         except OutloopError as error:
             # Numbers above 64 bits, or a component's name that is no text.
-            self._say(worker_protocol.Ended(number, failed(error, "environment")))
+            self._send(worker_protocol.Ended(number, failed(error, "environment")))
 
     async def _beat(self) -> None:
         while True:
             self._marker.beat()
             await asyncio.sleep(_BEAT_S)
 
-    def _say(self, message: worker_protocol.FromWorker) -> None:
+    def _send(self, message: worker_protocol.FromWorker) -> None:
         self._writer.write(worker_protocol.frame(message))
 
 

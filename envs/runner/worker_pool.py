@@ -1,9 +1,9 @@
-"""The processes in which a runner plays episodes, and the same without a process.
+"""The worker processes of a runner, or none of them for debuggers.
 
 Owns: how many workers there are, which one plays what, replacing those that die, stall or grow.
-Does not own: one process (worker_process), claiming and closing (runner).
-Invariant: every future that `play` returned is resolved; a worker's end never ends the runner, but
-for user code that cannot be used at all.
+Does not own: one process (worker_process), claiming and closing (runner). Invariant: every future
+that `play` returned is resolved; the end of a worker does not end the runner, unless the user's
+code cannot be used at all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outloop.buffer.errors import DeadlineExceeded, OutloopError, PartFailed
 from outloop.buffer.records import FailureKind
 from outloop.buffer.settings import Settings
 from outloop.envs.command_agent.agent import load_player
-from outloop.envs.rollout.episode_result import Ending, failed
+from outloop.envs.rollout.episode_result import EpisodeResult, failed
 from outloop.envs.rollout.rollout_function import Kind
 from outloop.envs.runner import worker_protocol
 from outloop.envs.runner.batch_player import play_batch
@@ -47,14 +47,14 @@ class Players(Protocol):
     """Fails when no worker can be kept up."""
 
     def num_free(self) -> int:
-        """Episodes that can be played besides those that are."""
+        """Further episodes that can be played now."""
         ...
 
     async def start(self) -> None: ...
 
     async def play(
         self, claims: Sequence[OpenedClaim], deadlines: Sequence[float]
-    ) -> list[asyncio.Future[Ending]]: ...
+    ) -> list[asyncio.Future[EpisodeResult]]: ...
 
     async def close(self) -> None: ...
 
@@ -117,10 +117,10 @@ class WorkerPool:
 
     async def play(
         self, claims: Sequence[OpenedClaim], deadlines: Sequence[float]
-    ) -> list[asyncio.Future[Ending]]:
+    ) -> list[asyncio.Future[EpisodeResult]]:
         """Hand episodes to the least loaded worker: a batch to one, else each to its own."""
         loop = asyncio.get_running_loop()
-        endings: list[asyncio.Future[Ending]] = [loop.create_future() for _ in claims]
+        endings: list[asyncio.Future[EpisodeResult]] = [loop.create_future() for _ in claims]
         jobs = [
             worker_protocol.Job(next(self._numbers), claim, deadline)
             for claim, deadline in zip(claims, deadlines, strict=True)
@@ -186,12 +186,12 @@ class WorkerPool:
             while True:
                 await asyncio.sleep(_WATCH_S)
                 for worker in list(self._workers):
-                    await self._look_at(worker)
+                    await self._check(worker)
         except OutloopError as error:
             if not self.failed.done():
                 self.failed.set_exception(error)
 
-    async def _look_at(self, worker: WorkerProcess) -> None:
+    async def _check(self, worker: WorkerProcess) -> None:
         if worker.died.is_set():
             self._workers.remove(worker)
             if not worker.is_retired:
@@ -278,11 +278,11 @@ class InProcess:
 
     async def play(
         self, claims: Sequence[OpenedClaim], deadlines: Sequence[float]
-    ) -> list[asyncio.Future[Ending]]:
+    ) -> list[asyncio.Future[EpisodeResult]]:
         """Play episodes in tasks of this event loop."""
         assert self._player is not None
         loop = asyncio.get_running_loop()
-        endings: list[asyncio.Future[Ending]] = [loop.create_future() for _ in claims]
+        endings: list[asyncio.Future[EpisodeResult]] = [loop.create_future() for _ in claims]
         jobs = [
             worker_protocol.Job(next(self._numbers), claim, deadline)
             for claim, deadline in zip(claims, deadlines, strict=True)
@@ -313,7 +313,7 @@ class InProcess:
         self._playing.add(task)
         task.add_done_callback(self._playing.discard)
 
-    async def _play(self, job: worker_protocol.Job, ending: asyncio.Future[Ending]) -> None:
+    async def _play(self, job: worker_protocol.Job, ending: asyncio.Future[EpisodeResult]) -> None:
         assert self._player is not None
         result = await self._player.play(job)
         if not ending.done():

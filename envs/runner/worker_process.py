@@ -1,9 +1,8 @@
-"""One worker process, seen from the runner: its socket, its jobs, and what its death means.
+"""The runner's side of one worker process: its socket, its jobs, and what its death means.
 
-Owns: starting it, handing it jobs, telling who made it stall or crash. Does not own: how many there
-are and when one is replaced (workers).
-Invariant: every job given to it is resolved once; an episode is blamed only if its code was running
-when the process died of it.
+Owns: starting it, sending it jobs, attributing a stall or a crash. Does not own: how many there are
+and when one is replaced (worker_pool). Invariant: every job is resolved once; an episode is blamed
+only if its code was running when the process died of it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import structlog
 
 from outloop.buffer.errors import DeadlineExceeded, PartFailed, SettingsError
 from outloop.buffer.records import Reward
-from outloop.envs.rollout.episode_result import Ending
+from outloop.envs.rollout.episode_result import EpisodeResult
 from outloop.envs.rollout.rollout_function import Kind
 from outloop.envs.runner import worker_protocol
 from outloop.envs.runner.crash_attribution import Marker
@@ -39,7 +38,7 @@ _MAX_STACK_BYTES = 65536
 _FRAME = re.compile(r'File "([^"]+)", line (\d+).*\n')
 _HEAD = re.compile(r"(?:Current thread \S+|Stack) \(most recent call first\):\n")
 _OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that somebody sent; the episode that ran then did nothing."""
+"""Signals that come from outside; the episode that ran then is not to blame."""
 _NOT_THEIRS = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[1]))
 _log = structlog.get_logger()
 
@@ -68,7 +67,7 @@ class WorkerProcess:
         self._marker = Marker.create()
         self._stacks = bytearray()
         self._has_place = asyncio.Event()
-        self._jobs: dict[int, asyncio.Future[Ending]] = {}
+        self._jobs: dict[int, asyncio.Future[EpisodeResult]] = {}
         self._reading: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[worker_protocol.Ready] = (
             asyncio.get_running_loop().create_future()
@@ -94,7 +93,7 @@ class WorkerProcess:
 
     @property
     def num_free(self) -> int:
-        """Episodes that it could play besides."""
+        """Further episodes that it could play."""
         if not self.ready_at or self.is_retired or self.died.is_set():
             return 0
         return max(0, self.max_episodes - self.num_jobs - self.num_stuck)
@@ -142,7 +141,7 @@ class WorkerProcess:
         return ready.kind
 
     def play(
-        self, jobs: tuple[worker_protocol.Job, ...], endings: list[asyncio.Future[Ending]]
+        self, jobs: tuple[worker_protocol.Job, ...], endings: list[asyncio.Future[EpisodeResult]]
     ) -> None:
         """Hand it jobs; each ending is set once."""
         for job, ending in zip(jobs, endings, strict=True):
@@ -158,7 +157,7 @@ class WorkerProcess:
         return time.monotonic() - self._beats[1]
 
     def memory_mb(self) -> float:
-        """Private memory as its limit (RLIMIT_DATA) counts it; 0 when it is gone."""
+        """Private memory as its limit (RLIMIT_DATA) counts it; 0 after it ended."""
         try:
             return psutil.Process(self.pid).memory_info().data / 2**20
         except psutil.Error:
@@ -207,7 +206,7 @@ class WorkerProcess:
         assert self._process is not None
         assert self._writer is not None
         while (data := await worker_protocol.read_frame(reader)) is not None:
-            self._heard(worker_protocol.from_worker.decode(data))
+            self._handle(worker_protocol.from_worker.decode(data))
         self._writer.close()
         try:
             code = await asyncio.wait_for(self._process.wait(), _KILL_S)
@@ -235,7 +234,7 @@ class WorkerProcess:
             if self._frames(are_theirs=True):
                 self._has_place.set()
 
-    def _heard(self, message: worker_protocol.FromWorker) -> None:
+    def _handle(self, message: worker_protocol.FromWorker) -> None:
         if isinstance(message, worker_protocol.Ready):
             self._ready.set_result(message)
         elif isinstance(message, worker_protocol.Refused):
@@ -259,7 +258,7 @@ class WorkerProcess:
                 continue
             if number in guilty:
                 ending.set_result(
-                    Ending(
+                    EpisodeResult(
                         outcome="failed",
                         failure_kind="agent",
                         reward=Reward(value=self._failure_reward),
@@ -271,7 +270,7 @@ class WorkerProcess:
                 )
             else:
                 ending.set_result(
-                    Ending(
+                    EpisodeResult(
                         outcome="failed",
                         failure_kind="infrastructure",
                         error=f"its worker process died: another episode {how}"

@@ -1,9 +1,7 @@
-"""What a runner and its worker processes say to each other.
+"""Messages between a runner and its worker processes.
 
-Owns: the messages, their frames, and reading and writing them on a socket. Does not own: what they
-lead to (workers, worker).
-Invariant: a frame is four bytes of length and MessagePack of one message; nothing else, and no key
-but those of single episodes, crosses.
+A frame is four bytes of length and one message in MessagePack. No keys but those of single episodes
+cross.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import struct
 import msgspec
 
 from outloop.buffer.errors import OutloopError
-from outloop.envs.rollout.episode_result import Ending
+from outloop.envs.rollout.episode_result import EpisodeResult
 from outloop.envs.rollout.rollout_function import Kind
 from outloop.envs.runner.router_client import OpenedClaim
 
@@ -69,7 +67,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     """From a worker: an episode is over."""
 
     number: int
-    ending: Ending
+    ending: EpisodeResult
 
 
 class Played(msgspec.Struct, frozen=True, tag=True):
@@ -103,7 +101,7 @@ def frame(message: ToWorker | FromWorker) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """The next message's bytes; None when the other side is gone."""
+    """The next message's bytes; None when the other side closed the socket."""
     try:
         (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
         return await reader.readexactly(length)

@@ -56,7 +56,7 @@ class Cgroup:
             return num_oom_kills(events)
 
     def remove(self) -> None:
-        """Remove it, once its last processes have gone; a busy one is tried again with the next."""
+        """Remove it when its last processes have ended; a busy one is removed with the next."""
         with suppress(OSError):
             _wait_for_all(self.folders["memory"])
         self._owner.discard(self.folders.values())
@@ -107,7 +107,7 @@ class Cgroups:
                     _removed(folder)
 
     def discard(self, folders: Iterable[Path]) -> None:
-        """Remove folders whose processes have gone."""
+        """Remove folders of groups without processes."""
         with self._lock:
             self._left = [path for path in {*self._left, *folders} if not _removed(path)]
 

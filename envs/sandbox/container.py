@@ -52,7 +52,7 @@ class ContainerSandbox(SupervisedSandbox):
                 [engine, "info"], capture_output=True, timeout=30, check=False, text=True
             )
         except subprocess.TimeoutExpired as error:
-            raise SettingsError(f"sandbox='container': `{engine} info` hangs; mend it") from error
+            raise SettingsError(f"sandbox='container': `{engine} info` hangs; repair it") from error
         if answer.returncode:
             words = " ".join(answer.stderr.split())[-300:]
             raise SettingsError(

@@ -93,7 +93,7 @@ class SupervisorProcess:
         """Write whole messages.
 
         Raises:
-            SessionLost: the supervisor has gone.
+            SessionLost: the supervisor has ended.
         """
         try:
             await asyncio.get_running_loop().sock_sendall(self._line, data)
@@ -104,7 +104,7 @@ class SupervisorProcess:
         """The next message.
 
         Raises:
-            SessionLost: the supervisor has gone, or did not answer within `timeout_s`.
+            SessionLost: the supervisor has ended, or did not answer within `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s):

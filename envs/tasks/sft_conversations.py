@@ -1,4 +1,4 @@
-"""Conversations for SFT: read and checked."""
+"""Reads and checks conversations for SFT."""
 
 from __future__ import annotations
 

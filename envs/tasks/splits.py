@@ -1,6 +1,6 @@
-"""Which tasks are trained, validated and tested: by the hash of their content.
+"""Assigns tasks to the train, validation and test splits by the hash of their content.
 
-A content falls into the same split in every run, in whichever source it is.
+A content falls into the same split in every run and in whichever source it is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Tasks of a run: where they come from and what identifies them.
+"""Reads the tasks of a run from JSONL files and functions.
 
-Owns: reading JSONL files and iterables, the refusal of repeats and overlaps. Does not own: splits
-(splits), the order in which tasks are played (buffer). Invariant: a task_id names one content; no
-task is both trained and evaluated.
+A task_id names one content, and no task is both trained and evaluated: repeats under another
+content and overlaps are refused. The order in which tasks are played is the buffer's.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ def read_rows(source: str, *, setting: str, import_dir: Path | None) -> Iterator
     except Exception as error:  # the user's function may raise anything
         raise SettingsError(
             f"{setting}={source!r} raised {type(error).__name__}: {error}; "
-            "call it by itself and mend it"
+            "run it on its own and correct it"
         ) from error
 
 

@@ -1,8 +1,6 @@
-"""The time that one verification takes.
+"""Times one verification without the time that it waits for its turn.
 
-Owns: a deadline that stands still while a verification waits for its turn. Does not own: what
-follows when it passes (command_agent.verifier). Invariant: time that others' verifications took
-counts against nobody's answer.
+What other verifications take is counted against no answer.
 """
 
 from __future__ import annotations

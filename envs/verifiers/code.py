@@ -237,7 +237,7 @@ def _globals_of(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
 
 
 class InputOutput(_JudgesPrograms):
-    """The answer is a program whose output for each of the task's inputs is the expected one.
+    """The answer is a program that prints the expected output for each of the task's inputs.
 
     `field`: a list of {"input", "output"}; white space at the ends of lines does not count. The
     expected outputs stay in this process.

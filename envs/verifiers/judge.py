@@ -1,8 +1,7 @@
-"""Scores by another model behind HTTP: a judge that writes, or a reward model that gives a number.
+"""Scores from another model over HTTP: a judge that writes, or a reward model with a number.
 
-Owns: the request, its deadline and retries, reading the score. Does not own: the model.
-Invariant: a score comes from the model or there is none: whatever fails is an EnvironmentFailure,
-never a reward.
+A score comes from the model or there is none: every other outcome is an EnvironmentFailure, never a
+reward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Worker processes for judgements that may never end.
+"""Worker processes for judgements that may never end: patterns, schemas, mathematics.
 
-Owns: starting workers, one job each at a time, their deadline, replacing them. Does not own: what
-a job is (worker). Invariant: a worker past its deadline is killed and never used again; the next
-job of its slot finds a new one, forked with everything imported.
+Owns: starting workers, giving each one job at a time, deadlines, replacing workers. Does not own:
+what a job computes (judgement_worker). Invariant: a worker past its deadline is killed; the next
+job gets a new one, forked from a process that has imported everything.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Judgement(msgspec.Struct, frozen=True):
 
     value: str | None = None
     error: str = ""
-    """The job itself is wrong (a pattern, a schema, an expected answer), whoever answers it."""
+    """The job itself is wrong (a pattern, a schema, an expected answer), whatever the answer."""
 
 
-class Workers:
+class JudgementPool:
     """A pool, started by its first job in the event loop that makes it.
 
     Args:
@@ -81,7 +81,9 @@ class Workers:
             self._give_up(line)
             line = None
             if template is None or template.poll() is not None:
-                raise EnvironmentFailure("the verifier's worker template has gone") from error
+                raise EnvironmentFailure(
+                    "the process that forks the verifier's workers has ended"
+                ) from error
             return None
         except BaseException:
             self._give_up(line)
@@ -140,7 +142,7 @@ class Workers:
         return ours
 
     def _give_up(self, line: socket.socket | None) -> None:
-        """Close a worker's line: its template kills a worker whose line has closed."""
+        """Close a worker's socket: the template then kills the worker."""
         if line is not None:
             line.close()
             self.num_replaced += 1

@@ -1,8 +1,8 @@
-"""The processes behind `Workers`: a template that forks, and the workers, which judge.
+"""The processes of a JudgementPool: a template that forks, and the workers, which judge.
 
-Owns: what each job computes, the limits of a worker. Does not own: deadlines (workers: a closed
-line is a death sentence). Invariant: a worker can write no file, and, unless root runs it, start no
-process; no job ends the template.
+Owns: what each job computes, the limits of a worker. Deadlines are the pool's: it closes a worker's
+socket, and the template then kills that worker. Invariant: a worker can write no file and, unless
+it runs as root, start no process; no job ends the template.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def warm_up(modules: list[str]) -> None:
 
 
 class Template:
-    """Forks a worker for every line it is given, and ends those whose line has closed."""
+    """Forks a worker for every socket that it receives, and ends it when the socket closes."""
 
     def __init__(self, memory_bytes: int) -> None:
         self._memory_bytes = memory_bytes
@@ -117,7 +117,7 @@ class Template:
         """By line and by pidfd: pid, line and pidfd."""
 
     def serve(self) -> None:
-        """Until the other side has gone."""
+        """Serve until the pool closes the socket."""
         self._poll.register(0, select.POLLIN)
         self._control.sendall(b"+")
         while True:

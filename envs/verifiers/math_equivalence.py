@@ -1,13 +1,12 @@
-"""Mathematical answers, judged by math-verify in worker processes.
+"""Compares mathematical answers by math-verify, in worker processes.
 
-Owns: which fields are compared, the deadline. Does not own: mathematics (math-verify), processes
-(workers). Invariant: no answer takes longer than its deadline or holds another up for longer.
+No answer takes longer than its deadline, or delays another by more.
 """
 
 from __future__ import annotations
 
 from outloop.buffer.records import Task
-from outloop.envs.verifiers.judgement_pool import Workers
+from outloop.envs.verifiers.judgement_pool import JudgementPool
 from outloop.envs.verifiers.result import Result
 from outloop.envs.verifiers.task_fields import end_of, text_of
 
@@ -23,7 +22,7 @@ class Math:
     ) -> None:
         self._field = field
         self._timeout_s = timeout_s
-        self.workers = Workers(num_workers, preload=("math_verify",))
+        self.workers = JudgementPool(num_workers, preload=("math_verify",))
 
     async def __call__(self, task: Task, result: Result) -> float:
         """1.0 or 0.0.

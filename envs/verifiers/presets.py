@@ -1,7 +1,6 @@
-"""Verifiers under a name, for `env.verifier = "outloop.envs.verifiers.presets:math"`.
+"""Verifiers with default settings, for `env.verifier = "outloop.envs.verifiers.presets:math"`.
 
-Owns: which there are, with every default. Does not own: what they do. Invariant: importing this
-starts nothing; what a verifier needs it starts when it is first called.
+Importing this starts nothing; a verifier starts its processes when it is first called.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What an episode left behind, for its verifier.
-
-Owns: its fields. Does not own: how it came about (agent_command), what it is worth (verification).
-Invariant: it holds what the agent left, and nothing through which the agent could still act.
-"""
+"""What an episode left for its verifier."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What verifiers read: fields of the task, and text that a policy wrote.
+"""Reads fields of tasks, and code from answers, for verifiers.
 
-Owns: naming a missing field, taking code out of an answer, bounding its length. Does not own: what
-is right (the verifiers). Invariant: a task that lacks what its verifier needs is an
-EnvironmentFailure; nothing that a policy writes raises here.
+A task without a field that its verifier needs is an EnvironmentFailure. Nothing that a policy
+writes raises here.
 """
 
 from __future__ import annotations

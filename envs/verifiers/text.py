@@ -1,8 +1,7 @@
-"""Verifiers that compare text: exact, number, and, in worker processes, regex and JSON schema.
+"""Compares text: exact, numbers and, in worker processes, patterns and JSON schemas.
 
-Owns: what counts as equal. Does not own: where answers come from, deadlines (workers). Invariant: 1
-for right and 0 for wrong, whatever the answer holds; patterns never run in this process, since an
-answer may be written to make them run for ever.
+The score is 1 or 0 whatever the answer contains. Patterns never run in this process, since an
+answer may be written to make them run without end.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from outloop.buffer.records import Task
-from outloop.envs.verifiers.judgement_pool import Workers
+from outloop.envs.verifiers.judgement_pool import JudgementPool
 from outloop.envs.verifiers.result import Result
 from outloop.envs.verifiers.task_fields import end_of, field_of, text_of
 
@@ -45,7 +44,7 @@ class Number:
     relative: float = 1e-6
     absolute: float = 1e-9
     marker: str = ""
-    """Only what stands behind the last one of it counts, "####" for example."""
+    """Only the text after its last occurrence counts; "####" for example."""
 
     def __call__(self, task: Task, result: Result) -> float:
         """1.0 or 0.0."""
@@ -84,12 +83,12 @@ class Regex:
         *,
         field: str = "answer",
         timeout_s: float = 2.0,
-        workers: Workers | None = None,
+        workers: JudgementPool | None = None,
     ) -> None:
         self._pattern = re.compile(pattern)
         self._field = field
         self._timeout_s = timeout_s
-        self._workers = workers or Workers()
+        self._workers = workers or JudgementPool()
 
     async def __call__(self, task: Task, result: Result) -> float:
         """1.0 or 0.0; an answer that cannot be matched in time is wrong."""
@@ -114,12 +113,12 @@ class JsonSchema:
         *,
         field: str = "schema",
         timeout_s: float = 2.0,
-        workers: Workers | None = None,
+        workers: JudgementPool | None = None,
     ) -> None:
         self._schema = schema
         self._field = field
         self._timeout_s = timeout_s
-        self._workers = workers or Workers(preload=("jsonschema",))
+        self._workers = workers or JudgementPool(preload=("jsonschema",))
 
     async def __call__(self, task: Task, result: Result) -> float:
         """1.0 or 0.0."""

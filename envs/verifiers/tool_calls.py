@@ -1,7 +1,6 @@
-"""Tool calls: reading them out of an answer and comparing them with what a task allows.
+"""Reads tool calls from an answer and compares them with those that a task allows.
 
-Owns: the written forms that are understood, and what counts as the same call. Does not own: running
-tools. Invariant: nothing in an answer raises; what cannot be read is no call.
+Nothing in an answer raises: what cannot be read is no call.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class ToolCalls:
     field: str = "tool_calls"
     is_ordered: bool = False
     gives_part: bool = False
-    """True: the share of the expected calls, less the calls that nobody asked for."""
+    """True: the share of the expected calls, less the unexpected calls."""
 
     def __call__(self, task: Task, result: Result) -> float:
         """1.0 or 0.0, or the share."""

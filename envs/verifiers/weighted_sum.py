@@ -1,7 +1,6 @@
 """Several verifiers as one, with a weight for each.
 
-Owns: names and weights. Does not own: the parts' verdicts. Invariant: the reward is the weighted
-sum of the parts, which are reported with it; if one part fails, all do.
+The reward is the weighted sum of the parts, which are reported with it. If one part fails, all do.
 """
 
 from __future__ import annotations

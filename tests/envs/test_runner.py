@@ -14,7 +14,7 @@ import structlog
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Reward
 from outloop.buffer.settings import Settings
-from outloop.envs.rollout.episode_result import Ending
+from outloop.envs.rollout.episode_result import EpisodeResult
 from outloop.envs.runner.failures import FailureLog
 from outloop.envs.runner.runner import run
 
@@ -422,7 +422,7 @@ def test_failures_that_are_scored_apart_can_be_learned_from() -> None:
     """Rewards of failed programs that differ are a signal: the run goes on."""
     log = FailureLog(max_failed_share=0.5, run_folder="runs/x")
     for number in range(100):
-        ending = Ending(
+        ending = EpisodeResult(
             outcome="failed",
             failure_kind="agent",
             reward=Reward(value=float(number % 3)),

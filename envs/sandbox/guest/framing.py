@@ -10,7 +10,7 @@ MAX_MESSAGE_BYTES = 2**31
 
 
 def pack(fields: list[bytes]) -> bytes:
-    """One message: its length, then every field behind its own length."""
+    """One message: its length, then every field after its own length."""
     parts = [b""]
     for field in fields:
         parts.append(len(field).to_bytes(_LENGTH_BYTES, "big"))
@@ -35,7 +35,7 @@ def unpack(body: bytes) -> list[bytes]:
     """The fields of a message without its length.
 
     Raises:
-        ValueError: a field ends behind the message.
+        ValueError: a field ends after the message.
     """
     fields, start = [], 0
     while start < len(body):

@@ -56,7 +56,7 @@ class NamespaceIsolation:
             seccomp.load(self._filter)
 
     def end(self, index: int, pid: int) -> None:
-        """In the init: kill whatever the program left behind, at once."""
+        """In the init: kill every process that the program left."""
         try:
             os.kill(-1, syscalls.SIGKILL)
         except ProcessLookupError:

@@ -50,7 +50,7 @@ def receive(fd: int) -> list[bytes]:
     """The next message.
 
     Raises:
-        EOFError: the other side has gone.
+        EOFError: the other side closed the descriptor.
     """
     return framing.unpack(_read(fd, framing.body_length(_read(fd, 8))))
 

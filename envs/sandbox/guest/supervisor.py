@@ -58,7 +58,7 @@ class _Running:
 
 
 class Supervisor:
-    """Serves calls on descriptors 0 and 1 until the other side has gone."""
+    """Serves calls on descriptors 0 and 1 until the sandbox closes them."""
 
     def __init__(self, walls: isolation.Isolation, killed: memory.Killed) -> None:
         self._walls = walls
@@ -149,7 +149,7 @@ class Supervisor:
         output_bytes: int,
         is_too_much: Callable[[], bool],
     ) -> None:
-        """Until every program has ended, by itself or by a limit."""
+        """Wait until every program has ended, on its own or by a limit."""
         owners = {fd: one for one in running for fd in one.open}
         poll = select.poll()
         for fd in owners:
@@ -160,7 +160,7 @@ class Supervisor:
             why = "wall_time" if left_ms <= 0 else ""
             for fd, _ in poll.poll(max(1.0, min(_TICK_MS, left_ms))):
                 if fd == 0:
-                    os._exit(0)  # Nobody waits for an answer; the session ends with us.
+                    os._exit(0)  # The sandbox closed the session.
                 owners[fd].take(fd, output_bytes)
                 if fd not in owners[fd].open:
                     poll.unregister(fd)

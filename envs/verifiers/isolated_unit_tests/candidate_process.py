@@ -1,7 +1,7 @@
-"""The process of the code under test: loads it and does what the tests ask of it.
+"""The process of the code under test: it loads the code and answers the tests' calls.
 
-Owns: objects that do not cross. Does not own: tests, which it never sees, and verdicts. Invariant:
-it is wholly in the hands of the code that it loads; whatever it says is a value, and no more.
+Objects that are not plain data stay here. The code controls this process wholly: whatever it sends
+is a value, and no more.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from .serialization import Line, decode, encode
+from .serialization import MessageSocket, decode, encode
 
 _MAX_ITEMS = 100_000
 
 
 def main() -> None:
     """Load code.txt and serve descriptor 3."""
-    line = Line(3)
+    line = MessageSocket(3)
     kept: list[object] = []
     module = types.ModuleType("candidate")
     sys.modules["candidate"] = module

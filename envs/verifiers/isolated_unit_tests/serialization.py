@@ -1,8 +1,7 @@
-"""Python values as messages between the tests and the code that they test.
+"""Python values as messages between the tests and the code under test.
 
-Owns: which values cross, and their bytes. Does not own: who sends them (tests_side, code_side).
-Invariant: what is read is built of plain data only: nothing that was sent can bring behaviour with
-it, an `__eq__` that says yes to everything for example.
+What is read consists of plain data only: nothing that was sent brings behaviour with it, such as an
+`__eq__` that is always true.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def _is(value: object, module: str, name: str) -> bool:
     return isinstance(kind, type) and isinstance(value, kind)
 
 
-class Line:
+class MessageSocket:
     """Messages over a descriptor."""
 
     def __init__(self, fd: int) -> None:
@@ -134,7 +133,7 @@ class Line:
         """The next message.
 
         Raises:
-            EOFError: the other side has gone.
+            EOFError: the other side closed the socket.
             ValueError: it is too long, or no JSON.
         """
         length = int.from_bytes(self._read(8), "big")

@@ -1,9 +1,9 @@
-"""The process of the tests: calls code that lives in another process, and writes the verdict.
+"""The process that runs the tests: it calls code in another process and writes the verdict.
 
 Owns: stand-ins for what the code under test defines, running the tests, verdict.json. Does not own:
-the code, which never runs here; which names the tests take from the code (job.json says it).
-Invariant: everything that the code sent is hostile. A test compares plain data, made here; only the
-methods of a stand-in reach the other side; and whatever the code sends is at worst a failed test.
+the code, which never runs here; which names the tests take from the code (job.json lists them).
+Invariant: everything that the code sends is hostile. A test compares plain data, made here; only
+the methods of a stand-in reach the other process; what the code sends is at worst a failed test.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from .serialization import Line, decode, encode
+from .serialization import MessageSocket, decode, encode
 
 
 class CodeFailed(Exception):
@@ -40,7 +40,7 @@ _MADE_BY_TESTS = (
 class Code:
     """The code under test, as the tests reach it: one question at a time."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: MessageSocket) -> None:
         self._line = line
         self._num_answers = 0
 
@@ -135,7 +135,7 @@ class StandIn:
         return iter(found)
 
     def __contains__(self, item: object) -> bool:
-        # Decided here: the other side is not told what is looked for.
+        # Decided here, so that the other side does not learn what is looked for.
         return item in list(self)
 
     def __bool__(self) -> bool:
@@ -227,7 +227,7 @@ def run(job: dict[str, Any], code: Code) -> dict[str, Any]:
 
 
 def _compile_stub(source: str) -> types.CodeType:
-    """Code that may end in the head of a function whose body is the answer's to write."""
+    """Code that may end in the head of a function without its body."""
     try:
         return compile(source, "before.py", "exec")
     except IndentationError:
@@ -239,7 +239,7 @@ def main() -> None:
     with open("job.json") as file:
         job = json.load(file)
     try:
-        verdict = run(job, Code(Line(3)))
+        verdict = run(job, Code(MessageSocket(3)))
     except BadTests as error:
         verdict = {"broken": str(error)}
     with open("verdict.json", "w") as file:

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from outloop.buffer.errors import EnvironmentFailure
-from outloop.envs.verifiers.judgement_pool import Workers
+from outloop.envs.verifiers.judgement_pool import JudgementPool
 from outloop.envs.verifiers.math_equivalence import Math
 from outloop.envs.verifiers.text import JsonSchema, Regex
 
@@ -29,9 +29,9 @@ async def math() -> AsyncIterator[Math]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def workers() -> AsyncIterator[Workers]:
+async def workers() -> AsyncIterator[JudgementPool]:
     """Two workers without anything preloaded."""
-    made = Workers(2)
+    made = JudgementPool(2)
     yield made
     await made.close()
 
@@ -77,7 +77,7 @@ async def test_no_answer_holds_up_another(judge: Judge, math: Math) -> None:
     assert await judge(math, "7", answer="7") == 1.0
 
 
-async def test_a_pattern_that_never_ends_is_wrong(judge: Judge, workers: Workers) -> None:
+async def test_a_pattern_that_never_ends_is_wrong(judge: Judge, workers: JudgementPool) -> None:
     """An answer made to blow a pattern up costs its own deadline and nothing else."""
     blown = Regex(r"(a+)+$", timeout_s=0.5, workers=workers)
     assert await judge(blown, SLOW, answer="a") == 0.0
@@ -88,7 +88,7 @@ async def test_a_pattern_that_never_ends_is_wrong(judge: Judge, workers: Workers
     assert [await judge(shape, given) for given in ("12", "a12")] == [1.0, 0.0]
 
 
-async def test_json_is_checked_against_its_schema(judge: Judge, workers: Workers) -> None:
+async def test_json_is_checked_against_its_schema(judge: Judge, workers: JudgementPool) -> None:
     """JSON that the schema allows is right; rubbish is wrong; a broken schema is the task's."""
     verifier = JsonSchema(timeout_s=20, workers=workers)
     schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
@@ -100,7 +100,7 @@ async def test_json_is_checked_against_its_schema(judge: Judge, workers: Workers
 
 async def test_a_killed_template_is_no_reward(judge: Judge) -> None:
     """When the worker processes are lost, nothing is scored, and the next answer is."""
-    own = Workers(1)
+    own = JudgementPool(1)
     verifier = Regex("a+$", timeout_s=20, workers=own)
     assert await judge(verifier, "aaa") == 1.0
     os.kill(own.template_pid, signal.SIGKILL)
@@ -113,7 +113,7 @@ async def test_a_killed_template_is_no_reward(judge: Judge) -> None:
 
 async def test_a_missing_library_is_told_before_anything_is_judged(judge: Judge) -> None:
     """What cannot be imported is named."""
-    verifier = Regex("a", workers=Workers(1, preload=("no_such_module",)))
+    verifier = Regex("a", workers=JudgementPool(1, preload=("no_such_module",)))
     with pytest.raises(EnvironmentFailure, match="no_such_module"):
         await judge(verifier, "a")
     await verifier.tear_down()
