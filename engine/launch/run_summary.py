@@ -1,7 +1,7 @@
 """What a person looks at when a run is over: a table and a learning-curve picture.
 
 Owns: reading metrics.jsonl back into points, drawing them. Does not own: measuring.
-Invariant: draws only what was recorded; a run without points gets no picture.
+Invariant: plots only what was recorded; a run without points gets no picture.
 """
 
 from __future__ import annotations

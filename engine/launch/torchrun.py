@@ -82,8 +82,8 @@ def _what_failed(failures: Sequence[tuple[int, Any]]) -> Exception:
                 f"trainer rank {rank} was ended by {failure.signal_name()}; "
                 "the run goes on from its last checkpoint when it is started again"
             )
-    told = [(rank, f) for rank, f in failures if f.exitcode > 0] or list(failures)
-    rank, first = min(told, key=lambda item: (item[1].exitcode != SETTINGS_EXIT_CODE, item[0]))
+    reported = [(rank, f) for rank, f in failures if f.exitcode > 0] or list(failures)
+    rank, first = min(reported, key=lambda item: (item[1].exitcode != SETTINGS_EXIT_CODE, item[0]))
     message = first.message
     if isinstance(message, dict):
         message = message["message"]

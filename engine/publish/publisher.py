@@ -1,9 +1,8 @@
 """Publishing a policy version: all of it on every server, or that server is quarantined.
 
-Owns: the phases and their order, who is fed how, what is reported. Does not own: how bytes travel
-(transports), which servers exist and what they are said to hold (the registry), when a version is
-announced or acknowledged (trainer). Invariant: a server is said to hold a version only after it
-took every byte, its checksums agreed and it acknowledged the version; every wait has a deadline.
+A server is entered with a version only after it took every byte, its checksums agreed and it
+acknowledged the version. Transports know how bytes travel, the registry which servers exist, and
+the trainer announces and acknowledges versions. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from outloop.buffer.errors import DeadlineExceeded, OutloopError, PublishFailed
 from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
-from outloop.engine.publish.buckets.pipeline import Fed
+from outloop.engine.publish.buckets.pipeline import Sent
 from outloop.engine.publish.server_client import KeyRefused, ServerClient
 from outloop.engine.publish.server_fanout import Fanout, ServerResult
 from outloop.engine.publish.tensor_source import TensorSource
@@ -114,8 +113,8 @@ class Publisher:
 
         They are sent in `server.dtype` and must be all of the model. Servers that hold the version
         already are left alone. In-flight turns are held and go on afterwards by `publish.mode`. A
-        server that fails a phase is entered as quarantined and fed in full by the next publish,
-        through `publish.fallback`; when all fail, they are fed through it at once.
+        server that fails a phase is entered as quarantined, and the next publish loads all of its
+        weights through `publish.fallback`; when all fail, that is done at once.
 
         Args:
             on_wait: called with a sentence at every poll while no server is there.
@@ -131,7 +130,7 @@ class Publisher:
         error: PublishFailed | None = None
         try:
             if main:
-                pass_of.feed(self._transport, main, source, policy_version)
+                pass_of.send(self._transport, main, source, policy_version)
         except PublishFailed as failure:
             error = failure
         if self._fallback is not None and not (holders or pass_of.has_any):
@@ -140,7 +139,7 @@ class Publisher:
             if self._fallback is not None and spare:
                 # Both together would hold more than two buckets.
                 self._transport.release()
-                pass_of.feed(self._fallback, spare, source, policy_version)
+                pass_of.send(self._fallback, spare, source, policy_version)
         except PublishFailed as failure:
             error = error or failure
         if error is not None and not (holders or pass_of.has_any):
@@ -165,7 +164,7 @@ class Publisher:
         return holders, main, [e for e in rest if e.is_quarantined]
 
     def _wait_for_servers(self, on_wait: Callable[[str], None]) -> Sequence[ServerEntry]:
-        """Servers to feed: before the first publish all that are expected, later those there are.
+        """Servers to send to: before the first publish all that are expected, later those present.
 
         A server that does not answer is entered as quarantined, unless none does.
 
@@ -221,7 +220,7 @@ class Publisher:
 
 
 class _Passes:
-    """Feeds servers through one transport after the other, and adds up."""
+    """Sends to servers through one transport after the other, and adds up."""
 
     def __init__(
         self,
@@ -239,15 +238,15 @@ class _Passes:
             entry.server_id: ServerResult(server_id=entry.server_id, is_quarantined=False)
             for entry in entries
         }
-        self._fed: list[Fed] = []
+        self._sent: list[Sent] = []
         self._pause_s = 0.0
 
     @property
     def has_any(self) -> bool:
-        """True once a server was fed."""
-        return bool(self._fed)
+        """True once a server has loaded the weights."""
+        return bool(self._sent)
 
-    def feed(
+    def send(
         self,
         transport: Transport,
         entries: Sequence[ServerEntry],
@@ -291,11 +290,11 @@ class _Passes:
                     for server_id in fanout.left:
                         quarantine(server_id)
                 paused_at = time.monotonic()
-                fed = self._move(transport, fanout, policy_version)
+                sent = self._move(transport, fanout, policy_version)
                 self._pause_s += time.monotonic() - paused_at
                 for server_id in fanout.left:
                     self._registry.set_server_version(server_id, policy_version, quarantined=False)
-            self._fed.append(fed)
+            self._sent.append(sent)
         finally:
             transport.end()
             self._results |= {result.server_id: result for result in fanout.results}
@@ -305,39 +304,40 @@ class _Passes:
         return PublishReport(
             policy_version=policy_version,
             duration_s=duration_s,
-            num_bytes=max((fed.num_bytes for fed in self._fed), default=0),
-            num_buckets=sum(fed.num_buckets for fed in self._fed),
-            peak_extra_bytes=max((fed.peak_bytes for fed in self._fed), default=0),
-            bucket_bytes=max((fed.bucket_bytes for fed in self._fed), default=0),
+            num_bytes=max((sent.num_bytes for sent in self._sent), default=0),
+            num_buckets=sum(sent.num_buckets for sent in self._sent),
+            peak_extra_bytes=max((sent.peak_bytes for sent in self._sent), default=0),
+            bucket_bytes=max((sent.bucket_bytes for sent in self._sent), default=0),
             pause_s=self._pause_s,
             results=tuple(self._results.values()),
         )
 
-    def _move(self, transport: Transport, fanout: Fanout, policy_version: int) -> Fed:
+    def _move(self, transport: Transport, fanout: Fanout, policy_version: int) -> Sent:
         """Every phase between pause and the last server that goes on."""
         mode, version = self._settings.pause_mode, str(policy_version)
         fanout.run("pause", lambda client, deadline: client.pause(mode, deadline))
         if self._probe is not None:
             fanout.run("scramble", ServerClient.scramble)
-        fed = transport.feed(fanout)
+        sent = transport.send(fanout)
         if self._probe is not None:
             self._let_probe(self._probe, fanout, version)
         else:
-            self._compare_checksums(fed, fanout)
+            self._compare_checksums(sent, fanout)
             fanout.run("version", lambda client, deadline: client.set_version(version, deadline))
             fanout.run("continue", ServerClient.resume)
-        return fed
+        return sent
 
-    def _compare_checksums(self, fed: Fed, fanout: Fanout) -> None:
+    def _compare_checksums(self, sent: Sent, fanout: Fanout) -> None:
         def verify(client: ServerClient, deadline: float) -> None:
-            fed.accounts[self._kinds[client.server_id]].verify(client, deadline)
+            sent.accounts[self._kinds[client.server_id]].verify(client, deadline)
 
-        if fed.accounts:
+        if sent.accounts:
             fanout.run("verify", verify)
 
     def _let_probe(self, probe: Probe, fanout: Fanout, version: str) -> None:
-        """Go on under a name that is no policy_version: what is drawn before the verdict, by a turn
-        that was on its way, is nobody's version and is thrown away by the router.
+        """Resume under a placeholder version, so that servers can be probed.
+
+        Tokens that are generated before the verdict carry it, and the router discards them.
         """
         name = UNVERIFIED + version
         fanout.run("version", lambda client, deadline: client.set_version(name, deadline))

@@ -54,7 +54,7 @@ class ServerClient:
         self._connection.close()
 
     def model_info(self, deadline: float) -> dict[str, Any]:
-        """What is loaded; also tells whether the server answers while paused."""
+        """What is loaded; also shows whether the server answers while paused."""
         return self._call("GET", "/model_info", None, deadline)
 
     def server_info(self, deadline: float) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class ServerClient:
             return
         except PublishFailed:
             # A trainer that died between begin and end leaves a session; the server is paused and
-            # is about to be fed in full, so what that session holds is never served.
+            # is about to load all weights, so what that session holds is never served.
             self._call("POST", "/end_weight_update", {}, deadline)
             self._call("POST", "/begin_weight_update", body, deadline)
 

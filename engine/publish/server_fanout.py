@@ -144,7 +144,7 @@ class Fanout:
         self._on_failure(server_id)
 
     def _isolate(self) -> None:
-        """Hand the turns of failed servers back to whoever waits for them, as far as they obey."""
+        """Have failed servers end their turns, so that the router repeats them elsewhere."""
         deadline = time.monotonic() + _ISOLATE_TIMEOUT_S
 
         def isolate(client: ServerClient) -> None:

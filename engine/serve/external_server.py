@@ -2,7 +2,7 @@
 
 Owns: noticing that it is there, gone, back, or started anew. Does not own: its processes.
 Invariant: it takes part in the run only while it answers, and a server that comes back or was
-started anew is entered without a version, so that it is fed in full before it serves.
+started anew is entered without a version, so that all weights are loaded before it serves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a server's logprobs mean, asked of the server itself.
 
-Owns: the question and its judgement. Does not own: when it is asked (whoever enters a server).
-Invariant: a server passes only if its logprobs are those of the distribution it draws from,
+Owns: the question and its judgement. Does not own: when it is asked (the caller).
+Invariant: a server passes only if its logprobs are those of the distribution it samples from,
 log_softmax(logits / T), as behavior_logprobs must be (the convention depends on a server's release
 and environment: SGLang has a switch for it).
 
@@ -31,10 +31,10 @@ _log = structlog.get_logger()
 def check_logprobs(server_id: str, url: str, *, timeout_s: float, key: str | None = None) -> None:
     """Ask the server at T = 1 and at T = 0.5, and compare.
 
-    A server that somebody left paused is told to go on, so that it can answer.
+    A server that somebody left paused is resumed, so that it can answer.
 
     Raises:
-        SettingsError: its logprobs are not those of what it draws from.
+        SettingsError: its logprobs are not those of the distribution it samples from.
         ServerUnavailable, PublishFailed: it cannot answer.
         DeadlineExceeded: it did not answer within `timeout_s`.
     """
@@ -60,7 +60,7 @@ def _judge(server_id: str, url: str, ratio: float) -> None:
     expected = 1 / _TEMPERATURE
     if abs(ratio - expected) > _TOLERANCE * expected:
         raise SettingsError(
-            f"{server_id} at {url} answers with logprobs that no distribution drawn at "
+            f"{server_id} at {url} answers with logprobs that no distribution sampled at "
             f"temperature={_TEMPERATURE} has: differences grow by ratio={ratio:.2f} from "
             f"temperature=1.0, {expected:.2f} is allowed. Start it so that logprobs are those of "
             "logits / temperature (SGLang: without SGLANG_RETURN_ORIGINAL_LOGPROB)"

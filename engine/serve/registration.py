@@ -21,7 +21,7 @@ class Registration:
         self._is_entered = False
 
     def enter(self, url: str) -> None:
-        """Answering at `url`, to be fed in full before it serves."""
+        """Answering at `url`, so that all weights are loaded before it serves."""
         entry = ServerEntry(
             server_id=self.server_id,
             url=url,

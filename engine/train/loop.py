@@ -227,7 +227,7 @@ class RlLoop:
         self._ranks.idle()
         self._marks.collect()
         if any(e.policy_version is None and not e.is_quarantined for e in self._reader.servers()):
-            self._feed(self._version)
+            self._load_weights(self._version)
 
     def _report(self, waiting_for: str = "", **fields: str) -> None:
         """Say what the trainer is doing, if it changed."""
@@ -293,13 +293,13 @@ class RlLoop:
         self._ranks.watchdog.progress("publish")
         self._report(f"servers to load version {policy_version}")
         self._reader.announce_version(policy_version, parent)
-        report = self._feed(policy_version)
+        report = self._load_weights(policy_version)
         self._reader.acknowledge_version(policy_version)
         self._version = policy_version
         self._report()
         return report
 
-    def _feed(self, policy_version: int) -> PublishReport:
+    def _load_weights(self, policy_version: int) -> PublishReport:
         """Send the weights to every server; once more when none was left, for one that restarts.
 
         Raises:

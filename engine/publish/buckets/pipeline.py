@@ -1,6 +1,6 @@
 """Filling buckets from a source, one ahead of the servers.
 
-Owns: what is in staging at any time, and the account of what was handed over. Does not own: layout
+Owns: what is in staging at any time, and the account of what was sent. Does not own: layout
 (plan), memory (staging), who reads it (transports). Invariant: at most two buckets are held; a
 bucket's memory is written again only after `filled` has been asked for the bucket after the next.
 """
@@ -22,8 +22,8 @@ from outloop.engine.publish.verification.accounts import Account
 
 OnCopied = Callable[[Tensor, Bucket], None]
 """Called with a bucket's content and some of its places."""
-_TOLD_BYTES = 1 << 22
-"""Copied before `on_copied` is told: few enough to be in the caches when they are read again."""
+_COPIED_BYTES = 1 << 22
+"""Copied before `on_copied` is called: few enough to be in the caches when they are read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Filled:
 
 
 @dataclass(slots=True)
-class Fed:
-    """What was handed over."""
+class Sent:
+    """What was sent."""
 
     accounts: Mapping[str, Account]
     """What will be compared with servers of each kind."""
@@ -107,7 +107,7 @@ class Filler:
         *,
         on_copied: OnCopied,
     ) -> None:
-        """`on_copied` is told of tensors soon after they were copied, all of them, in order."""
+        """`on_copied` is called with tensors soon after they were copied, all of them, in order."""
         self._on_copied = on_copied
         self._source = source
         self._staging = staging
@@ -145,7 +145,7 @@ class Filler:
             # A source may have written the tensor to its place already.
             if tensor is not target:
                 target.copy_(tensor)
-            if last == len(places) or places[last].start - places[first].start >= _TOLD_BYTES:
+            if last == len(places) or places[last].start - places[first].start >= _COPIED_BYTES:
                 self._on_copied(content, places[first:last])
                 first = last
         self._index += 1

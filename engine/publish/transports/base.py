@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from outloop.engine.publish.buckets.pipeline import Fed, Filled, Filler, Layout
+from outloop.engine.publish.buckets.pipeline import Filled, Filler, Layout, Sent
 from outloop.engine.publish.buckets.plan import ALIGNMENT, Bucket
 from outloop.engine.publish.buckets.staging import Staging
 from outloop.engine.publish.flattened_bucket import PayloadWriter, write_bucket
@@ -28,18 +28,19 @@ class Transport(Protocol):
     """Moves weights; used for one publish after the other."""
 
     is_joint: bool
-    """One server's failure costs the others time: one that failed or came late is fed apart."""
+    """Servers receive over one group, so that a failed or late one would cost the others time: its
+    weights are loaded by the fallback."""
 
     def prepare(
         self, source: TensorSource, fanout: Fanout, accounts: Mapping[str, Account]
     ) -> None:
         """What can be done before servers are paused."""
 
-    def feed(self, fanout: Fanout) -> Fed:
+    def send(self, fanout: Fanout) -> Sent:
         """Hand over everything that `prepare` was given."""
 
     def end(self) -> None:
-        """This publish is over, whether or not all of it was fed."""
+        """This publish is over, whether or not all of it was sent."""
 
     def release(self) -> None:
         """Give memory back that is kept for the next publish."""
@@ -80,7 +81,7 @@ class Bucketed:
         self._dtype = dtype
         self._layout: Layout | None = None
         self._filler: Filler | None = None
-        self._fed = Fed({})
+        self._sent = Sent({})
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="publish-hash")
         self._hashed: list[Future[None]] = []
         """Of the bucket that was filled last."""
@@ -93,7 +94,7 @@ class Bucketed:
         Raises:
             PublishFailed: nothing to publish, no memory for it, or no server left.
         """
-        self._fed, self._hashed = Fed(accounts), []
+        self._sent, self._hashed = Sent(accounts), []
         self._sender.connect(fanout)
         specs = source.specs
         if self._layout is None or self._layout.specs != specs:
@@ -107,24 +108,24 @@ class Bucketed:
         self._filler = Filler(source, self._staging, self._layout, on_copied=self._hash)
         self._filler.fill_first()
 
-    def feed(self, fanout: Fanout) -> Fed:
+    def send(self, fanout: Fanout) -> Sent:
         """Open the update, send every bucket, close the update."""
         assert self._filler is not None
-        filler, fed = self._filler, self._fed
+        filler, sent = self._filler, self._sent
         fanout.run("begin", ServerClient.begin_update)
         before: list[Future[None]] = []
         for bucket in filler.filled():
-            if fed.num_buckets:
+            if sent.num_buckets:
                 self._sender.finish(fanout)
                 _settle(before)
             self._sender.start(fanout, bucket)
             before, self._hashed = self._hashed, []
-            fed.count(bucket)
+            sent.count(bucket)
         self._sender.finish(fanout)
         _settle(before)
         fanout.run("end", ServerClient.end_update)
-        fed.peak_bytes, fed.bucket_bytes = filler.peak_bytes, filler.max_bytes
-        return fed
+        sent.peak_bytes, sent.bucket_bytes = filler.peak_bytes, filler.max_bytes
+        return sent
 
     def end(self) -> None:
         """Let go of what this publish read and staged."""
@@ -136,8 +137,8 @@ class Bucketed:
         self._staging.end()
 
     def _hash(self, content: Tensor, places: Bucket) -> None:
-        if self._fed.accounts:
-            self._hashed.append(self._hashing.submit(self._fed.account, content, places))
+        if self._sent.accounts:
+            self._hashed.append(self._hashing.submit(self._sent.account, content, places))
 
     def release(self) -> None:
         """Give staging back; the next publish takes it anew."""

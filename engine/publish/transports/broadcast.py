@@ -96,7 +96,7 @@ class GroupSender:
             self._rebuild(fanout)
 
     def start(self, fanout: Servers, bucket: Filled) -> None:
-        """Tell every server of the bucket and begin to broadcast."""
+        """Announce the bucket to every server and begin to broadcast."""
         self._bucket = bucket
         names = [place.spec.name for place in bucket.places]
         dtypes = [str(place.spec.dtype).removeprefix("torch.") for place in bucket.places]
@@ -158,7 +158,7 @@ class GroupSender:
         fanout.require_some()
 
     def close(self) -> None:
-        """Leave the group, and tell its members."""
+        """Leave the group, and have its members leave."""
         for server_id, url in self._members:
             self._tell_to_leave(server_id, url)
         self._leave()
@@ -222,7 +222,7 @@ class GroupSender:
         num_ranks = self._num_ranks
         rank_of = {server_id: 1 + num_ranks * index for index, server_id in enumerate(chosen)}
         world_size = 1 + num_ranks * len(chosen)
-        # Servers are told the name under their key: whoever does not know it joins another group.
+        # Servers get the name under their key: who does not know it cannot join.
         name = f"outloop-{next(self._numbers)}-{secrets.token_hex(16)}"
         rendezvous = Rendezvous(self._host)
         host, port = rendezvous.host, rendezvous.port
@@ -276,7 +276,7 @@ class GroupSender:
         late: dict[str, OutloopError | None],
         reason: str,
     ) -> None:
-        """Leave out whoever kept the group from being complete; all, if that cannot be told.
+        """Leave out the servers that kept the group from being complete; all, if it is not known.
 
         `early` answered while the group could still become complete, `late` after it was given up.
         """

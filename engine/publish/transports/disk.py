@@ -1,7 +1,7 @@
 """A Hugging Face folder that every server reads; for servers that share a file system.
 
 Owns: the folder of a publish, written bucket by bucket. Does not own: phases around it
-(transaction). Invariant: the folder holds the whole model before any server is told of it, and is
+(transaction). Invariant: the folder holds the whole model before any server loads it, and is
 removed when the publish is over; one bucket at a time is held in memory.
 """
 
@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.buckets.pipeline import Fed, Filled, Filler, Layout
+from outloop.engine.publish.buckets.pipeline import Filled, Filler, Layout, Sent
 from outloop.engine.publish.buckets.plan import ALIGNMENT
 from outloop.engine.publish.buckets.staging import DeviceBuffer, Staging
 from outloop.engine.publish.server_fanout import Fanout
@@ -37,7 +37,7 @@ class Disk:
         self._dtype = dtype
         self._staging = Staging(DeviceBuffer(torch.device("cpu")))
         self._folder: Path | None = None
-        self._fed = Fed({})
+        self._sent = Sent({})
 
     def prepare(
         self, source: TensorSource, fanout: Fanout, accounts: Mapping[str, Account]
@@ -49,14 +49,14 @@ class Disk:
         """
         self.end()
         self._folder = self._root / "incoming"
-        self._fed = Fed(accounts)
+        self._sent = Sent(accounts)
         layout = Layout(
             source.specs,
             bucket_bytes=self._bucket_bytes,
             dtype=self._dtype,
             alignment=ALIGNMENT,
         )
-        filler = Filler(source, self._staging, layout, on_copied=self._fed.account)
+        filler = Filler(source, self._staging, layout, on_copied=self._sent.account)
         try:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True)
@@ -65,8 +65,8 @@ class Disk:
                 weight_map |= self._write(self._folder, bucket)
             index = json.dumps({"metadata": {}, "weight_map": weight_map})
             (self._folder / "model.safetensors.index.json").write_text(index)
-            self._fed.peak_bytes = filler.peak_bytes
-            self._fed.bucket_bytes = filler.max_bytes
+            self._sent.peak_bytes = filler.peak_bytes
+            self._sent.bucket_bytes = filler.max_bytes
         except (OSError, SafetensorError) as error:
             folder = str(self._folder)
             self.end()
@@ -74,11 +74,11 @@ class Disk:
                 f"weights cannot be written to folder={folder!r}: {error}"
             ) from error
 
-    def feed(self, fanout: Fanout) -> Fed:
+    def send(self, fanout: Fanout) -> Sent:
         """Let every server load the folder."""
         folder = str(self._folder)
         fanout.run("disk", lambda client, deadline: client.update_from_disk(folder, deadline))
-        return self._fed
+        return self._sent
 
     def end(self) -> None:
         """Remove the folder and give the memory back."""
@@ -96,7 +96,7 @@ class Disk:
 
     def _write(self, folder: Path, bucket: Filled) -> dict[str, str]:
         """One file; returns which tensors are in it."""
-        name = f"model-{self._fed.num_buckets:05d}.safetensors"
+        name = f"model-{self._sent.num_buckets:05d}.safetensors"
         tensors = {
             place.spec.name: bucket.content[place.start : place.end]
             .view(place.spec.dtype)
@@ -104,5 +104,5 @@ class Disk:
             for place in bucket.places
         }
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        self._fed.count(bucket)
+        self._sent.count(bucket)
         return dict.fromkeys(tensors, name)

@@ -45,7 +45,7 @@ class GroupPerServer:
         _on_each(fanout, lambda one: self._senders[one.server_id].connect(one))
 
     def start(self, fanout: Fanout, bucket: Filled) -> None:
-        """Tell every server of the bucket and begin to send it."""
+        """Announce the bucket to every server and begin to send it."""
         for server_id in fanout.left:
             self._senders[server_id].start(_One(fanout, server_id), bucket)
 
@@ -58,7 +58,7 @@ class GroupPerServer:
         _on_each(fanout, lambda one: self._senders[one.server_id].finish(one))
 
     def close(self) -> None:
-        """Leave all groups, and tell their members."""
+        """Leave all groups, and have their members leave."""
         for sender in self._senders.values():
             sender.close()
         self._senders.clear()

@@ -49,7 +49,7 @@ _NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 class Rendezvous:
     """Where members meet: a store on `host`, at a free port.
 
-    Whoever waits for members that do not come is freed, with an error, by `close`.
+    `close` frees, with an error, those that wait for members which do not come.
     """
 
     def __init__(self, host: str) -> None:
@@ -223,7 +223,7 @@ def in_thread(function: Callable[[], Result]) -> Future[Result]:
     def run() -> None:
         try:
             future.set_result(function())
-        except Exception as error:  # noqa: BLE001 - handed to whoever waits for the future
+        except Exception as error:  # noqa: BLE001 - raised where the future is awaited
             future.set_exception(error)
 
     threading.Thread(target=run, name="publish-group", daemon=True).start()

@@ -68,7 +68,7 @@ class SGLangAccount:
     def verify(self, client: ServerClient, deadline: float) -> None:
         """Compare every rank's parameters.
 
-        A server whose experts are spread over its ranks is told apart from one that holds wrong
+        A server whose experts are spread over its ranks is distinguished from one that holds wrong
         weights.
         """
         try:
@@ -136,5 +136,5 @@ def compare_checksums(server_id: str, sent: dict[str, str], held: dict[str, str]
         if names:
             raise PublishFailed(
                 f"{server_id}: {len(names)} tensors {what}, the first is {names[0]!r}; "
-                "the server is fed again by the next publish"
+                "the next publish loads its weights again"
             )

@@ -5,7 +5,7 @@ Owns: the probe's prompts, the comparison, its tolerance. Does not own: the trai
 of every prompt and the mean difference of logprobs stays within the tolerance.
 
 A probe is coarser than a checksum: it finds weights that change what the model says, not one
-changed element. Servers are told to fill their weights at random before an update, so that what was
+changed element. Servers fill their weights at random before an update, so that what was
 acknowledged and never written is of the first kind.
 """
 
@@ -62,7 +62,7 @@ class Probe:
             raise PublishFailed(
                 f"{client.server_id}: its logprobs of the probe differ from the trainer's by "
                 f"mean_gap={gap:.4f}; publish.probe_tolerance={self._tolerance} is allowed. It "
-                "holds other weights than were sent; the server is fed again by the next publish"
+                "holds other weights than were sent; the next publish loads its weights again"
             )
 
     def _score(

@@ -27,8 +27,8 @@ _CHECK_TIMEOUT_S = 180.0
 def start_command(settings: Settings, *, port: int, identity: str) -> list[str]:
     """The command that becomes an SGLang server on `port`.
 
-    `identity` is its weight_version until a publish names another: whoever answers with it is
-    this server, and not another one that was quicker to take the port.
+    `identity` is its weight_version until a publish names another: the server that answers with it
+    is this one, and not another one that was quicker to take the port.
 
     Raises:
         SettingsError: there is no environment that holds SGLang.

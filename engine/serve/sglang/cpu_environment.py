@@ -94,7 +94,7 @@ def build(console: Console) -> Path:
     folder = cpu_environment()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
-        # Whoever else builds it is waited for: pip ends, or its kernel lock ends with it.
+        # Another process that builds it is waited for: its lock ends with it.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (folder / _COMPLETE).is_file():
             return folder

@@ -1,7 +1,7 @@
 """One SGLang server: started, watched, stopped.
 
 Owns: its processes from start to end. Does not own: its arguments (arguments.py), its entry in the
-registry (the caller), starting it again (the launcher, or whoever runs `outloop server`).
+registry (the caller), starting it again (the launcher, or the user of `outloop server`).
 Invariant: when `serve_sglang` returns or raises, none of its processes is left.
 """
 
@@ -61,7 +61,7 @@ async def serve_sglang(
     if port:
         await _serve_at(port, settings, stop, on_bound, advertise, key)
         return
-    # SGLang binds its port half a minute after it was told which.
+    # SGLang binds its port half a minute after it is given one.
     with hold_port(settings.server.host) as held:
         await _serve_at(held.getsockname()[1], settings, stop, on_bound, advertise, key)
 
@@ -111,7 +111,7 @@ async def _hand_over(process: Process, key: str | None) -> None:
 async def _wait_until_it_answers(
     timeout_s: float, process: Process, watch: Watch, identity: str, stop: asyncio.Event
 ) -> bool:
-    """True when it answers, False when told to stop first."""
+    """True when it answers, False when stopped first."""
     deadline = time.monotonic() + timeout_s
     while await watch.weight_version() != identity:
         _check_alive(process)

@@ -311,7 +311,7 @@ def _loads(engine: Engine) -> dict[str, Any]:
         "gen_throughput": engine.draw_rate if engine.num_running else 0.0,
         "cache_hit_rate": engine.num_cached_tokens / max(1, engine.num_prompt_tokens),
         "is_paused": engine.is_paused,
-        "num_drawn_tokens": engine.num_drawn,
+        "num_sampled_tokens": engine.num_sampled,
     }
     return {
         "timestamp": time.time(),

@@ -1,8 +1,7 @@
 """Constrained decoding: which ids may come next.
 
-Owns: `json_schema` and `regex` of a request as a state, over `llguidance`. Does not own:
-drawing, stopping. Invariant: after every drawn id the state has taken it in, so a state belongs to
-one sequence and the ids drawn so far.
+Owns: `json_schema` and `regex` of a request as a state, over `llguidance`. Does not own: sampling,
+stopping. Invariant: a state has taken in every id sampled so far, so it belongs to one sequence.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Grammar:
         return found if found.any() else self._only_stops()
 
     def take(self, token: int) -> None:
-        """`token` was drawn."""
+        """`token` was sampled."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
 

@@ -39,7 +39,7 @@ class Progress:
         self._loop = loop
 
     def __call__(self, requests: list[Running]) -> None:
-        """Tell each request's owner, in the event loop."""
+        """Notify each request's owner, in the event loop."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_tell, requests)
 
@@ -200,19 +200,19 @@ class GenerateEndpoint:
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         num_sent, is_over = 0, False
         while not is_over:
-            num_drawn = await updates.get()
+            num_sampled = await updates.get()
             while not updates.empty():
-                num_drawn = updates.get_nowait()
+                num_sampled = updates.get_nowait()
             is_over = request.finish is not None
             if is_over:
-                num_drawn = len(request.output_ids)
+                num_sampled = len(request.output_ids)
             if _status(request) != 200:
                 assert request.finish is not None
                 data = error_body(request.finish["message"], "engine_error", _status(request))
             else:
                 start = num_sent if self._is_incremental else 0
-                data = _encode(self._piece(wire, request, start, num_drawn))
-            num_sent = num_drawn
+                data = _encode(self._piece(wire, request, start, num_sampled))
+            num_sent = num_sampled
             await send(
                 {
                     "type": "http.response.body",

@@ -1,7 +1,6 @@
 """Logprobs of a prompt's own ids.
 
-Owns: the forward over one prompt that gives them. Does not own: requests (generate), what is drawn
-(engine). Invariant: nothing cached is used and nothing is left behind.
+The forward over one prompt uses no cache and leaves nothing in it.
 """
 
 from __future__ import annotations

@@ -109,10 +109,10 @@ class Running:
     extra_key: str | None
     is_streamed: bool
     on_progress: Callable[[Running], None]
-    """Called in the event loop after tokens were drawn (streamed requests) and at the end."""
+    """Called in the event loop after tokens were sampled (streamed requests) and at the end."""
     seed: int | None = None
     num_top: int = 0
-    """How many of the most probable ids to report of every draw."""
+    """How many of the most probable ids to report for every sampled token."""
     constraint: Constraint | None = None
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -132,7 +132,7 @@ class Running:
     first_run_at: float | None = None
 
     def add(self, token: int, logprob: float, version: str, top: Top | None = None) -> None:
-        """One more token was drawn under `version`."""
+        """One more token was sampled under `version`."""
         if top is not None:
             self.tops.append(top)
         position = len(self.output_ids)

@@ -1,8 +1,7 @@
-"""What a request may ask of sampling, and drawing one token for every row of a pass.
+"""Sampling parameters of a request, and sampling one token for every row of a pass.
 
-Owns: names, limits and meaning of sampling parameters, the draw. Does not own: logits, stopping.
-Invariant: the draw of a row depends on its logits, its parameters, its seed and how many tokens it
-has drawn, never on the other rows.
+What is sampled for a row depends on its logits, its parameters, its seed and how many tokens it has
+sampled, never on the other rows.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -105,13 +104,13 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class Constraint(Protocol):
-    """Which ids a sequence may draw next; knows every id that it has drawn."""
+    """Which ids a sequence may sample next; knows every id that it has sampled."""
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """[V], by id."""
 
     def take(self, token: int) -> None:
-        """One more id was drawn."""
+        """One more id was sampled."""
 
 
 Top = list[tuple[float, int]]
@@ -130,13 +129,13 @@ class RowParams:
         self.top_k: npt.NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)
         self.min_p: npt.NDArray[np.float32] = np.zeros(num_slots, dtype=np.float32)
         self.seed: npt.NDArray[np.uint64] = np.zeros(num_slots, dtype=np.uint64)
-        self.num_drawn: npt.NDArray[np.uint64] = np.zeros(num_slots, dtype=np.uint64)
+        self.num_sampled: npt.NDArray[np.uint64] = np.zeros(num_slots, dtype=np.uint64)
 
         self.constraint: dict[int, Constraint] = {}
         """By slot; few rows have one."""
         self.num_top: npt.NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)
         self.top: dict[int, Top] = {}
-        """By slot: the most probable ids of the last draw, where they are asked for."""
+        """By slot: the most probable ids of the last sampled token, where they are asked for."""
 
     def set(
         self,
@@ -144,7 +143,7 @@ class RowParams:
         params: SamplingParams,
         *,
         seed: int,
-        num_drawn: int,
+        num_sampled: int,
         num_top: int = 0,
         constraint: Constraint | None = None,
     ) -> None:
@@ -164,13 +163,13 @@ class RowParams:
             params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
         )
         self.seed[slot] = seed
-        self.num_drawn[slot] = num_drawn
+        self.num_sampled[slot] = num_sampled
 
 
-def draw(
+def sample(
     logits: Tensor, params: RowParams, slots: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """One id and its logprob for each row of `logits` [B, V]; counts the draw.
+    """One id and its logprob for each row of `logits` [B, V]; counts the sampled token.
 
     The logprob is log_softmax(logits / T) over the whole vocabulary, truncated or not, and
     log_softmax(logits) for greedy rows, as SGLang reports it; of constrained rows over what the
@@ -193,22 +192,24 @@ def draw(
     logprobs = torch.log_softmax(logits, dim=-1)
     greedy = params.is_greedy[slots]
     if greedy.all():
-        drawn = logprobs.argmax(dim=-1)
+        sampled = logprobs.argmax(dim=-1)
     else:
         probabilities = logprobs.exp()
         limited = params.is_limited[slots]
         if limited.any():
             _limit(probabilities, params, slots, np.flatnonzero(limited))
         cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-        uniform = _uniform(params.seed[slots], params.num_drawn[slots])
+        uniform = _uniform(params.seed[slots], params.num_sampled[slots])
         point = torch.from_numpy(uniform).to(device)[:, None] * cumulative[:, -1:]
-        drawn = torch.searchsorted(cumulative, point, right=True).squeeze(1)
-        drawn = drawn.clamp_(max=logits.shape[1] - 1)
+        sampled = torch.searchsorted(cumulative, point, right=True).squeeze(1)
+        sampled = sampled.clamp_(max=logits.shape[1] - 1)
         if greedy.any():
-            drawn = torch.where(torch.from_numpy(greedy).to(device), logprobs.argmax(dim=-1), drawn)
-    params.num_drawn[slots] += np.uint64(1)
-    chosen = logprobs.gather(1, drawn[:, None]).squeeze(1)
-    ids = drawn.cpu().numpy()
+            sampled = torch.where(
+                torch.from_numpy(greedy).to(device), logprobs.argmax(dim=-1), sampled
+            )
+    params.num_sampled[slots] += np.uint64(1)
+    chosen = logprobs.gather(1, sampled[:, None]).squeeze(1)
+    ids = sampled.cpu().numpy()
     for row, constraint in constrained.items():
         constraint.take(int(ids[row]))
     if params.num_top[slots].any():

@@ -23,7 +23,7 @@ import torch
 
 from outloop.engine.serve.torch_server.kv_cache import KVCache
 from outloop.engine.serve.torch_server.requests import Running, abort_reason
-from outloop.engine.serve.torch_server.sampling import BadRequest, RowParams, draw
+from outloop.engine.serve.torch_server.sampling import BadRequest, RowParams, sample
 from outloop.engine.serve.torch_server.tokenizer import Text
 from outloop.engine.serve.torch_server.transformer import Transformer
 from outloop.engine.serve.torch_server.weight_update import UpdateSession
@@ -39,7 +39,7 @@ _log = structlog.get_logger()
 
 
 class Engine:
-    """Draws tokens for many requests at once.
+    """Samples tokens for many requests at once.
 
     `submit`, `abort` and `call` may be used from any thread; everything else runs in the
     engine's own.
@@ -67,7 +67,7 @@ class Engine:
             dtype=weights.dtype,
             device=weights.device,
         )
-        self.num_drawn = 0
+        self.num_sampled = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.draw_rate = 0.0
@@ -101,7 +101,7 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """True while the engine can draw."""
+        """True while the engine can sample."""
         return self._thread.is_alive() and self.failure is None
 
     @property
@@ -124,7 +124,7 @@ class Engine:
         self._post(lambda: self._waiting.extend(requests))
 
     def abort(self, rids: set[str] | None) -> None:
-        """End the requests named, or all; they keep what was drawn."""
+        """End the requests named, or all; they keep what was sampled."""
         self._post(lambda: self._abort(rids))
 
     def call(self, function: Callable[[], _T]) -> Future[_T]:
@@ -134,7 +134,7 @@ class Engine:
         def run() -> None:
             try:
                 result = function()
-            except Exception as error:  # noqa: BLE001 - handed to whoever waits for the future
+            except Exception as error:  # noqa: BLE001 - raised where the future is awaited
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -150,7 +150,7 @@ class Engine:
     # -- for `call` -----------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode) -> None:
-        """Draw nothing until `resume`; what happens to running requests depends on the mode."""
+        """Sample nothing until `resume`; what happens to running requests depends on the mode."""
         self._paused = mode
         if mode == "abort":
             self._abort(None)
@@ -162,11 +162,11 @@ class Engine:
             self._waiting.extendleft(reversed(retracted))
 
     def abort_all(self) -> None:
-        """End every request; they keep what was drawn."""
+        """End every request; they keep what was sampled."""
         self._abort(None)
 
     def resume(self) -> None:
-        """Draw again."""
+        """Sample again."""
         self._paused = None
 
     def flush(self) -> bool:
@@ -183,7 +183,7 @@ class Engine:
             self.weight_version = weight_version
 
     def set_version(self, weight_version: str, *, abort_all: bool) -> None:
-        """Name the weights in place; tokens drawn from now on carry the name."""
+        """Name the weights in place; tokens sampled from now on carry the name."""
         if abort_all:
             self._abort(None)
         self.weight_version = weight_version
@@ -253,7 +253,7 @@ class Engine:
                 slot,
                 request.params,
                 seed=request.seed % 2**64,
-                num_drawn=len(request.output_ids),
+                num_sampled=len(request.output_ids),
                 num_top=request.num_top,
                 constraint=request.constraint,
             )
@@ -262,7 +262,7 @@ class Engine:
         return admitted
 
     def _prefill(self) -> list[Running]:
-        """Admit requests and draw the first token of each."""
+        """Admit requests and sample the first token of each."""
         if not self._waiting:
             return []
         admitted = self._admit()
@@ -278,12 +278,12 @@ class Engine:
         padded = np.zeros((len(admitted), int(lengths.max())), dtype=np.int64)
         for row, ids in zip(padded, new_ids, strict=True):
             row[: len(ids)] = ids
-        drawn, logprobs = self._pass(padded, slots, starts, lengths)
+        sampled, logprobs = self._pass(padded, slots, starts, lengths)
         self.cache.length[slots] = starts + lengths
-        return self._take(admitted, slots, drawn, logprobs)
+        return self._take(admitted, slots, sampled, logprobs)
 
     def _decode(self) -> list[Running]:
-        """Draw one more token of every running request."""
+        """Sample one more token of every running request."""
         if not self._running:
             return []
         began_at = time.perf_counter()
@@ -292,9 +292,9 @@ class Engine:
         starts = self.cache.length[slots]
         self.cache.reserve(int(starts.max()) + 1)
         tokens = self._token[slots]
-        drawn, logprobs = self._pass(tokens[:, None], slots, starts, np.ones_like(starts))
+        sampled, logprobs = self._pass(tokens[:, None], slots, starts, np.ones_like(starts))
         self.cache.append(slots, tokens)
-        progressed = self._take(requests, slots, drawn, logprobs)
+        progressed = self._take(requests, slots, sampled, logprobs)
         rate = len(requests) / (time.perf_counter() - began_at)
         self.draw_rate += 0.1 * (rate - self.draw_rate)
         return progressed
@@ -316,23 +316,23 @@ class Engine:
             torch.from_numpy(lengths).to(device),
             num_seen=int((starts + lengths).max()),
         )
-        return draw(logits, self._params, slots)
+        return sample(logits, self._params, slots)
 
     def _take(
         self,
         requests: list[Running],
         slots: npt.NDArray[np.int64],
-        drawn: npt.NDArray[np.int64],
+        sampled: npt.NDArray[np.int64],
         logprobs: npt.NDArray[np.float32],
     ) -> list[Running]:
-        """Enter what was drawn; returns the requests whose owners want to know."""
-        self._token[slots] = drawn
-        self.num_drawn += len(requests)
+        """Enter what was sampled; returns the requests whose owners are to be notified."""
+        self._token[slots] = sampled
+        self.num_sampled += len(requests)
         version, text = self.weight_version, self.text
         progressed: list[Running] = []
         all_finite = bool(np.isfinite(logprobs).all())
         for request, token, logprob in zip(
-            requests, drawn.tolist(), logprobs.tolist(), strict=True
+            requests, sampled.tolist(), logprobs.tolist(), strict=True
         ):
             if not (all_finite or np.isfinite(logprob)):
                 reason: dict[str, Any] | None = abort_reason(
@@ -369,7 +369,7 @@ class Engine:
         self._end(chosen, abort_reason())
 
     def _end(self, requests: list[Running], reason: dict[str, Any]) -> None:
-        """End requests from outside; they keep what was drawn."""
+        """End requests from outside; they keep what was sampled."""
         gone = set(requests)
         self._waiting = deque(request for request in self._waiting if request not in gone)
         for request in requests:

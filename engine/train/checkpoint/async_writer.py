@@ -66,7 +66,7 @@ class Shards(FileSystemWriter):
     """
 
     def __init__(self, folder: Path, *, is_copied: bool = True) -> None:
-        """`is_copied` false: `write` reads where the data is, so it must come before a change."""
+        """`is_copied=False`: `write` reads live tensors; call it before the next update."""
         super().__init__(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
         self._is_copied = is_copied
         self._plan: SavePlan | None = None
@@ -144,7 +144,7 @@ class _Written(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What a rank tells rank 0 of its shards."""
+    """What a rank reports to rank 0 of its shards."""
 
     written: list[_Written] = []
     error: str = ""
@@ -183,14 +183,14 @@ class Saving:
         """Write this rank's shards; on rank 0, when all ranks have, complete the folder."""
         try:
             answer = _Answer([_without_classes(result) for result in self._shards.write()])
-        except Exception as error:  # noqa: BLE001 - told by `result` here and by rank 0 elsewhere
+        except Exception as error:  # noqa: BLE001 - raised by `result` here and by rank 0 elsewhere
             self._failure, answer = error, _Answer(error=repr(error))
         try:
             if self._rank:
-                self._tell(answer)
+                self._report(answer)
             else:
                 self._complete(answer)
-        except Exception as error:  # noqa: BLE001 - told by `result`
+        except Exception as error:  # noqa: BLE001 - raised by `result`
             self._failure = self._failure or error
         self._done.set()
 
@@ -211,7 +211,7 @@ class Saving:
             ) from self._failure
         return self._final
 
-    def _tell(self, answer: _Answer) -> None:
+    def _report(self, answer: _Answer) -> None:
         assert self._store is not None
         self._store.set(self._key(self._rank), msgspec.json.encode(answer).decode())
 
@@ -243,10 +243,10 @@ class Saving:
             checkpoint_format.remove_old(self._final.parent, newest=self.step, keep=self._keep)
 
     def _answer(self, rank: int) -> _Answer:
-        """What another rank told.
+        """What another rank reported.
 
         Raises:
-            CheckpointFailed: it told nothing before the deadline.
+            CheckpointFailed: it reported nothing before the deadline.
         """
         assert self._store is not None
         deadline = time.monotonic() + self._timeout_s

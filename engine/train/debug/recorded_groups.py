@@ -45,7 +45,7 @@ def read_groups(path: Path) -> list[Group]:
             by_id.setdefault(item.episode.group_id, []).append(item)
     if bad:
         named = "; ".join(f"line {number}: {error}" for number, error in bad[:_MAX_NAMED_LINES])
-        raise RecordError(f"path={str(path)!r} has {len(bad)} bad lines; mend them: {named}")
+        raise RecordError(f"path={str(path)!r} has {len(bad)} bad lines; fix them: {named}")
     if not by_id:
         raise RecordError(
             f"path={str(path)!r} holds no training episode; export a run that has some with "

@@ -2,8 +2,8 @@
 
 Owns: who holds which part, and bringing the parts of a tensor to rank 0. Does not own: what
 becomes of them (publisher, folder). Invariant: all ranks call `gather` with the same names in the
-same order; rank 0 holds only the tensors that it was asked for, or a message of one that is written
-elsewhere, the other ranks nothing new.
+same order. Rank 0 holds at most the tensors requested, or one receive buffer where the destination
+is not contiguous; other ranks allocate nothing.
 """
 
 from __future__ import annotations

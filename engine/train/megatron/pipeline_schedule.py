@@ -95,7 +95,7 @@ def run_microbatches(
         data_iterator=iter(microbatches),
         model=[model],
         num_microbatches=len(members),
-        # Stages tell each other the lengths of their rows (variable_seq_lengths).
+        # Stages send each other the lengths of their rows (variable_seq_lengths).
         seq_length=multiple,
         micro_batch_size=1,
         forward_only=forward_only,

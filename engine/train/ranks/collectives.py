@@ -58,7 +58,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
 def agree(phase: str, function: Callable[[], Result]) -> Result:
     """The function's result, if it succeeds on every rank.
 
-    For work in which ranks do not wait for each other. A rank that fails tells the others, and
+    For work in which ranks do not wait for each other. A rank that fails says so to the others, and
     all of them raise, so that none is left waiting.
 
     Raises:
@@ -69,7 +69,7 @@ def agree(phase: str, function: Callable[[], Result]) -> Result:
     result: list[Result] = []
     try:
         result.append(function())
-    except Exception as error:  # noqa: BLE001 - told to the other ranks, then raised
+    except Exception as error:  # noqa: BLE001 - sent to the other ranks, then raised
         failure = error
     sentences = gather_bytes(_sentence(failure))
     if failure is not None:

@@ -151,7 +151,7 @@ class RankController:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Tells the other ranks when the block ends, or what failed in it."""
+        """Sends the other ranks word when the block ends, or what failed in it."""
         try:
             yield
         except Exception as error:

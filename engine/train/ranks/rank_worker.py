@@ -266,7 +266,7 @@ class RankWorker:
         save_checkpoint(self.policy, folder, step=step, mark=_NO_MARK, keep=1)
 
     def close(self) -> None:
-        """Let a save that is under way end; whoever does not wait for it leaves the one before."""
+        """Let a save that is under way end; otherwise the one before stays in use."""
         if self._saving is not None and not self._saving.wait(_LAST_SAVE_S):
             _log.warning("checkpoint_given_up", step=self._saving.step)
 

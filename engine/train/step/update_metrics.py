@@ -52,7 +52,7 @@ class UpdateReport:
     imbalance: float = 0.0
     """Estimated cost of the busiest data-parallel rank over the mean, less one."""
     gaps: list[Tensor] = field(default_factory=list)
-    """|policy - behavior| logprobs of tokens that the current version drew; -1 for the others."""
+    """|policy - behavior| logprobs of tokens of the current version; -1 for the others."""
 
     def add(
         self,
@@ -165,7 +165,7 @@ def step_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
 def merge_reports(report: UpdateReport) -> UpdateReport:
     """The sum of the data-parallel shares, on every rank; before the step is reported.
 
-    Each share is told by one rank: the one whose report is kept, see `is_reporting_rank`.
+    Each share is reported by one rank, see `is_reporting_rank`.
     """
     mine = _encode(report) if is_reporting_rank() else b""
     shares = [_decode(data) for data in gather_bytes(mine) if data]

@@ -9,7 +9,7 @@ import torch
 from outloop.buffer.errors import PublishFailed, SettingsError
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
-from outloop.engine.publish.buckets.pipeline import Fed, Filler, Layout, OnCopied
+from outloop.engine.publish.buckets.pipeline import Filler, Layout, OnCopied, Sent
 from outloop.engine.publish.buckets.plan import ALIGNMENT, PACKED, Bucket, TensorSpec
 from outloop.engine.publish.buckets.staging import DeviceBuffer, SharedBuffer, Staging
 from outloop.engine.publish.server_client import ServerClient
@@ -82,14 +82,14 @@ def test_two_buckets_at_most_are_held_whatever_the_model(is_shared: bool, alignm
     buffers = [SharedBuffer() if is_shared else DeviceBuffer(CPU) for _ in range(2)]
     staging = Staging(*buffers)
     account = Recorded()
-    fed = Fed({"any": account})
-    filler = _filler(source, staging, alignment, fed.account)
+    sent = Sent({"any": account})
+    filler = _filler(source, staging, alignment, sent.account)
     filler.fill_first()
     for bucket in filler.filled():
-        fed.count(bucket)
+        sent.count(bucket)
         # The bucket after this one is not yet begun: its gathering would be memory too.
         assert source.num_read == len(account.sums)
-    assert fed.num_buckets > 10
+    assert sent.num_buckets > 10
     least = 2 * filler.max_bytes if not is_shared else 2 * (1 << 16)
     assert filler.peak_bytes == least
     expected = {

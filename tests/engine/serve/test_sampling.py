@@ -1,4 +1,4 @@
-"""What is drawn, with which probability, from which seed."""
+"""What is sampled, with which probability, from which seed."""
 
 import numpy as np
 import pytest
@@ -11,24 +11,24 @@ from outloop.engine.serve.torch_server.sampling import (
     BadRequest,
     RowParams,
     SamplingParams,
-    draw,
+    sample,
 )
 
 
-def _draw_many(params: SamplingParams, logits: torch.Tensor, num: int) -> np.ndarray:
+def _sample_many(params: SamplingParams, logits: torch.Tensor, num: int) -> np.ndarray:
     table = RowParams(num)
     for slot in range(num):
-        table.set(slot, params, seed=slot, num_drawn=0)
-    drawn, _ = draw(logits.repeat(num, 1), table, np.arange(num))
-    return drawn
+        table.set(slot, params, seed=slot, num_sampled=0)
+    sampled, _ = sample(logits.repeat(num, 1), table, np.arange(num))
+    return sampled
 
 
-def test_draws_follow_the_distribution() -> None:
-    """20 000 draws at T = 0.7 match softmax(logits / T) within sampling error."""
+def test_samples_follow_the_distribution() -> None:
+    """20 000 samples at T = 0.7 match softmax(logits / T) within sampling error."""
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]])
-    drawn = _draw_many(SamplingParams(temperature=0.7), logits, 20_000)
+    sampled = _sample_many(SamplingParams(temperature=0.7), logits, 20_000)
     expected = torch.softmax(logits[0] / 0.7, -1).numpy()
-    observed = np.bincount(drawn, minlength=5) / len(drawn)
+    observed = np.bincount(sampled, minlength=5) / len(sampled)
     assert np.abs(observed - expected).max() < 0.015
 
 
@@ -44,22 +44,22 @@ def test_draws_follow_the_distribution() -> None:
 def test_truncation_draws_only_what_is_left(params: SamplingParams, allowed: set[int]) -> None:
     """top_k, top_p, min_p and greedy never draw outside their support, and draw all of it."""
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]])
-    assert set(_draw_many(params, logits, 2000).tolist()) == allowed
+    assert set(_sample_many(params, logits, 2000).tolist()) == allowed
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 500), st.integers(2, 5))
 @settings(deadline=None, max_examples=50)
-def test_a_row_does_not_depend_on_the_others(seed: int, num_drawn: int, num_rows: int) -> None:
+def test_a_row_does_not_depend_on_the_others(seed: int, num_sampled: int, num_rows: int) -> None:
     """The same seed and count draw the same token in any batch, at any place."""
-    logits = torch.randn(num_rows, 50, generator=torch.Generator().manual_seed(num_drawn))
+    logits = torch.randn(num_rows, 50, generator=torch.Generator().manual_seed(num_sampled))
     table = RowParams(8)
     for slot in range(8):
-        table.set(slot, SamplingParams(temperature=0.8), seed=slot, num_drawn=3)
-    table.set(5, SamplingParams(temperature=0.8), seed=seed, num_drawn=num_drawn)
-    alone, alone_logprob = draw(logits[:1], table, np.array([5]))
-    table.set(5, SamplingParams(temperature=0.8), seed=seed, num_drawn=num_drawn)
+        table.set(slot, SamplingParams(temperature=0.8), seed=slot, num_sampled=3)
+    table.set(5, SamplingParams(temperature=0.8), seed=seed, num_sampled=num_sampled)
+    alone, alone_logprob = sample(logits[:1], table, np.array([5]))
+    table.set(5, SamplingParams(temperature=0.8), seed=seed, num_sampled=num_sampled)
     slots = np.array([*range(num_rows - 1), 5])
-    together, logprobs = draw(logits.roll(-1, 0), table, slots)
+    together, logprobs = sample(logits.roll(-1, 0), table, slots)
     assert together[-1] == alone[0]
     assert logprobs[-1] == pytest.approx(alone_logprob[0], abs=1e-6)
 
@@ -87,6 +87,6 @@ def test_parameters_that_cannot_be_served_are_refused(field: str, sentence: str)
 def test_logits_that_are_not_finite_give_no_logprob() -> None:
     """NaN weights must not crash the engine: the id is in range and the logprob NaN."""
     table = RowParams(1)
-    drawn, logprobs = draw(torch.full((1, 7), float("nan")), table, np.array([0]))
-    assert 0 <= drawn[0] < 7
+    sampled, logprobs = sample(torch.full((1, 7), float("nan")), table, np.array([0]))
+    assert 0 <= sampled[0] < 7
     assert np.isnan(logprobs[0])
