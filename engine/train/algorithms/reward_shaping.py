@@ -1,8 +1,8 @@
 """What is taken off a reward before group statistics.
 
-Owns: the overlong penalty and the reward's KL penalty. Does not own: rewards themselves, which
-stay as the verifier gave them in every record and in train/reward_mean, and advantages. Invariant:
-a penalty is one number per episode, whatever its turns and branches.
+Owns: the overlong penalty. Does not own: rewards themselves, which stay as the verifier gave them
+in every record and in train/reward_mean; the KL penalty (kl); advantages. Invariant: a penalty is
+one number per episode, whatever its turns and branches.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from outloop.buffer.records import Trajectory
 def overlong_penalty(
     num_tokens: int, *, max_tokens: int, buffer_tokens: int, penalty: float
 ) -> float:
-    """How much an episode pays for drawing `num_tokens`: from 0 to `penalty`.
+    """How much an episode pays for generating `num_tokens`: from 0 to `penalty`.
 
     Soft overlong punishment, DAPO, arXiv:2503.14476, equation 13: nothing up to max_tokens -
     buffer_tokens, linear from there, all of it from max_tokens on. Differs from the paper: the
-    length is what the policy drew in the whole episode, over all turns and branches; the paper's
+    length is what was generated in the whole episode, over all turns and branches; the paper's
     height is penalty = 1, with rewards of -1 and 1.
     """
     excess = num_tokens - (max_tokens - buffer_tokens)
@@ -28,6 +28,6 @@ def overlong_penalty(
     return penalty * excess / buffer_tokens
 
 
-def num_drawn_tokens(trajectory: Trajectory) -> int:
-    """Tokens that the policy drew in the episode, each once."""
+def num_generated_tokens(trajectory: Trajectory) -> int:
+    """Tokens that the policy generated in the episode, each once."""
     return sum(len(turn.output_ids) for turn in trajectory.turns)

@@ -1,6 +1,6 @@
 """Logprobs and entropies of tokens from logits, without a second tensor of the logits' size.
 
-Owns: log_softmax at the drawn tokens, entropy, and the gradients of both. Does not own: logits,
+Owns: log_softmax at the sampled tokens, entropy, and the gradients of both. Does not own: logits,
 which rows are computed together (update). Invariant: beside the logits at most `_BLOCK` numbers in
 float32 are alive; the vocabulary may be split over ranks and is never gathered.
 
@@ -42,7 +42,7 @@ def logprobs_and_entropies(
         group: ranks that hold the other parts; None: this one holds all of it.
 
     The entropy is that of the bonus of A3C, arXiv:1602.01783, section 4: exact, over the whole
-    vocabulary, not an estimate from drawn tokens.
+    vocabulary, not an estimate from sampled tokens.
 
     Returns:
         Both [N] float32, the same on every rank of `group`.
@@ -55,7 +55,7 @@ def logprobs_and_entropies(
 
 class _TokenStatistics(torch.autograd.Function):
     """See `logprobs_and_entropies`; with p the softmax, l the logprob, H the entropy, by logit j:
-    dl/dj = [j drawn] - p_j and dH/dj = -p_j (log p_j + H), both over the temperature."""
+    dl/dj = [j sampled] - p_j and dH/dj = -p_j (log p_j + H), both over the temperature."""
 
     @staticmethod
     def forward(
@@ -75,7 +75,7 @@ class _TokenStatistics(torch.autograd.Function):
             sums[0, rows] = block.gather(1, places[rows, None])[:, 0].mul_(is_here[rows])
             weights = block.exp()
             sums[1, rows] = weights.sum(-1)
-            # exp(-inf) * -inf is 0 here: a token that cannot be drawn adds nothing.
+            # exp(-inf) * -inf is 0 here: a token that cannot be sampled adds nothing.
             sums[2, rows] = weights.mul_(block.clamp_(min=torch.finfo(torch.float32).min)).sum(-1)
         if group is not None:
             dist.all_reduce(sums, group=group)

@@ -26,7 +26,7 @@ from outloop.engine.train.algorithms.advantages import (
     take_advantages,
 )
 from outloop.engine.train.algorithms.kl import k1
-from outloop.engine.train.algorithms.reward_shaping import num_drawn_tokens, overlong_penalty
+from outloop.engine.train.algorithms.reward_shaping import num_generated_tokens, overlong_penalty
 from outloop.engine.train.algorithms.user_functions import advantage_of, filter_of
 from outloop.engine.train.data.samples import (
     Sample,
@@ -271,7 +271,7 @@ def overlong_penalties(group: Group, settings: Settings) -> list[float]:
     assert trainer.overlong_max_tokens is not None
     return [
         overlong_penalty(
-            num_drawn_tokens(trajectory),
+            num_generated_tokens(trajectory),
             max_tokens=trainer.overlong_max_tokens,
             buffer_tokens=trainer.overlong_buffer_tokens,
             penalty=trainer.overlong_penalty,
@@ -353,7 +353,7 @@ def _take_metrics(groups: Sequence[Group], signal: Sequence[bool]) -> dict[str, 
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = np.array([r for group in groups for r in group_rewards(group)], np.float64)
     outcomes = [t.episode.outcome for t in trajectories]
-    lengths = [num_drawn_tokens(t) for t in trajectories]
+    lengths = [num_generated_tokens(t) for t in trajectories]
     return {
         "train/reward_mean": _mean(rewards),
         "train/reward_std": float(rewards.std()) if len(rewards) else float("nan"),
@@ -386,7 +386,7 @@ def _warn_about_failure_reward(groups: Sequence[Group], settings: Settings) -> N
 def _length_reward_correlation(groups: Sequence[Group]) -> float:
     """Pearson's, over the scored episodes of the take; NaN where either does not vary."""
     episodes = [t for group in groups for t in scored(group)]
-    lengths = np.array([num_drawn_tokens(t) for t in episodes], np.float64)
+    lengths = np.array([num_generated_tokens(t) for t in episodes], np.float64)
     rewards = np.array([r for group in groups for r in group_rewards(group)], np.float64)
     if len(episodes) < 2 or not lengths.std() or not rewards.std():
         return float("nan")

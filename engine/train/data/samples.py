@@ -2,7 +2,7 @@
 
 Owns: which tokens of an episode are trained, in which row, with which recorded facts.
 Does not own: advantages (advantages), how rows share a microbatch (pack). Invariant: a row is the
-exact concatenation of what the server was given and drew along one branch; every trainable token
+exact concatenation of what the server was given and sampled along one branch; every trainable token
 of a trajectory is trained in exactly one row.
 """
 
@@ -37,7 +37,7 @@ class Sample:
     loss_mask: Bool
     """[T] bool: True = trained."""
     behavior_logprobs: Float32 | None
-    """[T] float32, log_softmax(logits / temperature) when the token was drawn; None for SFT."""
+    """[T] float32, log_softmax(logits / temperature) when the token was sampled; None for SFT."""
     policy_versions: Int32
     """[T] int32."""
     temperature: Float32
@@ -187,7 +187,7 @@ def is_truncated(trajectory: Trajectory) -> bool:
 
 
 def oldest_trained_version(trajectory: Trajectory) -> int | None:
-    """The oldest policy_version that drew a trainable token; None when there is none."""
+    """The oldest policy_version that sampled a trainable token; None when there is none."""
     bounds = (t.trained_version_bounds[0] for t in trajectory.turns if t.sampling.is_plain)
     versions = [version for version in bounds if version is not None]
     return min(versions, default=None)

@@ -148,7 +148,7 @@ def test_the_kl_loss_has_the_gradient_of_the_kl(kind: str, distance: float) -> N
 
 
 def test_the_weight_of_the_kl_loss_is_cut() -> None:
-    """A token that the behavior policy hardly drew weighs at most the cap."""
+    """A token that the behavior policy hardly ever samples weighs at most the cap."""
     args = torch.tensor([-1.0]), torch.tensor([-2.0]), torch.tensor([-9.0])
     distance = 1.0
     got_k2 = kl_loss(*args, kind="k2", ratio_cap=2.0)

@@ -216,9 +216,9 @@ def penalty_of(trajectory: Trajectory, trainer: Any) -> float:
     """What the episode pays for its length."""
     if not trainer.overlong_penalty:
         return 0.0
-    drawn = sum(len(turn.output_ids) for turn in trajectory.turns)
+    generated = sum(len(turn.output_ids) for turn in trajectory.turns)
     free = trainer.overlong_max_tokens - trainer.overlong_buffer_tokens
-    share = (drawn - free) / trainer.overlong_buffer_tokens
+    share = (generated - free) / trainer.overlong_buffer_tokens
     return trainer.overlong_penalty * min(max(share, 0.0), 1.0)
 
 

@@ -216,7 +216,7 @@ def test_on_policy_the_first_ratio_is_one(
 
 
 def with_own_logprobs(policy: Policy, sample: Sample) -> Sample:
-    """The sample as if `policy` had drawn it."""
+    """The sample as if `policy` had sampled it."""
     batch = build_microbatch(TrainBatch.of([sample]), [0], torch.device("cpu"))
     with torch.no_grad():
         logits = policy.model.logits(policy.model(batch.token_ids_T, batch.row, batch.predictors_N))
