@@ -1,4 +1,4 @@
-"""Ports that are kept from others until a server listens there.
+"""Ports that are reserved until a server listens there.
 
 Owns: holding them. Does not own: who is given which, or listening. Invariant: a held port is given
 to nobody who does not ask for it by its number; the holder gets no connections.

@@ -472,7 +472,7 @@ def start_and_wait(launcher: Launcher) -> None:
 
 
 def name_weights(launcher: Launcher, timeout_s: float) -> None:
-    """Without a trainer nobody publishes: what the servers loaded is the next version."""
+    """Enter what the servers loaded as the next version, since no trainer publishes one."""
     version = launcher.reader.highest_version() + 1
     launcher.reader.announce_version(version, None)
     for entry in launcher.reader.servers():

@@ -34,7 +34,7 @@ class Curve:
     """Empty for SFT."""
     losses: tuple[float, ...]
     failed_shares: tuple[float, ...]
-    """Of the episodes of each step; empty for SFT."""
+    """Share of each step's episodes that failed; empty for SFT."""
     sampled: tuple[EvalPoint, ...]
     greedy: tuple[EvalPoint, ...]
 

@@ -37,7 +37,7 @@ _log = structlog.get_logger()
 
 
 def _ignore(sentence: str) -> None:
-    """Nobody wants to know what a publish waits for."""
+    """The default of `on_wait`."""
 
 
 class Registry(Protocol):

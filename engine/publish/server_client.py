@@ -74,7 +74,7 @@ class ServerClient:
         self._call("POST", "/continue_generation", {}, deadline)
 
     def begin_update(self, deadline: float) -> None:
-        """Open a weight update; one that somebody left open is closed first.
+        """Open a weight update; one that was left open is closed first.
 
         A release without this route needs no session.
         """

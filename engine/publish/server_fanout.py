@@ -2,7 +2,7 @@
 
 Owns: threads, the deadline of a phase, who has failed. Does not own: what a phase does
 (transaction). Invariant: a server that failed a phase takes part in none that follow, and the
-others go on; with nobody left, PublishFailed names what each of them failed with.
+others go on; when none is left, PublishFailed names what each of them failed with.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Fanout:
         self.require_some()
 
     def require_some(self) -> None:
-        """Go on only with somebody to go on with.
+        """Refuse to go on without a server.
 
         Raises:
             PublishFailed: no server is left.

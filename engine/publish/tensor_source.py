@@ -86,7 +86,7 @@ class LocalTensors:
         """By the function given.
 
         Raises:
-            PublishFailed: there is none.
+            PublishFailed: no function was given.
         """
         if self._score is None:
             raise PublishFailed(

@@ -1,4 +1,4 @@
-"""A server that somebody else started.
+"""A server that was started outside of the run.
 
 Owns: noticing that it is there, gone, back, or started anew. Does not own: its processes.
 Invariant: it takes part in the run only while it answers, and a server that comes back or was

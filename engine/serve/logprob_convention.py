@@ -23,7 +23,7 @@ _PROMPTS = ((1, 2, 3, 4, 5, 6), (2, 4, 6), (7,))
 _TEMPERATURE = 0.5
 _NUM_TOP = 16
 _MIN_DIFFERENCE = 0.02
-"""Of logprobs at T = 1; below it rounding would decide."""
+"""Smallest usable difference of two logprobs at T = 1; below it rounding would decide."""
 _TOLERANCE = 0.1
 _log = structlog.get_logger()
 
@@ -31,7 +31,7 @@ _log = structlog.get_logger()
 def check_logprobs(server_id: str, url: str, *, timeout_s: float, key: str | None = None) -> None:
     """Ask the server at T = 1 and at T = 0.5, and compare.
 
-    A server that somebody left paused is resumed, so that it can answer.
+    A server that was left paused is resumed, so that it can answer.
 
     Raises:
         SettingsError: its logprobs are not those of the distribution it samples from.

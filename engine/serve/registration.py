@@ -2,7 +2,7 @@
 
 Owns: entering a server and taking it out of traffic. Does not own: its versions (the publisher
 decides those). Invariant: a server is entered without a policy_version: what it loaded by itself
-is nobody's version until a publish says so.
+has no version until a publish gives it one.
 """
 
 from __future__ import annotations

@@ -85,14 +85,14 @@ class RlLoop:
         self._version = -1
         self._next_slot = 0
         self._saved_step = -1
-        """Of the last checkpoint, written or resumed from."""
+        """The step of the last checkpoint, written or resumed from."""
         self._dropped: set[str] = set()
         """Groups of this step that were given up already."""
         self._filtered: dict[str, str] = {}
         """What the user's filter said of each group of this step."""
         self._steps_without_signal = 0
         self._reference_hash = ""
-        """Of the reference that the run is pinned to; empty until one is first used."""
+        """Content hash of the reference that the run is pinned to; empty until one is used."""
 
     def run(self) -> None:
         """Train to the last step, or until stopped; a stop leaves a checkpoint behind."""
@@ -178,7 +178,7 @@ class RlLoop:
             if refill >= max(max_refills, _MAX_REFILLS_OF_LOST):
                 self._warn_of_lost(batch, num_lost, missing)
                 return batch
-            # Their credit comes back with the next take, or nobody could play the others.
+            # Their credit comes back with the next take; without it no others could be played.
             self._drop(batch)
             leases += self._take(missing)
             batch = self._build(leases)

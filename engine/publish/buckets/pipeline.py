@@ -124,7 +124,7 @@ class Filler:
         return self._staging.peak_bytes
 
     def fill_first(self) -> None:
-        """Fill the first bucket now, so that nobody is paused meanwhile."""
+        """Fill the first bucket now, before servers are paused."""
         if self._next is None and self._index == 0:
             self._next = self._fill()
 

@@ -84,7 +84,7 @@ class Bucketed:
         self._sent = Sent({})
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="publish-hash")
         self._hashed: list[Future[None]] = []
-        """Of the bucket that was filled last."""
+        """Hashing of the bucket that was filled last."""
 
     def prepare(
         self, source: TensorSource, fanout: Fanout, accounts: Mapping[str, Account]

@@ -140,7 +140,7 @@ class GroupSender:
             self.start(fanout, self._bucket)
 
     def _fail_all(self, fanout: Servers) -> None:
-        """After a break over NCCL no answer counts, and nobody can be sent to by the next group.
+        """After a break over NCCL no answer counts, and no server can join the next group.
 
         A server of SGLang answers when its kernel is queued, before a byte came; a kernel that
         waits for what will not come holds its stream until a timeout of its own.
@@ -164,7 +164,7 @@ class GroupSender:
         self._leave()
 
     def forget(self) -> None:
-        """Leave the group without a word to its members."""
+        """Leave the group without notifying its members."""
         self._members = ()
         self._leave()
 

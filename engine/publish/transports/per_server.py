@@ -5,7 +5,7 @@ what becomes of a server that breaks it (collective). Invariant: no server waits
 one that hangs is the only one that does not take the bucket.
 
 Gloo broadcasts along a tree in which servers pass on what they receive. One that is stopped dead
-would keep those behind it until a timeout of their own, which for SGLang nobody else can shorten:
+would keep those behind it until a timeout of their own, which cannot be shortened for SGLang:
 while it receives it takes no calls.
 """
 

@@ -33,7 +33,7 @@ class Sha256:
         self._digest.update(tensor_array(content).data)
 
     def hexdigest(self) -> str:
-        """Of all that came, 16 hexadecimal digits."""
+        """16 hexadecimal digits over all bytes given."""
         return self._digest.hexdigest()[:_NUM_SHA256_HEX]
 
 

@@ -25,7 +25,7 @@ from outloop.engine.publish.tensor_source import TensorSource
 
 NUM_PROMPTS = 4
 NUM_IDS = 32
-"""Of each prompt."""
+"""Ids of each prompt."""
 TOLERANCES: dict[Literal["float32", "bfloat16"], float] = {"float32": 0.01, "bfloat16": 0.25}
 """By server.dtype, nats. Rounding of bfloat16 costs hundredths; a lost layer costs whole ones."""
 UNVERIFIED = "unverified-"

@@ -18,7 +18,7 @@ from outloop.buffer.settings import Settings
 from outloop.engine.serve.sglang.cpu_environment import find_python, shims_folder
 
 REFUSED_EXIT_CODE = 2
-"""Of start.py when SGLang does not know an argument."""
+"""Exit code of entrypoint.py when SGLang does not know an argument."""
 _CPU_KV_TOKENS = 65536
 """SGLang would take half of the memory for the cache of a model that is smaller than its cache."""
 _CHECK_TIMEOUT_S = 180.0

@@ -66,7 +66,7 @@ def find_python(given: Path | None) -> Path:
     """The interpreter that SGLang runs under: `given`, or that of the CPU environment.
 
     Raises:
-        SettingsError: there is none.
+        SettingsError: no such interpreter exists.
     """
     if given is not None:
         if not os.access(given, os.X_OK):

@@ -6,7 +6,7 @@ and a sentence, before any weight is read; with `--check` nothing is started at 
 
 Called as `python -P entrypoint.py [--check] TABLE`, TABLE being JSON with upstream names. Without
 --check the first line of its standard input is the server's key, or empty: unlike a command line
-it can be read by nobody else.
+no other user can read it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """POST /generate as a thin ASGI endpoint.
 
-Owns: bodies and streams of that route, aborting what nobody waits for. Does not own: other routes
-(app), drawing (engine). Invariant: every accepted request is answered or aborted; an answer's ids,
-logprobs and spans are of one moment.
+Every accepted request is answered, or aborted when its client has left; an answer's ids, logprobs
+and spans are of one moment.
 """
 
 from __future__ import annotations

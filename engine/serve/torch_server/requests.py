@@ -121,7 +121,7 @@ class Running:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """(weight_version, start, end) over output_ids."""
     prompt_logprobs: list[float] = field(default_factory=list)
-    """Of prompt_ids, the first aside; with `logprob_start_len` 0, else empty."""
+    """Logprobs of prompt_ids after the first; with `logprob_start_len` 0, else empty."""
     finish: dict[str, Any] | None = None
     final_version: str = ""
     """weight_version when it ended."""

@@ -50,7 +50,7 @@ class Checkpoint:
     reference_hash: str = ""
     """Content hash of the reference model that the run is pinned to; empty: none yet."""
     layout: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of the ranks that wrote it."""
+    """Parallel sizes of the ranks that wrote it."""
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:

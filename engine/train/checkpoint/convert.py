@@ -115,12 +115,12 @@ class _Skeleton:
 
     @property
     def config(self) -> model_and_optimizer.PolicyConfig:
-        """Of the model."""
+        """Configuration of the model."""
         config: model_and_optimizer.PolicyConfig = self.model.config
         return config
 
     def names(self) -> list[str]:
-        """Of its parameters, a tied output layer left out."""
+        """Names of its parameters, without a tied output layer."""
         copies = {"output_layer.weight"} if self.config.is_tied else set()
         return [name for name, _ in self.model.named_parameters() if name not in copies]
 
@@ -366,7 +366,7 @@ def _read_index(path: Path) -> Metadata:
 
 
 class _Into:
-    """Gives torch's reader the places of one tensor."""
+    """Where torch's reader puts the pieces of one tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

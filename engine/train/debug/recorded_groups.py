@@ -1,4 +1,4 @@
-"""Groups from a file in place of the buffer, and nobody to publish to: the trainer alone.
+"""Groups from a file in place of the buffer, and no servers: the trainer alone.
 
 Owns: reading exported trajectories as groups, and standing in for the reader's and the publisher's
 calls. Does not own: the file's format (buffer.jsonl), the loop. Invariant: groups are taken in the
@@ -101,7 +101,7 @@ class Recording:
         return min((version for version in found if version is not None), default=0) - 1
 
     def eval_progress(self, name: str) -> EvalProgress:
-        """Nobody plays."""
+        """A recording has no runners."""
         return EvalProgress(num_done=0, num_total=0, rewards=())
 
     def version_depths(self, versions: Collection[int]) -> dict[int, int]:
@@ -137,10 +137,10 @@ class Recording:
         """The checkpoint is all there is."""
 
     def announce_version(self, policy_version: int, parent: int | None) -> None:
-        """Nobody listens."""
+        """A recording has no servers."""
 
     def acknowledge_version(self, policy_version: int) -> None:
-        """Nobody serves."""
+        """A recording has no servers."""
 
     def request_eval(
         self,
@@ -151,18 +151,18 @@ class Recording:
         sampling: dict[str, float],
         split: Split = "validation",
     ) -> None:
-        """Nobody plays."""
+        """A recording has no runners."""
 
     def set_run_state(self, state: Literal["running", "finished", "failed"]) -> None:
-        """Nobody watches."""
+        """No other process reads it."""
 
     def report_status(self, part: str, fields: dict[str, str]) -> None:
-        """Nobody watches."""
+        """No other process reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoPublish:
-    """The report of a publish to nobody."""
+    """The report of a publish without servers."""
 
     duration_s: float = 0.0
     num_bytes: int = 0

@@ -19,7 +19,7 @@ from outloop.engine.train.megatron.layer_kind import layers_of
 from outloop.engine.train.step.policy_update import rl_update
 
 _ROUNDING = 1e-4
-"""Of sums over ranks, which one process adds up in another order."""
+"""Relative tolerance: one process adds up in another order than several ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

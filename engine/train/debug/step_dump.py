@@ -42,7 +42,7 @@ class StepDump:
     policy_version: int
     settings: Settings
     num_updates: int
-    """Of the learning rate's schedule."""
+    """Updates that the learning rate's schedule is made for."""
     batch: TrainBatch
     updates: list[list[int]]
     """Rows of the batch."""

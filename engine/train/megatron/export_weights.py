@@ -25,7 +25,7 @@ from outloop.engine.train.ranks.collectives import gather_bytes
 
 _BUCKET_BYTES = 64 * 2**20
 _MESSAGE_BYTES = 4 * 2**20
-"""Of a part that another rank holds, received at once."""
+"""Bytes of another rank's part that are received at once."""
 
 
 class _Held(msgspec.Struct, frozen=True, array_like=True):

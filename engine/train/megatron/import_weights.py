@@ -30,7 +30,7 @@ class Part:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dim: int | None
     """Along which it is split; None: this rank holds all of it."""
     start: int

@@ -284,7 +284,7 @@ def _fuse_adam(optimizer: Any) -> None:
 
 
 def _largest(norm: float) -> float:
-    """Of all ranks: each must come to the same decision, whatever its last bit is."""
+    """Norm over all ranks: each must come to the same decision, whatever its last bit is."""
     if dist.get_world_size() == 1:
         return norm
     largest = torch.tensor(norm if math.isfinite(norm) else math.inf, device=_device())

@@ -72,7 +72,7 @@ class RankController:
 
     @property
     def config(self) -> PolicyConfig:
-        """Of the policy."""
+        """Configuration of the policy."""
         return self.worker.config
 
     def run(

@@ -271,7 +271,7 @@ class RankWorker:
             _log.warning("checkpoint_given_up", step=self._saving.step)
 
     def _end_save(self) -> None:
-        """Of the save before; rank 0 began another one, so it is over but for a moment."""
+        """Wait for the save before, which is nearly over: rank 0 saw it end."""
         timeout_s = self._settings.trainer.rank_timeout_s
         if self._saving is not None and not self._saving.wait(timeout_s):
             raise DeadlineExceeded(
