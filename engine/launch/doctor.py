@@ -11,6 +11,8 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,6 +21,11 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 from rich.table import Table
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import Settings
+from outloop.engine.launch.gpu_placement import list_gpus, place_gpus
+from outloop.engine.launch.nccl_release import check_nccl, nccl_release, uses_nccl
 
 _MEGATRON_VERSION = "0.16.1"
 _MIN_MEMORY_GB = 4
@@ -73,9 +80,36 @@ def _redis() -> Finding:
 
 
 def _accelerator() -> Finding:
-    devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
-    found = f"{len(devices)} NVIDIA device(s)" if devices else "none: CPU with gloo and float32"
+    gpus = list_gpus()
+    found = "none: CPU with gloo"
+    if gpus:
+        names = Counter(f"{gpu.name or gpu.id}, {gpu.memory_mb / 1024:.0f} GiB" for gpu in gpus)
+        found = "; ".join(f"{count} x {name}" for name, count in names.items())
     return Finding(what="accelerator", found=found, is_ok=True, is_required=False)
+
+
+def _placement(settings: Settings) -> list[Finding]:
+    """Who sits where with these settings, and whether NCCL can join them."""
+    try:
+        lines = place_gpus(settings, list_gpus()).lines() or ["no part has a GPU"]
+        found = Finding(what="GPUs", found="; ".join(lines), is_ok=True, is_required=True)
+    except SettingsError as error:
+        found = Finding(
+            what="GPUs", found="refused", is_ok=False, is_required=True, advice=str(error)
+        )
+    findings = [found]
+    if uses_nccl(settings):
+        try:
+            check_nccl(settings)
+            release = nccl_release(Path(sys.executable)) or "none here"
+            findings.append(Finding(what="NCCL", found=release, is_ok=True, is_required=True))
+        except SettingsError as error:
+            findings.append(
+                Finding(
+                    what="NCCL", found="refused", is_ok=False, is_required=True, advice=str(error)
+                )
+            )
+    return findings
 
 
 def _memory() -> Finding:
@@ -162,12 +196,18 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
 )
 
 
-def examine(console: Console | None = None) -> int:
-    """Print every finding and return 0 if nothing required is missing, else 1."""
+def examine(console: Console | None = None, settings: Settings | None = None) -> int:
+    """Print every finding and return 0 if nothing required is missing, else 1.
+
+    Args:
+        settings: of a run whose placement is shown too.
+    """
     table = Table(title="outloop doctor", title_justify="left")
     for heading in ("what", "found", "", "what to do"):
         table.add_column(heading)
     findings = [check() for check in _CHECKS]
+    if settings is not None:
+        findings += _placement(settings)
     for finding in findings:
         mark = "ok" if finding.is_ok else "missing" if finding.is_required else "optional"
         table.add_row(finding.what, finding.found, mark, finding.advice)

@@ -45,6 +45,7 @@ from outloop.engine.launch.gpu_placement import (
     list_gpus,
     place_gpus,
 )
+from outloop.engine.launch.nccl_release import check_nccl
 from outloop.engine.launch.run_summary import draw_curve, result_table
 from outloop.engine.port_reservation import hold_port
 from outloop.engine.publish.server_client import ServerClient
@@ -261,6 +262,7 @@ def check_before_start(settings: Settings, *, plays: bool = True) -> None:
     if settings.server.num_servers or settings.server.urls:
         if settings.server.kind == "sglang" and settings.server.num_servers:
             check_arguments(settings)
+            check_nccl(settings)
         env = settings.env
         if plays or env.rollout_function_path is not None or env.agent_command is not None:
             _check_environment(settings)

@@ -134,6 +134,28 @@ def flags(words: list[str]) -> tuple[str, ...]:
     )
 
 
+def with_defaults(words: list[str]) -> list[str]:
+    """What compose makes of `${NAME:-default}` where nothing is set."""
+    return [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in words]
+
+
+def test_the_gpu_stack_agrees_with_sglang() -> None:
+    """Ranks, NCCL and caches: one number for both sides, an image of its own, a place to write."""
+    services = GPU["services"]
+    command = services["sglang"]["command"]
+    assert "--tp-size=${SGLANG_TP_SIZE:-1}" in command
+    prepare = services["prepare"]["command"]
+    assert "--set=server.tensor_parallel_size=${SGLANG_TP_SIZE:-1}" in prepare
+    ours = {name for name, service in SERVICES.items() if "outloop:dev" in service.get("image", "")}
+    assert {"keys", "prepare", "server", "router", "trainer", "runner"} <= ours
+    for name in ours:
+        assert services[name]["image"] == "${OUTLOOP_IMAGE:-outloop:dev-gpu}"
+    assert "nvidia-nccl" in services["keys"]["build"]["args"]["NCCL"]
+    assert services["sglang"]["environment"]["HOME"] == "/tmp"
+    for service in services.values():
+        assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in service.get("environment", {})
+
+
 @pytest.mark.parametrize("project", ["examples/calculator", "tests/docker/project"])
 def test_the_stacks_settings_load(project: str) -> None:
     """What prepare.sh sets, and the GPU file on top, are settings that exist and agree."""
@@ -146,8 +168,10 @@ def test_the_stacks_settings_load(project: str) -> None:
     stack = [f"{word}" for word in SERVICES["server"]["command"]]
     assert f"{settings.run.dir}/{settings.run.name}" in stack
     with_gpu = load_settings(
-        ROOT / project / "run.toml", own + flags(GPU["services"]["prepare"]["command"])
+        ROOT / project / "run.toml",
+        own + flags(with_defaults(GPU["services"]["prepare"]["command"])),
     )
+    assert with_gpu.server.tensor_parallel_size == 1
     assert (with_gpu.server.kind, with_gpu.server.num_servers) == ("sglang", 0)
     assert (with_gpu.publish.transport, with_gpu.publish.host) == ("collective", "trainer")
     assert with_gpu.publish.host in STACK["services"]

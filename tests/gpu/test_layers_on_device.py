@@ -120,7 +120,9 @@ def test_gradients_are_those_of_transformers(
         for parameter in policy.model.parameters():
             parameter.copy_(parameter.main_grad)
     share = 1e-3 if policy.config.layers == "local" else 5e-2
-    for name, ours in Exports(policy.model).named():
+    exports = Exports(policy.model)
+    names = [spec.name for spec in exports.specs]
+    for name, ours in zip(names, exports.gather(names), strict=True):
         assert (ours - theirs[name]).abs().max() <= share * theirs[name].abs().max() + 1e-6, name
 
 
@@ -130,6 +132,8 @@ def test_weights_come_back_bit_equal(build: Build, make_model: Callable[..., Pat
 
     folder = make_model()
     before = load_file(folder / "model.safetensors")
-    after = {name: tensor.cpu() for name, tensor in Exports(build(folder).model).named()}
+    exports = Exports(build(folder).model)
+    names = [spec.name for spec in exports.specs]
+    after = {n: t.cpu() for n, t in zip(names, exports.gather(names), strict=True)}
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -16,7 +16,13 @@ import click
     metavar="RUN",
     help="Say instead why episodes that the run in this folder still holds broke into branches.",
 )
-def doctor(run_dir: Path | None) -> None:
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="PATH",
+    help="Say also which GPUs the parts of this settings file would get.",
+)
+def doctor(run_dir: Path | None, config: Path | None) -> None:
     """Say what is installed, what is missing and what this machine can run."""
     if run_dir is not None:
         from outloop.buffer.cli.buffer import show_drift
@@ -24,4 +30,9 @@ def doctor(run_dir: Path | None) -> None:
         return show_drift(run_dir)
     from outloop.engine.launch.doctor import examine
 
-    sys.exit(examine())
+    settings = None
+    if config is not None:
+        from outloop.buffer.settings import load_settings
+
+        settings = load_settings(config)
+    sys.exit(examine(settings=settings))

@@ -130,24 +130,25 @@ class _Largest(TorchDispatchMode):
 
 
 def _comes_back(exports: Exports, model: Path) -> bool:
-    """Whether what was read is exported bit for bit; also with buckets of one tensor.
+    """Whether what was read is exported bit for bit.
 
     And whether it is when it is written to places of another dtype, where rank 0 allocates no more
     than a message at a time: one row where that is more.
     """
+    names = [spec.name for spec in exports.specs]
     if int(os.environ.get("RANK", "0")):
-        exports.send_all(bucket_bytes=1)
-        exports.send([spec.name for spec in exports.specs])
+        exports.send(names)
+        exports.send(names)
         return True
     places = [torch.empty(spec.shape, dtype=torch.bfloat16) for spec in exports.specs]
     with HuggingFaceFolder(model) as folder:
         named = dict(folder.shapes)
-        for name, tensor in exports.named(bucket_bytes=1):
+        for name, tensor in zip(names, exports.gather(names), strict=True):
             if not torch.equal(tensor.cpu(), folder.read(name).to(tensor.dtype)):
                 return False
             del named[name]
         with _Largest() as largest:
-            for place, tensor in zip(places, exports.read(exports.specs, places), strict=True):
+            for place, tensor in zip(places, exports.gather(names, places), strict=True):
                 if tensor is not place:
                     place.copy_(tensor)
         for spec, place in zip(exports.specs, places, strict=True):

@@ -164,7 +164,8 @@ def test_what_is_published_and_converted_is_bfloat16_and_float32(
     update(policy, make_samples(4))
     exports = Exports(policy.model)
     assert {spec.dtype for spec in exports.specs} == {torch.bfloat16}
-    published = {name: tensor.clone() for name, tensor in exports.named()}
+    names = [spec.name for spec in exports.specs]
+    published = {n: t.clone() for n, t in zip(names, exports.gather(names), strict=True)}
     save_checkpoint(policy, tmp_path / "saved", step=1, mark=MARK, keep=1)
     to_huggingface(tmp_path / "saved" / "step_1", tmp_path / "hf", config=tiny_folder())
     from safetensors.torch import load_file

@@ -1,0 +1,90 @@
+"""Trainer and servers whose releases of NCCL differ are refused before anything starts.
+
+Another environment is a program that answers as its torch would; real ones differ in gigabytes.
+"""
+
+import io
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import Settings
+from outloop.engine.launch import nccl_release as module
+from outloop.engine.launch.doctor import examine
+from outloop.engine.launch.nccl_release import check_nccl, nccl_release
+
+GPU = {"kind": "sglang", "device": "cuda", "dtype": "bfloat16"}
+
+
+@pytest.fixture
+def python_with(tmp_path: Path) -> Callable[[str], Path]:
+    """An interpreter whose torch has this release of NCCL: `python_with("2 30 7")`."""
+
+    def make(release: str) -> Path:
+        path = tmp_path / f"python-{release.replace(' ', '.')}"
+        path.write_text(f"#!/bin/sh\necho warnings of others\necho NCCL {release}\n")
+        path.chmod(0o755)
+        return path
+
+    return make
+
+
+def settings_of(python: Path, **publish: Any) -> Settings:
+    """Of a run with one SGLang server in another environment."""
+    return Settings(
+        model={"path": "m"},
+        server=GPU | {"sglang_python": python},
+        publish={"transport": "collective"} | publish,
+    )
+
+
+def test_a_release_is_what_torch_loads(python_with: Callable[[str], Path]) -> None:
+    """Without CUDA there is none; a program that cannot be started has none that is known."""
+    assert nccl_release(python_with("2 30 7")) == "2.30.7"
+    assert nccl_release(python_with("")) is None
+    assert nccl_release(Path("/nowhere/python")) is None
+
+
+def test_another_release_is_refused_with_the_remedy(
+    python_with: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where weights go by NCCL only; what cannot be known is not refused."""
+    monkeypatch.setattr(sys, "executable", str(python_with("2 29 7")))
+    sentence = "the trainer has NCCL 2.29.7 and .* NCCL 2.30.7.*nvidia-nccl-cu13==2.30.7"
+    with pytest.raises(SettingsError, match=sentence):
+        check_nccl(settings_of(python_with("2 30 7")))
+    check_nccl(settings_of(python_with("2 29 7")))
+    check_nccl(settings_of(python_with("")))
+    check_nccl(settings_of(python_with("2 30 7"), transport="shared_memory"))
+
+
+def test_doctor_says_who_sits_where_and_which_nccl(
+    python_with: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """For a settings file, with the GPUs that the driver lists."""
+    driver = tmp_path / "nvidia-smi"
+    lines = "\n".join(f"{n}, GPU-{n}, NVIDIA H100, 81559" for n in range(2))
+    driver.write_text(f"#!/bin/sh\ncat <<END\n{lines}\nEND\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(module.sys, "executable", str(python_with("2 29 7")))
+
+    def told(python: Path) -> str:
+        console = Console(record=True, width=250, file=io.StringIO())
+        examine(console, settings_of(python))
+        return re.sub(r"\s+", " ", console.export_text())
+
+    same = told(python_with("2 29 7"))
+    assert "2 x NVIDIA H100, 80 GiB" in same
+    assert "server-0: GPU 0 (NVIDIA H100); trainer rank 0: GPU 1 (NVIDIA H100)" in same
+    assert "2.29.7" in same
+    assert "NCCL 2.30.7" in told(python_with("2 30 7"))
