@@ -20,8 +20,8 @@ from outloop.buffer.errors import PublishFailed, UpdateRefused
 from outloop.buffer.records import Lease
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
-from outloop.engine.train.checkpoint.acknowledgement import Marks
-from outloop.engine.train.checkpoint.best_checkpoint import Choice
+from outloop.engine.train.checkpoint.acknowledgement import Acknowledgements
+from outloop.engine.train.checkpoint.best_checkpoint import BestCheckpoint
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint
 from outloop.engine.train.data.batch_builder import Batch, build_batch
 from outloop.engine.train.evaluation import Evaluations
@@ -72,7 +72,7 @@ class RlLoop:
         ranks.watchdog.renew_leases(
             lambda: leases.renew(fence), every_s=run.settings.buffer.lease_s / 4.0
         )
-        self._marks = Marks(
+        self._acknowledgements = Acknowledgements(
             ranks,
             reader,
             timeout_s=run.settings.trainer.hang_timeout_s,
@@ -80,7 +80,7 @@ class RlLoop:
             on_failure=self._save_failed,
         )
         self._evaluations = Evaluations(reader, run.settings, metrics, stop=stop, beat=self._wait)
-        self._choice = Choice(run.dir) if run.settings.eval.chooses_checkpoint else None
+        self._best = BestCheckpoint(run.dir) if run.settings.eval.chooses_checkpoint else None
         self._step = 0
         self._version = -1
         self._next_slot = 0
@@ -124,7 +124,7 @@ class RlLoop:
             }
             # Before the checkpoint: what a checkpoint contains has its row, whatever ends the run.
             self._record(batch, reports, published, times)
-            self._marks.collect()
+            self._acknowledgements.collect()
             if self._is_checkpoint_due():
                 self._checkpoint()
             ended_at = now
@@ -141,8 +141,8 @@ class RlLoop:
             self._ranks.run(RankWorker.load, checkpoint)
             self._step = self._saved_step = checkpoint.step
             self._next_slot, parent = mark.next_slot, mark.policy_version
-            if self._choice is not None:
-                self._choice.forget_after(checkpoint.step)
+            if self._best is not None:
+                self._best.forget_after(checkpoint.step)
             self._reference_hash = checkpoint.reference_hash
             _log.info("resumed", checkpoint=str(checkpoint.path), step=self._step)
         if self._settings.trainer.kl != "none":
@@ -225,7 +225,7 @@ class RlLoop:
         """Say what is awaited, and give weights to a server that joined since the last publish."""
         self._report(sentence)
         self._ranks.idle()
-        self._marks.collect()
+        self._acknowledgements.collect()
         if any(e.policy_version is None and not e.is_quarantined for e in self._reader.servers()):
             self._load_weights(self._version)
 
@@ -333,19 +333,19 @@ class RlLoop:
         fence = self._fence
         self._drop(batch)
         self._reader.mark_trained(batch.group_ids, fence=fence, policy_version=self._version)
-        self._marks.add(batch.group_ids)
+        self._acknowledgements.add(batch.group_ids)
 
     def _is_checkpoint_due(self) -> bool:
         every = self._settings.trainer.checkpoint_every
         is_last = self._step == self._settings.trainer.num_steps
-        is_candidate = self._choice is not None and self._evaluations.is_due(self._step)
+        is_candidate = self._best is not None and self._evaluations.is_due(self._step)
         return not is_last and (is_candidate or (every > 0 and self._step % every == 0))
 
     def _checkpoint(self) -> None:
         """Begin to write what the weights contain; it is acknowledged when it is on disk."""
         self._ranks.watchdog.progress("checkpoint")
         self._ranks.come_back()
-        self._marks.begin(
+        self._acknowledgements.begin(
             step=self._step,
             fence=self._fence,
             next_slot=self._next_slot,
@@ -354,7 +354,7 @@ class RlLoop:
         )
         self._saved_step = self._step
         if not self._settings.trainer.trains_while_saving:
-            self._marks.wait()
+            self._acknowledgements.wait()
 
     def _save_failed(self, sentence: str) -> None:
         self._saved_step = -1
@@ -363,11 +363,13 @@ class RlLoop:
     def _finish(self) -> None:
         """Leave a checkpoint; at the end of the run also the last evaluation and the HF folder."""
         is_done = self._step >= self._settings.trainer.num_steps
-        self._marks.wait()
+        self._acknowledgements.wait()
         # Written again, a checkpoint that was resumed from would forget which groups it contains.
-        if self._marks.is_anything_unmarked or (is_done and self._saved_step != self._step):
+        if self._acknowledgements.is_anything_unmarked or (
+            is_done and self._saved_step != self._step
+        ):
             self._checkpoint()
-        self._marks.wait(is_last=True)
+        self._acknowledgements.wait(is_last=True)
         if is_done:
             self._collect()
         if is_done and not self._stop.is_set():
@@ -380,23 +382,23 @@ class RlLoop:
     def _collect(self) -> None:
         """Record the evaluation under way; the checkpoint of its step may be the best so far."""
         found = self._evaluations.collect()
-        if found is not None and self._choice is not None and found[0] > 0:
-            self._marks.wait()
-            self._choice.offer(*found)
+        if found is not None and self._best is not None and found[0] > 0:
+            self._acknowledgements.wait()
+            self._best.offer(*found)
 
     def _go_to_best(self) -> None:
         """End with the weights that validation chose, and report on the test split, once."""
-        best = self._choice.best if self._choice is not None else None
-        if self._choice is None or best is None:
+        best = self._best.best if self._best is not None else None
+        if self._best is None or best is None:
             return
         if best.step != self._step:
             self._ranks.run(RankWorker.load, best)
             parent = best.mark.policy_version
             self._publish(parent=parent, policy_version=self._version + 1)
-        if not self._choice.is_reported:
+        if not self._best.is_reported:
             self._evaluations.request_test(step=best.step, policy_version=self._version)
             if self._evaluations.collect() is not None:
-                self._choice.mark_reported()
+                self._best.mark_reported()
 
     def _warn_without_signal(self, batch: Batch) -> None:
         has_any = batch.metrics["train/groups_with_signal_share"] > 0

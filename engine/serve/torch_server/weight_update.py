@@ -34,11 +34,6 @@ class UpdateSession:
         self.pending_version: str | None = None
         """Named by an update of the open session; holds from its end."""
 
-    @property
-    def is_open(self) -> bool:
-        """True between begin and end."""
-        return self._staged is not None
-
     def begin(self) -> None:
         """Open a session; tensors it does not bring keep their values.
 

@@ -26,7 +26,7 @@ _MAX_FAILURES = 2
 _log = structlog.get_logger()
 
 
-class Marks:
+class Acknowledgements:
     """The trained groups of one run on their way to being acknowledged."""
 
     def __init__(

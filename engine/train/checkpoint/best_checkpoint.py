@@ -20,7 +20,7 @@ _CHOICE = "choice.json"
 _log = structlog.get_logger()
 
 
-class Choice:
+class BestCheckpoint:
     """Keeps the better of two checkpoints, by the mean reward of their validation episodes."""
 
     def __init__(self, run_dir: Path) -> None:

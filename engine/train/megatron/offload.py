@@ -16,7 +16,7 @@ from torch import Tensor
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 
 
-class Placement:
+class Offload:
     """A policy's tensors, and those of frozen models beside it, on the device or away from it."""
 
     def __init__(self, policy: Policy, *, is_colocated: bool) -> None:

@@ -46,11 +46,6 @@ class ParallelSizes:
         """Ranks that hold the same dense weights and compute different samples."""
         return self.num_ranks // (self.tensor * self.pipeline * self.context)
 
-    @property
-    def expert_data(self) -> int:
-        """Ranks that hold the same expert weights."""
-        return self.num_ranks // (self.expert_tensor * self.expert * self.pipeline)
-
 
 def read_sizes(
     raw: Mapping[str, Any], *, num_ranks: int, layers: LayerKind = "local"

@@ -29,7 +29,7 @@ from outloop.engine.train.megatron.model_and_optimizer import (
     PolicyModel,
     build_policy,
 )
-from outloop.engine.train.megatron.offload import Placement
+from outloop.engine.train.megatron.offload import Offload
 from outloop.engine.train.ranks.collectives import agree
 from outloop.engine.train.ranks.watchdog import Watchdog
 from outloop.engine.train.step.policy_update import rl_update, sft_update
@@ -62,7 +62,7 @@ class RankWorker:
         self._policy: Policy | None = None
         self._exports: Exports | None = None
         self._reference: Reference | None = None
-        self._placement: Placement | None = None
+        self._placement: Offload | None = None
         self._saving: Saving | None = None
         self._batch: TrainBatch | None = None
         self._debugger = StepDebugger(run.settings, run.dir, self._save_state)
@@ -80,7 +80,7 @@ class RankWorker:
         return self._exports
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> Offload:
         """Whether this rank's tensors are on its device."""
         assert self._placement is not None, "build comes first"
         return self._placement
@@ -102,7 +102,7 @@ class RankWorker:
         policy.take_weights()
         self._policy = policy
         self._exports = Exports(policy.model)
-        self._placement = Placement(policy, is_colocated=self._settings.trainer.is_colocated)
+        self._placement = Offload(policy, is_colocated=self._settings.trainer.is_colocated)
 
     def load_reference(self, *, pinned_hash: str) -> str:
         """Load the frozen model; gives its content hash.

@@ -14,7 +14,7 @@ from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.export_weights import Exports
 from outloop.engine.train.megatron.model_and_optimizer import Policy
-from outloop.engine.train.megatron.offload import Placement, torch_optimizers
+from outloop.engine.train.megatron.offload import Offload, torch_optimizers
 from outloop.engine.train.step.policy_update import rl_update
 
 MakePolicy = Callable[..., Policy]
@@ -45,7 +45,7 @@ def test_everything_leaves_and_comes_back_bit_equal(
     before = [tensor.clone() for tensor in tensors(policy)]
     assert any(tensor.abs().max() > 0 for tensor in before)
     addresses = [id(parameter) for parameter in policy.model.parameters()]
-    placement = Placement(policy, is_colocated=True)
+    placement = Offload(policy, is_colocated=True)
     placement.leave()
     assert placement.is_away
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors(policy))
@@ -68,7 +68,7 @@ def test_weights_that_were_hashed_can_leave(dtype: str, make_policy: MakePolicy)
     for tensor in exports.gather([spec.name for spec in exports.specs]):
         tensor_checksum(tensor)
         tensor_checksum(tensor, "sha256")
-    placement = Placement(policy, is_colocated=True)
+    placement = Offload(policy, is_colocated=True)
     placement.leave()
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors(policy))
     placement.come_back()
@@ -79,7 +79,7 @@ def test_training_goes_on_as_if_nothing_had_left(
 ) -> None:
     """Three updates with a journey after each end in the weights of three without, bit by bit."""
     stays, travels = make_policy(), make_policy()
-    placement = Placement(travels, is_colocated=True)
+    placement = Offload(travels, is_colocated=True)
     for seed in range(3):
         samples = make_samples(5, seed=seed)
         update(stays, samples)
@@ -107,7 +107,7 @@ def test_weights_that_are_read_meanwhile_leave_again(setup: Callable[..., Setup]
 def test_without_colocation_nothing_leaves(make_policy: MakePolicy) -> None:
     """The same calls do nothing."""
     policy = make_policy()
-    placement = Placement(policy, is_colocated=False)
+    placement = Offload(policy, is_colocated=False)
     placement.leave()
     assert not placement.is_away
     assert all(parameter.untyped_storage().nbytes() for parameter in policy.model.parameters())
