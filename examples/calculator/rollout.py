@@ -1,10 +1,11 @@
 """How a training run plays one episode: the agent as it is, and its verifier."""
 
 from agent import solve
-from verifier import score
+from verifier import verify
+
+from outloop.envs.verifiers.result import Result
 
 
 async def play(task, episode):
-    question = task.payload["question"]
-    answer = await solve(question, episode.client)
-    return score(question, answer)
+    answer = await solve(task.payload["question"], episode.client)
+    return verify(task, Result(answer=answer))

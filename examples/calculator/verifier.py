@@ -7,6 +7,11 @@ from agent import evaluate
 _NUMBER = re.compile(r"-?\d+")
 
 
+def verify(task, result) -> float:
+    """For a run: the task has the question, the result the answer."""
+    return score(task.payload["question"], result.answer)
+
+
 def score(question: str, answer: str) -> float:
     """A pure function of the problem and the agent's last words."""
     numbers = _NUMBER.findall(answer)

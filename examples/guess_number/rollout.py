@@ -1,7 +1,7 @@
 """How a training run plays one episode: the agent as it is, against a host."""
 
 from agent import play_game
-from game import Game
+from verifier import Game
 
 
 async def play(task, episode):

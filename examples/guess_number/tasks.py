@@ -10,7 +10,7 @@ is held out; its openings are those of training games too.
 import random
 
 from agent import SYSTEM_PROMPT
-from game import MAX_GUESSES, Game
+from verifier import MAX_GUESSES, Game
 
 from outloop.envs.tasks.splits import split_of
 

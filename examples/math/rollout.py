@@ -1,20 +1,16 @@
-"""How a training run plays an episode: the agent as it is, scored by math-verify."""
+"""How a training run plays an episode: the agent as it is, and its verifier."""
 
 from agent import solve
+from verifier import verify
 
-from outloop.envs.verifiers.math_equivalence import Math
 from outloop.envs.verifiers.result import Result
 
 
-class Play:
-    """One per worker process; the verifier's own processes end with it."""
+async def play(task, episode):
+    answer = await solve(task.payload["question"], episode.client)
+    return await verify(task, Result(answer=answer))
 
-    def __init__(self):
-        self.verifier = Math()
 
-    async def play(self, task, episode):
-        answer = await solve(task.payload["question"], episode.client)
-        return await self.verifier(task, Result(answer=answer))
-
-    async def tear_down(self):
-        await self.verifier.tear_down()
+async def tear_down():
+    """When the run ends: the verifier has processes of its own."""
+    await verify.tear_down()

@@ -38,7 +38,7 @@ Outloop = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """What a reader of docs/your-own-agent.md has after its first page."""
-    for name in ("agent.py", "agent.mjs", "package.json", "verify.py", "rollout.py", "run.toml"):
+    for name in ("agent.py", "agent.mjs", "package.json", "verifier.py", "rollout.py", "run.toml"):
         shutil.copy(EXAMPLE / name, tmp_path)
     shutil.copy(EXAMPLE / "tasks.jsonl", tmp_path)
     page = (ROOT / "docs/your-own-agent.md").read_text()
@@ -219,9 +219,14 @@ def wait_until(is_true: Callable[[], bool], process: subprocess.Popen[str]) -> N
         ("x", "", ("--agent-command", "python agnet.py"), ["'agnet.py'", "mean 'agent.py'?"]),
         ("x", "", ("--agent-command", "pyton agent.py"), ["no program 'pyton'", "PATH"]),
         ("x", "", ("--agent-command", "python agent.py {tsk}"), ["{tsk}", "allowed here"]),
-        ("x", "", ("--verifier", "verify:verfy"), ["has no 'verfy'", "mean 'verify'?"]),
-        ("verify.py", "def verify(task):\n    pass\n", (), ["(task, result)", "signature (task)"]),
-        ("verify.py", "import nothing_there\n", (), ["importing it raised", "nothing_there"]),
+        ("x", "", ("--verifier", "verifier:verfy"), ["has no 'verfy'", "mean 'verify'?"]),
+        (
+            "verifier.py",
+            "def verify(task):\n    pass\n",
+            (),
+            ["(task, result)", "signature (task)"],
+        ),
+        ("verifier.py", "import nothing_there\n", (), ["importing it raised", "nothing_there"]),
         (
             "tasks.jsonl",
             '{"question": "a"}\n{"question"\n',
@@ -281,7 +286,7 @@ def test_a_wrong_step_that_only_playing_shows_ends_the_run_with_a_sentence(
 ) -> None:
     """An agent that ignores its address, a verifier that raises, a reward that is missing."""
     (folder / "agent.py").write_text(agent)
-    (folder / "verify.py").write_text(verifier)
+    (folder / "verifier.py").write_text(verifier)
     command = f"{sys.executable} -I -S agent.py"
     answer = outloop("train", "run.toml", "--agent-command", command, *PATIENT, "--set",
                      "buffer.max_staleness=8", "--set", "env.max_replacements=20")  # fmt: skip

@@ -17,7 +17,7 @@ def blocks(page: str) -> dict[str, str]:
     return dict(BLOCK.findall((ROOT / "docs" / page).read_text()))
 
 
-@pytest.mark.parametrize("name", ["agent.py", "verify.py", "run.toml", "rollout.py"])
+@pytest.mark.parametrize("name", ["agent.py", "verifier.py", "run.toml", "rollout.py"])
 def test_the_page_shows_the_examples_files(name: str) -> None:
     """Word for word: what a test runs is what a reader copies."""
     assert blocks("your-own-agent.md")[name] == (EXAMPLE / name).read_text()

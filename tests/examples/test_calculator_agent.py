@@ -145,13 +145,3 @@ async def test_the_agent_is_a_program(router: Any) -> None:
     )
     output, _ = await asyncio.wait_for(process.communicate(), 30)
     assert (process.returncode, output.decode()) == (0, "84\n")
-
-
-async def test_the_program_form_plays_episodes_too(router: Any) -> None:
-    """The rollout function that starts the program scores its output; a crash is an error."""
-    play = import_object("rollout_program:play", setting="s", import_dir=CALCULATOR)
-    task, episode = episode_of(router, "12*7")
-    assert await asyncio.wait_for(play(task, episode), 30) == 1.0
-    router.chat_status = 400
-    with pytest.raises(RuntimeError, match="exit code 1"):
-        await asyncio.wait_for(play(task, episode), 30)

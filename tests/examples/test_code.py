@@ -48,7 +48,7 @@ async def test_code_is_scored_by_its_tests(
     load_example, open_episode: Callable[..., Any], router: Any
 ) -> None:
     """Right code passes, wrong code that is Python gets a tenth, and rubbish nothing."""
-    play = load_example("code", "rollout").Play()
+    rollout = load_example("code", "rollout")
     problem = read_problems()["HumanEval/2"]
     whole = problem["prompt"] + problem["canonical_solution"]
     rewards = []
@@ -62,18 +62,18 @@ async def test_code_is_scored_by_its_tests(
     ):
         router.answer = lambda messages, words=words: {"role": "assistant", "content": words}
         task, episode = open_episode(dict(problem), passed=1.0, parses=0.1)
-        returned = await play.play(task, episode)
+        returned = await rollout.play(task, episode)
         rewards.append(episode.scores.reward(returned, "play").value)
-    await play.tear_down()
+    await rollout.tear_down()
     assert rewards == pytest.approx([1.1, 1.1, 0.1, 0.1, 0.0, 0.1])
 
 
 @pytest.mark.parametrize("depth", [1000, 100_000])
 def test_text_that_breaks_the_parser_is_not_python(load_example, depth: int) -> None:
     """Deep nesting, written to crash whoever parses it, is an answer that does not parse."""
-    rollout = load_example("code", "rollout")
-    assert not rollout.parses("def f():", "    return " + "(" * depth)
-    assert not rollout.parses("def f():", "    return " + "-" * depth + "1" * (depth > 1000))
+    verifier = load_example("code", "verifier")
+    assert not verifier.parses("def f():", "    return " + "(" * depth)
+    assert not verifier.parses("def f():", "    return " + "-" * depth + "1" * (depth > 1000))
 
 
 @pytest.mark.e2e

@@ -9,7 +9,7 @@ import pytest
 @pytest.fixture
 def game(load_example):
     """The host's module."""
-    return load_example("guess_number", "game")
+    return load_example("guess_number", "verifier")
 
 
 @pytest.fixture

@@ -45,13 +45,13 @@ async def test_an_answer_is_judged_as_mathematics(
     load_example, open_episode: Callable[..., Any], router: Any
 ) -> None:
     """The agent's words reach math-verify; close is not right, and nothing is not right."""
-    play = load_example("math", "rollout").Play()
+    rollout = load_example("math", "rollout")
     task, episode = open_episode({"question": "4 - 1 - 7 =", "answer": "-4"})
     rewards = []
     for words in ("\\boxed{-4}", "so it is \\boxed{-8/2}", "\\boxed{-3}", "\\boxed{", ""):
         router.answer = lambda messages, words=words: {"role": "assistant", "content": words}
-        rewards.append(await play.play(task, episode))
-    await play.tear_down()
+        rewards.append(await rollout.play(task, episode))
+    await rollout.tear_down()
     assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 

@@ -1,4 +1,4 @@
-"""The host of the game: knows the number, answers guesses, and counts them."""
+"""The host of the game, who scores it too: knows the number, answers guesses, and counts them."""
 
 import re
 
