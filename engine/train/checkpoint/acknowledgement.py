@@ -1,7 +1,7 @@
 """Which groups the weights contain, and saying so to the buffer once they are on disk.
 
 Owns: the groups trained since the last checkpoint, the save that is under way, the order between
-both. Does not own: writing (saving), when a checkpoint is due (loop). Invariant: a group is
+both. Does not own: writing (async_writer), when a checkpoint is due (loop). Invariant: a group is
 acknowledged only after a checkpoint that contains its update is complete; at most one save is under
 way; the groups of a save that failed are in the next one.
 """
@@ -50,19 +50,19 @@ class Acknowledgements:
         self._timeout_s = timeout_s
         self._on_wait = on_wait
         self._on_failure = on_failure
-        self._unmarked: list[str] = []
+        self._unsaved: list[str] = []
         self._saving: tuple[Saving, CheckpointMark] | None = None
         self._began_at = 0.0
         self._num_failures = 0
 
     @property
-    def is_anything_unmarked(self) -> bool:
+    def has_unsaved_groups(self) -> bool:
         """Whether some trained group is in no checkpoint that is written or under way."""
-        return bool(self._unmarked)
+        return bool(self._unsaved)
 
     def add(self, group_ids: Sequence[str]) -> None:
         """These are trained now."""
-        self._unmarked += group_ids
+        self._unsaved += group_ids
 
     def begin(
         self,
@@ -77,7 +77,7 @@ class Acknowledgements:
         self.wait()
         mark = CheckpointMark(
             fence=fence,
-            group_ids=tuple(self._unmarked),
+            group_ids=tuple(self._unsaved),
             next_slot=next_slot,
             policy_version=policy_version,
         )
@@ -86,7 +86,7 @@ class Acknowledgements:
             RankWorker.save, step=step, mark=mark, reference_hash=reference_hash
         )
         self._saving = saving, mark
-        self._unmarked.clear()
+        self._unsaved.clear()
 
     def collect(self) -> None:
         """Acknowledge the save that is under way, if it is complete by now.
@@ -100,7 +100,7 @@ class Acknowledgements:
         try:
             path = saving.result()
         except CheckpointFailed as error:
-            self._unmarked[:0] = mark.group_ids
+            self._unsaved[:0] = mark.group_ids
             self._num_failures += 1
             if self._num_failures >= _MAX_FAILURES:
                 raise
