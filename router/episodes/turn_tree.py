@@ -113,7 +113,7 @@ class TurnTree:
                 cause = "extension" if not said.children else "resampled"
                 return Plan(parent=said, said_after=said, prompt_ids=ids, cause=cause)
         ids = self._renderer.render(messages, tools)
-        extended = self._longest_prefix(ids)
+        extended = self._longest_prefix(ids, preferred=said)
         if extended is not None:
             return Plan(
                 parent=extended,
@@ -244,8 +244,11 @@ class TurnTree:
                 return node
         return None
 
-    def _longest_prefix(self, ids: list[int]) -> Node | None:
-        """The longest path that `ids` go on with: one answer may begin as another does."""
+    def _longest_prefix(self, ids: list[int], preferred: Node | None = None) -> Node | None:
+        """The longest path that `ids` extend: one answer may begin as another does.
+
+        Of equal paths, such as equal choices, `preferred`.
+        """
         found: Node | None = None
         array = np.asarray(ids, dtype=np.int32)
         levels = [(self._roots, 0)]
@@ -253,7 +256,8 @@ class TurnTree:
             level, start = levels.pop()
             for node in level:
                 if _extends(array, node, start):
-                    if found is None or node.end > found.end:
+                    is_equal = found is not None and node.end == found.end
+                    if found is None or node.end > found.end or (is_equal and node is preferred):
                         found = node
                     levels.append((node.children, node.end))
         return found

@@ -14,7 +14,7 @@ from outloop.router.http.protocol import ClientConnection
 
 @dataclass
 class Script:
-    """What one call draws; `fail` is an HTTP status, or "drop" to cut the connection."""
+    """What one call generates; `fail` is an HTTP status, or "drop" to cut the connection."""
 
     ids: list[int]
     finish: dict = field(default_factory=lambda: {"type": "stop", "matched": None})
@@ -26,7 +26,7 @@ class Script:
 
 
 class FakeServer:
-    """Records every request; `answer` maps a request body to what is drawn."""
+    """Records every request; `answer` maps a request body to what is generated."""
 
     def __init__(self, answer: Callable[[dict], Script]) -> None:
         self.answer = answer

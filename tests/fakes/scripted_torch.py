@@ -1,4 +1,4 @@
-"""A real torch server whose draws are written down, behind a real router over a real Redis.
+"""A real torch server whose sequences are recorded, behind a real router over a real Redis.
 
     with scripted_server(start_torch_server, folder) as server:
         async with playing(run, server) as scene:
@@ -7,7 +7,8 @@
 
 Weights are random; a sequence is held to its line by the server's own constrained decoding, so that
 forward passes, sampling, cache, logprobs and streams are the real ones. What the server was given
-and drew is kept where the engine takes it over, behind everything that the router has to do with.
+and generated is kept where the engine takes it over, behind everything that the router has to do
+with.
 """
 
 import json
@@ -75,13 +76,13 @@ class ScriptedServer:
     last: list[int] | None = None
     """Said again where no line is left."""
     seen: list[Running] = field(default_factory=list)
-    """Every sequence, with what it was given and drew."""
+    """Every sequence, with what it was given and generated."""
     engine: Engine | None = None
     on_taken: Callable[[int], None] | None = None
-    """Called in the engine's thread with the number of ids that a sequence has drawn."""
+    """Called in the engine's thread with the number of ids that a sequence has generated."""
 
     def pause_after(self, num_ids: int, mode: PauseMode) -> None:
-        """Have the next sequence drawn up to there, and the engine paused before it goes on."""
+        """Have the next sequence generated up to there, and the engine paused before it goes on."""
 
         def pause(num_drawn: int) -> None:
             engine = self.engine
@@ -188,7 +189,7 @@ class Scene:
         return found.turns
 
     def check_exact(self, episode: dict[str, Any]) -> list[str]:
-        """Hold every recorded path against what the server was given and drew; the causes."""
+        """Hold every recorded path against what the server was given and generated; the causes."""
         turns = self.turns(episode)
         by_id = {turn.turn_id: turn for turn in turns}
         seen = {running.rid.rpartition("-")[0]: running for running in self.server.seen}

@@ -1,4 +1,4 @@
-"""Tool calls are streamed while they are drawn."""
+"""Tool calls are streamed while they are generated."""
 
 import asyncio
 import json

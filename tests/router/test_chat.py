@@ -44,7 +44,7 @@ async def play_calculator(stage, client, *, stream=False):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_tool_loop_is_one_exact_branch(stage, stream: bool) -> None:
-    """Recorded ids, concatenated, are what the server was given and drew."""
+    """Recorded ids, concatenated, are what the server was given and generated."""
     stage.says(CALL, "The answer is 84.")
     episode = await stage.open()
     client = await stage.client(episode)

@@ -56,7 +56,7 @@ async def test_rendered_equals_played(stage) -> None:
 
 
 async def compare_with_play(stage, row, rendered) -> None:
-    """Play `row` with a policy that draws the rendered outputs."""
+    """Play `row` with a policy that generates the rendered outputs."""
     from fakes.fake_server import Script
 
     outputs = iter(rendered)
@@ -98,7 +98,7 @@ async def compare_with_play(stage, row, rendered) -> None:
     ("row", "needle"),
     [
         ({"messages": [{"role": "user", "content": "hi"}]}, "no message is by the assistant"),
-        ({"messages": [{"role": "assistant", "content": "hi"}]}, "one before it is needed"),
+        ({"messages": [{"role": "assistant", "content": "hi"}]}, "a message before it is needed"),
         ({"messages": "hi"}, "Expected `array`"),
         (
             {

@@ -56,7 +56,7 @@ def path_of(turn, turns) -> list[int]:
 @each_dialect
 @plain_and_streamed
 async def test_a_tool_loop_is_one_branch_in_every_dialect(stage, meet, dialect, stream) -> None:
-    """Recorded ids, concatenated, are what the server was given and drew."""
+    """Recorded ids, concatenated, are what the server was given and generated."""
     stage.says("I compute.\n" + CALL, CALL, "The answer is 84.")
     episode = await stage.open()
     talker = meet(dialect).begin(episode)
@@ -171,7 +171,7 @@ async def test_every_dialect_is_in_the_openapi_document(stage, meet, dialect) ->
 
 @each_dialect
 async def test_reasoning_is_shown_while_it_is_drawn(stage, meet, dialect) -> None:
-    """The client reads thoughts before the answer is drawn, and has all of them in the end."""
+    """The client reads thoughts before the answer is generated, and has all of them in the end."""
     stage.server.step_gate, stage.server.chunk = asyncio.Event(), 6
     thought = "First this, then that."
     stage.says(f"<think>\n{thought}\n</think>\n\nfine")

@@ -133,7 +133,7 @@ async def test_refusals_come_in_anthropics_envelope(stage, client) -> None:
 
 
 async def test_tokens_are_counted_as_the_server_would_see_them(stage, client) -> None:
-    """The count is that of the turn's prompt; nothing is drawn or recorded for it."""
+    """The count is that of the turn's prompt; nothing is generated or recorded for it."""
     stage.says("fine")
     asked = {"model": "policy", "messages": HI["messages"], "system": "Be short.", "tools": TOOLS}
     counted = await client.messages.count_tokens(**asked)
@@ -200,13 +200,13 @@ def test_blocks_become_the_messages_they_tell(blocks) -> None:
         else {"type": "text", "text": text}
         for kind, text in blocks
     ]
-    told = decode(
+    messages = decode(
         {"role": "user", "content": results},
         {"role": "assistant", "content": said},
         {"role": "user", "content": "go on"},
         system=[{"type": "text", "text": "s"}, {"type": "text", "text": "t"}],
     ).messages
-    assert told[0] == Message("system", "s\nt")
+    assert messages[0] == Message("system", "s\nt")
     expected: list[Message] = []
     for kind, text in blocks:
         if kind == "tool_result":
@@ -215,9 +215,9 @@ def test_blocks_become_the_messages_they_tell(blocks) -> None:
             expected[-1] = Message("user", f"{expected[-1].text}\n{text}")
         else:
             expected.append(Message("user", text))
-    assert list(told[1:-2]) == (expected or [Message("user", "")])
+    assert list(messages[1:-2]) == (expected or [Message("user", "")])
     by_kind = {kind: [t for k, t in blocks if k == kind] for kind, _ in blocks}
-    answer = told[-2]
+    answer = messages[-2]
     assert answer.text == "".join(by_kind.get("text", ()))
     assert answer.reasoning == "".join(by_kind.get("tool_result", ()))
     calls = [(call.id, json.loads(call.arguments)) for call in answer.tool_calls]

@@ -71,7 +71,7 @@ async def test_the_policy_goes_on_where_the_client_stopped(stage, ask, stream, c
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("prefill", "drawn", "texts", "calls"),
+    ("prefill", "generated", "texts", "calls"),
     [
         ("The answer is", " 42.", [" 42."], 0),
         ("  The answer is ", "42.", ["42."], 0),
@@ -82,10 +82,10 @@ async def test_the_policy_goes_on_where_the_client_stopped(stage, ask, stream, c
     ],
 )
 async def test_what_follows_is_read_as_any_answer(
-    stage, ask, stream: bool, prefill: str, drawn: str, texts: list, calls: int
+    stage, ask, stream: bool, prefill: str, generated: str, texts: list, calls: int
 ) -> None:
     """White space and calls after the beginning too; a retry, also elsewhere, says the same."""
-    stage.says(drawn)
+    stage.says(generated)
     episode = await stage.open()
     begun = [ASK, {"role": "assistant", "content": prefill}]
     said = await ask(episode, begun, stream=stream, tools=TOOLS)

@@ -114,9 +114,9 @@ async def test_instructions_are_told_once(stage, instructions, cause: str) -> No
     await client.responses.create(
         model="policy", input="and?", previous_response_id=first.id, **options
     )
-    told = stage.renderer.tokenizer.decode(stage.server.requests[1]["input_ids"])
-    assert told.count("<|im_start|>system") == 1
-    assert told.startswith(f"<|im_start|>system\n{instructions or 'Be short.'}<|im_end|>")
+    text = stage.renderer.tokenizer.decode(stage.server.requests[1]["input_ids"])
+    assert text.count("<|im_start|>system") == 1
+    assert text.startswith(f"<|im_start|>system\n{instructions or 'Be short.'}<|im_end|>")
     assert [turn.branch_cause for turn in stage.turns(episode)] == ["root", cause]
 
 
@@ -185,7 +185,7 @@ async def test_a_cut_answer_is_incomplete(stage) -> None:
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(stage, fields: dict, param: str) -> None:
-    """OpenAI's envelope with the parameter, and nothing is drawn."""
+    """OpenAI's envelope with the parameter, and nothing is generated."""
     client = await stage.client(await stage.open())
     with pytest.raises(openai.BadRequestError) as caught:
         await client.post(

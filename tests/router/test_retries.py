@@ -21,7 +21,7 @@ async def ask(stage, episode, body=BODY, **headers):
 
 
 async def leave(stage, episode, body=BODY) -> None:
-    """Send a request and hang up while it is drawn."""
+    """Send a request and hang up while it is generated."""
     stage.server.gate.clear()
     num_before = len(stage.server.requests)
     task = asyncio.create_task(ask(stage, episode, body))
@@ -49,7 +49,7 @@ async def test_a_fresh_identical_request_is_a_fresh_sample(stage) -> None:
     ],
 )
 async def test_a_retry_gets_the_recorded_turn(stage, first, second) -> None:
-    """The same bytes come back and nothing is drawn again."""
+    """The same bytes come back and nothing is generated again."""
     stage.says("one", "two")
     episode = await stage.open()
     answers = [await ask(stage, episode, **headers) for headers in (first, second)]
@@ -70,7 +70,7 @@ async def test_another_body_under_the_same_idempotency_key_is_another_turn(stage
 
 @pytest.mark.parametrize("headers", [{"x_stainless_retry_count": "1"}, {}])
 async def test_a_retry_joins_the_turn_in_flight(stage, headers) -> None:
-    """A client that left and comes back gets what was being drawn; it is trained."""
+    """A client that left and comes back gets what was being generated; it is trained."""
     stage.says("one", "two")
     episode = await stage.open()
     await leave(stage, episode)
@@ -144,7 +144,7 @@ async def test_a_streamed_retry_gets_the_same_stream(stage) -> None:
     assert len(stage.server.requests) == 1
 
 
-async def test_choices_of_which_some_were_recorded_are_drawn_together_again(make_stage) -> None:
+async def test_choices_of_which_some_were_recorded_are_generated_together_again(make_stage) -> None:
     """Redis took one of two choices and went away: the retry gets two answers to one request, and
     none of them twice."""
     stage = await make_stage(router={"buffer_timeout_s": 0})

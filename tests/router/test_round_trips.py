@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes.drawn_agent import read_stream
+from fakes.random_agent import read_stream
 from outloop.buffer.records import Sampling, Turn
 from outloop.router.dialects.base import AnswerHead, CallPlace, Delta, Message, ToolCall, TurnResult
 from outloop.router.dialects.table import DIALECTS
@@ -264,7 +264,7 @@ def result_of(answer: Message) -> TurnResult:
 
 
 def deltas_of(answer: Message, cut: int) -> list[Delta]:
-    """An answer in pieces of `cut` characters, in the order in which they are drawn."""
+    """An answer in pieces of `cut` characters, in the order in which they are generated."""
 
     def pieces(text: str) -> list[str]:
         return [text[start : start + cut] for start in range(0, len(text), cut)]

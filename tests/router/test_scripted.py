@@ -162,7 +162,7 @@ async def test_only_what_the_policy_drew_for_training_reaches_the_trainer(scene)
     )
     found = {one.episode.episode_id: one for one in lease.group.trajectories}
     assert found.keys() == {episode["episode_id"] for episode in group}
-    samples = [one for t in found.values() for one in build_samples(t, advantage=1.0)]
+    samples = [one for t in found.values() for one in build_samples(t)]
     drawn = [sample.token_ids[sample.loss_mask].tolist() for sample in samples]
     assert sorted(chain(*drawn)) == sorted(chain(*(one.output_ids for one in trained)))
     given = [sample.behavior_logprobs[sample.loss_mask].tolist() for sample in samples]

@@ -78,7 +78,7 @@ def test_reasoning_and_text_are_shown_as_they_are_parsed(
 
 
 async def test_the_first_delta_comes_before_generation_ends(stage) -> None:
-    """Streaming is real: text arrives while the server still draws."""
+    """Streaming is real: text arrives while the server still generates."""
     stage.server.step_gate = asyncio.Event()
     stage.says("Hello there, this is long.")
     episode = await stage.open()

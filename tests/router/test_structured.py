@@ -79,7 +79,7 @@ async def test_json_objects_and_free_text(stage) -> None:
     "form", [{"type": "yaml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}]
 )
 async def test_a_format_that_cannot_be_is_refused(stage, form) -> None:
-    """400 with the parameter's name, and nothing is drawn."""
+    """400 with the parameter's name, and nothing is generated."""
     answer = await ask(stage, await stage.open(), response_format=form)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "response_format"
@@ -119,7 +119,7 @@ def begun(stage, request: dict) -> str:
     ],
 )
 async def test_a_forced_call_is_begun_for_the_policy(make_stage, choice, start) -> None:
-    """Its beginning is prompt, what follows is drawn freely and trained; the next turn goes on."""
+    """Its beginning is prompt, the rest is generated and trained; the next turn continues."""
     stage = await make_stage(sampling=RECORD)
     stage.server.answer = lambda request: stage.script(CALL.removeprefix(begun(stage, request)))
     episode = await stage.open()

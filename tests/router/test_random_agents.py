@@ -1,6 +1,7 @@
-"""Agents of which every move is drawn: exact ids, one loss per token, causes, episodes apart."""
+"""Agents of which every move is random: exact ids, one loss per token, causes, episodes apart."""
 
 import asyncio
+import itertools
 import json
 from dataclasses import dataclass, field
 from itertools import cycle, zip_longest
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from fakes.drawn_agent import KINDS, SAYINGS, DrawnAgent, DrawnPolicy, Move
+from fakes.random_agent import KINDS, SAYINGS, Move, RandomAgent, RandomPolicy
 from outloop.buffer.records import Episode, Trajectory
 from outloop.engine.train.data.samples import build_samples
 from outloop.router.rendering.renderer import PolicyRenderer
@@ -92,7 +93,7 @@ async def format_and_stage(request, make_stage, model_folder, tmp_path):
     return chosen, stage
 
 
-async def play(chosen: Format, agent: DrawnAgent, move: Move) -> None:
+async def play(chosen: Format, agent: RandomAgent, move: Move) -> None:
     """Make a move; hold what its turns must go on with, and the cause."""
     kind, style = (move.kind if agent.talks else "begin"), move.style
     num_before, num_leaves = len(agent.turns), count_leaves(agent)
@@ -114,15 +115,21 @@ async def play(chosen: Format, agent: DrawnAgent, move: Move) -> None:
         if kind == "go_on":
             messages = [*agent.echo(talk, style), *agent.reply(talk, style)]
             _, turns = await agent.ask(messages, talk.tools, move)
-            # What was drawn after a stop cannot stand before a user's words in any format.
+            # What was generated after a stop cannot stand before a user's words in any format.
             may_break = talk.saying == "after"
             if chosen.breaks_at_user and messages[-1]["role"] == "user":
-                # Rendered anew, only plain text is sure to become the ids that were drawn.
+                # Rendered anew, only plain text is sure to become the ids that were generated.
                 may_break |= agent.sayings_before(talk) != {"text"}
-            if not (may_break and turns[0].branch_cause == "template"):
-                assert turns[0].parent_turn_id == talk.turn_id
+                # So is not an answer that goes on from the client's own beginning.
+                may_break |= any(
+                    one["role"] == other["role"] == "assistant"
+                    for one, other in itertools.pairwise(messages)
+                )
             allowed = {"extension" if talk.turn_id not in parents else "resampled"}
-            allowed |= {"template"} if may_break else set()
+            if turns[0].parent_turn_id != talk.turn_id:
+                # Rendered anew, it may also extend an earlier turn.
+                assert may_break
+                allowed = {"template", "extension", "resampled"}
         elif kind == "retools":
             messages = [*agent.echo(talk, style), *agent.reply(talk, style)]
             _, turns = await agent.ask(messages, agent.tools(), move)
@@ -158,7 +165,7 @@ def causes_of_edit(kind: str, talk) -> set[str]:
     return {"history_rewritten", "tools_changed", "resampled"}
 
 
-async def retry(agent: DrawnAgent, move: Move) -> None:
+async def retry(agent: RandomAgent, move: Move) -> None:
     """A request that says it is a retry gets the newest answer to it that nothing went on from, and
     nothing is generated."""
     asked = agent.asked[move.pick % len(agent.asked)]
@@ -177,13 +184,13 @@ async def retry(agent: DrawnAgent, move: Move) -> None:
     assert (len(agent.turns), agent.num_drawn) == (num_turns, num_drawn)
 
 
-def count_leaves(agent: DrawnAgent) -> int:
+def count_leaves(agent: RandomAgent) -> int:
     """Branches of the episode so far."""
     parents = {turn.parent_turn_id for turn in agent.turns}
     return sum(turn.turn_id not in parents for turn in agent.turns)
 
 
-def trajectory_of(agent: DrawnAgent) -> Trajectory:
+def trajectory_of(agent: RandomAgent) -> Trajectory:
     """The episode as the trainer gets it."""
     episode = Episode(
         episode_id=agent.episode["episode_id"],
@@ -201,11 +208,11 @@ def trajectory_of(agent: DrawnAgent) -> Trajectory:
     return Trajectory(episode=episode, turns=tuple(agent.turns))
 
 
-def check_records(agent: DrawnAgent) -> set[str]:
+def check_records(agent: RandomAgent) -> set[str]:
     """Hold branches, losses and logprobs against what the server saw; the turns' ids."""
-    drew, trajectory = agent.policy.drew, trajectory_of(agent)
+    generated, trajectory = agent.policy.generated, trajectory_of(agent)
     for turn in agent.turns:
-        one = drew[turn.turn_id]
+        one = generated[turn.turn_id]
         assert one.marks == {agent.mark}
         assert turn.output_ids.tolist() == one.output_ids
         assert turn.loss_spans == ((0, one.num_trained),)
@@ -215,18 +222,18 @@ def check_records(agent: DrawnAgent) -> set[str]:
         path: list[int] = []
         for turn in branch:
             path += turn.prompt_ids.tolist()
-            assert path == drew[turn.turn_id].input_ids
+            assert path == generated[turn.turn_id].input_ids
             path += turn.output_ids.tolist()
     ids = {turn.turn_id for turn in agent.turns}
     assert len(ids) == len(agent.turns)
     num_trained = 0
     leaves = [branch[-1] for branch in trajectory.branches()]
-    for sample in build_samples(trajectory, advantage=1.0):
-        leaf = drew[leaves[sample.branch].turn_id]
+    for sample in build_samples(trajectory):
+        leaf = generated[leaves[sample.branch].turn_id]
         assert sample.token_ids.tolist() == leaf.input_ids + leaf.output_ids
         assert np.all(sample.behavior_logprobs[sample.loss_mask] < 0)
         num_trained += sample.num_trained_tokens
-    assert num_trained == sum(drew[turn_id].num_trained for turn_id in ids)
+    assert num_trained == sum(generated[turn_id].num_trained for turn_id in ids)
     return ids
 
 
@@ -236,17 +243,17 @@ def check_records(agent: DrawnAgent) -> set[str]:
 async def test_whatever_agents_do_ids_losses_and_causes_hold(
     format_and_stage, plays, chunk
 ) -> None:
-    """Branches are what the server saw, every drawn token is trained once where it was drawn, an
-    answer handed back is gone on with, an edit opens a branch, and no episode holds another's."""
+    """Branches are what the server saw, each generated token is trained once, an echoed answer is
+    continued, an edit opens a branch, and no episode holds another's."""
     chosen, stage = format_and_stage
-    policy = DrawnPolicy(stage.renderer, chosen.calls)
+    policy = RandomPolicy(stage.renderer, chosen.calls)
     stage.server.answer, stage.server.chunk = policy.answer, chunk
     agents = [
-        DrawnAgent(stage, await stage.open(), policy, mark=f"e{index}", says=cycle(says))
+        RandomAgent(stage, await stage.open(), policy, mark=f"e{index}", says=cycle(says))
         for index, (_, says) in enumerate(plays)
     ]
     for moves in zip_longest(*(moves for moves, _ in plays)):
         together = zip(agents, moves, strict=True)
         await asyncio.gather(*(play(chosen, *one) for one in together if one[1] is not None))
     ids = [check_records(agent) for agent in agents]
-    assert sum(len(own) for own in ids) == len(policy.drew) == len(set().union(*ids))
+    assert sum(len(own) for own in ids) == len(policy.generated) == len(set().union(*ids))

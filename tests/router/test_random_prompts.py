@@ -1,4 +1,4 @@
-"""Raw prompts of which everything is drawn, without any template: text, ids, forks and edits."""
+"""Raw prompts of which everything is random, without any template: text, ids, forks and edits."""
 
 import itertools
 
@@ -51,7 +51,7 @@ def parents_and_causes(ids: list[int], turns) -> dict[str | None, str]:
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-async def test_a_drawn_prompt_goes_on_with_all_that_it_repeats(stage, moves) -> None:
+async def test_a_random_prompt_continues_all_that_it_repeats(stage, moves) -> None:
     """The server sees the prompt as it is, and its turn the longest recorded path as its parent,
     also where one answer begins as another does, or is another."""
     numbers, tokenizer = itertools.count(), stage.renderer.tokenizer
@@ -87,8 +87,8 @@ async def test_a_drawn_prompt_goes_on_with_all_that_it_repeats(stage, moves) -> 
         seen = [one["input_ids"] for one in stage.server.requests[-num_choices:]]
         assert [turn.choice_index for turn in new] == list(range(num_choices))
         assert all(ids == seen[0] for ids in seen)
-        told = tokenizer.decode(seen[0]) if isinstance(prompt, str) else seen[0]
-        assert told == prompt
+        given = tokenizer.decode(seen[0]) if isinstance(prompt, str) else seen[0]
+        assert given == prompt
         causes = parents_and_causes(seen[0], turns)
         for turn in new:
             assert turn.parent_turn_id == new[0].parent_turn_id
