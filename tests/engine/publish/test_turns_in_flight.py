@@ -80,9 +80,9 @@ async def _wait_for_tokens(session: aiohttp.ClientSession, url: str, num_tokens:
     deadline = asyncio.get_running_loop().time() + 60
     while asyncio.get_running_loop().time() < deadline:
         async with session.get(f"{url}/v1/loads") as answer:
-            if (await answer.json())["loads"][0]["num_drawn_tokens"] > num_tokens:
+            if (await answer.json())["loads"][0]["num_sampled_tokens"] > num_tokens:
                 return
-    pytest.fail("no token was drawn")
+    pytest.fail("no token was sampled")
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
