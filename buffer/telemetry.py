@@ -130,7 +130,6 @@ class MetricsWriter:
     """Append one JSON object per call to `metrics.jsonl`; non-finite values become null."""
 
     def __init__(self, run_dir: Path, *, tensorboard: bool = False) -> None:
-        self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
         self._board: Any = None
         if tensorboard:
             try:
@@ -141,6 +140,7 @@ class MetricsWriter:
                     "installed; run pip install 'outloop[tensorboard]', or set it to false"
                 ) from error
             self._board = SummaryWriter(str(run_dir / "tensorboard"))
+        self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` for `step`.

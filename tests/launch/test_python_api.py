@@ -6,9 +6,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import outloop
 from outloop.buffer.errors import Conflict, SettingsError
+from outloop.cli import cli
 from outloop.engine.models.random_init import write_policy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -93,6 +95,14 @@ def test_failed_episodes_can_be_read(config: dict[str, dict[str, object]]) -> No
         (turn,) = episode.turns
         assert "+" in turn.prompt
         assert turn.output
+    words = ["episodes", failed[0].episode_id, "--run", "runs/small", "--json"]
+    shown = CliRunner().invoke(cli, words, catch_exceptions=False)
+    row = json.loads(shown.stdout.splitlines()[0])
+    assert row["episode_id"] == failed[0].episode_id
+    assert row["turns"][0]["output"] == failed[0].turns[0].output
+    listed = CliRunner().invoke(cli, [*words[:1], "--failed", "--run", "runs/small"])
+    assert f"20 of {len(failed)} failed episodes shown" in listed.stdout
+    assert "error: KeyError: 'answer' at " in listed.stdout
 
 
 def test_a_policy_is_served(config: dict[str, dict[str, object]]) -> None:

@@ -17,13 +17,18 @@ _MAX_CHARS = 300
 
 
 @click.command()
+@click.argument("episode", required=False)
 @RUN
 @click.option("--failed", is_flag=True, help="Only episodes that failed.")
 @click.option("--limit", default=20, show_default=True, help="The last so many; 0: all.")
 @click.option("--full", is_flag=True, help="Texts as they are, not shortened.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-def episodes(run_dir: Path, failed: bool, limit: int, full: bool, as_json: bool) -> None:
+def episodes(
+    episode: str | None, run_dir: Path, failed: bool, limit: int, full: bool, as_json: bool
+) -> None:
     """List episodes with what was asked, answered and scored, and why they failed.
+
+    EPISODE, an id or its beginning, shows that one whole.
 
     The last 64 episodes that failed are always there. Others are freed when a checkpoint contains
     their group, or the group is dropped.
@@ -33,6 +38,9 @@ def episodes(run_dir: Path, failed: bool, limit: int, full: bool, as_json: bool)
     import outloop
 
     found = outloop.Run(run_dir).episodes(failed=failed)
+    if episode is not None:
+        found = [one for one in found if one.episode_id.startswith(episode)]
+        full = True
     shown = found[-limit:] if limit else found
     for transcript in shown:
         if as_json:
