@@ -272,7 +272,7 @@ def test_a_wrong_step_is_one_sentence_before_anything_starts(
         (
             "print(1)\n",
             "def verify(task, result):\n    return task.payload['answer']\n",
-            ["the verifier raised KeyError: 'answer' (3 times)", "Mend what raised it"],
+            ["the verifier raised KeyError: 'answer' (3 times)", "Correct what raised it"],
         ),
         (
             "print(1)\n",
