@@ -29,6 +29,7 @@ from outloop.buffer.run import Run
 from outloop.router.auth import KeyRing
 from outloop.router.background import BackgroundWork
 from outloop.router.buffer_protocol import EpisodeBuffer
+from outloop.router.buffer_retry import BufferRetry
 from outloop.router.dialects import messages_response
 from outloop.router.dialects.table import DIALECTS
 from outloop.router.episodes.episode import Episodes
@@ -47,7 +48,6 @@ from outloop.router.routes.turns import TurnRoutes
 from outloop.router.routes.upstreams import Upstream, Upstreams, read_upstreams
 from outloop.router.servers.generation import Generator
 from outloop.router.servers.pool import ServerPool
-from outloop.router.turns.buffer_retry import BufferRetry
 from outloop.router.turns.service import TurnService
 
 _HOUSEKEEPING_S = 2.0

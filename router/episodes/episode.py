@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from outloop.buffer.records import OpenEpisode, Opening
 from outloop.buffer.store.budget_notes import EpisodeUsage
 from outloop.router.buffer_protocol import EpisodeBuffer
+from outloop.router.buffer_retry import BufferRetry
 from outloop.router.episodes.replay import RecordedTurns
 from outloop.router.episodes.turn_tree import TurnTree
 from outloop.router.errors import Refusal, episode_closed
 from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.servers.pool import NO_AFFINITY, Affinity
-from outloop.router.turns.buffer_retry import BufferRetry
 
 if TYPE_CHECKING:
     from outloop.router.episodes.in_flight import InFlightTurn

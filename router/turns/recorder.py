@@ -20,6 +20,7 @@ from outloop.buffer.errors import BufferUnavailable, Conflict
 from outloop.buffer.records import FinishReason, Turn
 from outloop.buffer.store.budget_notes import EpisodeUsage
 from outloop.router.buffer_protocol import EpisodeBuffer
+from outloop.router.buffer_retry import BufferRetry
 from outloop.router.dialects.base import TurnResult
 from outloop.router.episodes.in_flight import InFlightTurn
 from outloop.router.metrics import RouterMetrics
@@ -27,7 +28,6 @@ from outloop.router.rendering.parsing import Answer, ShownCalls
 from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.servers.generation import Generated
 from outloop.router.turns.answer_reader import AnswerReader
-from outloop.router.turns.buffer_retry import BufferRetry
 from outloop.router.turns.delivery import Delivery
 from outloop.router.turns.sampling import loss_spans, sampling_of_choice
 

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from outloop.buffer.errors import Gone, OutloopError
 from outloop.buffer.settings import Settings
 from outloop.router.buffer_protocol import EpisodeBuffer
+from outloop.router.buffer_retry import BufferRetry
 from outloop.router.dialects.base import TurnRequest, TurnResult
 from outloop.router.episodes.budgets import Budgets
 from outloop.router.episodes.episode import Episodes, LiveEpisode
@@ -40,7 +41,6 @@ from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.servers.generate_api import NO_OPTIONS, GenerateOptions, Prompt
 from outloop.router.servers.generation import Generator
 from outloop.router.turns.answer_reader import AnswerReader
-from outloop.router.turns.buffer_retry import BufferRetry
 from outloop.router.turns.delivery import Delivery
 from outloop.router.turns.planner import Planner
 from outloop.router.turns.recorder import GeneratedChoice, Recorder
