@@ -22,6 +22,7 @@ from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run
 from outloop.buffer.writer import BufferWriter
+from outloop.engine.launch.gpu_placement import NOT_PLACED
 from outloop.engine.launch.launcher import Launcher, start_routers
 from outloop.router.peers import turn_locator
 
@@ -115,7 +116,7 @@ async def test_killing_a_router_loses_no_turn_and_a_retry_gets_its_answer(
     server = FakeServer(lambda request: Script(ids=ids, finish={"type": "stop", "matched": stop}))
     runner = {"Authorization": f"Bearer {live_run.keys.runner_key}"}
     reader = BufferReader.connect(live_run)
-    launcher = Launcher(live_run, reader, threading.Event())
+    launcher = Launcher(live_run, reader, threading.Event(), NOT_PLACED)
     try:
         async with serving(server) as server_url, httpx.AsyncClient(timeout=60) as control:
             publish(live_run, server_url)
