@@ -57,7 +57,10 @@ async def test_a_resumed_episode_names_the_one_it_resumes(
     run = ("--run", tmp_path / "t")
     assert f"resumes the lost episode {lost}" in outloop("show", resumed, *run)
     assert f"{lost}.0" in outloop("show", lost, *run)
-    assert "buffer/resumed_share" in outloop("stats", *run)
+    shown = outloop("stats", *run)
+    assert "buffer/resumed_share" in shown
+    assert "attempts started" in shown
+    assert "by duration" in shown
 
 
 async def test_a_run_that_is_not_up_is_looked_at(
