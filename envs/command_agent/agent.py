@@ -47,7 +47,7 @@ class AgentFailed(Exception):
 
 
 def load_player(env: EnvSettings, hidden: Sequence[Path]) -> Rollout:
-    """What plays the run's episodes: the rollout function, or the agent command.
+    """Load what plays the run's episodes: the rollout function, or the agent command.
 
     Args:
         hidden: what an agent program must not see, of `confinement.hidden_paths`.

@@ -133,7 +133,7 @@ class CommandLine:
         return str(found) if is_name and "{" not in word and found.exists() else word
 
     def words(self, values: Mapping[str, object]) -> list[str]:
-        """The command with its placeholders filled in; a value is never split or quoted.
+        """Fill in the placeholders; a value is never split or quoted.
 
         Raises:
             EnvironmentFailure: this task has no such field.

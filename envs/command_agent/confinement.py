@@ -98,7 +98,7 @@ class Confinement:
 
 
 def open_confinement(env: EnvSettings, hidden: Iterable[Path]) -> Confinement | None:
-    """What `env.agent_sandbox` asks for; None: the program runs with the runner's rights.
+    """Open what `env.agent_sandbox` asks for; None: the program runs with the runner's rights.
 
     Raises:
         SettingsError: bubblewrap is asked for and cannot be had.

@@ -63,7 +63,7 @@ class Verifier(Protocol):
 
 
 def load_verifier(env: EnvSettings) -> Verifier:
-    """The run's verifier.
+    """Load the run's verifier.
 
     Raises:
         SettingsError: not given, not importable, or not callable with (task, result).
@@ -96,7 +96,7 @@ def load_verifier(env: EnvSettings) -> Verifier:
 async def verify(
     verifier: Verifier, task: Task, result: Result, *, timeout_s: float, deadline: float
 ) -> Reward:
-    """The verifier's reward; one that fails on its own account is asked again.
+    """Have the verifier score a result; it is called again when it raises.
 
     Args:
         timeout_s: how long it may work on the answer.
@@ -170,7 +170,7 @@ class _FunctionVerifier:
 
 
 class _Threads:
-    """A thread for each call of a verifier that blocks.
+    """Runs each call of a blocking verifier in a thread of its own.
 
     A call that does not return in time no longer counts; its thread ends
     with the process.
@@ -183,7 +183,7 @@ class _Threads:
     async def call(
         self, function: Callable[..., Any], task: Task, result: Result, clock: VerifierClock
     ) -> Any:
-        """What the function returns.
+        """Call the function, and return what it returns.
 
         Raises:
             VerifierTimeout: not in time.

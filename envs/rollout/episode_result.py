@@ -33,7 +33,7 @@ _NOT_THE_USERS = tuple(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeResult:
-    """What the runner tells the router about the end of one episode, and the log about it."""
+    """How one episode ended, for the router and the log."""
 
     outcome: Outcome
     failure_kind: FailureKind | None = None
@@ -106,7 +106,7 @@ def without_reward(error: RecordError, *, output: str = "") -> EpisodeResult:
 
 
 def as_reward(value: Any, weights: Mapping[str, float]) -> Reward:
-    """What was returned, as a reward; scalars of array libraries count as numbers.
+    """Turn a returned value into a reward; scalars of array libraries count as numbers.
 
     Named components add up, each times its weight (1 where `weights` does not name it).
 

@@ -48,7 +48,7 @@ class Rollout:
 
 
 def load_rollout(env: EnvSettings) -> Rollout:
-    """The rollout function of a run.
+    """Load the rollout function of a run.
 
     Raises:
         SettingsError: not given, not importable, or of a form that is not allowed.

@@ -103,7 +103,7 @@ class Context:
         await asyncio.gather(*map(play_one, chosen if tasks is None else tasks))
 
     def finish(self, error: BaseException | None, outcome: Outcome = "failed") -> None:
-        """End what the function left open."""
+        """End the attempts that the function left open."""
         for job in list(self._open.values()):
             if error is not None:
                 episode = self.open(_attempt_of(job))
@@ -130,7 +130,7 @@ class Context:
 
 
 async def play_batch(player: Player, jobs: Sequence[Job], num_calls: int, end: End) -> None:
-    """Call the whole-rollout function with one batch; `end` gets each episode's ending once.
+    """Call the whole-rollout function with one batch; `end` gets each episode's result once.
 
     The function is cancelled when the last deadline of the batch has passed.
     """

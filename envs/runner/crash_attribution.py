@@ -36,7 +36,7 @@ class Marker:
 
     @classmethod
     def create(cls) -> Marker:
-        """Cells of their own, all zero; hand `descriptor` to the worker."""
+        """Make new cells, all zero; give `descriptor` to the worker."""
         with tempfile.TemporaryFile(prefix="outloop-marker-") as file:
             file.truncate(_SIZE)
             return cls(os.dup(file.fileno()))
@@ -49,11 +49,11 @@ class Marker:
 
     @property
     def beats(self) -> int:
-        """Rises as long as the worker's event loop turns."""
+        """A counter that rises while the worker's event loop runs."""
         return self._cells[_BEAT]
 
     def beat(self) -> None:
-        """The event loop turned."""
+        """Count one more turn of the event loop."""
         self._cells[_BEAT] += 1
 
     def running(self) -> frozenset[int]:

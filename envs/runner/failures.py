@@ -49,7 +49,7 @@ def kind_of(error: BaseException, base_url: str) -> FailureKind:
 
 
 class FailureLog:
-    """Logs a failure in full when its like is first seen, counts the rest, and stops a lost run.
+    """Logs the first failure of each sort in full, counts the others, and stops a hopeless run.
 
     Args:
         max_failed_share, failure_reward: env's settings of these names.

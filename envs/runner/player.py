@@ -132,7 +132,7 @@ class Player:
     def ending_of(
         self, error: BaseException, episode: Episode, outcome: Outcome = "failed"
     ) -> EpisodeResult:
-        """The ending of an episode that `error` ended."""
+        """The result of an episode that `error` ended."""
         if isinstance(error, RecordError):
             return without_reward(error)
         if isinstance(error, SettingsError):

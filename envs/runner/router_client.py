@@ -127,7 +127,7 @@ class RouterClient:
         )
 
     async def heartbeat(self, runner_id: str, *, warning: str = "") -> None:
-        """Say that a runner is there, which keeps what it claimed under `runner_id`.
+        """Report that a runner is alive, so that it keeps what it claimed under `runner_id`.
 
         `warning`: a sentence for the user who watches the run.
         """
@@ -199,7 +199,7 @@ class RouterClient:
     async def put_trajectories(
         self, rows: Sequence[dict[str, Any]], *, key: str, final: bool
     ) -> int:
-        """Hand conversations over; `final` says that no more will come."""
+        """Send conversations; `final`: they are the last."""
         answer = await self._post(
             "/trajectories", {"trajectories": list(rows), "key": key, "final": final}
         )

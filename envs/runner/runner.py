@@ -198,7 +198,7 @@ class Runner:
         return min(self._settings.env.max_concurrent_episodes - len(self._playing), free)
 
     async def _wait_for_slots(self) -> None:
-        """Until an episode ends, and those that end right after it; longer after failures."""
+        """Wait until episodes end, and longer after failures."""
         await _first(_MAX_POLL_S, self._changed, self._stop)
         await _first(max(_GATHER_S, self._backoff_s), self._stop)
 
@@ -287,7 +287,7 @@ class Runner:
         return ending
 
     def _count(self, ending: EpisodeResult, episode_id: str) -> None:
-        """Log a failure, and notice what makes playing on a waste.
+        """Log a failure, and stop a run that cannot succeed.
 
         Raises:
             SettingsError: the user's code asks for what the settings refuse, or gives no reward
@@ -368,7 +368,7 @@ class Runner:
 
 
 async def _first(timeout_s: float | None, *events: asyncio.Event) -> None:
-    """Until one of `events` is set, or `timeout_s` has passed; None: without a limit."""
+    """Wait until one of `events` is set, or `timeout_s` has passed; None: without a limit."""
     if any(event.is_set() for event in events):
         return
     waiting = [asyncio.ensure_future(event.wait()) for event in events]

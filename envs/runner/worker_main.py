@@ -132,7 +132,7 @@ class Worker:
 
 
 def _die_with_runner() -> None:
-    """Also while user code holds the event loop, which then cannot see that the socket closed."""
+    """Have the kernel end this process with its runner, also while user code blocks the loop."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -30,7 +30,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """To a worker, first: what it plays with."""
+    """To a worker, first: its settings."""
 
     env: str
     """EnvSettings as JSON."""

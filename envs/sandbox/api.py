@@ -34,13 +34,13 @@ class Limits:
 
     wall_s: float = 10.0
     cpu_s: int = 10
-    """Of each process."""
+    """CPU time of each process."""
     memory_bytes: int = 512 * 2**20
-    """Of all processes together."""
+    """Memory of all processes together."""
     max_processes: int = 32
-    """Threads count."""
+    """Processes and threads together."""
     disk_bytes: int = 64 * 2**20
-    """All files together; a single file too."""
+    """Limit of all files together, and of each file."""
     max_files: int = 4096
     output_bytes: int = 64 * 2**10
     """Kept of stdout, and as much of stderr. A program that writes 16 times as much is ended."""
@@ -99,7 +99,7 @@ class RunResult:
 
     @property
     def is_ok(self) -> bool:
-        """Exited with code 0."""
+        """Whether the program exited with code 0."""
         return self.exit_code == 0
 
 

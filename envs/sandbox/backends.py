@@ -22,7 +22,7 @@ SANDBOXES: Mapping[str, Callable[..., Sandbox]] = {
 
 
 def open_sandbox(name: str = "bubblewrap", limits: Limits | None = None, **options: Any) -> Sandbox:
-    """The sandbox of that name; `limits` are the defaults of its sessions.
+    """Open the sandbox of that name; `limits` are the defaults of its sessions.
 
     Raises:
         SettingsError: no such name, or this machine cannot do it; nothing else is taken instead.

@@ -117,7 +117,7 @@ class BubblewrapSandbox(SupervisedSandbox):
 
 
 def _system_python() -> str:
-    """A Python that is there for every user; the runner's own may be in a private folder."""
+    """A Python that every user can run; the runner's own may be in a private folder."""
     found = shutil.which("python3", path="/usr/bin:/usr/local/bin:/bin")
     return os.path.realpath(found or sys.executable)
 

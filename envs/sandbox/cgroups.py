@@ -33,7 +33,7 @@ class Cgroup:
         """By controller, memory and pids."""
 
     def add(self, pid: int) -> None:
-        """Move a process and its descendants into the group, and what they will start with them."""
+        """Move a process and its descendants into the group; what they start later joins it."""
         for one in (pid, *_descendants(pid)):
             for folder in set(self.folders.values()):
                 with suppress(ProcessLookupError):
@@ -41,7 +41,7 @@ class Cgroup:
 
     @contextmanager
     def events(self) -> Iterator[int]:
-        """A descriptor to read the kernel's count of kills from."""
+        """Open the file with the kernel's count of kills; gives its descriptor."""
         folder = self.folders["memory"]
         name = EVENTS[0] if (folder / EVENTS[0]).exists() else EVENTS[1]
         events = os.open(folder / name, os.O_RDONLY)
@@ -72,7 +72,7 @@ class Cgroups:
         self._lock = threading.Lock()
 
     def create(self, limits: Limits) -> Cgroup:
-        """A group with the session's limits. Files in a sandbox are memory, so both limits count.
+        """Make a group with the session's limits; files in a sandbox count as memory.
 
         Raises:
             OSError: the kernel refuses.
@@ -99,7 +99,7 @@ class Cgroups:
         return Cgroup(self, folders)
 
     def sweep(self) -> None:
-        """Remove what runners left that were killed."""
+        """Remove groups of runners that were killed."""
         for parent in set(self._parents.values()):
             for folder in parent.glob("outloop-*-*"):
                 owner = folder.name.split("-")[1]
@@ -113,7 +113,7 @@ class Cgroups:
 
 
 def find_cgroups(parent: Path | None = None) -> tuple[Cgroups | None, str]:
-    """Where sessions' groups can be made, and otherwise why they cannot, in words.
+    """Find where groups can be made, or the reason why they cannot.
 
     `parent`: a version 2 group that was delegated to this user and holds no process.
     """
@@ -164,7 +164,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _wait_for_all(folder: Path) -> None:
-    """Until the processes of a group that is being killed have ended."""
+    """Wait until the processes of a group that is being killed have ended."""
     deadline = time.monotonic() + _END_S
     for pid in (folder / "cgroup.procs").read_text().split():
         with suppress(ProcessLookupError):

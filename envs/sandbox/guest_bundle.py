@@ -19,7 +19,7 @@ _PASSWD = "agent:x:1000:1000:agent:/work:/bin/sh\n"
 
 
 class Bundle:
-    """A copy of the package `guest`, as source and compiled."""
+    """A folder with a copy of the package `guest`, as source and compiled."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(
@@ -48,7 +48,7 @@ class Bundle:
         passwd.chmod(0o644)
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the folder."""
         self._folder.cleanup()
 
 

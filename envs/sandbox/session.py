@@ -51,7 +51,7 @@ class SupervisedSession:
 
     @property
     def cgroup(self) -> Cgroup | None:
-        """The control group that bounds it; None without one."""
+        """The control group that limits the session; None without one."""
         return self._cgroup
 
     async def open(self) -> None:

@@ -55,7 +55,7 @@ class SupervisorProcess:
 
     @property
     def pid(self) -> int:
-        """Of the outermost process."""
+        """Process id of the outermost process."""
         return self._process.pid
 
     @classmethod
@@ -90,7 +90,7 @@ class SupervisorProcess:
         return started
 
     async def send(self, data: bytes) -> None:
-        """Write whole messages.
+        """Send messages.
 
         Raises:
             SessionLost: the supervisor has ended.
@@ -101,7 +101,7 @@ class SupervisorProcess:
             raise SessionLost(f"the supervisor in the sandbox has ended: {error}") from error
 
     async def receive(self, timeout_s: float) -> list[bytes]:
-        """The next message.
+        """Receive the next message.
 
         Raises:
             SessionLost: the supervisor has ended, or did not answer within `timeout_s`.
@@ -136,7 +136,7 @@ class SupervisorProcess:
         return " ".join(words.decode(errors="replace").split())
 
     async def close(self) -> None:
-        """Kill and reap it, with everything in the sandbox."""
+        """Kill and reap the process, with everything in the sandbox."""
         self._line.close()
         await asyncio.to_thread(self._end)
 

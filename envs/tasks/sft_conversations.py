@@ -14,7 +14,7 @@ _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 def load_conversations(settings: Settings) -> Iterator[dict[str, Any]]:
-    """Rows {"messages", "tools"?, "metadata"?} of env.conversations, one after the other.
+    """Yield the rows {"messages", "tools"?, "metadata"?} of env.conversations.
 
     Raises:
         SettingsError: no source, no row, or a row of another shape (named by line or index).
@@ -31,7 +31,7 @@ def load_conversations(settings: Settings) -> Iterator[dict[str, Any]]:
 def read_conversations(
     source: str, *, setting: str, import_dir: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """Checked rows of a JSONL file or of what package.module:function returns.
+    """Yield checked rows of a JSONL file or of what package.module:function returns.
 
     Raises:
         SettingsError: no row, or a row of another shape (named by line or index).

@@ -23,7 +23,7 @@ def content_hash(content: object) -> str:
 
 
 def split_of(content: object, shares: Mapping[str, float]) -> str:
-    """Which split `content` belongs to: by its hash alone, so no order or seed can move it.
+    """Choose the split of `content` by its hash alone, so that no order or seed moves it.
 
     `shares` are relative sizes in a fixed order, e.g. {"train": 8, "validation": 1, "test": 1}.
     """

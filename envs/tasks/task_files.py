@@ -37,7 +37,7 @@ class RunTasks:
 
 
 def load_run_tasks(settings: Settings) -> RunTasks:
-    """Training and evaluation tasks of a run.
+    """Load the training and evaluation tasks of a run.
 
     Raises:
         SettingsError: a source is missing, malformed (with its line), empty, or both overlap.
@@ -113,7 +113,7 @@ def _refuse_repeats(lists: dict[str, tuple[Task, ...]]) -> None:
 
 
 def load_tasks(source: str, *, setting: str, import_dir: Path | None) -> tuple[Task, ...]:
-    """Tasks of a JSONL file or of `package.module:function`; equal contents are one task.
+    """Load tasks from a JSONL file or `package.module:function`; equal contents are one task.
 
     A row is a JSON object: either {"task_id", "payload"}, or the payload itself. Without a
     task_id the id is the content's hash.
@@ -141,7 +141,7 @@ def load_tasks(source: str, *, setting: str, import_dir: Path | None) -> tuple[T
 
 
 def read_rows(source: str, *, setting: str, import_dir: Path | None) -> Iterator[tuple[str, Any]]:
-    """(place, row) of a JSONL file or of an imported iterable; `place` is for error sentences.
+    """Yield (place, row) of a JSONL file or an imported iterable; errors name `place`.
 
     Raises:
         SettingsError: no such file or function, a line that is not JSON, not an iterable.

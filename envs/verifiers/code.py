@@ -102,7 +102,7 @@ class _JudgesPrograms:
 
 
 class UnitTests(_JudgesPrograms):
-    """The answer's code passes the task's tests.
+    """Whether the answer's code passes the task's tests.
 
     `field`: source that asserts, or a list of such. A source that defines `check(candidate)`, as
     HumanEval's do, has it called with `entry_point_field`. Code that does not define the entry
@@ -173,7 +173,7 @@ class NamesRead:
 
 @lru_cache(maxsize=1024)
 def names_read(tests: tuple[str, ...], entry_point: str) -> NamesRead:
-    """What the tests take from outside.
+    """Find the names that the tests take from outside.
 
     The code under test may define any name; those that Python or the tests define keep their
     meaning, whatever it says.
@@ -237,7 +237,7 @@ def _globals_of(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
 
 
 class InputOutput(_JudgesPrograms):
-    """The answer is a program that prints the expected output for each of the task's inputs.
+    """Whether the answer is a program that prints the expected output for each input.
 
     `field`: a list of {"input", "output"}; white space at the ends of lines does not count. The
     expected outputs stay in this process.
@@ -293,7 +293,7 @@ def _side(name: str) -> dict[str, bytes | str]:
 
 
 def _verdict(tested: RunResult) -> dict[str, object]:
-    """What the tests' side wrote; nothing when a limit ended it first.
+    """Read what the tests' process wrote; empty when a limit ended it first.
 
     Raises:
         EnvironmentFailure: the session could not take the tests' files.

@@ -162,7 +162,7 @@ class Judge(_Endpoint):
 
 
 class RewardModel(_Endpoint):
-    """A model that gives a number: POST {"task", "answer"} -> {"score": number}."""
+    """A model that returns a number: POST {"task", "answer"} -> {"score": number}."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 class JudgementPool:
-    """A pool, started by its first job in the event loop that makes it.
+    """A pool of workers, which its first job starts.
 
     Args:
         num_workers: jobs at the same time; None: this process's share of the cores.
@@ -63,7 +63,7 @@ class JudgementPool:
         return process.pid if process is not None and process.poll() is None else 0
 
     async def call(self, job: Sequence[str], *, timeout_s: float) -> str | None:
-        """The job's value; None too when it takes longer than `timeout_s` or kills its worker.
+        """Compute a job; None also when it takes longer than `timeout_s` or kills its worker.
 
         Raises:
             EnvironmentFailure: the job is wrong, or no worker can be started.

@@ -12,7 +12,7 @@ from outloop.envs.verifiers.task_fields import end_of, text_of
 
 
 class Math:
-    """The answer equals the task's: fractions and decimals, sets, intervals, expressions, \\boxed.
+    """Whether the answer equals the task's: fractions and decimals, sets, intervals, expressions, \\boxed.
 
     An answer that cannot be judged within `timeout_s` is wrong.
     """

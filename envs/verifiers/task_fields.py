@@ -32,7 +32,7 @@ def num_cores() -> int:
 
 
 async def next_free(queue: asyncio.Queue[T], what: str, max_wait_s: float = MAX_QUEUE_S) -> T:
-    """The next of a few that judge.
+    """Take the next free worker or session from a queue.
 
     Raises:
         EnvironmentFailure: none was free for `max_wait_s`, which is no answer's fault.
@@ -49,7 +49,7 @@ async def next_free(queue: asyncio.Queue[T], what: str, max_wait_s: float = MAX_
 
 
 def field_of(task: Task, name: str, kind: type[T]) -> T:
-    """`task.payload[name]`, which must be a `kind`.
+    """Read `task.payload[name]`, which must be a `kind`.
 
     Raises:
         EnvironmentFailure: the task has no such field, or it is something else.

@@ -20,7 +20,7 @@ Call = tuple[str, Mapping[str, object]]
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCalls:
-    """The answer makes the task's tool calls, and no others.
+    """Whether the answer makes the task's tool calls, and no others.
 
     The task's field is a list of {"name", "arguments"}, or of {NAME: {ARGUMENT: [allowed, ...]}} as
     the Berkeley function calling leaderboard writes its possible answers ("" there allows to leave

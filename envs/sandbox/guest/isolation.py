@@ -17,7 +17,7 @@ _FIRST_UID, _NUM_UIDS = 20_000, 40_000
 
 
 class NamespaceIsolation:
-    """Own pid, mount and ipc namespaces for each program; needs CAP_SYS_ADMIN in the sandbox."""
+    """Gives each program pid, mount and ipc namespaces of its own, by CAP_SYS_ADMIN."""
 
     temporary = "/tmp"
     is_counted_by_user = True
@@ -67,7 +67,7 @@ class NamespaceIsolation:
 
 
 class UserIsolation:
-    """Own user id for each program; the supervisor is root of a container."""
+    """Gives each program a user id of its own; the supervisor is root in a container."""
 
     temporary = ""
     is_counted_by_user = True
@@ -140,7 +140,7 @@ class NoIsolation:
         return os.fork()
 
     def enter(self, index: int, is_kept: bool, disk_bytes: int, max_files: int) -> str:
-        """The workspace; returns its path."""
+        """Make the workspace; returns its path."""
         root = f"{self._root}/{index}-{'kept' if is_kept else 'fresh'}"
         os.makedirs(root, exist_ok=True)
         return root
@@ -177,7 +177,7 @@ ISOLATIONS: dict[str, type[Isolation]] = {
 def set_limits(
     *, cpu_s: int, memory_bytes: int, disk_bytes: int, num_processes: int, is_counted: bool
 ) -> None:
-    """Resource limits of the calling process and its children; 0 bytes of memory: no limit."""
+    """Set resource limits of this process and its children; 0 bytes of memory: no limit."""
     limits = {
         resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),
         resource.RLIMIT_FSIZE: (disk_bytes, disk_bytes),

@@ -24,12 +24,12 @@ class Killed:
                 self._fd = os.open(path, os.O_RDONLY)
 
     def count(self) -> int:
-        """Since the group was made; 0 without a group."""
+        """Number of kills since the group was made; 0 without a group."""
         return num_oom_kills(self._fd) if self._fd >= 0 else 0
 
 
 def num_oom_kills(fd: int) -> int:
-    """What an open file of EVENTS says now."""
+    """Number of kills in an open file of EVENTS."""
     for line in os.pread(fd, 4096, 0).splitlines():
         key, _, count = line.partition(b" ")
         if key == b"oom_kill":

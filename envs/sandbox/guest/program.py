@@ -135,7 +135,7 @@ def _become(
     err: int,
     link: int | None,
 ) -> None:
-    """In the program: take on its place, limits and descriptors, and run it."""
+    """In the program: take on its isolation, limits and descriptors, and run it."""
     try:
         os.setsid()
         stdin = os.memfd_create("stdin")
@@ -184,7 +184,7 @@ def _say(text: str) -> None:
 
 
 def _wait(pid: int) -> tuple[int, float]:
-    """Until the program itself has ended; orphans that end before it are reaped on the way."""
+    """Wait until the program itself has ended; orphans that end before it are reaped too."""
     cpu_s = 0.0
     while True:
         ended, wait_status, usage = os.wait3(0)

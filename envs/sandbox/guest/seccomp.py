@@ -127,7 +127,7 @@ class _Program(ctypes.Structure):
 
 
 def build() -> ctypes.Structure | None:
-    """The filter for this machine; None if its call numbers are not known here."""
+    """Build the filter for this machine; None if its call numbers are unknown."""
     name = os.uname().machine
     if name not in _MACHINES:
         return None
@@ -170,7 +170,7 @@ def build() -> ctypes.Structure | None:
 
 
 def load(program: ctypes.Structure) -> None:
-    """Bind this process and all that it starts to the filter; needs no_new_privs.
+    """Apply the filter to this process and all that it starts; needs no_new_privs.
 
     Raises:
         OSError: the kernel has no seccomp.

@@ -26,7 +26,7 @@ _DISCARD_FACTOR = 16
 
 
 class _Running:
-    """One program of the call that is under way."""
+    """One program of the current call."""
 
     def __init__(self, pid: int, status: int, out: int, err: int) -> None:
         self.pid = pid
@@ -38,7 +38,7 @@ class _Running:
         self.ended = ""
 
     def kill(self, why: str) -> None:
-        """End it if it runs; the first reason is the one that counts."""
+        """End the program if it runs; the first reason is reported."""
         if not self.is_reaped:
             self.ended = self.ended or why
             os.kill(self.pid, syscalls.SIGKILL)
@@ -181,7 +181,7 @@ class Supervisor:
             one.is_reaped = True
 
     def _drain(self, one: _Running, output_bytes: int) -> None:
-        """What is still in the pipes; a process that holds one open is not waited for."""
+        """Read what is still in the pipes, without waiting for a process that holds one open."""
         deadline = time.monotonic() + _DRAIN_S
         for fd in [one.out, one.err]:
             while fd in one.open and time.monotonic() < deadline:
@@ -216,7 +216,7 @@ def _socketpair() -> list[int]:
 
 
 def main(kind: str, disk_bytes: int, max_files: int, events: int) -> Callable[[], None]:
-    """Serve; returns in a forked program with the function that runs its script."""
+    """Serve calls. In a forked program this returns the function that runs its script."""
     walls = isolation.ISOLATIONS[kind](disk_bytes, max_files)
     killed = memory.Killed(events, isinstance(walls, isolation.UserIsolation))
     try:
@@ -230,7 +230,7 @@ def main(kind: str, disk_bytes: int, max_files: int, events: int) -> Callable[[]
 
 
 def _run_script(argv: list[str]) -> None:
-    """What `python SCRIPT ...` does, in the interpreter that is already there."""
+    """Do what `python SCRIPT ...` does, in this interpreter."""
     sys.argv = argv
     sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
     module = type(sys)("__main__")

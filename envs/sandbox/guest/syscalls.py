@@ -31,7 +31,7 @@ def _checked(result: int, call: str) -> int:
 
 
 def clone(flags: int) -> int:
-    """Like os.fork, into new namespaces; 0 in the child, which is pid 1 with CLONE_NEWPID."""
+    """Fork into new namespaces; returns 0 in the child, which is pid 1 with CLONE_NEWPID."""
     machine = os.uname().machine
     if machine not in _SYS_CLONE:
         raise OSError(f"machine={machine!r}; the supervisor knows {', '.join(_SYS_CLONE)}")
@@ -67,22 +67,22 @@ def _prctl(option: int, value: int, other: int = 0) -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL for this process when its parent dies."""
+    """Have the kernel kill this process when its parent dies."""
     _prctl(_PR_SET_PDEATHSIG, SIGKILL)
 
 
 def set_traceable(is_traceable: bool) -> None:
-    """Whether processes of the same user may read this one's memory and descriptors."""
+    """Set whether processes of the same user may read this one's memory and descriptors."""
     _prctl(_PR_SET_DUMPABLE, int(is_traceable))
 
 
 def forbid_new_privileges() -> None:
-    """No program started from here gains rights by set-user-id or file capabilities."""
+    """Keep programs started from here from gaining rights by set-user-id or file capabilities."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def set_default_action(number: int) -> None:
-    """The kernel's own action for a signal that Python ignores."""
+    """Restore the kernel's action for a signal that Python ignores."""
     _libc.signal(number, None)
 
 

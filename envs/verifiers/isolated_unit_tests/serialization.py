@@ -18,7 +18,7 @@ _MAX_PLAIN_INT = 2**63
 
 
 def encode(value: Any, refer: Callable[[Any], object]) -> object:
-    """A JSON-able form; `refer(value)` names what does not cross.
+    """Encode a value for JSON; `refer(value)` names one that does not cross.
 
     A subclass crosses as the built-in class that it is made of, without its methods.
     """
@@ -52,10 +52,10 @@ def encode(value: Any, refer: Callable[[Any], object]) -> object:
 
 
 def decode(form: Any, find: Callable[[Any], Any]) -> Any:
-    """The value of a form; `find(name)` gives what a name stands for.
+    """Decode a value; `find(name)` returns what a name stands for.
 
     Raises:
-        ValueError: it is no form that `encode` makes. Other forms raise other exceptions.
+        Exception: `encode` does not make such a form; which one depends on the form.
     """
     if form is None or type(form) in (bool, int, str):
         return form

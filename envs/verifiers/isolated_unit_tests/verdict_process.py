@@ -60,7 +60,7 @@ class Code:
         arguments: list[Any],
         names: dict[str, Any],
     ) -> Any:
-        """Its answer: plain data or a stand-in.
+        """Ask one question; the answer is plain data or a stand-in.
 
         Raises:
             CodeFailed, or the built-in exception that it says it raised.
@@ -187,7 +187,7 @@ def _change(mine: list[Any], theirs: list[Any]) -> None:
 
 
 def run(job: dict[str, Any], code: Code) -> dict[str, Any]:
-    """Run the tests; returns the verdict, which says nothing of what they expect.
+    """Run the tests; the verdict does not reveal what they expect.
 
     Raises:
         BadTests: they cannot be run, whatever the code is.
