@@ -12,7 +12,9 @@ from outloop.envs.verifiers.task_fields import end_of, text_of
 
 
 class Math:
-    """Whether the answer equals the task's: fractions and decimals, sets, intervals, expressions, \\boxed.
+    """Whether the answer equals the task's mathematically.
+
+    Fractions and decimals, sets, intervals, expressions and \\boxed are read.
 
     An answer that cannot be judged within `timeout_s` is wrong.
     """
