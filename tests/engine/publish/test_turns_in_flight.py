@@ -1,4 +1,4 @@
-"""Turns that are being drawn while weights are published: none lost, tokens under their version."""
+"""Turns in flight while weights are published: none is lost, tokens stay under their version."""
 
 import asyncio
 import json
@@ -43,14 +43,12 @@ class PolicyBuffer:
 
 @pytest.fixture
 async def stage(registry: Any) -> AsyncIterator[tuple[Generator, PolicyBuffer]]:
-    """A router's way of drawing turns, over the registry."""
+    """A router's way of sampling turns, over the registry."""
     buffer = PolicyBuffer(registry)
     pool = ServerPool(buffer)  # type: ignore[arg-type]
     following = asyncio.create_task(pool.run())
-    async with aiohttp.ClientSession() as session:
-        generator = Generator(session, pool, timeout_s=60.0, may_mix_versions=True)
-        yield generator, buffer
-        await generator.close()
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+        yield Generator(session, pool, tasks, timeout_s=60.0, may_mix_versions=True), buffer
     following.cancel()
 
 
@@ -66,7 +64,7 @@ def endless_model(make_model: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def _logprobs(folder: Path, ids: list[int]) -> list[float]:
-    """Of every drawn id under the weights of `folder`, from one full forward."""
+    """Of every generated id under the weights of `folder`, from one full forward."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -98,7 +96,7 @@ async def test_a_turn_goes_on_across_a_publish_with_both_versions(
     mode: str,
     is_streamed: bool,
 ) -> None:
-    """Every token is drawn once, under the version that its span names, streamed or not.
+    """Every token is sampled once, under the version that its span names, streamed or not.
 
     Where the cache was computed anew, each logprob is that of a full forward of the version's
     weights; kept in place, those before the publish are.
@@ -110,36 +108,36 @@ async def test_a_turn_goes_on_across_a_publish_with_both_versions(
     publisher.publish(LocalTensors.of(_weights(make_model())), 0)
     handed_on: list[list[int]] = [[] for _ in range(NUM_TURNS)]
 
-    async def draw(index: int) -> Any:
-        drawn, _ = await generator.draw(
+    async def generate(index: int) -> Any:
+        generated, _ = await generator.generate(
             Prompt().followed_by(PROMPT),
             Sampling(temperature=1.0, max_new_tokens=NUM_TOKENS),
             (),
             rid=f"turn-{index}",
             on_tokens=handed_on[index].extend if is_streamed else None,
         )
-        return drawn
+        return generated
 
-    turns = [asyncio.create_task(draw(index)) for index in range(NUM_TURNS)]
+    turns = [asyncio.create_task(generate(index)) for index in range(NUM_TURNS)]
     async with aiohttp.ClientSession() as session:
         await _wait_for_tokens(session, server.url, NUM_TURNS * 10)
     buffer.announced_version = 1
     await asyncio.to_thread(publisher.publish, LocalTensors.of(other_weights), 1)
     buffer.acknowledged_version = 1
-    for drawn, seen in zip(await asyncio.gather(*turns), handed_on, strict=True):
-        assert len(drawn.ids) == len(drawn.logprobs) == NUM_TOKENS
-        assert drawn.finish == "length"
-        assert not is_streamed or seen == drawn.ids
-        first, second = drawn.spans
+    for generated, seen in zip(await asyncio.gather(*turns), handed_on, strict=True):
+        assert len(generated.ids) == len(generated.logprobs) == NUM_TOKENS
+        assert generated.finish == "length"
+        assert not is_streamed or seen == generated.ids
+        first, second = generated.spans
         assert (first.policy_version, first.start) == (0, 0)
         assert (second.policy_version, second.start, second.end) == (1, first.end, NUM_TOKENS)
-        before = _logprobs(make_model(), drawn.ids)[: first.end]
-        assert drawn.logprobs[: first.end] == pytest.approx(before, abs=1e-3)
-        after = _logprobs(make_model(seed=1), drawn.ids)[first.end :]
+        before = _logprobs(make_model(), generated.ids)[: first.end]
+        assert generated.logprobs[: first.end] == pytest.approx(before, abs=1e-3)
+        after = _logprobs(make_model(seed=1), generated.ids)[first.end :]
         if mode == "in_place":
-            assert drawn.logprobs[first.end :] != pytest.approx(after, abs=1e-3)
+            assert generated.logprobs[first.end :] != pytest.approx(after, abs=1e-3)
         else:
-            assert drawn.logprobs[first.end :] == pytest.approx(after, abs=1e-3)
+            assert generated.logprobs[first.end :] == pytest.approx(after, abs=1e-3)
 
 
 async def test_a_turn_leaves_a_server_that_is_quarantined(
@@ -158,7 +156,7 @@ async def test_a_turn_leaves_a_server_that_is_quarantined(
     publisher = make_publisher(num_servers=2)
     publisher.publish(LocalTensors.of(other_weights), 0)
     turn = asyncio.create_task(
-        generator.draw(
+        generator.generate(
             Prompt().followed_by(PROMPT),
             Sampling(temperature=1.0, max_new_tokens=NUM_TOKENS),
             (),
@@ -177,11 +175,11 @@ async def test_a_turn_leaves_a_server_that_is_quarantined(
     publishing.start()
     await asyncio.to_thread(publishing.join)
     buffer.acknowledged_version = 1
-    drawn, server_id = await turn
+    generated, server_id = await turn
     assert server_id == "server-1"
     assert registry.state("server-0") == (None, True)
-    assert len(drawn.ids) == len(drawn.logprobs) == NUM_TOKENS
-    assert drawn.spans[0].policy_version == 0
+    assert len(generated.ids) == len(generated.logprobs) == NUM_TOKENS
+    assert generated.spans[0].policy_version == 0
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
