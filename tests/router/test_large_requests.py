@@ -78,6 +78,8 @@ async def test_long_texts_of_one_key_do_not_hold_up_the_others(busy, path: str) 
         for task in flood:
             task.cancel()
         await asyncio.gather(*flood, return_exceptions=True)
+        # What else the machine does moves both: the turns alone are timed before and after.
+        alone = max(alone, p99(await latencies(busy, 2.0)))
     assert beside <= 3 * alone, (alone, beside)
 
 
