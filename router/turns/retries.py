@@ -49,10 +49,11 @@ class Retries:
         return self._recorded(turn, since or 0.0)
 
     def _recorded(self, turn: InFlightTurn, since: float) -> tuple[TurnResult, ...]:
-        # Who went on from an answer has read it, and asks for another.
-        nodes = [
-            node for node in turn.episode.tree.recorded_under(turn.retry_key) if not node.children
-        ]
+        nodes = turn.episode.tree.recorded_under(turn.retry_key)
+        if ":" not in turn.retry_key:
+            # A client that continued an answer has read it, and asks for another. An idempotency
+            # key, which stands before the colon, names the first one for good.
+            nodes = [node for node in nodes if not node.children]
         last = max((node.turn.started_at for node in nodes), default=0.0)
         if last < since:
             return ()

@@ -131,7 +131,8 @@ async def test_killing_a_router_loses_no_turn_and_a_retry_gets_its_answer(
             key = {"Authorization": f"Bearer {episode['api_key']}"}
             chat = f"{url}/v1/chat/completions"
             first = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-            told = (await control.post(chat, json=first, headers=key)).json()
+            named = {**key, "idempotency-key": "first"}
+            told = (await control.post(chat, json=first, headers=named)).json()
             said = told["choices"][0]["message"]
             more = [*first["messages"], {"role": "assistant", "content": said["content"]}]
             second = {
@@ -160,6 +161,9 @@ async def test_killing_a_router_loses_no_turn_and_a_retry_gets_its_answer(
                 chat, json=second, headers={**key, "x-stainless-retry-count": "2"}
             )
             assert chunks[0]["id"] in replay.text
+            # What the dead process had told is told the same by one that never saw it.
+            replay = await control.post(chat, json=first, headers=named)
+            assert replay.json()["choices"] == told["choices"]
             read = await control.get(f"{url}/episodes/{episode['episode_id']}", headers=runner)
             turns = read.json()["turns"]
             assert [turn["branch_cause"] for turn in turns] == ["root", "extension"]

@@ -236,3 +236,18 @@ async def test_a_retry_of_a_turn_that_was_continued_is_a_fresh_sample(
         answer = await ask(elsewhere, episode, x_stainless_retry_count=attempt)
         assert text_of(answer) == "two"
     assert len(stage.turns(episode)) == 3
+
+
+async def test_an_idempotency_key_names_one_turn_for_good(stage) -> None:
+    """Also after that was continued."""
+    stage.says("one", "then", "two")
+    episode = await stage.open()
+    assert text_of(await ask(stage, episode, idempotency_key="k")) == "one"
+    messages = [
+        *BODY["messages"],
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "go on"},
+    ]
+    assert text_of(await ask(stage, episode, {**BODY, "messages": messages})) == "then"
+    assert text_of(await ask(stage, episode, idempotency_key="k")) == "one"
+    assert len(stage.turns(episode)) == 2
