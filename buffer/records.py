@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from outloop.buffer.errors import RecordError
 
@@ -24,8 +23,10 @@ Outcome = Literal["completed", "truncated", "failed", "aborted"]
 FailureKind = Literal["agent", "environment", "infrastructure"]
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 DropReason = Literal["stale", "no_signal", "failed", "overlong", "malformed", "filtered"]
-Int32 = npt.NDArray[np.int32]
-Float32 = npt.NDArray[np.float32]
+# Written out: with numpy 2.5 on Python 3.12 npt.NDArray is an alias, and what msgspec hands to a
+# decoder for it is not equal to what was declared.
+Int32 = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
+Float32 = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
 INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 """Of the arrays of a turn, and of their bytes."""
 
