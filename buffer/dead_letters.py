@@ -108,7 +108,7 @@ class DeadLetters:
             Conflict: its slot is played again anyway.
         """
         what = f"requeueing dead letter group_id={group_id}"
-        self._scripts.call("resolve_letter", group_id, 1, what=what)
+        self._scripts.call("resolve_dead_letter", group_id, 1, what=what)
 
     def discard(self, group_id: str) -> None:
         """Forget the letter and its episodes; its slot is not played again.
@@ -117,7 +117,7 @@ class DeadLetters:
             NotFound: no such letter.
         """
         what = f"dropping dead letter group_id={group_id}"
-        self._scripts.call("resolve_letter", group_id, 0, what=what)
+        self._scripts.call("resolve_dead_letter", group_id, 0, what=what)
 
     def _letter_key(self, group_id: str) -> str:
         return f"{group_prefix(self._prefix, group_id)}dead:{group_id}"

@@ -74,8 +74,11 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "buffer/expired_leases": ("expired_leases", "times that a trainer lost its leases"),
     "buffer/trained_groups": ("trained", "groups trained, those of abandoned versions included"),
     "buffer/acknowledged_groups": ("acknowledged", "groups contained in a checkpoint"),
-    "buffer/requeued_letters": ("requeued_letters", "dead letters whose slot is played again"),
-    "buffer/discarded_letters": ("discarded_letters", "dead letters dropped for good"),
+    "buffer/requeued_dead_letters": (
+        "requeued_dead_letters",
+        "dead letters whose slot is played again",
+    ),
+    "buffer/discarded_dead_letters": ("discarded_dead_letters", "dead letters dropped for good"),
     **{
         f"buffer/dropped/{reason}": (f"dropped:{reason}", f"groups dropped as {reason}")
         for reason in get_args(DropReason)

@@ -11,6 +11,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import structlog
 
 # One commit gives one verdict: `make test` draws the same examples each time, `make test-search`
 # draws new ones.
@@ -46,6 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 VOCAB_SIZE = 400
 SGLANG_TIMEOUT_S = 300.0
 """It imports for half a minute on an idle machine."""
+
+
+@pytest.fixture(autouse=True)
+def default_logging() -> Iterator[None]:
+    """Commands that a test runs in its process configure logging; undone for the next test."""
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ TITLE = "An arithmetic agent learns to say what it half knows"
 
 GENERATOR = "chain_sum"
 SIZES = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-NUM_DRAWN = 4_000
+NUM_ENTRIES = 4_000
 """All 200 different problems are among them."""
 SHARES = {"train": 8, "validation": 1, "test": 1}
 
@@ -29,8 +29,8 @@ RIGHT_SHARE = 0.3
 
 def problems(split: str) -> list[dict[str, str]]:
     """Every problem of a split, each once; a hash of the problem decides its split."""
-    drawn = reasoning_gym.create_dataset(GENERATOR, size=NUM_DRAWN, seed=0, **SIZES)
-    every = {entry["question"]: str(entry["answer"]) for entry in drawn}
+    entries = reasoning_gym.create_dataset(GENERATOR, size=NUM_ENTRIES, seed=0, **SIZES)
+    every = {entry["question"]: str(entry["answer"]) for entry in entries}
     rows = [{"question": question, "answer": answer} for question, answer in every.items()]
     return [row for row in rows if split_of(row, SHARES) == split]
 

@@ -2,7 +2,7 @@
 
 Owns: which recorded turn answers which request. Does not own: loading them (buffer), recording and
 answering (service). Invariant: a recorded turn answers only a request whose ids, sampling, model
-and count of choices are those it was drawn for, and only once.
+and count of choices are those it was generated for, and only once.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class RecordedTurns:
             prompt = self._end_of(turn, ends)
             if prompt is not None:
                 choices[_digest(prompt), turn.started_at].append(turn)
-        for (digest, _), drawn in choices.items():
-            drawn.sort(key=lambda turn: turn.choice_index)
-            self._by_prompt[digest].append(tuple(drawn))
+        for (digest, _), generated in choices.items():
+            generated.sort(key=lambda turn: turn.choice_index)
+            self._by_prompt[digest].append(tuple(generated))
         for together in self._by_prompt.values():
-            # What the agent had received comes before what was drawn for nobody.
-            together.sort(key=lambda drawn: any(map(_is_undelivered, drawn)))
+            # What the agent had received comes before what was generated for nobody.
+            together.sort(key=lambda generated: any(map(_is_undelivered, generated)))
 
     def __len__(self) -> int:
-        return sum(len(drawn) for some in self._by_prompt.values() for drawn in some)
+        return sum(len(generated) for some in self._by_prompt.values() for generated in some)
 
     def pop(
         self,
@@ -58,21 +58,21 @@ class RecordedTurns:
         if not self._by_prompt:
             return ()
         waiting = self._by_prompt.get(_digest(prompt), [])
-        for drawn in waiting:
-            indices = [turn.choice_index for turn in drawn]
+        for generated in waiting:
+            indices = [turn.choice_index for turn in generated]
             if indices == list(range(len(samplings))) and all(
                 turn.sampling == samplings[turn.choice_index]
                 and _was_asked_of(turn, policy_version)
-                for turn in drawn
+                for turn in generated
             ):
-                waiting.remove(drawn)
-                return drawn
+                waiting.remove(generated)
+                return generated
         return ()
 
-    def give_back(self, prompt: Prompt, drawn: tuple[Turn, ...]) -> None:
+    def give_back(self, prompt: Prompt, generated: tuple[Turn, ...]) -> None:
         """What was popped for `prompt` did not come to be recorded."""
-        if drawn:
-            self._by_prompt[_digest(prompt)].insert(0, drawn)
+        if generated:
+            self._by_prompt[_digest(prompt)].insert(0, generated)
 
     def discard(self, turn_id: str) -> None:
         """Another process replayed this turn."""
@@ -81,7 +81,7 @@ class RecordedTurns:
 
     @staticmethod
     def _end_of(turn: Turn, ends: dict[str | None, Prompt]) -> Prompt | None:
-        """The ids that `turn` was drawn after; enters those at its end."""
+        """The ids that `turn` was generated after; enters those at its end."""
         start = ends.get(turn.parent_turn_id)
         if start is None:
             return None
@@ -91,7 +91,7 @@ class RecordedTurns:
 
 
 def generated_before(turn: Turn, stop_text: str | None) -> Generated:
-    """What a server drew for `turn`, as it was then; `stop_text` is the stop string in it."""
+    """What a server generated for `turn`, as it was then; `stop_text` is the stop string in it."""
     logprobs: list[float | None] = []
     if turn.behavior_logprobs is not None:
         logprobs += turn.behavior_logprobs.tolist()

@@ -1,7 +1,7 @@
 """The turn tree of one episode: which turn a request continues, and why not when it does not.
 
 Owns: matching of conversations to recorded turns, causes of breaks. Does not own: rendering,
-recording. Invariant: the ids along a node's path are what the server saw and drew; a plan's
+recording. Invariant: the ids along a node's path are what the server saw and generated; a plan's
 prompt ids come after them. Correctness never rests on messages: a wrong match cannot happen,
 because only our own answer, echoed, is continued.
 """
@@ -211,7 +211,7 @@ class TurnTree:
         return [node for node in self.nodes.values() if node.turn.retry_key == retry_key]
 
     def _path(self, node: Node | None) -> Prompt:
-        """The ids from the root to where `node` was drawn; the last one asked for is kept."""
+        """The ids from the root to where `node` was generated; the last one asked for is kept."""
         missing: list[Node] = []
         known, prompt = self._last_path
         step = node

@@ -1,8 +1,7 @@
-"""The other router processes of the run, for what one alone cannot know.
+"""Asks the run's other router processes which of them generates a turn, and waits for it.
 
-Owns: asking which of them draws a turn, answering them, waiting until they have. Does not own: what
-is recorded (buffer), drawing (service). Invariant: nothing here is needed for a turn to be recorded
-rightly; a process that does not answer in time draws nothing, as far as the others are concerned.
+A turn is recorded rightly without any of this. A process that does not answer in time generates
+nothing, as far as the others are concerned.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Answer(msgspec.Struct, tag="answer", frozen=True):
     process: str
     number: int
     round: int
-    draws: bool
+    generates: bool
     started_at: float = 0.0
     """Of the turn, by which its record is known; 0: it may be one that is recorded already."""
 
@@ -85,12 +84,12 @@ class _Asking:
         self.changed = asyncio.Event()
 
     def is_answered(self, num_asked: int) -> bool:
-        """True if one draws it, or all have said that they do not."""
+        """True if one generates it, or all have said that they do not."""
         return self.is_held or len(self.answers) >= num_asked
 
     @property
     def is_held(self) -> bool:
-        """True if some process draws the turn."""
+        """True if some process generates the turn."""
         return any(self.answers.values())
 
 
@@ -155,7 +154,7 @@ class TurnLocator:
         time that is returned as its `started_at`. At most one call per episode and key at once.
 
         Raises:
-            DeadlineExceeded: another process draws it for longer than a turn may take.
+            DeadlineExceeded: another process generates it for longer than a turn may take.
             BufferUnavailable: they cannot be asked.
         """
         if not await self._channel.is_listening(ANSWER_S):
@@ -213,7 +212,7 @@ class TurnLocator:
         if isinstance(said, Over):
             asking.is_over = True
         elif said.round == asking.round:
-            asking.answers[said.process] = said.draws
+            asking.answers[said.process] = said.generates
             asking.started_at = max(asking.started_at, said.started_at)
         asking.changed.set()
 

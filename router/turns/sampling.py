@@ -3,7 +3,7 @@
 Owns: enforce, record and reject; the loss spans of a turn. Does not own: drawing, storing.
 Invariant: every parameter is decided here, never by a server's default; tokens whose behavior
 distribution is unknown, that follow a stop, that no client received or that a version asked for by
-name drew have no loss.
+name generated have no loss.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def sampling_of_choice(sampling: Sampling, choice_index: int) -> Sampling:
 
 @lru_cache(maxsize=256)
 def _sampling(**kept: Any) -> Sampling:
-    """One record for all turns that are drawn alike; every turn in memory holds one."""
+    """One record for all turns that are generated alike; every turn in memory holds one."""
     return Sampling(**kept)
 
 
@@ -113,7 +113,7 @@ def _asked(request: TurnRequest, settings: SamplingSettings) -> dict[str, float]
     if request.seed is not None:
         governance = settings.governance_of("seed")
         if governance == "reject":
-            raise _not_allowed("seed", request.seed, "draws freely")
+            raise _not_allowed("seed", request.seed, "samples freely")
         if governance == "record":
             found["seed"] = request.seed
     return found

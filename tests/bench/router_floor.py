@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import uvloop
 from router_load import TOOLS, Conversation
-from router_mock import FILLER_ID, NUM_DRAWN, Relay, serve_relay
+from router_mock import FILLER_ID, NUM_GENERATED, Relay, serve_relay
 from router_package import NUM_TAIL
 
 from outloop.buffer.settings import build_settings
@@ -38,7 +38,7 @@ class RenderingRelay(Relay):
         messages = Conversation("e00000").messages
         prompt = self._package.render_ids(messages, tools=TOOLS, add_generation_prompt=True)
         self._tail = prompt[-NUM_TAIL:]
-        self._answer = [FILLER_ID] * (NUM_DRAWN - 1) + [policy.stop_ids[0]]
+        self._answer = [FILLER_ID] * (NUM_GENERATED - 1) + [policy.stop_ids[0]]
 
     def asked(self, body: bytes) -> None:
         """Bridge what is said last."""

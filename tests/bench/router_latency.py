@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 from router_load import TOOLS, Connection, Conversation
-from router_mock import NUM_DRAWN
+from router_mock import NUM_GENERATED
 from router_stage import Stage
 
 from outloop.router.dialects.base import Message
@@ -68,7 +68,7 @@ def _draw(policy: PolicyRenderer, conversation: Conversation, number: int) -> As
     """What a router asks of the server for turn `number`."""
     before = conversation.messages[: 2 * number + 2]
     said = [Message(m["role"], m["content"]) for m in before]  # type: ignore[arg-type]
-    parameters = {"max_new_tokens": NUM_DRAWN, "stop_token_ids": policy.stop_ids}
+    parameters = {"max_new_tokens": NUM_GENERATED, "stop_token_ids": policy.stop_ids}
     body = {"input_ids": policy.render(said, TOOLS), "sampling_params": parameters}
     return "/generate", msgspec.json.encode(body)
 

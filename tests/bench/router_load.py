@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from router_mock import NUM_DRAWN
+from router_mock import NUM_GENERATED
 
 _LENGTH = re.compile(rb"content-length:\s*(\d+)", re.IGNORECASE)
 _CONTENT = re.compile(rb'"content":"((?:[^"\\]|\\.)*)"')
@@ -121,7 +121,7 @@ class Conversation:
     key: str = "none"
     is_streamed: bool = False
     body_bytes: int = 4096
-    max_tokens: int = NUM_DRAWN
+    max_tokens: int = NUM_GENERATED
     messages: list[dict[str, str]] = field(default_factory=list)
     episode_id: str = ""
     num_mixed: int = 0

@@ -21,7 +21,7 @@ import uvicorn
 import uvloop
 
 LATENCY_S = 0.002
-NUM_DRAWN = 32
+NUM_GENERATED = 32
 NUM_ECHOED = 12
 """Ids before the generation prompt that the answer says back."""
 FILLER_ID = 66
@@ -106,7 +106,7 @@ def chat_events() -> list[bytes]:
         head = {"id": "chatcmpl-0", "object": "chat.completion.chunk", "created": 0}
         return b"data: " + _encode({**head, "model": "policy", "choices": [choice]}) + b"\n\n"
 
-    number = NUM_DRAWN // STREAM_CHUNK
+    number = NUM_GENERATED // STREAM_CHUNK
     size = len(TEXT) // number
     events = [
         event({"role": "assistant", "content": TEXT[i * size : (i + 1) * size]}, None)

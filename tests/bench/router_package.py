@@ -15,7 +15,7 @@ from typing import Any
 
 from renderers import create_renderer
 from router_load import TOOLS, Conversation
-from router_mock import FILLER_ID, NUM_DRAWN
+from router_mock import FILLER_ID, NUM_GENERATED
 from tokenizers import Tokenizer
 
 NUM_TAIL = 120
@@ -62,7 +62,7 @@ def cpu_per_turn(package: Any, stop_id: int, chats: Sequence[Conversation]) -> t
     A first turn renders the conversation and parses an answer, a later one bridges to one more
     message and parses an answer.
     """
-    answer = [FILLER_ID] * (NUM_DRAWN - 1) + [stop_id]
+    answer = [FILLER_ID] * (NUM_GENERATED - 1) + [stop_id]
     firsts = [[dict(message) for message in chat.messages] for chat in chats]
     before = time.process_time()
     prompts = [

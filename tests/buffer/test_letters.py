@@ -74,7 +74,7 @@ async def test_a_requeued_slot_is_played_again_once(
     leases = loop.take(version=1)
     assert [lease.group.slot for lease in leases] == [0, 3]
     assert leases[0].group.group_id != group_id
-    assert loop.reader.stats()["buffer/requeued_letters"] == 1
+    assert loop.reader.stats()["buffer/requeued_dead_letters"] == 1
 
 
 async def test_a_discarded_letter_frees_its_data(

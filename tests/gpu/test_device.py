@@ -24,7 +24,7 @@ from outloop.engine.publish.tensor_source import LocalTensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 PROMPT = [3, 99, 250, 4, 18, 31, 7, 300, 2, 45, 11]
-NUM_DRAWN = 64
+NUM_GENERATED = 64
 MAX_LOGIT_DIFFERENCE = 1e-3
 MAX_LOGPROB_GAP = 1e-3
 
@@ -44,7 +44,7 @@ def full_precision() -> None:
 
 
 def _generate(url: str, temperature: float) -> tuple[list[int], list[float]]:
-    params = {"temperature": temperature, "max_new_tokens": NUM_DRAWN, "ignore_eos": True}
+    params = {"temperature": temperature, "max_new_tokens": NUM_GENERATED, "ignore_eos": True}
     body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True}
     request = urllib.request.Request(
         f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -106,7 +106,7 @@ def test_weights_go_by_cuda_ipc_from_process_to_process(
     expected = _reference(folder).generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        max_new_tokens=NUM_DRAWN,
+        max_new_tokens=NUM_GENERATED,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,

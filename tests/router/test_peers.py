@@ -46,7 +46,7 @@ async def begin(stage, episode, body=BODY, **headers):
 async def retry_elsewhere(stage, other, episode, body=BODY):
     """A retry at another router, which has learned that the turn is being drawn."""
     task = asyncio.create_task(ask(other, episode, body, **RETRY))
-    await until(lambda: any(answer.draws for answer in said(stage, Answer)))
+    await until(lambda: any(answer.generates for answer in said(stage, Answer)))
     return task
 
 
@@ -362,6 +362,6 @@ async def test_a_question_that_is_put_again_keeps_its_place(stage) -> None:
     await until(lambda: len(said(stage, Ask)) == 2)
     await channel.publish(turn_locator.EVERYBODY, question(2))
     await until(lambda: len(answers()) == 2)
-    assert [(answer.round, answer.draws) for answer in answers()] == [(1, False), (2, False)]
+    assert [(answer.round, answer.generates) for answer in answers()] == [(1, False), (2, False)]
     again.cancel()
     listening.cancel()

@@ -185,16 +185,16 @@ local function end_group(group_id, state, column)
   redis.call('PEXPIRE', g, RETENTION_MS)
 end
 
-local function letter_key(group_id) return prefix .. 'dead:' .. group_id end
+local function dead_letter_key(group_id) return prefix .. 'dead:' .. group_id end
 
 local function discard_letter(group_id)
-  discard_episodes(letter_key(group_id) .. ':episodes')
-  redis.call('DEL', letter_key(group_id))
+  discard_episodes(dead_letter_key(group_id) .. ':episodes')
+  redis.call('DEL', dead_letter_key(group_id))
 end
 
 -- Keep what a group that is about to be dropped holds, for somebody to look at.
 local function write_letter(group_id, reason, sentence)
-  local g, letter = group_key(group_id), letter_key(group_id)
+  local g, letter = group_key(group_id), dead_letter_key(group_id)
   redis.call('HSET', letter, 'reason', reason, 'sentence', sentence, 'at', now)
   for _, field in ipairs({'slot', 'task_id', 'size', 'scored', 'lost', 'replaced',
       'last_closure'}) do
@@ -207,7 +207,7 @@ local function write_letter(group_id, reason, sentence)
     discard_letter(redis.call('LPOP', DEAD))
   end
   local shortened = redis.call('LINDEX', DEAD, -1 - MAX_WHOLE_LETTERS)
-  if shortened then discard_episodes(letter_key(shortened) .. ':episodes') end
+  if shortened then discard_episodes(dead_letter_key(shortened) .. ':episodes') end
 end
 
 -- Its credit returns at once, or with the next take or mark_trained when `hold` is set. A group

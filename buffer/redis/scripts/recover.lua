@@ -95,7 +95,7 @@ if mark then
 else
   redis.call('DEL', key('trained_slots'), key('marks'), REPLAY)
   for _, group_id in ipairs(redis.call('LRANGE', DEAD, 0, -1)) do
-    redis.call('HSET', letter_key(group_id), 'slot', '')
+    redis.call('HSET', dead_letter_key(group_id), 'slot', '')
   end
   redis.call('HSET', STATE, 'cursor', 0)
   redis.call('HDEL', STATE, 'republished')
