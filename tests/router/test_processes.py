@@ -89,10 +89,16 @@ def victim_of(launcher: Launcher, stream: httpx.Response) -> int:
 
 
 async def kill(pid: int) -> None:
-    """Gone with all its connections: a new one that reached it while it dies would be reset."""
+    """Gone with all its connections: a new one that reached it while it dies would be reset.
+
+    The last of its threads closes them, and the first may be a zombie before the others have ended.
+    """
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(30):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        while psutil.pid_exists(pid) and (
+            psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+            or len(os.listdir(f"/proc/{pid}/task")) > 1
+        ):
             await asyncio.sleep(0.01)
 
 
