@@ -65,7 +65,7 @@ def sglang_of(run_dir: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if not any(word.endswith("sglang/start.py") for word in words):
+        if not any(word.endswith("sglang/entrypoint.py") for word in words):
             continue
         with contextlib.suppress(psutil.NoSuchProcess):
             parent = process.parent()
