@@ -76,6 +76,7 @@ async def whole(
     answer = await stage.post("/tasks/claim", {"key": "k", "count": 2, "open": True})
     yield Whole(stage, reader, fence, answer.json()["claims"])
     reader.close()
+    await writer.close()
 
 
 SCORE = {"value": 0.5, "key": "r"}

@@ -169,13 +169,15 @@ async def restartable(
     with redis, BadWire(tmp_path, redis.start().removeprefix("unix://")) as wire:
         run = replace(make_run(), run_id="away", redis_url=wire.url)
         init_run(run)
-        stage = await make_stage(buffer=await BufferWriter.connect(run))
+        writer = await BufferWriter.connect(run)
+        stage = await make_stage(buffer=writer)
         direct = replace(run, redis_url=redis.url)
         with closing(BufferReader.connect(direct)) as reader:
             reader.recover(None, fence=reader.acquire_fence())
         publish(direct, stage.server.url)
         await stage.app.state.parts.pool.refresh()
         yield stage, redis, wire
+        await writer.close()
 
 
 async def test_agents_play_on_while_redis_is_restarted(restartable) -> None:
