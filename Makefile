@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-# requirements.lock is for Python 3.11 on Linux x86-64; `no` resolves pyproject.toml anew.
+# requirements.lock is for Python 3.11 on Linux x86-64; `no` takes what pyproject.toml allows.
 LOCKED ?= $(if $(filter Linux.x86_64.python3.11,$(shell uname -s).$(shell uname -m).$(notdir $(PYTHON))),yes,no)
 PYTEST := -m pytest -n 2 --dist worksteal
 # Which tests are slow and medium is in tests/durations.toml.
@@ -106,7 +106,7 @@ durations: $(STAMP) bwrap
 	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests --junitxml=build/durations.xml
 	$(BIN)/python tests/durations.py build/durations.xml
 
-# Property tests on examples drawn anew; what it finds becomes an @example or a fix.
+# Property tests on fresh examples; what it finds becomes an @example or a fix.
 test-search: $(STAMP) bwrap
 	$(ONE_THREAD) OUTLOOP_EXAMPLES=search $(BIN)/python $(PYTEST) tests -m $(LIGHT)
 

@@ -1,8 +1,8 @@
 """A server that was started outside of the run.
 
-Owns: noticing that it is there, gone, back, or started anew. Does not own: its processes.
+Owns: noticing that it is there, gone, back, or started again. Does not own: its processes.
 Invariant: it takes part in the run only while it answers, and a server that comes back or was
-started anew is entered without a version, so that all weights are loaded before it serves.
+started again is entered without a version, so that all weights are loaded before it serves.
 """
 
 from __future__ import annotations

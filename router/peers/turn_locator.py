@@ -60,7 +60,7 @@ class Over(msgspec.Struct, tag="over", frozen=True):
 
 
 class Left(msgspec.Struct, tag="left", frozen=True):
-    """A turn is generated and its client has gone: who asks the same again is this client."""
+    """A turn is generated and its client has gone: the same request again is this client."""
 
     process: str
     episode_id: str

@@ -72,7 +72,7 @@ def read_piece(data: bytes) -> Piece:
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """Ids as they stand in a request, so that a conversation is not written anew at each turn.
+    """Ids as they stand in a request, so that a conversation is not written again at each turn.
 
     The text is kept in pieces of which each is at least twice as long as the one after it: adding
     to a long one copies little, and there are never many.

@@ -198,7 +198,7 @@ class Generator:
             TurnLost: a client has seen ids that cannot be kept.
         """
         same = not generated.spans or generated.spans[-1].policy_version == server.policy_version
-        # Another server's grammar would begin anew in the middle of the answer.
+        # Another server's grammar would begin again in the middle of the answer.
         may_keep = options.json_schema is None
         if not (may_keep and (same or self._may_mix_versions)):
             generated.ids, generated.logprobs, generated.spans, generated.tops = [], [], [], []

@@ -83,7 +83,7 @@ class QueueBench:
         return float(server) + time.process_time()
 
     def _wait_for_rewrite(self) -> None:
-        """Until Redis has written its log anew, which it does by itself when that has grown."""
+        """Until Redis has written its log again, which it does by itself when that has grown."""
         deadline = time.monotonic() + REWRITE_TIMEOUT_S
         while True:
             info: Any = self.client.info("persistence")

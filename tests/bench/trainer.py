@@ -2,7 +2,7 @@
 
 Each contender is a process of its own with one thread. In each round every one of them makes one
 step on the same samples, split into the same microbatches; figures are medians over the rounds of
-ratios within a round. The Hugging Face loop runs on packed rows (position_ids that start anew) and,
+ratios within a round. The Hugging Face loop runs on packed rows (position_ids that restart) and,
 at 10M, on padded rows too; the faster one is the reference (padded rows at 135M would need 6 GiB).
 Losses and gradient norms of all must agree, or nothing is written. Prints a table and writes
 runs/bench/trainer.json; with `--size` one size alone, beside what is there of the other.

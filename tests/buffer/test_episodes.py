@@ -161,7 +161,7 @@ async def test_a_reward_may_come_late(
 async def test_a_later_reward_replaces_an_earlier_one_until_the_group_seals(
     start: Callable[..., Any],
 ) -> None:
-    """Another key scores anew."""
+    """Another key scores again."""
     loop = await start()
     first, second, *_ = (await loop.claim()).claims
     await loop.play(first, value=0.1)

@@ -27,7 +27,7 @@ async def test_a_first_start_has_nothing_to_recover(join: Callable[..., Any]) ->
 async def test_groups_trained_after_the_checkpoint_are_trained_again(
     start: Callable[..., Any],
 ) -> None:
-    """Their tokens are of the surviving lineage, their update is lost: they are leased anew."""
+    """Their tokens are of the surviving lineage, their update is lost: they are leased again."""
     loop = await start(buffer__max_staleness=1)
     await loop.play_all()
     first = loop.take()

@@ -138,7 +138,7 @@ async def test_resumption_can_be_switched_off(
 async def test_only_the_infrastructure_s_losses_are_resumed(
     start: Callable[..., Any], make_turn: Callable[..., Turn], kind: str | None
 ) -> None:
-    """A failed environment is played anew, and so is an attempt without any turn."""
+    """A failed environment is played again, and so is an attempt without any turn."""
     loop = await start(**ONE_GROUP)
     (claim,) = (await loop.claim(1)).claims
     episode_id = await loop.open(claim)

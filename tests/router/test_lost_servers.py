@@ -193,7 +193,7 @@ async def test_a_stream_is_held_through_a_publish(make_stage, staleness: int) ->
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_half_an_answer_under_a_schema_is_drawn_anew(make_stage, stream: bool) -> None:
-    """Another server's grammar would begin anew in the middle: nothing of the half is kept, and a
+    """Another server's grammar would begin again in the middle: nothing of the half is kept, and a
     client that has read of it is told that the turn is lost."""
     stage = await make_stage()
     half = stage.script('{"number": 7}')

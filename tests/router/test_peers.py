@@ -146,7 +146,7 @@ async def test_who_waits_for_a_turn_that_comes_to_nothing_is_told_no_earlier_one
     """An equal request was answered before; the retry is of the one that its router gave up, which
     is a sample of its own."""
     first, other = pair
-    first.says("earlier", "given up", "drawn anew")
+    first.says("earlier", "given up", "drawn again")
     episode = await first.open()
     assert text_of(await ask(first, episode)) == "earlier"
     stayed = await begin(first, episode)
@@ -155,7 +155,7 @@ async def test_who_waits_for_a_turn_that_comes_to_nothing_is_told_no_earlier_one
     assert (await stayed).status_code == 503
     await until(lambda: len(first.server.requests) == 3)
     first.server.gate.set()
-    assert text_of(await again) == "drawn anew"
+    assert text_of(await again) == "drawn again"
     assert len(first.turns(episode)) == 2
 
 

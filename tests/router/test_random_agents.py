@@ -118,7 +118,7 @@ async def play(chosen: Format, agent: RandomAgent, move: Move) -> None:
             # What was generated after a stop cannot stand before a user's words in any format.
             may_break = talk.saying == "after"
             if chosen.breaks_at_user and messages[-1]["role"] == "user":
-                # Rendered anew, only plain text is sure to become the ids that were generated.
+                # Rendered again, only plain text is sure to become the ids that were generated.
                 may_break |= agent.sayings_before(talk) != {"text"}
                 # So is not an answer that goes on from the client's own beginning.
                 may_break |= any(
@@ -127,7 +127,7 @@ async def play(chosen: Format, agent: RandomAgent, move: Move) -> None:
                 )
             allowed = {"extension" if talk.turn_id not in parents else "resampled"}
             if turns[0].parent_turn_id != talk.turn_id:
-                # Rendered anew, it may also extend an earlier turn.
+                # Rendered again, it may also extend an earlier turn.
                 assert may_break
                 allowed = {"template", "extension", "resampled"}
         elif kind == "retools":

@@ -220,7 +220,7 @@ async def test_a_retry_of_an_answered_turn_that_meets_a_full_router_stays_one(ma
 async def test_a_retry_of_a_turn_that_was_continued_is_a_fresh_sample(
     make_stage, stage, has_other_router: bool
 ) -> None:
-    """Whoever goes on from an answer has read it: the step is asked anew, and its first attempt
+    """Whoever goes on from an answer has read it: the step is asked again, and its first attempt
     never arrived."""
     stage.says("one", "then", "two")
     episode = await stage.open()

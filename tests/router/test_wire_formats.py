@@ -1,7 +1,7 @@
 """The wire format of the four dialects, byte for byte, against recorded exchanges.
 
 `wire_formats/NAME.http` holds the requests and answers of one case as they went over the wire, with
-ids, times and the sentences of errors replaced by names. After a wanted change write them anew with
+ids, times and the sentences of errors replaced by names. After a wanted change renew them with
 `OUTLOOP_WRITE_WIRE_FORMATS=1 pytest tests/router/test_wire_formats.py`, and read the difference.
 """
 

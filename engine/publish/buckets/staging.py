@@ -178,7 +178,7 @@ class Staging:
         return room
 
     def reset_peak(self) -> None:
-        """Count anew, from what is held now."""
+        """Count again, from what is held now."""
         self.peak_bytes = 0
         self._count()
 

@@ -141,7 +141,7 @@ class Bucketed:
             self._hashed.append(self._hashing.submit(self._sent.account, content, places))
 
     def release(self) -> None:
-        """Give staging back; the next publish takes it anew."""
+        """Give staging back; the next publish takes it again."""
         self._forget_layout()
         self._staging.close()
 

@@ -153,7 +153,7 @@ class GroupSender:
                 server_id,
                 "bucket",
                 "the NCCL broadcast broke; it may wait in it until its own timeout, and is to be "
-                "started anew",
+                "started again",
             )
         fanout.require_some()
 

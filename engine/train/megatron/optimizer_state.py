@@ -146,7 +146,7 @@ def put_moments(policy: Policy, moments: dict[str, Tensor], *, num_updates: int)
 
 def _counts_by_parameter(optimizer: Any) -> bool:
     """torch counts updates in each parameter's state. FusedAdam, Transformer Engine's and Apex',
-    counts in the group, where nothing is before its first step: bias correction would begin anew.
+    counts in the group, where nothing is before its first step: bias correction would begin again.
     """
     return isinstance(optimizer, torch.optim.Adam)
 

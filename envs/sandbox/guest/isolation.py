@@ -13,7 +13,7 @@ from outloop.envs.sandbox.guest import seccomp, syscalls
 
 _BOX = "/box"
 _FIRST_UID, _NUM_UIDS = 20_000, 40_000
-"""Users of containers: below 65,536, which is what engines map, and chosen anew for each."""
+"""Users of containers: below 65,536, which is what engines map, and other ones for each."""
 
 
 class NamespaceIsolation:

@@ -156,7 +156,7 @@ def test_a_member_that_never_joins_is_quarantined(
     behaviour: str,
     is_together: bool,
 ) -> None:
-    """It does not answer, says it has joined and has not, or refuses: the other one is fed."""
+    """It does not answer, says it has joined and has not, or refuses: the other one loads them."""
     urls = {"good": server_process().url, "bad": lying_server(behaviour, "join").url}
     began_at = time.monotonic()
     report = publish_to(urls, phase_timeout_s=SHORT_S, is_together=is_together)(1)

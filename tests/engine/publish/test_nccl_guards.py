@@ -150,5 +150,5 @@ def test_a_broadcast_that_never_ends_costs_its_deadline(stuck: _Stuck, backend: 
     assert sorted(servers.failed) == ["a", "b"]
     assert stuck.num_broadcasts == (1 if backend == "nccl" else 3)
     if backend == "nccl":
-        assert "to be started anew" in servers.failed["a"]
+        assert "to be started again" in servers.failed["a"]
     sender.close()

@@ -219,7 +219,7 @@ def test_a_server_that_enters_again_is_asked_at_once(
     make_model: Callable[..., Path],
     other_weights: dict[str, torch.Tensor],
 ) -> None:
-    """Though it did not answer a moment before, as a server that was started anew."""
+    """Though it did not answer a moment before, as a server that was started again."""
     registry.add("good", torch_server.url)
     registry.add("late", "http://127.0.0.1:9")
     publisher = make_publisher(num_servers=1)

@@ -98,7 +98,7 @@ async def test_a_turn_goes_on_across_a_publish_with_both_versions(
 ) -> None:
     """Every token is sampled once, under the version that its span names, streamed or not.
 
-    Where the cache was computed anew, each logprob is that of a full forward of the version's
+    Where the cache was computed again, each logprob is that of a full forward of the version's
     weights; kept in place, those before the publish are.
     """
     generator, buffer = stage

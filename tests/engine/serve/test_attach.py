@@ -59,7 +59,7 @@ async def entry_when(
 async def test_it_is_entered_lost_and_entered_again(
     make_model: Callable[..., Path], start_torch_server: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Entered without a version, quarantined when it is gone, fed anew when it is back."""
+    """Entered without a version, quarantined when it is gone, fed again when it is back."""
     folder = make_model()
     first = start_torch_server(folder)
     port = int(first.url.rpartition(":")[2])

@@ -108,7 +108,7 @@ def run_case(case: dict[str, Any], folder: Path, *, num_ranks: int) -> None:
             saving.result()
             dist.barrier()
     finally:
-        # The ranks stay; the next case lays them out anew.
+        # The ranks stay; the next case lays them out again.
         parallel_state.destroy_model_parallel()
 
 

@@ -1,4 +1,4 @@
-"""One process against several: the same samples, permuted and split anew, give the same losses,
+"""One process against several: the same samples, permuted and split again, give the same losses,
 gradients and weights.
 
 `make test-parity` runs the whole matrix; a few representative layouts run with every other test.

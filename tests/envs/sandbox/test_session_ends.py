@@ -77,7 +77,7 @@ async def test_the_supervisors_death_is_survived() -> None:
 
 
 async def test_an_abandoned_call_ends_with_its_session() -> None:
-    """Whoever gives up waiting leaves no program behind, and the next call starts anew."""
+    """Whoever gives up waiting leaves no program behind, and the next call starts again."""
     sandbox = BubblewrapSandbox(LIMITS)
     async with sandbox.session() as session:
         pid = session.pid
