@@ -10,7 +10,7 @@ BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
 @pytest.mark.parametrize("wrong", [-1, 2**31])
 async def test_ids_that_no_policy_has_are_no_answer(stage, wrong) -> None:
-    """A server that answers them failed, and the turn is drawn again."""
+    """A server that answers them failed, and the turn is sampled again."""
     fine = stage.script("fine")
     scripts = iter([replace(fine, ids=[wrong, *fine.ids]), fine])
     stage.server.answer = lambda request: next(scripts)

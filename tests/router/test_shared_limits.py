@@ -61,8 +61,8 @@ class Played:
 
 
 async def test_choices_retries_and_other_routers_share_one_keys_limits(live_run, renderer) -> None:
-    """Choices count one by one: at once at each router, in all wherever they are drawn; a retry
-    counts nothing, at whichever router, and no answer of a refused request is drawn."""
+    """Choices count one by one: at once at each router, in all wherever they are sampled; a retry
+    counts nothing, at whichever router, and no answer of a refused request is sampled."""
     stop = renderer.stop_ids[0]
     ids = [*renderer.tokenizer.encode("x"), stop]
     script = Script(ids=ids, finish={"type": "stop", "matched": stop})
