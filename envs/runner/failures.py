@@ -66,12 +66,19 @@ class FailureLog:
         self._counts: Counter[_Signature] = Counter()
         self._examples: dict[_Signature, tuple[EpisodeResult, str]] = {}
         self._last: deque[EpisodeResult | None] = deque(maxlen=_NUM_LAST_EPISODES)
+        self._playing: dict[str, int] = {}
+        """How many episodes had ended when one started, by its id."""
         self._num_closed = 0
         self._num_failed = 0
         self._warn_at = _MIN_FAILURES
 
-    def success(self, ending: EpisodeResult) -> str:
+    def start(self, episode_id: str) -> None:
+        """An episode starts; `success` or `failure` follows when it has ended."""
+        self._playing[episode_id] = self._num_closed
+
+    def success(self, ending: EpisodeResult, episode_id: str) -> str:
         """An episode ended as it should; returns a sentence for the user when failing pays."""
+        self._playing.pop(episode_id, None)
         self._num_closed += 1
         self._last.append(None)
         if (
@@ -94,7 +101,10 @@ class FailureLog:
             SettingsError: nothing can be learned from what this runner plays: the first episodes
                 failed in the same way for the environment's reasons, or more than
                 env.max_failed_share of the last ones failed by their agent with equal rewards.
+                An episode that has played on since the first of these ended counts as one that
+                does not fail, because a crash ends sooner than an episode that works.
         """
+        self._playing.pop(episode_id, None)
         self._num_closed += 1
         self._num_failed += 1
         self._last.append(ending)
@@ -140,7 +150,10 @@ class FailureLog:
     def _refuse_equal_failures(self) -> None:
         failed = [ending for ending in self._last if ending and ending.failure_kind == "agent"]
         num_last = len(self._last)
-        if num_last < _MIN_EPISODES or len(failed) <= self._max_failed_share * num_last:
+        first_ended = self._num_closed - num_last
+        num_longer = sum(num_ended <= first_ended for num_ended in self._playing.values())
+        most = self._max_failed_share * (num_last + num_longer)
+        if num_last < _MIN_EPISODES or len(failed) <= most:
             return
         if len({ending.reward.value for ending in failed if ending.reward is not None}) > 1:
             return

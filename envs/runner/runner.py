@@ -214,6 +214,7 @@ class Runner:
             ]
             endings = await self._players.play(some, deadlines)
             for opened, deadline, ending in zip(some, deadlines, endings, strict=True):
+                self._failures.start(opened.episode_id)
                 task = asyncio.create_task(
                     self._play_and_close(opened, deadline, ending), name=opened.episode_id
                 )
@@ -296,7 +297,7 @@ class Runner:
         if ending.failure_kind is None:
             self._num_bad_rewards = 0
             self._backoff_s = 0.0
-            self._warn("failing_pays", self._failures.success(ending))
+            self._warn("failing_pays", self._failures.success(ending, episode_id))
             return
         self._warn("episodes_fail", self._failures.failure(ending, episode_id))
         if ending.failure_kind != "agent":

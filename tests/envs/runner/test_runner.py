@@ -431,6 +431,32 @@ def test_failures_that_are_scored_apart_can_be_learned_from() -> None:
         log.failure(ending, f"ep-{number}")
 
 
+def test_crashes_that_end_before_the_episodes_that_work_stop_nothing() -> None:
+    """Every second agent crashes at once: the first 200 to end have crashed, and others play on."""
+    log = FailureLog(max_failed_share=0.98, run_folder="runs/x")
+    crash = EpisodeResult(
+        outcome="failed", failure_kind="agent", reward=Reward(value=0.0), error="it broke"
+    )
+    for number in range(16):
+        log.start(f"plays-{number}")
+    for number in range(200):
+        log.start(f"crashes-{number}")
+        log.failure(crash, f"crashes-{number}")
+
+
+def test_one_episode_that_hangs_does_not_hide_that_all_others_crash() -> None:
+    """The run stops a little later."""
+    log = FailureLog(max_failed_share=0.98, run_folder="runs/x")
+    crash = EpisodeResult(
+        outcome="failed", failure_kind="agent", reward=Reward(value=0.0), error="it broke"
+    )
+    log.start("hangs")
+    with pytest.raises(SettingsError, match="50 of the last 50 episodes failed"):
+        for number in range(100):
+            log.start(f"crashes-{number}")
+            log.failure(crash, f"crashes-{number}")
+
+
 async def test_a_few_failures_stop_nothing(router: Any, play_with: PlayWith) -> None:
     """One episode in sixteen that does not fail is enough to go on."""
     router.num_episodes = 100
