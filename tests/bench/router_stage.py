@@ -16,6 +16,7 @@ import sysconfig
 import time
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,13 @@ def start(command: list[Any], port: int, log: Path, health: str = "/health") -> 
         except OSError:
             pass
         time.sleep(0.2)
-    process.kill()
+    Program(process, port).stop()
     raise RuntimeError(f"{command[0]} does not answer at port={port}; see {log}")
+
+
+def _stopped_by(started: ExitStack, program: Program) -> Program:
+    started.callback(program.stop)
+    return program
 
 
 class Stage:
@@ -140,15 +146,23 @@ class Stage:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._model = folder, model
         make_model(model)
-        self.mock = self._python("serve")
-        self.relay = self._python("relay", self.mock.port)
-        self.floor = self._floor()
-        self.sglang_router = self._sglang_router()
-        self.litellm = self._litellm()
-        self.redis = EmbeddedRedis(folder / "redis", fsync="everysec", max_memory_mb=4096)
+        with ExitStack() as started:
+            self.mock = _stopped_by(started, self._python("serve"))
+            self.relay = _stopped_by(started, self._python("relay", self.mock.port))
+            self.floor = _stopped_by(started, self._floor())
+            self.sglang_router = _stopped_by(started, self._sglang_router())
+            self.litellm = _stopped_by(started, self._litellm())
+            self._start_run(started, group_size, num_groups)
+            # Programs that have started are ended if a later one does not start.
+            self._started = started.pop_all()
+
+    def _start_run(self, started: ExitStack, group_size: int, num_groups: int) -> None:
+        self.redis = EmbeddedRedis(self.folder / "redis", fsync="everysec", max_memory_mb=4096)
         self.redis_url = self.redis.start()
+        started.callback(self.redis.stop)
         self.run = self._run(group_size, num_groups)
         self.reader = BufferReader.connect(self.run)
+        started.callback(self.reader.close)
         self.reader.announce_version(0, None)
         url = f"http://127.0.0.1:{self.mock.port}"
         self.reader.register_server(
@@ -158,7 +172,7 @@ class Stage:
         )
         self.reader.set_server_version("mock", 0, quarantined=False)
         self.reader.acknowledge_version(0)
-        self.router = self.start_router()
+        self.router = _stopped_by(started, self.start_router())
 
     def start_router(self) -> Program:
         """One more router process of the run."""
@@ -168,11 +182,7 @@ class Stage:
 
     def close(self) -> None:
         """End everything."""
-        ours = (self.router, self.floor, self.relay, self.mock)
-        for program in (*ours, self.litellm, self.sglang_router):
-            program.stop()
-        self.reader.close()
-        self.redis.stop()
+        self._started.close()
 
     def _run(self, group_size: int, num_groups: int) -> Run:
         settings = build_settings(
