@@ -107,7 +107,7 @@ class RlLoop:
             taken_at = time.monotonic()
             batch = self._refill(leases, self._build(leases))
             self._warn_without_signal(batch)
-            batch, reports = self._update(batch)
+            reports = self._update(batch)
             updated_at = time.monotonic()
             self._ranks.leave()
             self._ranks.watchdog.progress("evaluation")
@@ -272,21 +272,18 @@ class RlLoop:
 
         return staleness_of
 
-    def _update(self, batch: Batch) -> tuple[Batch, list[UpdateReport]]:
-        """The step's optimizer updates, made by all ranks; its rows are sent to them once."""
-        updates = batch.updates(self._settings.trainer.num_updates_per_take)
-        reference = self._ranks.run(RankWorker.load_batch, batch.rows)
-        if reference is not None:
-            batch = batch.with_reference(reference, self._settings)
+    def _update(self, batch: Batch) -> list[UpdateReport]:
+        """The step's optimizer updates, made by all ranks from one broadcast."""
         reports, metrics = self._ranks.run(
-            RankWorker.make_updates,
-            updates,
-            advantages=batch.rows.advantages if self._settings.trainer.kl == "k1" else None,
+            RankWorker.train_step,
+            batch.rows,
+            batch.updates(self._settings.trainer.num_updates_per_take),
+            credit=batch.credit,
             step=self._step + 1,
             policy_version=self._version,
         )
         batch.metrics.update(metrics)
-        return batch, reports
+        return reports
 
     def _publish(self, *, parent: int | None, policy_version: int) -> PublishReport:
         """Make the weights available as `policy_version` on every server."""

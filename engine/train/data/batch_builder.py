@@ -44,9 +44,8 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credit:
-    """The rewards of a take and the rows that they are for."""
+    """The rewards of a take and the rows that they are for; sent to every rank with the rows."""
 
-    advantage: str | Advantage
     rewards: tuple[tuple[float, ...], ...]
     """By group in admission order, dropped ones too, the scored episodes'; less penalties."""
     teaches: tuple[bool, ...]
@@ -54,15 +53,18 @@ class Credit:
     rows: Mapping[int, tuple[tuple[int, ...], ...]]
     """By kept group: the rows of each scored episode."""
 
-    def advantages(self, rows: TrainBatch, *, counts_dropped: bool = True) -> Float32:
+    def advantages(
+        self, rows: TrainBatch, *, advantage: str | Advantage, counts_dropped: bool = True
+    ) -> Float32:
         """The column [T]: an episode's advantage at each of its tokens.
 
         Args:
+            advantage: of the settings, `advantage_of`.
             counts_dropped: whether dropped groups count in a take's statistics.
         """
         values = take_advantages(
             self.rewards,
-            self.advantage,
+            advantage,
             signal=self.teaches,
             counted=[counts_dropped or index in self.rows for index in range(len(self.rewards))],
         )
@@ -101,42 +103,42 @@ class Batch:
         bounds = [len(groups) * index // count for index in range(count + 1)] if count else []
         return [list(chain.from_iterable(groups[start:end])) for start, end in pairwise(bounds)]
 
-    def with_reference(self, reference: Float32, settings: Settings) -> Batch:
-        """The batch with the reference's logprobs [T], and for k1 with the advantages of rewards
-        less the KL penalty.
 
-        A kept group without signal learns from its KL then, unless the advantage divides by the
-        group's own deviation, which would blow it up. Dropped groups, which pay nothing, count in
-        no statistics of it.
-        """
-        trainer = settings.trainer
-        behavior = self.rows.behavior_logprobs
-        assert behavior is not None
-        rows = self.rows.with_columns(reference_logprobs=reference)
-        gaps = k1(behavior, reference)
-        mask = rows.loss_mask
-        metrics = self.metrics | {"train/kl": _mean(gaps[mask])}
-        if trainer.kl != "k1":
-            return dataclasses.replace(self, rows=rows, metrics=metrics)
-        by_row = [float(gaps[a:b][mask[a:b]].sum()) for a, b in pairwise(rows.starts.tolist())]
-        rewards = [list(group) for group in self.credit.rewards]
-        penalties: list[float] = []
-        for index, episodes in self.credit.rows.items():
-            for place, members in enumerate(episodes):
-                penalties.append(trainer.kl_coefficient * sum(by_row[row] for row in members))
-                rewards[index][place] -= penalties[-1]
-        credit = dataclasses.replace(self.credit, rewards=tuple(map(tuple, rewards)))
-        if not divides_by_group(credit.advantage):
-            differs = groups_with_signal(rewards, credit.advantage)
-            teaches = tuple(index in credit.rows and has for index, has in enumerate(differs))
-            credit = dataclasses.replace(credit, teaches=teaches)
-        column = credit.advantages(rows, counts_dropped=False)
-        return dataclasses.replace(
-            self,
-            rows=rows.with_columns(advantages=column),
-            credit=credit,
-            metrics=metrics | {"train/kl_penalty_mean": _mean(penalties)},
-        )
+def with_reference(
+    rows: TrainBatch, credit: Credit, reference: Float32, settings: Settings
+) -> tuple[TrainBatch, dict[str, float]]:
+    """The rows with the reference's logprobs [T], and for k1 with the advantages of rewards less
+    the KL penalty; and what was measured. Every rank computes the same from the same columns.
+
+    A kept group without signal learns from its KL then, unless the advantage divides by the
+    group's own deviation, which would blow it up. Dropped groups, which pay nothing, count in
+    no statistics of it.
+    """
+    trainer = settings.trainer
+    behavior = rows.behavior_logprobs
+    assert behavior is not None
+    rows = rows.with_columns(reference_logprobs=reference)
+    gaps = k1(behavior, reference)
+    mask = rows.loss_mask
+    metrics = {"train/kl": _mean(gaps[mask])}
+    if trainer.kl != "k1":
+        return rows, metrics
+    by_row = [float(gaps[a:b][mask[a:b]].sum()) for a, b in pairwise(rows.starts.tolist())]
+    rewards = [list(group) for group in credit.rewards]
+    penalties: list[float] = []
+    for index, episodes in credit.rows.items():
+        for place, members in enumerate(episodes):
+            penalties.append(trainer.kl_coefficient * sum(by_row[row] for row in members))
+            rewards[index][place] -= penalties[-1]
+    advantage = advantage_of(settings)
+    credit = dataclasses.replace(credit, rewards=tuple(map(tuple, rewards)))
+    if not divides_by_group(advantage):
+        differs = groups_with_signal(rewards, advantage)
+        teaches = tuple(index in credit.rows and has for index, has in enumerate(differs))
+        credit = dataclasses.replace(credit, teaches=teaches)
+    column = credit.advantages(rows, advantage=advantage, counts_dropped=False)
+    metrics["train/kl_penalty_mean"] = _mean(penalties)
+    return rows.with_columns(advantages=column), metrics
 
 
 def build_batch(
@@ -155,12 +157,12 @@ def build_batch(
     (buffer.filter_path said so), overlong (a sample exceeds trainer.max_microbatch_tokens),
     malformed (ids outside the vocabulary, or a record that contradicts itself).
 
-    Advantages come from rewards less the overlong penalty; with a KL term, `Batch.with_reference`
-    follows. Whether a group carries signal is decided on the verifier's rewards alone, before
-    either (DAPO, arXiv:2503.14476, equation 11 filters on correctness): an unsolved task with one
-    overlong attempt teaches nothing. A kept group without signal, or whose rewards less the
-    overlong penalty are equal, has advantages of zero. Statistics over a take include groups that
-    are dropped.
+    Advantages come from rewards less the overlong penalty; with a KL term, `with_reference`
+    follows on every rank. Whether a group carries signal is decided on the verifier's rewards
+    alone, before either (DAPO, arXiv:2503.14476, equation 11 filters on correctness): an unsolved
+    task with one overlong attempt teaches nothing. A kept group without signal, or whose rewards
+    less the overlong penalty are equal, has advantages of zero. Statistics over a take include
+    groups that are dropped.
 
     Args:
         staleness_of: publishes from a version to `policy_version`; left out: their difference.
@@ -192,13 +194,12 @@ def build_batch(
     _warn_about_failure_reward(ordered, settings)
     samples = [sample for of_group in episodes.values() for sample in chain(*of_group)]
     credit = Credit(
-        advantage=advantage,
         rewards=rewards,
         teaches=tuple(has and still for has, still in zip(signal, differs, strict=True)),
         rows=_numbered(episodes),
     )
     rows = TrainBatch.of(samples)
-    rows = rows.with_columns(advantages=credit.advantages(rows))
+    rows = rows.with_columns(advantages=credit.advantages(rows, advantage=advantage))
     trained = tuple(
         _without_masked(ordered[index], members, settings) for index, members in credit.rows.items()
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -114,19 +115,16 @@ class TrainBatch:
 
     def encode(self) -> bytes:
         """For another rank or a file: no object is pickled."""
-        return msgspec.msgpack.encode(
-            {item.name: _plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
-        )
+        return msgspec.msgpack.encode(self, enc_hook=plain)
 
     @classmethod
     def decode(cls, data: bytes) -> TrainBatch:
         """What `encode` gave; arrays are read-only.
 
         Raises:
-            msgspec.DecodeError, TypeError: it is something else.
+            msgspec.DecodeError: it is something else.
         """
-        fields = msgspec.msgpack.decode(data)
-        return cls(**{name: _restored(name, value) for name, value in fields.items()})
+        return msgspec.msgpack.decode(data, type=cls, dec_hook=restored)
 
     def _empty(self) -> TrainBatch:
         """No rows, and the same columns."""
@@ -144,7 +142,6 @@ class TrainBatch:
         return {name: None if it is None else it[where] for name, it in columns.items()}
 
 
-_BY_ROW = ("episode_ids", "group_ids", "branches")
 _COLUMNS: dict[str, Any] = {
     "token_ids": np.int32,
     "loss_mask": np.bool_,
@@ -184,14 +181,19 @@ def _joined(parts: Sequence[Any], name: str) -> Any:
     return np.zeros(0, _COLUMNS[name]) if name in _ALWAYS_KNOWN else None
 
 
-def _plain(value: Any) -> Any:
-    return [value.dtype.str, value.tobytes()] if isinstance(value, np.ndarray) else value
+def plain(value: Any) -> Any:
+    """An array or a path as msgpack knows it, for `msgspec`'s enc_hook."""
+    match value:
+        case np.ndarray():
+            return value.dtype.str, value.tobytes()
+        case Path():
+            return str(value)
+    raise NotImplementedError(type(value).__name__)
 
 
-def _restored(name: str, value: Any) -> Any:
-    if name in _BY_ROW:
-        return tuple(value)
-    if isinstance(value, list):
-        dtype, data = value
-        return np.frombuffer(data, np.dtype(dtype))
-    return value
+def restored(kind: Any, value: Any) -> Any:
+    """What `plain` was given, for `msgspec`'s dec_hook; arrays [N] are read-only."""
+    if kind is Path:
+        return Path(value)
+    dtype, data = value
+    return np.frombuffer(data, np.dtype(dtype))

@@ -7,17 +7,14 @@ machine and number of threads gives the same loss and gradient norm, bit by bit.
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
-import numpy as np
 import torch.distributed as dist
 
 from outloop.buffer.errors import SettingsError
@@ -27,10 +24,9 @@ from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.step.update_metrics import UpdateReport
 
-SCHEMA = 2
+SCHEMA = 3
 _FACTS = "step.json"
-_BATCH = "batch.npz"
-_NAMES = ("episode_ids", "group_ids")
+_BATCH = "batch.msgpack"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +74,7 @@ class DumpWriter:
         if self._is_writer:
             shutil.rmtree(self._path, ignore_errors=True)
             self._path.mkdir(parents=True)
-            _write(self._path / _BATCH, _pack(batch))
+            _write(self._path / _BATCH, batch.encode())
         save_state(self._path / "state", step=self._step)
         self.write_results([], updates=updates, schedule=num_updates)
 
@@ -108,7 +104,7 @@ def read_dump(path: Path) -> StepDump:
     """
     try:
         facts = msgspec.json.decode((path / _FACTS).read_bytes())
-        arrays = np.load(path / _BATCH, allow_pickle=False)
+        batch = TrainBatch.decode((path / _BATCH).read_bytes())
     except (OSError, ValueError, msgspec.DecodeError) as error:
         raise SettingsError(
             f"path={str(path)!r} is not a dumped step ({error}); give a folder dumps/step_N of a "
@@ -124,7 +120,7 @@ def read_dump(path: Path) -> StepDump:
         policy_version=facts["policy_version"],
         settings=build_settings(facts["settings"], source=str(path / _FACTS)),
         num_updates=facts["num_updates"],
-        batch=_unpack(dict(arrays)),
+        batch=batch,
         updates=facts["updates"],
         results=[(loss, norm) for loss, norm in facts["results"]],
     )
@@ -140,20 +136,6 @@ def load_state(policy: Policy, dump: StepDump) -> None:
     if found is None:
         raise SettingsError(f"path={str(dump.path / 'state')!r} holds no complete checkpoint")
     load_checkpoint(policy, found)
-
-
-def _pack(batch: TrainBatch) -> bytes:
-    """Columns as named arrays: strings as fixed-width unicode, no pickles."""
-    columns = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}
-    columns |= {name: np.array(columns[name], np.str_) for name in _NAMES}
-    buffer = io.BytesIO()
-    np.savez(buffer, **{name: it for name, it in columns.items() if it is not None})
-    return buffer.getvalue()
-
-
-def _unpack(arrays: dict[str, Any]) -> TrainBatch:
-    lists = {name: tuple(arrays[name].tolist()) for name in (*_NAMES, "branches")}
-    return TrainBatch(**arrays | lists)
 
 
 def _write(path: Path, data: bytes) -> None:

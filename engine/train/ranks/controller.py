@@ -13,19 +13,16 @@ import time
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
-import numpy as np
 import structlog
 from torch import Tensor
 
 from outloop.buffer.errors import OutloopError, PartFailed, UpdateRefused
 from outloop.buffer.records import Float32
 from outloop.engine.publish.buckets.plan import TensorSpec
-from outloop.engine.train.checkpoint.checkpoint_format import Checkpoint, read_checkpoint
-from outloop.engine.train.data.train_batch import TrainBatch
+from outloop.engine.train.data.train_batch import plain, restored
 from outloop.engine.train.megatron.model_config import PolicyConfig
 from outloop.engine.train.ranks.collectives import broadcast_bytes
 from outloop.engine.train.ranks.rank_worker import RankWorker
@@ -203,7 +200,10 @@ def follow(worker: RankWorker, watchdog: Watchdog) -> None:
 
 def _perform(worker: RankWorker, method: str, arguments: dict[str, msgspec.Raw]) -> None:
     hints = _hints_of(method)
-    decoded = {name: _decode(data, hints[name]) for name, data in arguments.items()}
+    decoded = {
+        name: msgspec.msgpack.decode(data, type=hints[name], dec_hook=restored)
+        for name, data in arguments.items()
+    }
     try:
         getattr(worker, method)(**decoded)
     except UpdateRefused as error:
@@ -222,23 +222,4 @@ def _hints_of(method: str) -> dict[str, Any]:
 
 def _encode(value: Any) -> msgspec.Raw:
     """An argument as msgpack; its annotation says how it is read."""
-    match value:
-        case TrainBatch():
-            value = value.encode()
-        case Checkpoint():
-            value = str(value.path)
-        case np.ndarray():
-            value = value.tobytes()
-    return msgspec.Raw(msgspec.msgpack.encode(value))
-
-
-def _decode(data: msgspec.Raw, hint: Any) -> Any:
-    """An argument of a method, by its annotation."""
-    if hint is TrainBatch:
-        return TrainBatch.decode(msgspec.msgpack.decode(data, type=bytes))
-    if hint is Checkpoint:
-        return read_checkpoint(Path(msgspec.msgpack.decode(data, type=str)))
-    if hint in (Float32, Float32 | None):
-        array = msgspec.msgpack.decode(data, type=bytes | None)
-        return None if array is None else np.frombuffer(array, np.float32)
-    return msgspec.msgpack.decode(data, type=hint)
+    return msgspec.Raw(msgspec.msgpack.encode(value, enc_hook=plain))

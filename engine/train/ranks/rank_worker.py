@@ -18,6 +18,7 @@ from outloop.buffer.run import Run
 from outloop.engine.train.algorithms.user_functions import loss_of
 from outloop.engine.train.checkpoint.async_writer import Saving, begin_save, save_checkpoint
 from outloop.engine.train.checkpoint.checkpoint_format import Checkpoint, load_checkpoint
+from outloop.engine.train.data.batch_builder import Credit, with_reference
 from outloop.engine.train.data.samples import prompt_sample
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.debug.step_debugger import StepDebugger
@@ -64,7 +65,6 @@ class RankWorker:
         self._reference: Reference | None = None
         self._placement: Offload | None = None
         self._saving: Saving | None = None
-        self._batch: TrainBatch | None = None
         self._debugger = StepDebugger(run.settings, run.dir, self._save_state)
 
     @property
@@ -123,58 +123,42 @@ class RankWorker:
         self.placement.add_frozen(self._reference.model)
         return self._reference.content_hash
 
-    @property
-    def batch(self) -> TrainBatch:
-        """The rows of the step, the same on every rank."""
-        assert self._batch is not None, "load_batch comes first"
-        return self._batch
-
-    def load_batch(self, batch: TrainBatch) -> Float32 | None:
-        """Take the rows of a step; with a KL term, score them under the reference.
-
-        Returns:
-            [T] reference logprobs, or None without a KL term or rows.
-        """
-        self._batch = batch
-        if self._settings.trainer.kl == "none" or not len(batch):
-            return None
-        column = self._score(self.reference.model)
-        self._batch = batch.with_columns(reference_logprobs=column)
-        return column
-
-    def make_updates(
+    def train_step(
         self,
+        batch: TrainBatch,
         updates: list[list[int]],
         *,
-        advantages: Float32 | None,
+        credit: Credit,
         step: int,
         policy_version: int,
     ) -> tuple[list[UpdateReport], dict[str, float]]:
-        """The optimizer updates of a step: recompute proximal logprobs, then update by update.
+        """One step: score under the reference, recompute proximal logprobs, update by update.
 
         Args:
             updates: rows of the batch, for each update.
-            advantages: [T] in place of the batch's, where they depend on the reference.
+            credit: the rewards behind the batch's advantages, where these depend on the reference.
             policy_version: that the weights have now.
 
         Returns:
-            A report of each update, summed over all ranks, and the metrics of the corrections.
+            A report of each update, summed over all ranks, and the metrics of KL and corrections.
 
         Raises:
             UpdateRefused: on every rank, when a gradient is not finite or a spike; the weights are
                 those from before that update.
         """
         metrics: dict[str, float] = {}
-        if advantages is not None:
-            self._batch = self.batch.with_columns(advantages=advantages)
+        if self._settings.trainer.kl != "none" and len(batch):
+            reference = self._score(self.reference.model, batch)
+            batch, metrics = with_reference(batch, credit, reference, self._settings)
         if self._settings.trainer.proximal == "recompute" and updates:
-            metrics = self._recompute_proximal(updates)
+            batch, measured = self._with_proximal(batch, updates)
+            metrics |= measured
 
         def make(rows: Sequence[int], norm_limit: float) -> UpdateReport:
             self.policy.norm_limit = norm_limit
             return rl_update(
                 self.policy,
-                self.batch,
+                batch,
                 self._settings.trainer,
                 rows=rows,
                 policy_version=policy_version,
@@ -183,12 +167,12 @@ class RankWorker:
             )
 
         reports = self._debugger.run(
-            self.batch,
+            batch,
             updates,
             make,
             step=step,
             policy_version=policy_version,
-            score=lambda rows: self._score(self.policy.model, rows),
+            score=lambda rows: self._score(self.policy.model, batch, rows),
         )
         return reports, metrics
 
@@ -200,33 +184,28 @@ class RankWorker:
         """Logprobs [T - 1] at temperature 1 of every prompt's ids under the policy, the first
         aside; on every rank."""
         batch = TrainBatch.of([prompt_sample(ids) for ids in prompts])
-        column = self._score(self.policy.model, batch=batch)
+        column = self._score(self.policy.model, batch)
         return [column[start + 1 : end] for start, end in pairwise(batch.starts.tolist())]
 
-    def _recompute_proximal(self, updates: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Give the batch proximal logprobs and corrections, before its first update; the metrics.
+    def _with_proximal(
+        self, batch: TrainBatch, updates: Sequence[Sequence[int]]
+    ) -> tuple[TrainBatch, dict[str, float]]:
+        """The batch with proximal logprobs and corrections, and the metrics of both.
 
         The rows of each update are packed as in the update.
         """
-        column = np.zeros(self.batch.token_ids.shape, np.float32)
+        column = np.zeros(batch.token_ids.shape, np.float32)
         for rows in updates:
-            column += self._score(self.policy.model, rows)
-        self._batch, metrics = with_proximal(
-            self.batch, column, self._settings.trainer, rows=list(chain(*updates))
-        )
-        return metrics
+            column += self._score(self.policy.model, batch, rows)
+        return with_proximal(batch, column, self._settings.trainer, rows=list(chain(*updates)))
 
     def _score(
-        self,
-        model: PolicyModel,
-        rows: Sequence[int] | None = None,
-        *,
-        batch: TrainBatch | None = None,
+        self, model: PolicyModel, batch: TrainBatch, rows: Sequence[int] | None = None
     ) -> Float32:
         """Logprobs [T] of rows under a model, on every rank; 0 at other rows."""
         return score(
             model,
-            self.batch if batch is None else batch,
+            batch,
             rows=rows,
             max_tokens=self._settings.trainer.max_microbatch_tokens,
             on_microbatch=self._watchdog.progress,

@@ -28,6 +28,7 @@ with warnings.catch_warnings():
     from outloop.buffer.run import load_run
     from outloop.engine.train import main
     from outloop.engine.train.checkpoint.async_writer import Shards
+    from outloop.engine.train.data.batch_builder import Credit
     from outloop.engine.train.data.train_batch import TrainBatch
     from outloop.engine.train.ranks.controller import RankController, follow
     from outloop.engine.train.ranks.rank_worker import RankWorker
@@ -39,21 +40,21 @@ MARK = CheckpointMark(fence=1, group_ids=(), next_slot=0, policy_version=0)
 
 def misbehave_when_told() -> None:
     """Rank 1 finds a full disk, or stops dead, while a file of that name lies in the folder."""
-    write, make_updates = Shards.write, RankWorker.make_updates
+    write, train_step = Shards.write, RankWorker.train_step
 
     def write_or_fail(self: Shards) -> Any:
         if (FOLDER / "full").exists():
             raise OSError(28, "No space left on device")
         return write(self)
 
-    @functools.wraps(make_updates)
-    def update_or_stop(self: RankWorker, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(train_step)
+    def step_or_stop(self: RankWorker, *args: Any, **kwargs: Any) -> Any:
         if (FOLDER / "stop").exists():
             os.kill(os.getpid(), signal.SIGSTOP)
-        return make_updates(self, *args, **kwargs)
+        return train_step(self, *args, **kwargs)
 
     Shards.write = write_or_fail  # type: ignore[method-assign]
-    RankWorker.make_updates = update_or_stop  # type: ignore[method-assign]
+    RankWorker.train_step = step_or_stop  # type: ignore[method-assign]
 
 
 def weights_after_journeys(
@@ -61,8 +62,7 @@ def weights_after_journeys(
 ) -> dict[str, torch.Tensor]:
     """Two updates, with everything off the device in between, or not."""
     for seed in (1, 2):
-        batch = load(ranks, seed)
-        update(ranks, [list(range(len(batch)))], step=10 + seed)
+        train(ranks, batch_of(seed), step=10 + seed)
         if is_travelling:
             ranks.leave()
             assert ranks.worker.placement.num_bytes_away > 0
@@ -72,18 +72,21 @@ def weights_after_journeys(
     return read(ranks)
 
 
-def load(ranks: RankController, seed: int) -> TrainBatch:
-    """The rows of a seed, on every rank."""
-    batch = TrainBatch.of(samples_of(seed, vocab_size=400))
-    ranks.run(RankWorker.load_batch, batch)
-    return batch
+def batch_of(seed: int) -> TrainBatch:
+    """The rows of a seed."""
+    return TrainBatch.of(samples_of(seed, vocab_size=400))
 
 
-def update(
-    ranks: RankController, updates: list[list[int]], *, step: int, advantages: Any = None
-) -> None:
-    """Updates on rows of the batch."""
-    ranks.run(RankWorker.make_updates, updates, advantages=advantages, step=step, policy_version=0)
+def train(ranks: RankController, batch: TrainBatch, *, step: int, num_updates: int = 1) -> None:
+    """A step of updates on all rows."""
+    ranks.run(
+        RankWorker.train_step,
+        batch,
+        [list(range(len(batch)))] * num_updates,
+        credit=Credit(rewards=(), teaches=(), rows={}),
+        step=step,
+        policy_version=0,
+    )
 
 
 def read(ranks: RankController) -> dict[str, torch.Tensor]:
@@ -94,17 +97,16 @@ def read(ranks: RankController) -> dict[str, torch.Tensor]:
 
 def steps(ranks: RankController) -> dict[str, Any]:
     """A step that is dumped, twenty updates, and two that every rank refuses, which are dumped."""
-    batch = load(ranks, 3)
-    rows = list(range(len(batch)))
-    update(ranks, [rows], step=1)
-    update(ranks, [rows] * 20, step=2)
+    batch = batch_of(3)
+    train(ranks, batch, step=1)
+    train(ranks, batch, step=2, num_updates=20)
     before = read(ranks)
     poisoned = batch.advantages.copy()
     poisoned[batch.starts[4] : batch.starts[5]] = np.nan
     refusals = []
     for step, advantages in ((3, poisoned), (4, batch.advantages * np.float32(1e6))):
         try:
-            update(ranks, [rows], step=step, advantages=advantages)
+            train(ranks, batch.with_columns(advantages=advantages), step=step)
         except UpdateRefused as error:
             refusals.append(str(error))
     after = read(ranks)
@@ -136,7 +138,7 @@ def hang(ranks: RankController) -> dict[str, Any]:
     (FOLDER / "stop").touch()
     began_at = time.monotonic()
     try:
-        update(ranks, [list(range(len(load(ranks, 7))))], step=5)
+        train(ranks, batch_of(7), step=5)
     except DeadlineExceeded as error:
         return {"sentence": str(error), "waited_s": time.monotonic() - began_at}
     return {}

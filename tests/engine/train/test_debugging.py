@@ -1,6 +1,5 @@
 """Dumped steps, refused updates, profiles."""
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ from outloop.cli.recorded import replay_step
 from outloop.engine.train.data.batch_builder import Credit
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.data.train_batch import TrainBatch
-from outloop.engine.train.debug import step_dump as dump_module
 from outloop.engine.train.debug.bad_gradient_report import suspects
 from outloop.engine.train.debug.replay_step import replay
 from outloop.engine.train.debug.step_dump import read_dump
@@ -67,15 +65,6 @@ def test_a_folder_that_is_no_dump_is_refused(tmp_path: Path) -> None:
     """The sentence says what would be one."""
     with pytest.raises(SettingsError, match="is not a dumped step"):
         read_dump(tmp_path)
-
-
-def test_a_batch_survives_its_dump(make_samples: MakeSamples) -> None:
-    """Every column, absent ones too, with its dtype."""
-    batch = TrainBatch.of(make_samples(3))
-    batch = batch.with_columns(correction=np.full(batch.token_ids.shape, 0.25, np.float32))
-    with np.load(io.BytesIO(dump_module._pack(batch))) as arrays:
-        again = dump_module._unpack(dict(arrays))
-    assert again.encode() == batch.encode()
 
 
 def test_an_update_that_is_not_finite_names_its_episodes_and_stops(

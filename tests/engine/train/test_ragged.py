@@ -4,6 +4,7 @@ Groups of zero to five episodes, with one reward or equal ones; episodes without
 reward, truncated, with one branch, two or three; turns whose tokens may not be trained.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from outloop.buffer.records import Float32, Group, Sampling, Trajectory, Turn
 from outloop.buffer.settings import Settings
-from outloop.engine.train.data.batch_builder import build_batch
+from outloop.engine.train.data.batch_builder import build_batch, with_reference
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.step.policy_update import rl_update
@@ -373,7 +374,9 @@ def test_the_loss_of_a_ragged_take_is_that_of_the_formulas(
     groups = Takes(seed, make_turn, make_trajectory).take()
     batch = build_batch(groups, chosen, policy_version=0, vocab_size=VOCAB)
     if chosen.trainer.kl != "none" and len(batch.rows):
-        batch = batch.with_reference(reference_logprobs(batch.rows), chosen)
+        reference = reference_logprobs(batch.rows)
+        with_kl, _ = with_reference(batch.rows, batch.credit, reference, chosen)
+        batch = dataclasses.replace(batch, rows=with_kl)
     wanted = wanted_loss(groups, chosen, double_model)
     updates = batch.updates(1)
     if wanted is None:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +12,8 @@ import pytest
 from outloop.buffer.errors import RankKilled
 from outloop.buffer.records import CheckpointMark
 from outloop.engine.launch.torchrun import _what_failed
+from outloop.engine.train.checkpoint.checkpoint_format import Checkpoint
+from outloop.engine.train.data.batch_builder import Credit
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.ranks import controller
@@ -18,10 +21,15 @@ from outloop.engine.train.ranks.rank_worker import RankWorker
 
 
 def test_a_batch_survives_its_bytes(make_samples: Callable[..., list[Sample]]) -> None:
-    """Every field of every row, arrays with their dtype; an empty batch too."""
+    """Every column, absent ones too, arrays with their dtype; an empty batch too."""
     assert len(TrainBatch.decode(TrainBatch.of([]).encode())) == 0
     samples = make_samples(5)
-    batch = TrainBatch.decode(TrainBatch.of(samples).encode())
+    given = TrainBatch.of(samples)
+    given = given.with_columns(correction=np.full(given.token_ids.shape, 0.25, np.float32))
+    batch = TrainBatch.decode(given.encode())
+    assert batch.reference_logprobs is None
+    assert (batch.correction == 0.25).all()
+    samples = list(given)
     for before, after in zip(samples, batch, strict=True):
         for name in Sample.__slots__:
             want, got = getattr(before, name), getattr(after, name)
@@ -41,7 +49,25 @@ class Recorder(RankWorker):
         return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
 
 
+def test_a_step_reaches_every_rank_whole(make_samples: Callable[..., list[Sample]]) -> None:
+    """Rows, updates and rewards in one message."""
+    credit = Credit(rewards=((0.0, 1.0),), teaches=(True,), rows={0: ((0, 1), (2,))})
+    test_every_rank_gets_the_arguments_that_rank_0_gave(
+        RankWorker.train_step,
+        {
+            "batch": TrainBatch.of(make_samples(5)),
+            "updates": [[0, 2], [1]],
+            "credit": credit,
+            "step": 2,
+            "policy_version": 7,
+        },
+    )
+
+
 MARK = CheckpointMark(fence=1, group_ids=("g",), next_slot=2, policy_version=3)
+CHECKPOINT = Checkpoint(
+    path=Path("checkpoints/step_2"), step=2, num_updates=3, mark=MARK, model={"num_layers": 2}
+)
 
 
 @pytest.mark.parametrize(
@@ -51,21 +77,9 @@ MARK = CheckpointMark(fence=1, group_ids=("g",), next_slot=2, policy_version=3)
         (RankWorker.load_reference, {"pinned_hash": "x"}),
         (RankWorker.score_prompts, {"prompts": [[1, 2], [3]]}),
         (RankWorker.save, {"step": 4, "mark": MARK, "reference_hash": ""}),
+        (RankWorker.load, {"checkpoint": CHECKPOINT}),
         (RankWorker.send_weights, {"names": ["a", "b"]}),
         (RankWorker.leave_device, {}),
-        (
-            RankWorker.make_updates,
-            {
-                "updates": [[0, 2], [1]],
-                "advantages": np.array([0.5, -1.0], np.float32),
-                "step": 2,
-                "policy_version": 7,
-            },
-        ),
-        (
-            RankWorker.make_updates,
-            {"updates": [], "advantages": None, "step": 2, "policy_version": 7},
-        ),
     ],
 )
 def test_every_rank_gets_the_arguments_that_rank_0_gave(
@@ -81,18 +95,10 @@ def test_every_rank_gets_the_arguments_that_rank_0_gave(
     ((name, _, given),) = recorder.calls
     assert name == operation.__name__
     for key, value in arguments.items():
-        if isinstance(value, np.ndarray):
-            assert np.array_equal(given[key], value)
+        if isinstance(value, TrainBatch):
+            assert given[key].encode() == value.encode()
         else:
             assert given[key] == value
-
-
-def test_a_batch_reaches_every_rank_whole(make_samples: Callable[..., list[Sample]]) -> None:
-    """As one argument of one message."""
-    batch, recorder = TrainBatch.of(make_samples(5)), Recorder()
-    controller._perform(recorder, "load_batch", {"batch": controller._encode(batch)})
-    ((_, _, given),) = recorder.calls
-    assert given["batch"].encode() == batch.encode()
 
 
 class _Failure:

@@ -17,7 +17,7 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Float32, Group, Trajectory, Turn
 from outloop.buffer.settings import Settings, build_settings
 from outloop.buffer.settings.recipes import RECIPES, recipe_sentence
-from outloop.engine.train.data.batch_builder import build_batch
+from outloop.engine.train.data.batch_builder import build_batch, with_reference
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.step.policy_update import rl_update
@@ -292,7 +292,9 @@ def loss_of_the_recipe(name: str, groups: list[Group], policy: Policy) -> float:
     )
     batch = build_batch(groups, settings, policy_version=0, vocab_size=VOCAB)
     if settings.trainer.kl != "none":
-        batch = batch.with_reference(reference_logprobs(batch.rows), settings)
+        reference = reference_logprobs(batch.rows)
+        with_kl, _ = with_reference(batch.rows, batch.credit, reference, settings)
+        batch = dataclasses.replace(batch, rows=with_kl)
     (rows,), taken = batch.updates(1), batch.rows
     if settings.trainer.proximal == "recompute":
         column = score(policy.model, taken, rows=rows, max_tokens=60, on_microbatch=lambda: None)

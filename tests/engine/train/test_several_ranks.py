@@ -118,11 +118,11 @@ def test_a_rank_that_is_stopped_in_a_collective_is_named(told: dict[str, Any]) -
     """SIGSTOP in an update: rank and phase within the deadline, and no other rank is left."""
     assert told["is_stopped"]
     sentence = told["hang"]["sentence"]
-    assert "trainer rank 1 (no sign of life, in phase='make updates')" in sentence
+    assert "trainer rank 1 (no sign of life, in phase='train step')" in sentence
     assert "rank 2" not in sentence
     assert told["hang"]["waited_s"] < 3 * TIMEOUT_S
     assert told["codes"] == [0, 1]
-    assert "rank 1 (no sign of life, in phase='make updates')" in told["error_of_rank_2"]
+    assert "rank 1 (no sign of life, in phase='train step')" in told["error_of_rank_2"]
 
 
 @pytest.mark.timeout(300)
@@ -131,6 +131,6 @@ def test_every_rank_reports_a_hang_and_names_the_others(told: dict[str, Any]) ->
     for rank, other in ((0, 2), (2, 0)):
         report = (told["folder"] / f"stays/progress/hang_rank_{rank}.txt").read_text()
         assert f"trainer rank {rank} made no progress" in report
-        assert "rank 1: phase='make updates', no sign of life" in report
-        assert f"rank {other}: phase='make updates" in report
+        assert "rank 1: phase='train step', no sign of life" in report
+        assert f"rank {other}: phase='train step" in report
         assert "it is the only rank" not in report

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outloop.buffer.records import Float32, Group, Trajectory, Turn
 from outloop.buffer.settings import Settings
 from outloop.engine.train.algorithms.reward_shaping import overlong_penalty
-from outloop.engine.train.data.batch_builder import Batch, build_batch
+from outloop.engine.train.data.batch_builder import Batch, build_batch, with_reference
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.data.train_batch import TrainBatch
 
@@ -111,7 +111,11 @@ def samples_of(batch: Batch) -> list[list[Sample]]:
 def with_kl(groups: Sequence[Group], chosen: Settings, *, policy_version: int = 0) -> Batch:
     """The batch of a step against `reference_of`."""
     batch = build_batch(groups, chosen, policy_version=policy_version, vocab_size=10)
-    return batch.with_reference(reference_of(batch.rows), chosen) if len(batch.rows) else batch
+    if not len(batch.rows):
+        return batch
+    reference = reference_of(batch.rows)
+    rows, metrics = with_reference(batch.rows, batch.credit, reference, chosen)
+    return dataclasses.replace(batch, rows=rows, metrics=batch.metrics | metrics)
 
 
 def reference_of(rows: TrainBatch) -> Float32:
