@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.settings import Settings, build_settings
+from outloop.buffer.settings import Settings, build_settings, digest_of
 from outloop.buffer.settings.buffer import BufferSettings, holds_password
 
 
@@ -150,8 +150,8 @@ def load_run(run_dir: Path) -> Run:
     """Join the run in `run_dir`.
 
     Raises:
-        SettingsError: the folder is not a run, its settings were changed since it was started, or
-            the file of its keys or of the password of Redis is not there.
+        SettingsError: as load_run_settings, or the file of the run's keys or of the password of
+            Redis is not there.
     """
     settings = load_run_settings(run_dir)
     facts = json.loads((run_dir / "run.json").read_text())
@@ -169,7 +169,8 @@ def load_run_settings(run_dir: Path) -> Settings:
     """The settings of the run in `run_dir`, for a process that needs neither Redis nor its keys.
 
     Raises:
-        SettingsError: the folder is not a run, or its settings were changed since it was started.
+        SettingsError: the folder is not a run, its settings were changed since it was started, or
+            it was started by a release with other settings.
     """
     run_path = run_dir / "run.json"
     if not run_path.is_file():
@@ -178,14 +179,23 @@ def load_run_settings(run_dir: Path) -> Settings:
             "`outloop train CONFIG` or `outloop serve CONFIG`, or make one with "
             "`outloop init CONFIG`"
         )
-    facts = json.loads(run_path.read_text())
+    started_with = json.loads(run_path.read_text())["digest"]
     tree = json.loads((run_dir / "settings.json").read_text())
-    settings = build_settings(tree, source=str(run_dir / "settings.json"))
-    if settings.digest() != facts["digest"]:
+    if digest_of(tree) != started_with:
         raise SettingsError(
-            f"run_dir={str(run_dir)!r}: settings.json has digest={settings.digest()[:12]}, the run "
-            f"was started with digest={facts['digest'][:12]}; restart the run instead of editing it"
+            f"run_dir={str(run_dir)!r}: settings.json has digest={digest_of(tree)[:12]}, the run "
+            f"was started with digest={started_with[:12]}; restart the run instead of editing it"
         )
+    other_release = (
+        f"run_dir={str(run_dir)!r}: the run was started by another release of outloop, which had "
+        "other settings. Use that release to look at the run, or start the run again with this one"
+    )
+    try:
+        settings = build_settings(tree, source=str(run_dir / "settings.json"))
+    except SettingsError as error:
+        raise SettingsError(f"{other_release}. What does not fit: {error}") from error
+    if settings.digest() != started_with:
+        raise SettingsError(other_release)
     return settings
 
 

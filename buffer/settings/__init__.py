@@ -303,8 +303,7 @@ class Settings(BaseSettings):
 
     def digest(self) -> str:
         """SHA-256 of the resolved settings: processes with another digest refuse to join."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return digest_of(self.model_dump(mode="json"))
 
 
 def load_settings(path: Path, overrides: tuple[str, ...] = ()) -> Settings:
@@ -359,6 +358,11 @@ def build_settings(tree: dict[str, Any], *, source: str) -> Settings:
         return Settings(**tree)
     except ValidationError as error:
         raise SettingsError(_sentence(error, source)) from error
+
+
+def digest_of(tree: Mapping[str, Any]) -> str:
+    """SHA-256 of the settings in `tree`, which is that of `Settings.model_dump(mode="json")`."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def _parse_override(override: str) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """The folder of a run: who may read it, and what is never written into it."""
 
+import json
 import stat
 from pathlib import Path
 
 import pytest
 
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.run import create_run, load_run
-from outloop.buffer.settings import build_settings, load_settings
+from outloop.buffer.run import create_run, load_run, load_run_settings
+from outloop.buffer.settings import build_settings, digest_of, load_settings
 
 SECRET = "s3cret-pass"
 
@@ -94,3 +95,21 @@ def test_a_password_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
         settings_with(
             tmp_path, redis_url="redis://h:1/0", redis_password_env="A", redis_password_file="b"
         )
+
+
+def test_a_run_of_another_release_is_told_from_an_edited_one(tmp_path: Path) -> None:
+    """Who reads the run is not sent to look for an edit that was never made."""
+    folder = tmp_path / "a"
+    path, facts_path = folder / "settings.json", folder / "run.json"
+    create_run(settings_with(tmp_path), folder, "redis://h:1/0")
+    facts, tree = json.loads(facts_path.read_text()), json.loads(path.read_text())
+    lacks_one = {**tree, "eval": {k: v for k, v in tree["eval"].items() if k != "every"}}
+    has_another = {**tree, "eval": {**tree["eval"], "evry": 3}}
+    for written, sentence in ((lacks_one, "with this one"), (has_another, "eval.evry")):
+        path.write_text(json.dumps(written))
+        facts_path.write_text(json.dumps({**facts, "digest": digest_of(written)}))
+        with pytest.raises(SettingsError, match=f"another release.*{sentence}"):
+            load_run_settings(folder)
+    facts_path.write_text(json.dumps(facts))
+    with pytest.raises(SettingsError, match="restart the run instead of editing it"):
+        load_run_settings(folder)
