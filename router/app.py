@@ -26,9 +26,9 @@ from starlette.routing import Route
 
 from outloop.buffer.errors import BufferUnavailable, OutloopError
 from outloop.buffer.run import Run
+from outloop.buffer.writer import BufferWriter
 from outloop.router.auth import KeyRing
 from outloop.router.background import BackgroundWork
-from outloop.router.buffer_protocol import EpisodeBuffer
 from outloop.router.buffer_retry import BufferRetry
 from outloop.router.dialects import messages_response
 from outloop.router.dialects.table import DIALECTS
@@ -69,7 +69,7 @@ class Parts:
     def __init__(
         self,
         run: Run,
-        buffer: EpisodeBuffer,
+        buffer: BufferWriter,
         renderer: PolicyRenderer,
         upstreams: Mapping[str, Upstream],
         http: aiohttp.ClientSession,
@@ -147,7 +147,7 @@ class Parts:
                 _log.warning("house_not_kept", error=str(error))
 
 
-def create_app(run: Run, writer: EpisodeBuffer) -> RouterApp:
+def create_app(run: Run, writer: BufferWriter) -> RouterApp:
     """The router of `run` over `writer`, which stays the caller's to close.
 
     Raises:

@@ -13,7 +13,7 @@ import structlog
 from outloop.buffer.errors import BufferUnavailable
 from outloop.buffer.records import Outcome
 from outloop.buffer.settings import RouterSettings
-from outloop.router.buffer_protocol import EpisodeBuffer
+from outloop.buffer.writer import BufferWriter
 from outloop.router.episodes.episode import LiveEpisode
 from outloop.router.errors import Refusal
 
@@ -27,7 +27,7 @@ _log = structlog.get_logger()
 class Budgets:
     """The budgets of every episode; traffic without an episode has none."""
 
-    def __init__(self, settings: RouterSettings, buffer: EpisodeBuffer) -> None:
+    def __init__(self, settings: RouterSettings, buffer: BufferWriter) -> None:
         self._settings = settings
         self._buffer = buffer
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from outloop.buffer.records import OpenEpisode, Opening
 from outloop.buffer.store.budget_notes import EpisodeUsage
-from outloop.router.buffer_protocol import EpisodeBuffer
+from outloop.buffer.writer import BufferWriter
 from outloop.router.buffer_retry import BufferRetry
 from outloop.router.episodes.replay import RecordedTurns
 from outloop.router.episodes.turn_tree import TurnTree
@@ -193,7 +193,7 @@ class Episodes:
     """Every episode this process serves."""
 
     def __init__(
-        self, buffer: EpisodeBuffer, renderer: PolicyRenderer, buffer_retry: BufferRetry
+        self, buffer: BufferWriter, renderer: PolicyRenderer, buffer_retry: BufferRetry
     ) -> None:
         self._buffer = buffer
         self._renderer = renderer

@@ -11,9 +11,9 @@ import msgspec
 from fastapi import APIRouter, Header
 from starlette.responses import Response
 
+from outloop.buffer.writer import BufferWriter
 from outloop.router.auth import KeyRing
 from outloop.router.background import BackgroundWork
-from outloop.router.buffer_protocol import EpisodeBuffer
 from outloop.router.errors import Refusal, stopping
 from outloop.router.metrics import RouterMetrics
 from outloop.router.servers.pool import ServerPool
@@ -25,7 +25,7 @@ Authorization = Annotated[str, Header(description="Bearer ADMIN_KEY")]
 def admin_router(
     keys: KeyRing,
     pool: ServerPool,
-    buffer: EpisodeBuffer,
+    buffer: BufferWriter,
     metrics: RouterMetrics,
     service: TurnService,
     background: BackgroundWork,
@@ -69,7 +69,7 @@ def _add_operation(
         return Response(metrics.exposition(), media_type="text/plain; version=0.0.4")
 
 
-def _add_control(routes: APIRouter, keys: KeyRing, pool: ServerPool, buffer: EpisodeBuffer) -> None:
+def _add_control(routes: APIRouter, keys: KeyRing, pool: ServerPool, buffer: BufferWriter) -> None:
     def require_admin(authorization: str) -> None:
         keys.require_admin(authorization.partition(" ")[2].strip())
 

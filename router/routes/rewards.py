@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from outloop.buffer.records import Reward
 from outloop.buffer.settings import Settings
-from outloop.router.buffer_protocol import EpisodeBuffer
+from outloop.buffer.writer import BufferWriter
 from outloop.router.errors import Refusal
 from outloop.router.routes.schemas import RewardValue
 
@@ -19,7 +19,7 @@ _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 class Scores:
     """Turns bodies into rewards."""
 
-    def __init__(self, settings: Settings, buffer: EpisodeBuffer) -> None:
+    def __init__(self, settings: Settings, buffer: BufferWriter) -> None:
         self._settings = settings
         self._buffer = buffer
 

@@ -27,8 +27,8 @@ from outloop.buffer.records import (
 )
 from outloop.buffer.tasks.mixture import TaskSource
 from outloop.buffer.tasks.validation import check_id
+from outloop.buffer.writer import BufferWriter
 from outloop.router.auth import KeyRing, check_episode_id
-from outloop.router.buffer_protocol import EpisodeBuffer
 from outloop.router.episodes.episode import Episodes
 from outloop.router.episodes.sft import ConversationRenderer
 from outloop.router.errors import Refusal, stopping
@@ -71,7 +71,7 @@ class RunnerRoutes:
     def __init__(
         self,
         *,
-        buffer: EpisodeBuffer,
+        buffer: BufferWriter,
         keys: KeyRing,
         pool: ServerPool,
         episodes: Episodes,

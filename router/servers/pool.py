@@ -19,7 +19,7 @@ import structlog
 
 from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded
 from outloop.buffer.records import PolicyState, ServerEntry
-from outloop.router.buffer_protocol import EpisodeBuffer
+from outloop.buffer.writer import BufferWriter
 from outloop.router.errors import Refusal
 from outloop.router.servers.fair_queue import FairQueue, Ticket
 
@@ -73,7 +73,7 @@ class Server:
 class ServerPool:
     """Servers of the run; `run` keeps them up to date."""
 
-    def __init__(self, buffer: EpisodeBuffer, *, max_in_flight: int | None = None) -> None:
+    def __init__(self, buffer: BufferWriter, *, max_in_flight: int | None = None) -> None:
         """`max_in_flight`: turns in flight at each server at once; more wait here."""
         self._buffer = buffer
         self._max_in_flight = max_in_flight

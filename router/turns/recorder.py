@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from outloop.buffer.errors import BufferUnavailable, Conflict
 from outloop.buffer.records import FinishReason, Turn
 from outloop.buffer.store.budget_notes import EpisodeUsage
-from outloop.router.buffer_protocol import EpisodeBuffer
+from outloop.buffer.writer import BufferWriter
 from outloop.router.buffer_retry import BufferRetry
 from outloop.router.dialects.base import TurnResult
 from outloop.router.episodes.in_flight import InFlightTurn
@@ -56,7 +56,7 @@ class Recorder:
 
     def __init__(
         self,
-        buffer: EpisodeBuffer,
+        buffer: BufferWriter,
         renderer: PolicyRenderer,
         reader: AnswerReader,
         metrics: RouterMetrics,

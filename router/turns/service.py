@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from outloop.buffer.errors import Gone, OutloopError
 from outloop.buffer.settings import Settings
-from outloop.router.buffer_protocol import EpisodeBuffer
+from outloop.buffer.writer import BufferWriter
 from outloop.router.buffer_retry import BufferRetry
 from outloop.router.dialects.base import TurnRequest, TurnResult
 from outloop.router.episodes.budgets import Budgets
@@ -59,7 +59,7 @@ class TurnService:
     def __init__(
         self,
         settings: Settings,
-        buffer: EpisodeBuffer,
+        buffer: BufferWriter,
         renderer: PolicyRenderer,
         episodes: Episodes,
         generator: Generator,
