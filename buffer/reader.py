@@ -40,7 +40,7 @@ from outloop.buffer.redis.client import connect_sync, translated
 from outloop.buffer.redis.keys import key, prefix
 from outloop.buffer.redis.run_meta import check_joinable, init_run
 from outloop.buffer.redis.scripts import Clock, SyncScripts
-from outloop.buffer.registry import SyncRegistry
+from outloop.buffer.registry import Registry
 from outloop.buffer.run import Run
 from outloop.buffer.stats import stats_from
 from outloop.buffer.store.episodes import Fields, load_sync
@@ -59,12 +59,15 @@ _MAX_ERROR_CHARS = 2000
 _log = structlog.get_logger()
 
 
-class BufferReader(SyncRegistry):
+class BufferReader:
     """The blocking face of one run; may be used from several threads."""
 
     def __init__(self, run: Run, client: redis.Redis, clock: Clock | None) -> None:
-        super().__init__(client, prefix(run.run_id))
+        self._client = client
+        self._prefix = prefix(run.run_id)
         self._scripts = SyncScripts(client, key(run.run_id, "meta"), clock)
+        self.registry = Registry(client, self._prefix)
+        """The run's processes."""
         self.dead_letters = DeadLetters(client, self._prefix, self._scripts)
         """Groups that were dropped as failed or malformed."""
         self._take_token = ""
@@ -369,6 +372,9 @@ class BufferReader(SyncRegistry):
     def load_episode(self, episode_id: str) -> OpenEpisode | None:
         """As BufferWriter.load_episode, without what other episodes recorded."""
         return load_sync(self._client, self._prefix, episode_id)
+
+    def _key(self, name: str) -> str:
+        return self._prefix + name
 
     def _state(self, *names: str) -> list[Any]:
         values: Any = self._client.hmget(self._key("state"), list(names))

@@ -1,4 +1,4 @@
-"""The run's registry of processes: servers, the versions they hold, parts, statuses, runners."""
+"""The run's registry of processes: servers, the versions they hold, parts, statuses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import redis
 
 from outloop.buffer.records import ServerEntry
 from outloop.buffer.redis.client import translated
-from outloop.buffer.redis.scripts import AsyncScripts
-from outloop.buffer.tasks.validation import check_id
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -70,29 +68,8 @@ def decode_servers(
     return tuple(entries)
 
 
-class Runners:
-    """Which runners are there; part of the async face."""
-
-    def __init__(self, scripts: AsyncScripts) -> None:
-        self._scripts = scripts
-
-    async def heartbeat(self, runner_id: str) -> float:
-        """Note that a runner is alive; returns for how many seconds it may be silent, 0: for ever.
-
-        What it claimed is lost, to resumption or replacement, when it was silent for longer.
-
-        Raises:
-            RecordError: `runner_id` is no id.
-        """
-        check_id(runner_id, "runner_id")
-        (limit_ms,) = await self._scripts.call(
-            "heartbeat", runner_id, what=f"heartbeat of runner_id={runner_id}"
-        )
-        return int(limit_ms) / 1000
-
-
-class SyncRegistry:
-    """The registry through a blocking client."""
+class Registry:
+    """The processes of one run, through a blocking client."""
 
     def __init__(self, client: redis.Redis, prefix: str) -> None:
         self._client = client

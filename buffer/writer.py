@@ -37,7 +37,7 @@ from outloop.buffer.redis.pipelining import PipelinedScripts
 from outloop.buffer.redis.pubsub import Channel
 from outloop.buffer.redis.run_meta import CLOSE_GRACE_S, check_joinable
 from outloop.buffer.redis.scripts import Abandoned, AsyncScripts, Clock, refusal
-from outloop.buffer.registry import Runners, decode_servers, encode_facts
+from outloop.buffer.registry import decode_servers, encode_facts
 from outloop.buffer.run import Run
 from outloop.buffer.store.budget_notes import BudgetNotes, EpisodeUsage
 from outloop.buffer.store.episodes import load_async, named
@@ -72,7 +72,6 @@ class BufferWriter:
         self._scripts, self._turn_scripts = AsyncScripts(*scripts), PipelinedScripts(*scripts)
         self.budget_notes = BudgetNotes(client, self._scripts, self._prefix)
         self.channel = Channel(client, self._prefix)
-        self.runners = Runners(self._scripts)
         self._tasks: OrderedDict[bytes, Task] = OrderedDict()
         self._mixture: tuple[int, Mixture] | None = None
 
@@ -152,7 +151,7 @@ class BufferWriter:
     async def claim(self, *, key: str, count: int, runner_id: str = "") -> ClaimResult:
         """Up to `count` attempts to play; the same key gets the same claims for ten minutes.
 
-        `runner_id`: of one that sends heartbeats (runners). Without claims, `reason` is admission,
+        `runner_id`: of one that sends heartbeats. Without claims, `reason` is admission,
         not_ready, finished, no_tasks or paused.
         """
         check_id(key, "key")
@@ -178,6 +177,21 @@ class BufferWriter:
         tasks = await self._load_tasks(fields)
         claims = tuple(self._claim_from(row, task) for row, task in zip(rows, tasks, strict=True))
         return ClaimResult(claims=claims, reason="", retry_after_s=0.0)
+
+    async def heartbeat(self, runner_id: str) -> float:
+        """Note that a runner is alive; returns for how many seconds it may be silent, 0: for ever.
+
+        What it claimed is lost, to resumption or replacement, when it was silent for longer.
+
+        Raises:
+            RecordError: `runner_id` is no id.
+        """
+        (limit_ms,) = await self._scripts.call(
+            "heartbeat",
+            check_id(runner_id, "runner_id"),
+            what=f"heartbeat of runner_id={runner_id}",
+        )
+        return int(limit_ms) / 1000
 
     async def open_episode(self, opening: Opening) -> None:
         """Open an episode for a claimed attempt; the same again changes nothing.

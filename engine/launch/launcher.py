@@ -378,7 +378,7 @@ def start_serving(launcher: Launcher) -> None:
 
 def router_url(launcher: Launcher) -> str | None:
     """Where the router listens, once it has said so."""
-    facts = launcher.reader.parts().get("router")
+    facts = launcher.reader.registry.parts().get("router")
     return facts["url"] if facts else None
 
 
@@ -422,7 +422,7 @@ def train(settings: Settings, *, stop: threading.Event, console: Console) -> int
             while launcher.parts["trainer"].exit_code != 0 and not stop.is_set():
                 launcher.check()
                 launcher.sample_usage()
-                if progress.update(launcher.reader.statuses()):
+                if progress.update(launcher.reader.registry.statuses()):
                     launcher.usage.mark("first_step")
                 stop.wait(_WATCH_INTERVAL_S)
             if not stop.is_set():
@@ -469,7 +469,9 @@ def start_and_wait(launcher: Launcher) -> None:
     start_serving(launcher)
     expected = settings.server.num_servers or len(settings.server.urls)
     timeout_s = settings.server.start_timeout_s
-    launcher.wait_for("servers", lambda: len(launcher.reader.servers()) >= expected, timeout_s)
+    launcher.wait_for(
+        "servers", lambda: len(launcher.reader.registry.servers()) >= expected, timeout_s
+    )
     launcher.wait_for("router", lambda: router_url(launcher) is not None, timeout_s)
 
 
@@ -477,11 +479,11 @@ def name_weights(launcher: Launcher, timeout_s: float) -> None:
     """Enter what the servers loaded as the next version, since no trainer publishes one."""
     version = launcher.reader.highest_version() + 1
     launcher.reader.announce_version(version, None)
-    for entry in launcher.reader.servers():
+    for entry in launcher.reader.registry.servers():
         client = ServerClient(entry.server_id, entry.url, key=launcher.run.server_key)
         client.set_version(str(version), time.monotonic() + timeout_s)
         client.close()
-        launcher.reader.set_server_version(entry.server_id, version, quarantined=False)
+        launcher.reader.registry.set_server_version(entry.server_id, version, quarantined=False)
     launcher.reader.acknowledge_version(version)
 
 

@@ -41,7 +41,7 @@ def _ignore(sentence: str) -> None:
 
 
 class Registry(Protocol):
-    """Where servers are entered; `outloop.buffer.reader.BufferReader` is one."""
+    """Where servers are entered; `outloop.buffer.registry.Registry` is one."""
 
     def servers(self) -> tuple[ServerEntry, ...]: ...
 

@@ -31,7 +31,7 @@ class Registration:
         )
         reader = BufferReader.connect(self._run)
         try:
-            reader.register_server(entry)
+            reader.registry.register_server(entry)
         finally:
             reader.close()
         self._is_entered = True
@@ -42,7 +42,7 @@ class Registration:
             return
         reader = BufferReader.connect(self._run)
         try:
-            reader.set_server_version(self.server_id, None, quarantined=True)
+            reader.registry.set_server_version(self.server_id, None, quarantined=True)
         finally:
             reader.close()
         self._is_entered = False
@@ -51,7 +51,7 @@ class Registration:
         """Which version the registry says that this server holds."""
         reader = BufferReader.connect(self._run)
         try:
-            entries = reader.servers()
+            entries = reader.registry.servers()
         finally:
             reader.close()
         return next((e.policy_version for e in entries if e.server_id == self.server_id), None)

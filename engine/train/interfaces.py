@@ -22,8 +22,19 @@ from outloop.buffer.records import (
 from outloop.engine.publish.tensor_source import TensorSource
 
 
+class Registry(Protocol):
+    """The run's processes, as far as the trainer uses them."""
+
+    def servers(self) -> tuple[ServerEntry, ...]: ...
+
+    def report_status(self, part: str, fields: dict[str, str]) -> None: ...
+
+
 class Reader(Protocol):
     """The buffer's sync face, as far as the trainer uses it; see docs/hand-offs.md."""
+
+    @property
+    def registry(self) -> Registry: ...
 
     def acquire_fence(self) -> int: ...
 
@@ -54,8 +65,6 @@ class Reader(Protocol):
 
     def version_depths(self, versions: Collection[int]) -> dict[int, int]: ...
 
-    def servers(self) -> tuple[ServerEntry, ...]: ...
-
     def request_eval(
         self,
         name: str,
@@ -73,8 +82,6 @@ class Reader(Protocol):
     def sft_trajectories(self) -> Iterator[Trajectory]: ...
 
     def set_run_state(self, state: Literal["running", "finished", "failed"]) -> None: ...
-
-    def report_status(self, part: str, fields: dict[str, str]) -> None: ...
 
     def stats(self) -> dict[str, float]: ...
 

@@ -226,7 +226,10 @@ class RlLoop:
         self._report(sentence)
         self._ranks.idle()
         self._acknowledgements.collect()
-        if any(e.policy_version is None and not e.is_quarantined for e in self._reader.servers()):
+        if any(
+            e.policy_version is None and not e.is_quarantined
+            for e in self._reader.registry.servers()
+        ):
             self._load_weights(self._version)
 
     def _report(self, waiting_for: str = "", **fields: str) -> None:
@@ -234,7 +237,7 @@ class RlLoop:
         changed = self._status | fields | {"waiting_for": waiting_for}
         if changed != self._status:
             self._status = changed
-            self._reader.report_status("trainer", changed)
+            self._reader.registry.report_status("trainer", changed)
 
     def _build(self, leases: list[Lease]) -> Batch:
         batch = build_batch(

@@ -63,7 +63,7 @@ def train(run: Run, *, stop: threading.Event, on_hang: Callable[[str], None] | N
         stack.callback(leases.close)
 
         def publisher() -> Publisher:
-            made = TransactionalPublisher(run, reader)
+            made = TransactionalPublisher(run, reader.registry)
             stack.callback(made.close)
             return made
 

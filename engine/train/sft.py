@@ -69,7 +69,7 @@ def run_sft(
             now = time.monotonic()
             row = {"train/samples": len(samples), "train/tokens_per_s": tokens / (now - before)}
             metrics.write(step, report.metrics() | row)
-            reader.report_status(
+            reader.registry.report_status(
                 "trainer",
                 {"waiting_for": "", "step": f"{step}/{len(order)}", "loss": f"{report.loss:.4f}"},
             )
@@ -101,7 +101,7 @@ def _wait_for_conversations(
         now = time.monotonic()
         if stored != seen:
             seen, changed_at = stored, now
-            reader.report_status(
+            reader.registry.report_status(
                 "trainer", {"waiting_for": f"conversations ({stored} stored, more to come)"}
             )
         if now - changed_at > timeout_s:

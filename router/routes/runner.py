@@ -147,7 +147,7 @@ class RunnerRoutes:
         """`POST /runners/heartbeat`: a runner is there; for how long it may be silent."""
         self._keys.require_runner(exchange.key)
         body = await exchange.decode(_heartbeat)
-        max_silence_s = await self._buffer.runners.heartbeat(body.runner_id)
+        max_silence_s = await self._buffer.heartbeat(body.runner_id)
         if body.warning:
             name = f"runner {body.runner_id[:6]}"
             await self._buffer.report_status(name, {"warning": body.warning})

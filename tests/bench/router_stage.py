@@ -165,12 +165,12 @@ class Stage:
         started.callback(self.reader.close)
         self.reader.announce_version(0, None)
         url = f"http://127.0.0.1:{self.mock.port}"
-        self.reader.register_server(
+        self.reader.registry.register_server(
             ServerEntry(
                 server_id="mock", url=url, kind="torch", policy_version=0, is_quarantined=False
             )
         )
-        self.reader.set_server_version("mock", 0, quarantined=False)
+        self.reader.registry.set_server_version("mock", 0, quarantined=False)
         self.reader.acknowledge_version(0)
         self.router = _stopped_by(started, self.start_router())
 

@@ -75,7 +75,7 @@ async def test_a_full_redis_holds_producers_and_lets_the_trainer_free_memory(
         leases = loop.take(3)
         assert len(leases[2].group.trajectories[1].turns) == num_turns > 100
         loop.reader.renew(loop.fence)
-        assert await loop.writer.runners.heartbeat("runner") == 20
+        assert await loop.writer.heartbeat("runner") == 20
         loop.reader.acknowledge(loop.train(leases, 1))
         redis = loop.reader._client
         redis.config_set("maxmemory", "8mb")

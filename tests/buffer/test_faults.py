@@ -147,7 +147,7 @@ async def test_a_server_that_may_not_write_is_reported_and_survived(
         client = loop.reader._client
         client.execute_command(*command)
         with pytest.raises(BufferUnavailable, match=advice):
-            loop.reader.register_part("router", {"url": "x"})
+            loop.reader.registry.register_part("router", {"url": "x"})
         if not refuses_scripts(client):
             assert "replicas" in advice
             return

@@ -71,12 +71,12 @@ def test_starting_a_run_again_keeps_its_data_and_empties_its_registry(
     run = make_run(server.url)
     reader = BufferReader.connect(run)
     reader.announce_version(0, None)
-    reader.register_part("router", {"url": "http://gone"})
-    reader.register_server(
+    reader.registry.register_part("router", {"url": "http://gone"})
+    reader.registry.register_server(
         ServerEntry(server_id="s", url="u", kind="torch", policy_version=0, is_quarantined=False)
     )
     assert init_run(run) is False
-    assert (reader.parts(), reader.servers()) == ({}, ())
+    assert (reader.registry.parts(), reader.registry.servers()) == ({}, ())
     assert reader.highest_version() == 0
     reader.announce_version(0, None)
     reader.close()

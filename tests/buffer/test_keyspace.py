@@ -97,15 +97,15 @@ async def everything(
     entry = ServerEntry(
         server_id="s", url="http://s", kind="torch", policy_version=None, is_quarantined=False
     )
-    reader.register_server(entry)
-    reader.set_server_version("s", 0, quarantined=False)
-    reader.register_part("router", {"url": "x"})
-    reader.report_status("router", {"doing": "x"})
+    reader.registry.register_server(entry)
+    reader.registry.set_server_version("s", 0, quarantined=False)
+    reader.registry.register_part("router", {"url": "x"})
+    reader.registry.report_status("router", {"doing": "x"})
     reader.request_eval("0:main", policy_version=0, num_episodes=1, sampling={"temperature": 0.0})
     look()
     (claim,) = (await loop.claim(1)).claims
     await loop.play(claim)
-    await writer.runners.heartbeat("r1")
+    await writer.heartbeat("r1")
     claims = (await loop.claim(4)).claims
     for index, claim in enumerate(claims):
         episode_id = await loop.open(claim)

@@ -35,7 +35,7 @@ class Runner:
         """Heartbeats as a runner sends them, while time passes."""
         for _ in range(round(seconds / (SILENCE_S / 4))):
             self._clock.advance(SILENCE_S / 4)
-            assert await self._loop.writer.runners.heartbeat(self.runner_id) == SILENCE_S
+            assert await self._loop.writer.heartbeat(self.runner_id) == SILENCE_S
 
 
 async def start_two(start: Callable[..., Any], clock: Any, **changes: Any) -> tuple[Any, ...]:
@@ -85,7 +85,7 @@ async def test_what_a_silent_runner_posts_later_is_late(
     episode_id = await loop.open(claim)
     await second.beat_for(2 * SILENCE_S)
     (again, _) = await second.claim()
-    assert await loop.writer.runners.heartbeat("first") == SILENCE_S
+    assert await loop.writer.heartbeat("first") == SILENCE_S
     with pytest.raises(Gone, match="replaced"):
         await loop.writer.append_turn(make_turn(episode_id))
     with pytest.raises(Gone):
@@ -158,7 +158,7 @@ async def test_silence_is_for_ever_when_switched_off(start: Callable[..., Any], 
     loop = await start(env__max_runner_silence_s=0, **LONG)
     runner = Runner(loop, clock, "first")
     assert len(await runner.claim()) == 4
-    assert await loop.writer.runners.heartbeat("second") == 0
+    assert await loop.writer.heartbeat("second") == 0
     clock.advance(EPISODE_S - 1)
     assert not (await loop.claim()).claims
     clock.advance(10)
@@ -182,4 +182,4 @@ async def test_a_runner_has_an_id(start: Callable[..., Any], runner_id: str) -> 
     """A heartbeat of nobody is refused by name."""
     loop = await start()
     with pytest.raises(RecordError, match="runner_id"):
-        await loop.writer.runners.heartbeat(runner_id)
+        await loop.writer.heartbeat(runner_id)

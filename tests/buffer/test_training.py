@@ -237,17 +237,23 @@ async def test_the_registry_shows_who_is_there(start: Callable[..., Any]) -> Non
     entry = ServerEntry(
         server_id="s0", url="http://a", kind="torch", policy_version=None, is_quarantined=False
     )
-    loop.reader.register_server(entry)
-    assert loop.reader.servers() == (entry,)
-    loop.reader.set_server_version("s0", 4, quarantined=True)
+    loop.reader.registry.register_server(entry)
+    assert loop.reader.registry.servers() == (entry,)
+    loop.reader.registry.set_server_version("s0", 4, quarantined=True)
     (seen,) = (await loop.writer.policy_state()).servers
     assert (seen.policy_version, seen.is_quarantined) == (4, True)
     await loop.writer.register_part("router", {"url": "http://b"})
-    loop.reader.register_part("server-0", {"url": "http://a"})
+    loop.reader.registry.register_part("server-0", {"url": "http://a"})
     await loop.writer.report_status("router", {"episodes": "3"})
-    loop.reader.report_status("trainer", {"step": "1"})
-    assert loop.reader.parts() == {"router": {"url": "http://b"}, "server-0": {"url": "http://a"}}
-    assert loop.reader.statuses() == {"router": {"episodes": "3"}, "trainer": {"step": "1"}}
+    loop.reader.registry.report_status("trainer", {"step": "1"})
+    assert loop.reader.registry.parts() == {
+        "router": {"url": "http://b"},
+        "server-0": {"url": "http://a"},
+    }
+    assert loop.reader.registry.statuses() == {
+        "router": {"episodes": "3"},
+        "trainer": {"step": "1"},
+    }
     loop.reader.set_run_state("finished")
     assert (await loop.writer.policy_state()).run_state == "finished"
 

@@ -53,9 +53,9 @@ def test_parts_started_one_by_one_train(workspace: Path, outloop: Outloop) -> No
         start("router", *joins)
         trainer = start("trainer", "--run", str(run_dir))
         reader = BufferReader.connect(run)
-        while "router" not in reader.parts():
+        while "router" not in reader.registry.parts():
             assert trainer.poll() is None, trainer.communicate()
-        router_url = reader.parts()["router"]["url"]
+        router_url = reader.registry.parts()["router"]["url"]
         runner = start(
             *("runner", "--run", ".", "--router-url", router_url),
             *("--runner-key-file", "runner_key"),
@@ -63,7 +63,7 @@ def test_parts_started_one_by_one_train(workspace: Path, outloop: Outloop) -> No
         )
         finish(trainer)
         finish(runner)
-        (server,) = reader.servers()
+        (server,) = reader.registry.servers()
         reader.close()
     assert router_url.startswith("http://localhost:")
     assert server.url.startswith("http://localhost:")
@@ -104,9 +104,13 @@ def test_making_a_run_again_leaves_its_parts_alone(
     entry = ServerEntry(
         server_id="s", url="http://s", kind="torch", policy_version=None, is_quarantined=False
     )
-    reader.register_server(entry)
+    reader.registry.register_server(entry)
     again = make_run(settings)
-    assert (again.run_id, again.keys, reader.servers()) == (first.run_id, first.keys, (entry,))
+    assert (again.run_id, again.keys, reader.registry.servers()) == (
+        first.run_id,
+        first.keys,
+        (entry,),
+    )
     other = make_run(load_settings(workspace / "run.toml", ("trainer.num_steps=3",)))
     assert other.run_id == first.run_id
     assert BufferReader.connect(other).servers() == ()

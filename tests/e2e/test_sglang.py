@@ -87,7 +87,7 @@ def crash(run_dir: Path) -> None:
     """Ask the run's server for an id outside the vocabulary, past the router that refuses it."""
     run = load_run(run_dir)
     reader = BufferReader.connect(run)
-    (entry,) = reader.servers()
+    (entry,) = reader.registry.servers()
     reader.close()
     body = {"input_ids": [1, UNKNOWN_ID], "sampling_params": {"max_new_tokens": 4}}
     request = urllib.request.Request(

@@ -31,7 +31,6 @@ class FakeBuffer:
         self.tasks: tuple | None = None
         self.claims: deque[Claim] = deque()
         self.claimed: dict[str, ClaimResult] = {}
-        self.runners = self
         self.heartbeats: list[str] = []
         self.claimed_by: list[str] = []
         self.trajectories: list = []

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -129,6 +129,11 @@ class MemoryBuffer:
     """Further entries of stats()."""
     joins_at: int | None = None
     """The take during which a server without weights registers, until it has been fed."""
+
+    @property
+    def registry(self) -> Self:
+        """The same object stands for the run's processes."""
+        return self
 
     def servers(self) -> tuple[ServerEntry, ...]:
         joined = self.joins_at is not None and self.num_takes >= self.joins_at

@@ -12,7 +12,7 @@ def publish(run: Run, url: str) -> None:
     entry = ServerEntry(
         server_id="s", url=url, kind="torch", policy_version=0, is_quarantined=False
     )
-    reader.register_server(entry)
-    reader.set_server_version("s", 0, quarantined=False)
+    reader.registry.register_server(entry)
+    reader.registry.set_server_version("s", 0, quarantined=False)
     reader.acknowledge_version(0)
     reader.close()

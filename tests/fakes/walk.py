@@ -58,7 +58,7 @@ class Walk:
         """One of two runners is not heard for longer than the 10 s that it may be silent."""
         for _ in range(4):
             self.clock.advance(4.0)
-            await self.loop.writer.runners.heartbeat("heard")
+            await self.loop.writer.heartbeat("heard")
         client, prefix = self.loop.reader._client, self.loop.reader._prefix
         assert b"silent" not in client.hgetall(f"{prefix}attempt_runners").values()
 

@@ -52,7 +52,7 @@ async def test_from_claim_to_lease(live_run, renderer) -> None:
 
     server, reader = FakeServer(answer), BufferReader.connect(live_run)
     async with serving(server) as server_url, live_router(live_run) as url:
-        assert reader.parts()["router"]["url"] == url
+        assert reader.registry.parts()["router"]["url"] == url
         async with httpx.AsyncClient(base_url=url, headers=KEY, verify=False) as http:
             tasks = [{"task_id": f"t{i}", "payload": {"q": i}} for i in range(3)]
             body = {"tasks": tasks, "eval_tasks": []}

@@ -128,7 +128,7 @@ async def test_killing_a_router_loses_no_turn_and_a_retry_gets_its_answer(
             publish(live_run, server_url)
             start_routers(launcher)
             await until_ready(live_run)
-            (url,) = {reader.parts()["router"]["url"]}
+            (url,) = {reader.registry.parts()["router"]["url"]}
             tasks = {"tasks": [{"task_id": "t", "payload": {}}], "eval_tasks": []}
             await control.post(f"{url}/tasks", json=tasks, headers=runner)
             claim = {"key": "k", "count": 1, "open": True}
@@ -181,7 +181,7 @@ async def test_killing_a_router_loses_no_turn_and_a_retry_gets_its_answer(
             launcher.check()
             assert all(process.exit_code is None for process in launcher.parts.values())
             await until_ready(live_run, num_starts=3)
-            assert reader.parts()["router"]["url"] == url
+            assert reader.registry.parts()["router"]["url"] == url
     finally:
         launcher.stop_all()
         reader.close()

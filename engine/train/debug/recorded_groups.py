@@ -63,10 +63,22 @@ def read_groups(path: Path) -> list[Group]:
     ]
 
 
+class NoProcesses:
+    """The registry of a recording: no server, and no process that reads a status."""
+
+    def servers(self) -> tuple[ServerEntry, ...]:
+        """There are none."""
+        return ()
+
+    def report_status(self, part: str, fields: dict[str, str]) -> None:
+        """No other process reads it."""
+
+
 class Recording:
     """The reader's calls over recorded groups; sets `stop` when none is left."""
 
     def __init__(self, groups: Sequence[Group], stop: threading.Event) -> None:
+        self.registry = NoProcesses()
         self._groups = groups
         self._stop = stop
         self._next = 0
@@ -107,10 +119,6 @@ class Recording:
     def version_depths(self, versions: Collection[int]) -> dict[int, int]:
         """Unknown: every version counts as one publish."""
         return {}
-
-    def servers(self) -> tuple[ServerEntry, ...]:
-        """There are none."""
-        return ()
 
     def sft_progress(self) -> tuple[int, bool]:
         """A recording is of RL episodes."""
@@ -154,9 +162,6 @@ class Recording:
         """A recording has no runners."""
 
     def set_run_state(self, state: Literal["running", "finished", "failed"]) -> None:
-        """No other process reads it."""
-
-    def report_status(self, part: str, fields: dict[str, str]) -> None:
         """No other process reads it."""
 
 

@@ -51,7 +51,7 @@ def _find_router(run_dir: Path, timeout_s: float) -> str:
     reader = BufferReader.connect(load_run(run_dir))
     try:
         deadline = time.monotonic() + timeout_s
-        while (facts := reader.parts().get("router")) is None:
+        while (facts := reader.registry.parts().get("router")) is None:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     who="runner", phase="start", peer="router", after_s=timeout_s

@@ -49,7 +49,7 @@ async def entry_when(
     """The registry's only entry once `is_true` of it."""
     deadline = time.monotonic() + timeout_s
     while True:
-        entries = await asyncio.to_thread(reader.servers)
+        entries = await asyncio.to_thread(reader.registry.servers)
         if entries and is_true(entries[0]):
             return entries[0]
         assert time.monotonic() < deadline, entries
@@ -66,7 +66,9 @@ async def test_it_is_entered_lost_and_entered_again(
     async with attached(folder, tmp_path, first.url) as (_, reader, task, stop):
         entry = await entry_when(reader, lambda e: not e.is_quarantined)
         assert (entry.url, entry.policy_version) == (first.url, None)
-        await asyncio.to_thread(reader.set_server_version, "server-0", 3, quarantined=False)
+        await asyncio.to_thread(
+            reader.registry.set_server_version, "server-0", 3, quarantined=False
+        )
         await asyncio.to_thread(first.stop)
         await entry_when(reader, lambda e: e.is_quarantined)
         start_torch_server(folder, port=port)
@@ -90,7 +92,7 @@ async def test_one_that_was_started_anew_is_fed_anew(
             # As a publish does: on the server first, then in the registry.
             client.set_version(str(version), time.monotonic() + 30)
             await asyncio.to_thread(
-                reader.set_server_version, "server-0", version, quarantined=False
+                reader.registry.set_server_version, "server-0", version, quarantined=False
             )
         held = await entry_when(reader, lambda e: e.policy_version is not None)
         assert held.policy_version == 5

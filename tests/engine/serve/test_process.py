@@ -47,7 +47,7 @@ async def test_it_registers_without_a_version(
             serving.result()
         url = ready.result()
         reader = BufferReader.connect(run)
-        (entry,) = reader.servers()
+        (entry,) = reader.registry.servers()
         reader.close()
         assert (entry.server_id, entry.url, entry.kind) == ("server-3", url, "torch")
         assert (entry.policy_version, entry.is_quarantined) == (None, False)

@@ -5,7 +5,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import structlog.testing
@@ -39,6 +39,11 @@ class Conversations:
 
     def set_run_state(self, state: str) -> None:
         self.states.append(state)
+
+    @property
+    def registry(self) -> Self:
+        """The same object stands for the run's processes."""
+        return self
 
     def report_status(self, part: str, fields: dict[str, str]) -> None:
         self.statuses.append(fields)
