@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from outloop.buffer.codec.jsonl import format_line, read_lines
 from outloop.buffer.errors import UNREADABLE, OutloopError, RecordError, SettingsError
 from outloop.buffer.records import Trajectory
 from outloop.buffer.redis.client import translated
-from outloop.buffer.redis.keys import group_prefix
 from outloop.buffer.redis.scripts import SyncScripts
 from outloop.buffer.store.episodes import EPISODE_FIELDS, open_episode_from, trajectory_from
 from outloop.buffer.store.sft import put_sync, sft_records
@@ -35,18 +32,6 @@ _MAX_NAMED_LINES = 10
 _log = structlog.get_logger()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImportReport:
-    """What an import did."""
-
-    num_for_sft: int
-    """Trajectories with purpose sft: the trainer of an SFT run trains them."""
-    num_kept: int
-    """Others: kept to be looked at and exported again; never trained."""
-    num_bad: int
-    """Lines left out."""
-
-
 class Archive:
     """Whole trajectories of one run, read and written."""
 
@@ -57,8 +42,8 @@ class Archive:
 
     def trajectories(self) -> Iterator[Trajectory | OutloopError]:
         """Every scored episode that Redis holds: of live groups by slot, evaluations, dead letters,
-        evaluation episodes that nobody claimed, then those for SFT, then imported ones; an error in
-        the place of a damaged one, or one of another release.
+        evaluation episodes that nobody claimed, then those for SFT; an error in the place of a
+        damaged one, or one of another release.
 
         What a checkpoint contains was freed and is not among them.
         """
@@ -66,10 +51,11 @@ class Archive:
         for name in self._lists():
             yield from self._episodes_of(name, seen)
         yield from self._unclaimed(seen)
-        yield from self._for_sft()
-        with translated("reading imported trajectories"):
-            for _, record in self._client.hscan_iter(f"{self._prefix}imported", count=_CHUNK):
-                yield _decoded(record)
+        for record in sft_records(self._client, self._prefix):
+            try:
+                yield records_codec.decode_trajectory(record)
+            except UNREADABLE as error:
+                yield error
 
     def episode_ids(self) -> Iterator[str]:
         """Of every scored episode that Redis holds, and of the last 64 that failed."""
@@ -77,12 +63,6 @@ class Archive:
             with translated("listing episodes"):
                 ids: Any = self._client.lrange(name, 0, -1)
             yield from (episode_id.decode() for episode_id in ids)
-
-    def find_imported(self, episode_id: str) -> Trajectory | None:
-        """An imported trajectory, or None."""
-        with translated(f"reading episode_id={episode_id}"):
-            record: Any = self._client.hget(f"{self._prefix}imported", episode_id)
-        return None if record is None else records_codec.decode_trajectory(record)
 
     def write(self, path: Path) -> tuple[int, int]:
         """Write them to `path` as JSONL; (number written, number of damaged ones left out).
@@ -110,49 +90,39 @@ class Archive:
             partial.unlink(missing_ok=True)
         return num_written, num_damaged
 
-    def read(self, path: Path, *, skip_bad: bool = False, final: bool = False) -> ImportReport:
-        """Store the trajectories of a JSONL file; the same file again changes nothing.
+    def read(self, path: Path, *, skip_bad: bool = False, final: bool = False) -> tuple[int, int]:
+        """Store the trajectories of a JSONL file for SFT; (number stored, lines left out).
 
-        `final`: no more trajectories for SFT will come.
+        The same file again changes nothing.
+
+        Args:
+            final: no more trajectories for SFT will come.
 
         Raises:
-            RecordError: lines are not trajectories and `skip_bad` is off; names them.
-            Conflict: an episode_id was imported with another content.
+            RecordError: lines are not trajectories for SFT and `skip_bad` is off; names them.
             BufferUnavailable: Redis is full; what was stored before stays.
         """
-        bad = [(number, item) for number, item in read_lines(path) if isinstance(item, Exception)]
+        bad = [(number, item) for number, item in _rows(path) if isinstance(item, Exception)]
         if bad and not skip_bad:
             named = "; ".join(f"line {number}: {error}" for number, error in bad[:_MAX_NAMED_LINES])
             more = f"; and {len(bad) - _MAX_NAMED_LINES} more" * (len(bad) > _MAX_NAMED_LINES)
             raise RecordError(
-                f"path={str(path)!r} has {len(bad)} bad lines, nothing was imported; mend or skip "
-                f"them: {named}{more}"
+                f"path={str(path)!r} has {len(bad)} bad lines, nothing was imported; correct them "
+                f"or leave them out with --skip-bad: {named}{more}"
             )
         for number, error in bad:
             _log.warning("line_left_out", line=number, error=str(error))
-        num_for_sft = num_kept = 0
-        with closing(read_lines(path)) as lines:
-            good = (item for _, item in lines if isinstance(item, Trajectory))
-            for chunk in _chunks(good):
-                for_sft = [record for t, record in chunk if t.episode.purpose == "sft"]
-                others = [(t, record) for t, record in chunk if t.episode.purpose != "sft"]
-                if for_sft:
-                    self._store_for_sft(for_sft, final=False)
-                if others:
-                    self._keep(others)
-                num_for_sft += len(for_sft)
-                num_kept += len(others)
+        num_stored = 0
+        for records in _chunks(item for _, item in _rows(path) if isinstance(item, Trajectory)):
+            self._store_for_sft(records, final=False)
+            num_stored += len(records)
         if final:
             self._store_for_sft([], final=True)
-        return ImportReport(num_for_sft=num_for_sft, num_kept=num_kept, num_bad=len(bad))
+        return num_stored, len(bad)
 
     def _store_for_sft(self, records: list[bytes], *, final: bool) -> None:
         key = "import:" + hashlib.sha256(b"".join(records)).hexdigest()
         put_sync(self._client, self._prefix, self._scripts, records, key=key, final=final)
-
-    def _keep(self, chunk: list[tuple[Trajectory, bytes]]) -> None:
-        arguments = [argument for t, record in chunk for argument in (t.episode.episode_id, record)]
-        self._scripts.call("import_trajectories", *arguments, what="importing trajectories")
 
     def _lists(self) -> list[str]:
         """Keys of the lists of episode ids."""
@@ -166,9 +136,9 @@ class Archive:
             found = pipeline.execute()
         groups, evals, dead = ([name.decode() for name in names] for names in found)
         return [
-            *(f"{group_prefix(self._prefix, group)}group:{group}:episodes" for group in groups),
+            *(f"{self._prefix}group:{group}:episodes" for group in groups),
             *(f"{self._prefix}eval:{name}:episodes" for name in evals),
-            *(f"{group_prefix(self._prefix, group)}dead:{group}:episodes" for group in dead),
+            *(f"{self._prefix}dead:{group}:episodes" for group in dead),
         ]
 
     def _episodes_of(self, name: str, seen: set[str]) -> Iterator[Trajectory | OutloopError]:
@@ -214,24 +184,28 @@ class Archive:
                 except UNREADABLE as error:
                     yield error
 
-    def _for_sft(self) -> Iterator[Trajectory | OutloopError]:
-        for record in sft_records(self._client, self._prefix):
-            yield _decoded(record)
+
+def _rows(path: Path) -> Iterator[tuple[int, Trajectory | OutloopError]]:
+    """The trajectories for SFT of a file by line, and what is wrong with the other lines."""
+    for number, item in read_lines(path):
+        if isinstance(item, Trajectory) and item.episode.purpose != "sft":
+            yield (
+                number,
+                RecordError(
+                    f"purpose={item.episode.purpose!r}; 'sft' is allowed. To train a policy on the "
+                    "episodes of a file, give it to `outloop train-recorded`"
+                ),
+            )
+        else:
+            yield number, item
 
 
-def _decoded(record: bytes) -> Trajectory | OutloopError:
-    try:
-        return records_codec.decode_trajectory(record)
-    except UNREADABLE as error:
-        return error
-
-
-def _chunks(trajectories: Iterator[Trajectory]) -> Iterator[list[tuple[Trajectory, bytes]]]:
-    chunk: list[tuple[Trajectory, bytes]] = []
+def _chunks(trajectories: Iterator[Trajectory]) -> Iterator[list[bytes]]:
+    chunk: list[bytes] = []
     num_bytes = 0
     for trajectory in trajectories:
         record = records_codec.encode_trajectory(trajectory)
-        chunk.append((trajectory, record))
+        chunk.append(record)
         num_bytes += len(record)
         if len(chunk) >= _CHUNK or num_bytes >= _CHUNK_BYTES:
             yield chunk

@@ -16,7 +16,6 @@ from outloop.buffer.codec import records_codec
 from outloop.buffer.errors import UNREADABLE, NotFound
 from outloop.buffer.records import DropReason, Trajectory
 from outloop.buffer.redis.client import translated
-from outloop.buffer.redis.keys import group_prefix
 from outloop.buffer.redis.scripts import SyncScripts
 from outloop.buffer.store.episodes import EPISODE_FIELDS, trajectory_from
 
@@ -120,7 +119,7 @@ class DeadLetters:
         self._scripts.call("resolve_dead_letter", group_id, 0, what=what)
 
     def _letter_key(self, group_id: str) -> str:
-        return f"{group_prefix(self._prefix, group_id)}dead:{group_id}"
+        return f"{self._prefix}dead:{group_id}"
 
 
 def _letter_from(group_id: str, fields: Mapping[bytes, bytes]) -> DeadLetter:

@@ -191,17 +191,13 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """By the turn_id of its last turn: what single branches earned."""
 
     def __post_init__(self) -> None:
-        self.check()
-
-    def check(self) -> None:
-        """Raises RecordError unless every number is finite."""
         if type(self.value) is not float or not math.isfinite(self.value):
             _check_number("value", self.value)
         if not (self.components or self.turns or self.branches):
             return
         for name in ("components", "turns", "branches"):
-            for word, number in getattr(self, name).items():
-                _check_number(f"{name}.{word}", number)
+            for part, number in getattr(self, name).items():
+                _check_number(f"{name}.{part}", number)
 
 
 def _check_number(name: str, number: object) -> None:

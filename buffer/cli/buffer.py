@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from outloop.buffer.dead_letters import LetterEpisode
-    from outloop.buffer.records import Episode, Opening, Reward, Turn
+    from outloop.buffer.records import Reward, Turn
     from outloop.buffer.store.ledger import Ledger
 
 _RUN = click.option(
@@ -51,39 +51,30 @@ def stats(run_dir: Path) -> None:
 @click.argument("episode")
 @_RUN
 def show(episode: str, run_dir: Path) -> None:
-    """One episode with its turns; imported ones too."""
+    """One episode with its turns."""
     from outloop.buffer.cli.open_run import joined
     from outloop.buffer.errors import NotFound
 
     with joined(run_dir) as reader:
         found = reader.load_episode(episode)
-        imported = reader.archive.find_imported(episode)
-    what: Opening | Episode
-    error = output = ""
-    # The turns of a live episode's hash may have been freed since it was exported.
-    if found is not None and (found.turns or imported is None):
-        what, outcome, reward, turns = found.opening, found.outcome, found.reward, found.turns
-        error, output = found.error, found.output
-    elif imported is not None:
-        what, turns = imported.episode, imported.turns
-        outcome, reward = what.outcome, what.reward
-    else:
+    if found is None:
         raise NotFound(
             f"no episode_id={episode}; episodes are kept until a checkpoint contains their group, "
             "or the group is dropped"
         )
-    facts = (what.task_id, what.group_id, what.attempt, what.purpose, outcome or "open")
-    score = None if reward is None else reward.value
+    what = found.opening
+    facts = (what.task_id, what.group_id, what.attempt, what.purpose, found.outcome or "open")
+    score = None if found.reward is None else found.reward.value
     names = ("task", "group", "attempt", "purpose", "outcome", "reward")
     _print_table(f"episode {episode}", names, [[*map(_cell, facts), _cell(score)]])
-    _print_scores(reward)
-    _print_turns(turns)
-    if found is not None and found.resumes is not None:
+    _print_scores(found.reward)
+    _print_turns(found.turns)
+    if found.resumes is not None:
         click.echo(f"resumes the lost episode {found.resumes}, whose turns it replays where it can")
-    if error:
-        click.echo(f"error: {error}")
-    if output:
-        click.echo(f"the end of what the agent wrote:\n{output}")
+    if found.error:
+        click.echo(f"error: {found.error}")
+    if found.output:
+        click.echo(f"the end of what the agent wrote:\n{found.output}")
 
 
 @buffer.group()
@@ -185,21 +176,15 @@ def export_file(file: Path, run_dir: Path) -> None:
 @buffer.command("import")
 @_FILE
 @_RUN
-@click.option("--skip-bad", is_flag=True, help="Leave out lines that are not trajectories.")
+@click.option("--skip-bad", is_flag=True, help="Leave out lines that are no trajectories for SFT.")
 @click.option("--final", is_flag=True, help="No more trajectories for SFT will come.")
 def import_file(file: Path, run_dir: Path, skip_bad: bool, final: bool) -> None:
-    """Store the trajectories of FILE, as written by export.
-
-    Those with purpose sft are trained if the run is an SFT run; others are kept to be looked at.
-    """
+    """Store the trajectories for SFT of FILE, as written by export."""
     from outloop.buffer.cli.open_run import joined
 
     with joined(run_dir) as reader:
-        report = reader.archive.read(file, skip_bad=skip_bad, final=final)
-    click.echo(
-        f"{report.num_for_sft} trajectories stored for SFT, {report.num_kept} others kept, "
-        f"{report.num_bad} lines left out"
-    )
+        stored, left_out = reader.archive.read(file, skip_bad=skip_bad, final=final)
+    click.echo(f"{stored} trajectories stored, {left_out} lines left out")
 
 
 @buffer.command()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -134,11 +133,6 @@ encode_reward = _REWARD.encode
 def encode_turn(turn: Turn) -> bytes:
     """Bytes of a turn."""
     return _TURN.encode(turn, turn.turn_id)
-
-
-def decode_turns(records: Iterable[bytes]) -> list[Turn]:
-    """The turns of an episode; raises as decode_turn."""
-    return [decode_turn(record) for record in records]
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:

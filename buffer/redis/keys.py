@@ -1,20 +1,15 @@
 """Every key of a run in Redis; docs/buffer-keys.md shows the same table.
 
-Every key of a run begins with its hash tag, so that all keys of a shard are in one cluster slot.
+Every key of a run begins with its hash tag, so that all of them are in one cluster slot.
 """
 
 from __future__ import annotations
 
-import re
-import zlib
 from dataclasses import dataclass
 from typing import Literal
 
-SHARD = 0
-"""The shard of everything that is no group's."""
-NUM_SHARDS = 1
-"""A run may be sharded by group, since no script crosses a shard; it has one so far."""
-_MINTED = re.compile(r"g(\d+)-\d+")
+_SHARD = 0
+"""The only one: keys and scripts would allow several, since no script leaves its shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +24,9 @@ class KeySpec:
     holds: str
 
 
-def prefix(run_id: str, shard: int = SHARD) -> str:
-    """What every key of the shard begins with."""
-    return f"{{{run_id}:{shard}}}:"
-
-
-def shard_of(group_id: str, num_shards: int = NUM_SHARDS) -> int:
-    """The shard that holds a group, 0 <= shard < num_shards.
-
-    Groups go by slot, so that neighbours in admission order are spread evenly; an id that no claim
-    minted goes by its checksum.
-    """
-    minted = _MINTED.fullmatch(group_id)
-    number = int(minted[1]) if minted else zlib.crc32(group_id.encode())
-    return number % num_shards
-
-
-def group_prefix(run_prefix: str, group_id: str) -> str:
-    """What every key of a group begins with, from the prefix of any shard of its run."""
-    return prefix(run_prefix[1:-2].rpartition(":")[0], shard_of(group_id))
+def prefix(run_id: str) -> str:
+    """What every key of the run begins with."""
+    return f"{{{run_id}:{_SHARD}}}:"
 
 
 def key(run_id: str, name: str) -> str:
@@ -116,9 +95,6 @@ KEYS: tuple[KeySpec, ...] = (
     ),
     KeySpec("sft:NUMBER", "string", _RUN, "put_trajectories", "a trajectory for SFT, by arrival"),
     KeySpec("sft_keys", "set", _RUN, "put_trajectories", "idempotency keys used"),
-    KeySpec(
-        "imported", "hash", _RUN, "import_trajectories", "episode id -> trajectory, to look at"
-    ),
     KeySpec("servers", "hash", "launch", "register_server()", "server -> address and kind"),
     KeySpec("server_versions", "hash", "launch", "set_server_version()", "server -> version held"),
     KeySpec("parts", "hash", "launch", "register_part()", "part -> facts, such as its URL"),

@@ -39,16 +39,6 @@ class Channel:
         with translated(f"publishing to {name!r}"):
             return int(await self._client.publish(f"{self._prefix}{name}", message))
 
-    async def num_listening(self, name: str) -> int:
-        """The number of listeners of `name`.
-
-        Raises:
-            BufferUnavailable: Redis did not answer.
-        """
-        with translated(f"counting the listeners of {name!r}"):
-            ((_, number),) = await self._client.pubsub_numsub(f"{self._prefix}{name}")
-        return int(number)
-
     async def is_listening(self, timeout_s: float) -> bool:
         """True as soon as listen() receives messages, False when it does not in time."""
         try:

@@ -20,7 +20,6 @@ _LOOP_CELL = 1
 _FIRST_THREAD_CELL = 2
 _NUM_CELLS = 512
 _SIZE = 8 * _NUM_CELLS
-MAX_THREADS = _NUM_CELLS - _FIRST_THREAD_CELL
 
 episode_number: ContextVar[int] = ContextVar("episode_number", default=0)
 """Of the task or thread that runs; 0: none."""

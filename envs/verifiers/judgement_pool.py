@@ -56,12 +56,6 @@ class JudgementPool:
         self._num_busy = 0
         self.num_replaced = 0
 
-    @property
-    def template_pid(self) -> int:
-        """Process id of the process that workers are forked from; 0 when none is alive."""
-        process = self._process
-        return process.pid if process is not None and process.poll() is None else 0
-
     async def call(self, job: Sequence[str], *, timeout_s: float) -> str | None:
         """Compute a job; None also when it takes longer than `timeout_s` or kills its worker.
 

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import pytest
 
+from outloop.buffer.codec.jsonl import format_line
 from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded
-from outloop.buffer.records import Turn
+from outloop.buffer.records import Trajectory, Turn
 from outloop.buffer.redis.embedded import EmbeddedRedis
 
 
@@ -122,18 +123,18 @@ async def test_a_full_redis_keeps_dead_letters_and_lets_them_be_resolved(
 
 
 async def test_an_import_into_a_full_redis_is_refused_and_may_be_repeated(
-    loop_on: Callable[..., Any], make_turn: Callable[..., Turn], tmp_path: Path
+    loop_on: Callable[..., Any], make_trajectory: Callable[..., Trajectory], tmp_path: Path
 ) -> None:
     """What went in before stays; after room was made the same file goes in once."""
     with EmbeddedRedis(tmp_path / "redis", max_memory_mb=64) as server:
-        loop = await loop_on(server.url, trainer__groups_per_step=100)
-        await loop.play_all()
-        assert loop.reader.archive.write(tmp_path / "a.jsonl") == (200, 0)
+        loop = await loop_on(server.url, trainer__mode="sft")
+        lines = [format_line(make_trajectory(f"s{index}")) for index in range(200)]
+        (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
         client = loop.reader._client
         client.config_set("maxmemory", "1mb")
         with pytest.raises(BufferUnavailable, match="Nothing was evicted"):
             loop.reader.archive.read(tmp_path / "a.jsonl")
         client.config_set("maxmemory", "64mb")
         for _ in range(2):
-            assert loop.reader.archive.read(tmp_path / "a.jsonl").num_kept == 200
-        assert client.hlen(loop.reader._key("imported")) == 200
+            assert loop.reader.archive.read(tmp_path / "a.jsonl") == (200, 0)
+        assert len(list(loop.reader.sft_trajectories())) == 200

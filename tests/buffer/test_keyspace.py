@@ -15,7 +15,7 @@ from outloop.buffer.errors import Gone
 from outloop.buffer.records import Reward, ServerEntry, Task, Trajectory, Turn
 from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.embedded import EmbeddedRedis
-from outloop.buffer.redis.keys import KEYS, KeySpec, group_prefix, prefix, shard_of
+from outloop.buffer.redis.keys import KEYS, KeySpec, prefix
 from outloop.buffer.redis.scripts import load_script
 
 CREATES = ("SET", "HSET", "HINCRBY", "RPUSH", "LPUSH", "SADD", "ZADD", "ZINCRBY", "RENAME")
@@ -135,7 +135,7 @@ async def everything(
     sft = make_trajectory("sft-1")
     await writer.put_trajectories([sft], key="k", final=True)
     path = folder / "file.jsonl"
-    path.write_bytes(format_line(make_trajectory("other-1", purpose="eval")))
+    path.write_bytes(format_line(make_trajectory("sft-2")))
     reader.archive.read(path)
     look()
     loop.fence = reader.acquire_fence()
@@ -244,10 +244,3 @@ async def test_a_real_run_s_keys_are_the_declared_ones(
     client.close()
     missing = {spec.name for spec in KEYS} - seen
     assert missing == {"staged:TOKEN:NUMBER"}, "what is staged is taken over in the same call"
-
-
-def test_groups_are_spread_over_shards_by_slot() -> None:
-    """Whoever looks for a group's keys asks the same shard; neighbours are on different ones."""
-    assert [shard_of(f"g{slot}-{9 + slot}", 3) for slot in range(6)] == [0, 1, 2, 0, 1, 2]
-    assert {shard_of(f"other {i}", 4) for i in range(64)} == {0, 1, 2, 3}
-    assert group_prefix("{a:b-1:0}:", "g5-1") == "{a:b-1:0}:"

@@ -249,10 +249,6 @@ class FakeChannel:
             asyncio.get_running_loop().call_soon(hear, message)
         return len(hearing)
 
-    async def num_listening(self, name: str) -> int:
-        await self._buffer._work()
-        return sum(name in hear for hear in self.listeners)
-
     async def is_listening(self, timeout_s: float) -> bool:
         return True
 

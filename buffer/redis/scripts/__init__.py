@@ -48,7 +48,6 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "init_run": (),
     "append_turn": ("core",),
     "note_budget": ("core",),
-    "import_trajectories": ("core",),
 }
 """What is put before a script, where that is not both of core.lua and lifecycle.lua."""
 

@@ -1,11 +1,10 @@
 """Judgements in worker processes: verdicts, deadlines, hostile answers."""
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -100,12 +99,14 @@ async def test_json_is_checked_against_its_schema(judge: Judge, workers: Judgeme
 
 async def test_a_killed_template_is_no_reward(judge: Judge) -> None:
     """When the worker processes are lost, nothing is scored, and the next answer is."""
+    before = {*psutil.Process().children()}
     own = JudgementPool(1)
     verifier = Regex("a+$", timeout_s=20, workers=own)
     assert await judge(verifier, "aaa") == 1.0
-    os.kill(own.template_pid, signal.SIGKILL)
+    (template,) = {*psutil.Process().children()} - before
+    template.kill()
     async with asyncio.timeout(10):
-        while own.template_pid:
+        while template.is_running() and template.status() != psutil.STATUS_ZOMBIE:
             await asyncio.sleep(0.01)
     assert await judge(verifier, "aaa") == 1.0
     await own.close()
