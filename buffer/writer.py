@@ -43,12 +43,12 @@ from outloop.buffer.store.budget_notes import BudgetNotes, EpisodeUsage
 from outloop.buffer.store.episodes import load_async, named
 from outloop.buffer.store.sft import put_async
 from outloop.buffer.tasks.mixture import Mixture, TaskSource
-from outloop.buffer.tasks.priorities import priorities_of
 from outloop.buffer.tasks.source_weights import encode_sources, encode_weights, load_mixture
 from outloop.buffer.tasks.validation import (
     check_id,
     check_sources,
     deadline_of,
+    encode_priorities,
     encode_tasks,
     refuse_cut,
     refuse_overlap,
@@ -131,7 +131,7 @@ class BufferWriter:
         sources = sources or (TaskSource("tasks", len(tasks)),)
         check_sources(sources, len(tasks))
         weights = encode_weights([source.weight for source in sources])
-        priorities = priorities_of(tasks, sources)
+        priorities = encode_priorities(tasks, sources)
         arguments = (tasks_digest(encoded, priorities), len(tasks), len(eval_tasks))
         window = self._run.settings.buffer.priority_window
         tail = (encode_sources(sources), weights, num_test_tasks, priorities, window)

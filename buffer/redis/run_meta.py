@@ -101,7 +101,7 @@ def script_rules(settings: Settings) -> dict[str, int | str]:
         "admission_limit": (buffer.depth + 1) * settings.trainer.groups_per_step,
         "max_staleness": buffer.max_staleness,
         "max_replacements": env.max_replacements,
-        "max_resumptions": env.max_resumptions if env.resume_lost_attempts else 0,
+        "max_resumptions": env.max_resumptions,
         "max_replaced_ppm": round(env.max_replaced_share * 1e6),
         "max_silence_ms": int(env.max_runner_silence_s * 1000),
         "attempt_ms": int((env.episode_deadline_s + CLOSE_GRACE_S) * 1000),

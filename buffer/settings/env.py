@@ -96,11 +96,9 @@ class EnvSettings(BaseModel):
     """Scores of single turns or branches: nothing is trained by them. record: kept for reading."""
     failure_reward: float = 0.0
     """Reward of an episode whose agent failed: the lowest that the verifier can give."""
-    resume_lost_attempts: bool = True
-    """An attempt lost to the infrastructure is played again with its recorded turns as the answers
-    to the same requests, and generated again only from where its requests differ."""
     max_resumptions: int = Field(3, ge=0)
-    """How often one attempt is resumed before it is replaced."""
+    """How often an attempt that was lost to the infrastructure is resumed before it is replaced:
+    its recorded turns answer the same requests, and only what differs is generated. 0: never."""
     max_replacements: int = Field(3, ge=0)
     """Attempts replaced per slot before the group is dead-lettered."""
     max_failed_share: float = Field(0.98, ge=0, le=1)

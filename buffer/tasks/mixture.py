@@ -7,15 +7,15 @@ slot only. So every router agrees, and a slot that is played again plays the sam
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from outloop.buffer.errors import RecordError
 from outloop.buffer.tasks.order import task_index
+from outloop.buffer.tasks.priorities import Priorities
 
 _BLOCK_SLOTS = 4096
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -53,13 +53,6 @@ def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
         raise RecordError(f"weights={shown}; finite numbers of 0 or more, not all 0, are allowed")
 
 
-class SlotOrder(Protocol):
-    """A permutation of slots that goes by their tasks."""
-
-    def slot_in_order(self, slot: int, task_index: Callable[[int], int]) -> int:
-        """The slot that is played in the place of `slot`."""
-
-
 class Mixture:
     """The task order of a run with one source or several.
 
@@ -73,7 +66,7 @@ class Mixture:
         sources: Sequence[TaskSource],
         schedule: Sequence[WeightsFrom],
         seed: int,
-        order: SlotOrder | None = None,
+        order: Priorities | None = None,
     ) -> None:
         self._order = order
         self._sizes = [source.num_tasks for source in sources]

@@ -7,15 +7,11 @@ window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from outloop.buffer.errors import RecordError
-from outloop.buffer.records import Int32, Task
-from outloop.buffer.tasks.mixture import TaskSource
-
-_LIMIT = 10**9
+from outloop.buffer.records import Int32
 
 
 class Priorities:
@@ -42,28 +38,6 @@ class Priorities:
         return self._last[1][offset]
 
 
-def priorities_of(tasks: Sequence[Task], sources: Sequence[TaskSource]) -> bytes:
-    """The stored form: each task's own priority on top of its source's; empty if all are equal.
-
-    Raises:
-        RecordError: one is no whole number within bounds; names the field.
-    """
-    values: list[int] = []
-    for source in sources:
-        base = _checked(source.priority, f"sources: {source.name!r}: priority")
-        for task in tasks[len(values) : len(values) + source.num_tasks]:
-            values.append(base + _checked(task.priority, f"tasks: {task.task_id!r}: priority"))
-    if len(set(values)) <= 1:
-        return b""
-    return np.array(values, dtype="<i4").tobytes()
-
-
 def read_priorities(data: bytes | None, window: int) -> Priorities | None:
-    """What priorities_of gave; None if all tasks are equal."""
+    """From the stored form; None if all tasks are equal."""
     return Priorities(np.frombuffer(data, dtype="<i4"), window) if data else None
-
-
-def _checked(value: object, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _LIMIT:
-        raise RecordError(f"{name}={value!r}; a whole number from -{_LIMIT} to {_LIMIT} is allowed")
-    return value

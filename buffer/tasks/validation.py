@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 import msgspec
+import numpy as np
 
 from outloop.buffer.codec import records_codec
 from outloop.buffer.errors import RecordError
@@ -17,6 +18,7 @@ from outloop.buffer.settings import Settings
 from outloop.buffer.tasks.mixture import TaskSource, check_weights
 
 MAX_ID_CHARS = 256
+_MAX_PRIORITY = 10**9
 
 
 def check_id(value: str, name: str) -> str:
@@ -82,6 +84,24 @@ def check_sources(sources: Sequence[TaskSource], num_tasks: int) -> None:
     check_weights([source.weight for source in sources], names)
 
 
+def encode_priorities(tasks: Sequence[Task], sources: Sequence[TaskSource]) -> bytes:
+    """Bytes of the priorities: each task's own plus its source's; empty if all are equal.
+
+    Raises:
+        RecordError: one is no whole number within bounds; names the field.
+    """
+    values: list[int] = []
+    for source in sources:
+        base = _check_priority(source.priority, f"sources: {source.name!r}: priority")
+        for task in tasks[len(values) : len(values) + source.num_tasks]:
+            values.append(
+                base + _check_priority(task.priority, f"tasks: {task.task_id!r}: priority")
+            )
+    if len(set(values)) <= 1:
+        return b""
+    return np.array(values, dtype="<i4").tobytes()
+
+
 def deadline_of(task: Task, default_s: float) -> float:
     """Seconds that an episode of the task may take: its own `deadline_s`, or the run's."""
     own = task.payload.get("deadline_s")
@@ -112,3 +132,11 @@ def tasks_digest(lists: Sequence[Sequence[bytes]], priorities: bytes = b"") -> s
         for record in records:
             digest.update(hashlib.sha256(record).digest())
     return digest.hexdigest()
+
+
+def _check_priority(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MAX_PRIORITY:
+        raise RecordError(
+            f"{name}={value!r}; a whole number from -{_MAX_PRIORITY} to {_MAX_PRIORITY} is allowed"
+        )
+    return value

@@ -1,8 +1,4 @@
-"""What routes answer, for the OpenAPI document.
-
-Owns: schemas of answers and refusals, and the headers that come with them. Does not own: requests
-(document), making answers (dialects, control). Invariant: a test holds real answers to these.
-"""
+"""What routes answer, for the OpenAPI document; a test holds real answers to these."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from outloop.buffer.records import FinishReason
+from outloop.router.dialects.table import DIALECTS
 
 Schema = dict[str, Any]
 _TEXT: Schema = {"type": "string"}
@@ -38,11 +35,7 @@ def _just(value: str) -> Schema:
 
 
 _FINISH: Schema = {"enum": list(get_args(FinishReason))}
-_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
 _HANDLE = _object(episode_id=_TEXT, base_url=_TEXT, api_key=_TEXT)
-_CALL = _object(id=_TEXT, type=_just("function"), function=_object(name=_TEXT, arguments=_TEXT))
-_MESSAGE = _object(role=_just("assistant"), content=_maybe(_TEXT))
-_MESSAGE["properties"]["tool_calls"] = _list(_CALL, minItems=1)
 _MODEL = _object(id=_TEXT, object=_just("model"), type=_just("model"), display_name=_TEXT)
 _SPAN = _object(policy_version=_WHOLE, start=_COUNT, end=_COUNT)
 _TURN = _object(
@@ -101,56 +94,11 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
         "/v1/models": _object(object=_just("list"), data=_list(_MODEL, minItems=1), has_more=_FLAG),
         "/v1/models/{model_id}": _MODEL,
         "/v1/messages/count_tokens": _object(input_tokens=_COUNT),
-        "/v1/chat/completions": _object(
-            id=_TEXT,
-            object=_just("chat.completion"),
-            created=_WHOLE,
-            model=_TEXT,
-            choices=_list(
-                _object(
-                    index=_COUNT,
-                    message=_MESSAGE,
-                    logprobs=_maybe(_ANY_OBJECT),
-                    finish_reason=_FINISH,
-                ),
-                minItems=1,
-            ),
-            usage=_USAGE,
-        ),
-        "/v1/completions": _object(
-            id=_TEXT,
-            object=_just("text_completion"),
-            created=_WHOLE,
-            model=_TEXT,
-            choices=_list(
-                _object(
-                    index=_COUNT, text=_TEXT, logprobs=_maybe(_ANY_OBJECT), finish_reason=_FINISH
-                ),
-                minItems=1,
-            ),
-            usage=_USAGE,
-        ),
-        "/v1/responses": _object(
-            id=_TEXT,
-            object=_just("response"),
-            created_at=_WHOLE,
-            status={"enum": ["completed", "incomplete"]},
-            model=_TEXT,
-            output=_list(_object(type={"enum": ["message", "reasoning", "function_call"]})),
-            usage=_object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT),
-        ),
-        "/v1/messages": _object(
-            id=_TEXT,
-            type=_just("message"),
-            role=_just("assistant"),
-            model=_TEXT,
-            content=_list(_object(type={"enum": ["text", "thinking", "tool_use"]})),
-            stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
-            usage=_object(input_tokens=_COUNT, output_tokens=_COUNT),
-        ),
+        # The dialects' answers are OpenAI's and Anthropic's, which document them.
+        **dict.fromkeys(DIALECTS, _ANY_OBJECT),
     }
 )
-"""By path, of answers with status 200."""
+"""By path: answers with status 200."""
 
 _NEVER_STREAMED = ("/v1/models", "/v1/models/{model_id}", "/v1/messages/count_tokens")
 _OPENAI_ERROR = _object(

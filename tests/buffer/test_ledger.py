@@ -135,7 +135,7 @@ async def test_losing_too_many_to_staleness_stops_the_run(start: Callable[..., A
 
 async def test_lost_attempts_are_replaced_or_discarded(start: Callable[..., Any]) -> None:
     """Replaced while another attempt takes the place; discarded when none does."""
-    loop = await start(env__max_replacements=1, env__resume_lost_attempts=False)
+    loop = await start(env__max_replacements=1, env__max_resumptions=0)
     first, _ = (await loop.claim(2)).claims
     await loop.close(await loop.open(first), None, failure_kind="environment", outcome="failed")
     assert columns_of(loop) == {"replaced": 1, "open": 1}

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from outloop.buffer.errors import Conflict, RecordError
 from outloop.buffer.records import Task
 from outloop.buffer.tasks.mixture import Mixture, TaskSource, WeightsFrom
-from outloop.buffer.tasks.priorities import Priorities, priorities_of
+from outloop.buffer.tasks.priorities import Priorities
+from outloop.buffer.tasks.validation import encode_priorities
 
 SOURCES = (TaskSource("easy", 3), TaskSource("hard", 5))
 
@@ -116,7 +117,7 @@ def test_a_priority_is_a_whole_number(priority: object) -> None:
     """Anything else is refused, by the task's name or the source's."""
     odd: Any = priority
     with pytest.raises(RecordError, match=r"tasks: 'x': priority=.* whole number"):
-        priorities_of([Task(task_id="x", payload={}, priority=odd)], [TaskSource("tasks", 1)])
+        encode_priorities([Task(task_id="x", payload={}, priority=odd)], [TaskSource("tasks", 1)])
     with pytest.raises(RecordError, match=r"sources: 'all': priority="):
-        priorities_of([Task(task_id="x", payload={})], [TaskSource("all", 1, 1.0, odd)])
-    assert priorities_of(tasks(3, 3), [TaskSource("tasks", 2)]) == b""
+        encode_priorities([Task(task_id="x", payload={})], [TaskSource("all", 1, 1.0, odd)])
+    assert encode_priorities(tasks(3, 3), [TaskSource("tasks", 2)]) == b""

@@ -128,7 +128,7 @@ async def test_resumption_can_be_switched_off(
     start: Callable[..., Any], make_turn: Callable[..., Turn]
 ) -> None:
     """Then every lost attempt is replaced."""
-    loop = await start(**ONE_GROUP, env__resume_lost_attempts=False)
+    loop = await start(**ONE_GROUP, env__max_resumptions=0)
     await lose(loop, make_turn)
     assert (await loop.claim(1)).claims[0].resumes is None
     assert loop.reader.stats()["buffer/replaced_attempts"] == 1

@@ -1,17 +1,10 @@
-"""What the commands of single parts have in common: logging, readiness, and signals."""
+"""What the commands of single parts have in common: readiness and signals."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
-
-
-def configure(part: str, level: str) -> None:
-    """Log to stderr as `part`."""
-    from outloop.buffer.telemetry import configure_logging
-
-    configure_logging(part, level)
 
 
 def log_ready(part: str) -> Callable[[str], None]:

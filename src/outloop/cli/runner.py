@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from outloop.cli.options import RUN
-from outloop.cli.parts import configure, run_until_signalled
+from outloop.cli.parts import run_until_signalled
 
 
 @click.command()
@@ -25,10 +25,11 @@ def runner(
 ) -> None:
     """Play episodes for a run."""
     from outloop.buffer.run import load_run, load_run_settings, read_secret
+    from outloop.buffer.telemetry import configure_logging
     from outloop.envs.runner.runner import run as run_episodes
 
     settings = load_run_settings(run_dir)
-    configure("runner", settings.telemetry.log_level)
+    configure_logging("runner", settings.telemetry.log_level)
     url = router_url or _find_router(run_dir, router_timeout_s)
     if runner_key_file is not None:
         key = read_secret(runner_key_file, "--runner-key-file")

@@ -18,11 +18,11 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
     """Serve the policy of CONFIG behind the router; prints one JSON line when ready."""
     import outloop
     from outloop.buffer.settings import load_settings
-    from outloop.cli.parts import configure
+    from outloop.buffer.telemetry import configure_logging
     from outloop.engine.launch.launcher import stop_on_signals
 
     settings = load_settings(config, overrides)
-    configure("launcher", settings.telemetry.log_level)
+    configure_logging("launcher", settings.telemetry.log_level)
     with stop_on_signals() as stop, outloop.serve(settings, stop=stop) as served:
         if stop.is_set():
             sys.exit(130)

@@ -33,7 +33,7 @@ def train(
     """Train the policy of CONFIG: starts every part on this machine and watches them."""
     import outloop
     from outloop.buffer.settings import load_settings
-    from outloop.cli.parts import configure
+    from outloop.buffer.telemetry import configure_logging
     from outloop.engine.launch.launcher import stop_on_signals
 
     for name, value in (
@@ -45,7 +45,7 @@ def train(
             # JSON's strings are TOML's.
             overrides = (*overrides, f"env.{name}={json.dumps(value)}")
     settings = load_settings(config, overrides)
-    configure("launcher", settings.telemetry.log_level)
+    configure_logging("launcher", settings.telemetry.log_level)
     with stop_on_signals() as stop:
         run = outloop.train(settings, single_process=single_process, stop=stop)
     sys.exit(run.exit_code)

@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from outloop.cli.options import RUN
-from outloop.cli.parts import configure
 
 HANG_EXIT_CODE = 3
 """Of a trainer that made no progress for trainer.hang_timeout_s."""
@@ -24,10 +23,13 @@ def trainer(run_dir: Path) -> None:
     # megatron-core announces at import what it does without Transformer Engine and Apex.
     warnings.filterwarnings("ignore", module="megatron")
     from outloop.buffer.run import load_run
+    from outloop.buffer.telemetry import configure_logging
 
     run = load_run(run_dir)
     num_ranks, rank = run.settings.trainer.num_ranks, os.environ.get("RANK")
-    configure("trainer" if rank is None else f"trainer-{rank}", run.settings.telemetry.log_level)
+    configure_logging(
+        "trainer" if rank is None else f"trainer-{rank}", run.settings.telemetry.log_level
+    )
     if num_ranks > 1 and rank is None:
         from outloop.engine.launch.torchrun import run_ranks
 
