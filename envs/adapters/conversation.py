@@ -1,0 +1,119 @@
+"""A text environment played in one conversation: an observation in, an action out, until it ends.
+
+What the policy does wrong is its own failure and scores env.failure_reward; what the environment
+does wrong is an EnvironmentFailure, and the attempt is played again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from outloop.buffer.errors import EnvironmentFailure, SettingsError
+from outloop.buffer.records import Task
+from outloop.envs.rollout.episode import Episode
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """What an environment shows after its start or an action."""
+
+    text: str
+    reward: float = 0.0
+    """Of the action that led here; an episode's reward is the sum."""
+    is_done: bool = False
+
+
+class InvalidAction(Exception):
+    """The policy's text is no action of the environment; the message says what is allowed."""
+
+
+class TextEnvironment(Protocol):
+    """One episode of an environment whose observations and actions are texts."""
+
+    async def reset(self) -> Observation:
+        """Start; raises EnvironmentFailure."""
+        ...
+
+    async def step(self, action: str) -> Observation:
+        """Act; raises EnvironmentFailure, or InvalidAction, after which the episode goes on."""
+        ...
+
+    async def close(self) -> None:
+        """Release what the episode holds, in any state."""
+        ...
+
+
+async def play_conversation(
+    environment: TextEnvironment,
+    episode: Episode,
+    *,
+    instructions: str = "",
+    max_actions: int = 64,
+    max_invalid_actions: int = 2,
+) -> float:
+    """Play `environment` with the episode's policy and return the sum of its rewards.
+
+    The episode ends when the environment does, or after `max_actions` actions with the reward so
+    far.
+
+    Args:
+        instructions: the system message; "": none.
+        max_invalid_actions: so many are answered with what is allowed; the next one fails the
+            episode, because a reward of what was played so far could be better than to go on.
+
+    Raises:
+        InvalidAction: more than `max_invalid_actions` in this episode: the agent's failure.
+        EnvironmentFailure: the environment failed.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    try:
+        observation = await environment.reset()
+        total, num_actions, num_invalid = observation.reward, 0, 0
+        shown = observation.text
+        while not observation.is_done and num_actions < max_actions:
+            messages.append({"role": "user", "content": shown})
+            answer = await episode.client.chat.completions.create(
+                model="policy",
+                messages=messages,  # type: ignore[arg-type]  # plain dictionaries are allowed
+            )
+            action = answer.choices[0].message.content or ""
+            messages.append({"role": "assistant", "content": action})
+            try:
+                observation = await environment.step(action)
+            except InvalidAction as error:
+                num_invalid += 1
+                if num_invalid > max_invalid_actions:
+                    raise
+                shown = str(error)
+                continue
+            num_actions += 1
+            total += observation.reward
+            shown = observation.text
+        return total
+    finally:
+        await environment.close()
+
+
+def field(task: Task, name: str, kind: type[Value], default: Value | None = None) -> Value:
+    """The field `name` of a task's payload.
+
+    Raises:
+        SettingsError: it is missing and has no default, or is of another type.
+    """
+    value = task.payload.get(name, default)
+    if value is None or not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+        raise SettingsError(
+            f"task_id={task.task_id!r}: {name}={value!r}; a task of this adapter needs the field "
+            f"{name!r} of type {kind.__name__}"
+        )
+    return value
+
+
+def environment_failure(what: str, error: BaseException) -> EnvironmentFailure:
+    """The failure of an environment whose own code raised `error`."""
+    return EnvironmentFailure(f"{what} failed: {type(error).__name__}: {error}")
