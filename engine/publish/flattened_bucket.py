@@ -17,6 +17,7 @@ import base64
 import binascii
 import copyreg
 import io
+import math
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ from torch.multiprocessing import reductions
 from outloop.engine.publish.buckets.plan import Place
 
 _METADATA_NAME = ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
-_MAX_REMEMBERED = 4096
 _CUDA_DEVICE_AT = 6
 """Position of the device among the arguments of torch's rebuild_cuda_tensor."""
 _DTYPES = {
@@ -109,29 +109,6 @@ def write_bucket(staging: Tensor, places: Sequence[Place], *, num_readers: int =
     return base64.b64encode(file.getvalue()).decode()
 
 
-class PayloadWriter:
-    """Writes payloads of shared memory and remembers them: every publish has the same."""
-
-    def __init__(self) -> None:
-        self._payloads: dict[tuple[bytes, tuple[Place, ...]], str] = {}
-
-    def write(self, staging: Tensor, places: tuple[Place, ...], *, num_readers: int) -> str:
-        """As `write_bucket`, for `staging` in shared memory."""
-        storage = staging.untyped_storage()
-        _, handle, _ = storage._share_filename_cpu_()
-        key = (handle, places)
-        payload = self._payloads.get(key)
-        if payload is None:
-            if len(self._payloads) >= _MAX_REMEMBERED:
-                self._payloads.clear()
-            payload = write_bucket(staging, places, num_readers=num_readers)
-            self._payloads[key] = payload
-            return payload
-        for _ in range(num_readers):
-            storage._shared_incref()
-        return payload
-
-
 def read_bucket(payload: str) -> tuple[Tensor, list[tuple[str, Tensor]]]:
     """The bucket's bytes, and its named tensors as views of them: all in the sender's memory.
 
@@ -153,8 +130,7 @@ def read_bucket(payload: str) -> tuple[Tensor, list[tuple[str, Tensor]]]:
     except (TypeError, ValueError, MemoryError) as error:
         raise PayloadRefused(f"the payload is damaged: {error}") from error
     flat, entries = _parts(content)
-    views = _Views(flat)
-    return flat, [(entry.name, views.of(entry)) for entry in entries]
+    return flat, [(entry.name, _view(flat, entry)) for entry in entries]
 
 
 def _parts(content: object) -> tuple[Tensor, list[BucketEntry]]:
@@ -173,52 +149,31 @@ def _parts(content: object) -> tuple[Tensor, list[BucketEntry]]:
     )
 
 
-class _Views:
-    """Views of one bucket; a thousand small tensors cost one of the bucket for each dtype."""
+def _view(flat: Tensor, entry: BucketEntry) -> Tensor:
+    """The entry's tensor in the bucket.
 
-    def __init__(self, flat: Tensor) -> None:
-        self._flat = flat
-        self._num_bytes = len(flat)
-        self._typed: dict[torch.dtype, Tensor] = {}
-
-    def of(self, entry: BucketEntry) -> Tensor:
-        """The entry's tensor.
-
-        Raises:
-            PayloadRefused: fields of other names or types, or bytes that are not the bucket's.
-        """
-        fields = vars(entry)
-        if fields.keys() != _FIELDS:
-            raise PayloadRefused(f"metadata has fields {sorted(fields)}")
-        name, shape, dtype = entry.name, entry.shape, entry.dtype
-        start, end = entry.start_idx, entry.end_idx
-        is_typed = isinstance(dtype, torch.dtype) and isinstance(shape, tuple)
-        is_typed = is_typed and isinstance(name, str)
-        is_typed = is_typed and all(isinstance(size, int) and size >= 0 for size in shape)
-        if not (is_typed and isinstance(start, int) and isinstance(end, int)):
-            raise PayloadRefused(f"metadata of name={name!r} has fields of a wrong type")
-        strides, num = [1] * len(shape), 1
-        for axis in range(len(shape) - 1, -1, -1):
-            strides[axis] = num
-            num *= shape[axis]
-        size, item = num * dtype.itemsize, dtype.itemsize
-        if not (0 <= start <= end <= self._num_bytes and end - start == size):
-            raise PayloadRefused(
-                f"name={name!r} claims bytes [{start}, {end}) for shape={list(shape)} "
-                f"dtype={dtype}; the bucket holds {self._num_bytes} bytes and the tensor "
-                f"needs {size}"
-            )
-        if start % item:
-            raise PayloadRefused(f"name={name!r} starts at byte {start}, which is not aligned")
-        return self._of_dtype(dtype).as_strided(shape, strides, start // item)
-
-    def _of_dtype(self, dtype: torch.dtype) -> Tensor:
-        """As much of the bucket as makes whole elements."""
-        typed = self._typed.get(dtype)
-        if typed is None:
-            num = self._num_bytes // dtype.itemsize * dtype.itemsize
-            typed = self._typed[dtype] = self._flat[:num].view(dtype)
-        return typed
+    Raises:
+        PayloadRefused: fields of other names or types, or bytes that are not the bucket's.
+    """
+    fields = vars(entry)
+    if fields.keys() != _FIELDS:
+        raise PayloadRefused(f"metadata has fields {sorted(fields)}")
+    name, shape, dtype = entry.name, entry.shape, entry.dtype
+    start, end = entry.start_idx, entry.end_idx
+    is_typed = isinstance(dtype, torch.dtype) and isinstance(shape, tuple)
+    is_typed = is_typed and isinstance(name, str)
+    is_typed = is_typed and all(isinstance(size, int) and size >= 0 for size in shape)
+    if not (is_typed and isinstance(start, int) and isinstance(end, int)):
+        raise PayloadRefused(f"metadata of name={name!r} has fields of a wrong type")
+    size = math.prod(shape) * dtype.itemsize
+    if not (0 <= start <= end <= len(flat) and end - start == size):
+        raise PayloadRefused(
+            f"name={name!r} claims bytes [{start}, {end}) for shape={list(shape)} "
+            f"dtype={dtype}; the bucket holds {len(flat)} bytes and the tensor needs {size}"
+        )
+    if start % dtype.itemsize:
+        raise PayloadRefused(f"name={name!r} starts at byte {start}, which is not aligned")
+    return flat[start:end].view(dtype).view(shape)
 
 
 class _Reader(pickle.Unpickler):

@@ -101,12 +101,12 @@ class Fanout:
         """
         self.finish(phase, self.start(action))
 
-    def start(self, action: Action, only: Sequence[str] | None = None) -> dict[str, Future[None]]:
-        """Begin `action` on every server that has not failed, or on some; `finish` must follow."""
+    def start(self, action: Action) -> dict[str, Future[None]]:
+        """Begin `action` on every server that has not failed; `finish` must follow."""
         deadline = time.monotonic() + self._timeout_s
         return {
             server_id: self._pool.submit(action, self._clients[server_id], deadline)
-            for server_id in (self.left if only is None else only)
+            for server_id in self.left
         }
 
     def finish(self, phase: str, started: dict[str, Future[None]]) -> None:

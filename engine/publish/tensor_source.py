@@ -1,22 +1,14 @@
-"""Where the tensors of a publish come from.
-
-Owns: the interface between trainer ranks and publishing, and a source over tensors of this process.
-Does not own: gathering of shards (engine.train), buckets (plan).
-"""
+"""Where the tensors of a publish come from: the interface between trainer ranks and publishing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from outloop.buffer.errors import PublishFailed
 from outloop.buffer.records import Float32
 from outloop.engine.publish.buckets.plan import TensorSpec
-
-Score = Callable[[Sequence[Sequence[int]]], Sequence[Float32]]
-"""Prompts -> logprobs [T - 1] of the ids of each, the first aside."""
 
 
 class TensorSource(Protocol):
@@ -45,52 +37,3 @@ class TensorSource(Protocol):
 
         Under the weights as they are read. Asked for by `publish.verify = "probe"` alone.
         """
-
-
-class LocalTensors:
-    """A source over tensors that are all in this process."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], score: Score | None = None) -> None:
-        """Over a mapping, whose values may change between publishes."""
-        self._tensors = tensors
-        self._score = score
-        self.specs: Sequence[TensorSpec] = tuple(
-            TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
-            for name, tensor in tensors.items()
-        )
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], score: Score | None = None) -> LocalTensors:
-        """Over a mapping."""
-        return cls(tensors, score)
-
-    def read(
-        self, specs: Sequence[TensorSpec], into: Sequence[Tensor] | None = None
-    ) -> Iterator[Tensor]:
-        """The tensors of a bucket, in this process's own memory.
-
-        Raises:
-            PublishFailed: a tensor is gone, or has another shape than `specs` said.
-        """
-        for spec in specs:
-            tensor = self._tensors.get(spec.name)
-            if tensor is None or tuple(tensor.shape) != spec.shape:
-                shape = None if tensor is None else list(tensor.shape)
-                raise PublishFailed(
-                    f"the trainer's tensors changed: name={spec.name!r} "
-                    f"shape={list(spec.shape)} was planned, shape={shape} is there"
-                )
-            yield tensor.detach()
-
-    def score_prompts(self, prompts: Sequence[Sequence[int]]) -> Sequence[Float32]:
-        """By the function given.
-
-        Raises:
-            PublishFailed: no function was given.
-        """
-        if self._score is None:
-            raise PublishFailed(
-                'this source cannot score a prompt, which publish.verify="probe" asks for; '
-                'set publish.verify to "checksum" or "none"'
-            )
-        return self._score(prompts)

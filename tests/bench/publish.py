@@ -45,9 +45,9 @@ from outloop.buffer.settings import build_settings
 from outloop.engine.publish.buckets.plan import TensorSpec, plan_buckets
 from outloop.engine.publish.buckets.staging import DeviceBuffer, SharedBuffer
 from outloop.engine.publish.publisher import Publisher, PublishReport
-from outloop.engine.publish.tensor_source import LocalTensors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from fakes.local_tensors import LocalTensors
 from fakes.torch_server_process import ServerProcess
 
 BUCKETS_MB = (8, 32, 64, 128, 256)
@@ -173,7 +173,7 @@ class Bench:
         tree["publish"] |= publish
         run = create_run(build_settings(tree, source="bench"), self.folder / "run", "unix:///none")
         publisher = Publisher(run, Registry(self.server.url))
-        source = LocalTensors.of(self.tensors)
+        source = LocalTensors(self.tensors)
 
         def publish_once() -> PublishReport:
             self._version += 1

@@ -10,13 +10,13 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from fakes.local_tensors import LocalTensors
 from fakes.one_server import OneServer
 from outloop.buffer.errors import PublishFailed, SettingsError
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
 from outloop.engine.publish.publisher import Publisher
 from outloop.engine.publish.server_client import KeyRefused, ServerClient
-from outloop.engine.publish.tensor_source import LocalTensors
 from outloop.engine.serve.health import Watch
 
 KEY = "ol-server-0123456789abcdef"
@@ -109,7 +109,7 @@ def test_weights_are_published_with_the_key(
     """By every transport; without it the publish fails with the sentence."""
     kind, url = keyed
     (tmp_path / "key").write_text(KEY + "\n")
-    source = LocalTensors.of(load_file(make_model(seed=1) / "model.safetensors"))
+    source = LocalTensors(load_file(make_model(seed=1) / "model.safetensors"))
     for number, file in enumerate((None, tmp_path / "key")):
         server = {"kind": kind, "num_servers": 0, "urls": [url], "start_timeout_s": 2.0}
         tree = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fakes.local_tensors import LocalTensors
 from fakes.one_server import OneServer
 from outloop.buffer.errors import PublishFailed
 from outloop.buffer.run import create_run
@@ -17,7 +18,6 @@ from outloop.buffer.settings import build_settings
 from outloop.engine.publish.buckets.plan import Place
 from outloop.engine.publish.publisher import Publisher
 from outloop.engine.publish.server_client import ServerClient
-from outloop.engine.publish.tensor_source import LocalTensors
 from outloop.engine.publish.verification.accounts import accounts_for
 
 PROMPT = [5, 17, 300, 8, 9, 44, 120, 7, 61, 2]
@@ -45,7 +45,7 @@ async def test_experts_are_fed_and_verified(
     registry = OneServer(url, "sglang")
     publisher = Publisher(create_run(settings, tmp_path / "run", "unix:///none"), registry)
     tensors = load_file(sent / "model.safetensors")
-    report = await asyncio.to_thread(publisher.publish, LocalTensors.of(tensors), 5)
+    report = await asyncio.to_thread(publisher.publish, LocalTensors(tensors), 5)
     publisher.close()
     assert report.quarantined == (), report.results
     assert registry.state == (5, False)
@@ -64,7 +64,7 @@ async def test_experts_are_fed_and_verified(
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
     changed[name] = tensors[name].clone()
     changed[name][0, 0] += 1
-    source = LocalTensors.of(changed)
+    source = LocalTensors(changed)
     (account,) = accounts_for(["sglang"], num_ranks=1, specs=source.specs).values()
     for spec in source.specs:
         place = Place(spec=spec, start=0, end=spec.num_bytes)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fakes.local_tensors import LocalTensors
 from fakes.one_server import OneServer
 from outloop.buffer.errors import PublishFailed
 from outloop.buffer.run import create_run
@@ -17,7 +18,6 @@ from outloop.buffer.settings import build_settings
 from outloop.engine.publish.buckets.plan import Place, TensorSpec
 from outloop.engine.publish.publisher import Publisher
 from outloop.engine.publish.server_client import ServerClient
-from outloop.engine.publish.tensor_source import LocalTensors
 from outloop.engine.publish.verification.accounts import accounts_for
 
 PROMPT = [5, 17, 300, 8, 9, 44, 120, 7, 61, 2]
@@ -46,7 +46,7 @@ def publisher(
 
 
 def _weights(folder: Path) -> LocalTensors:
-    return LocalTensors.of(load_file(folder / "model.safetensors"))
+    return LocalTensors(load_file(folder / "model.safetensors"))
 
 
 def _greedy(folder: Path, num: int) -> list[int]:
@@ -103,7 +103,7 @@ async def test_weights_that_were_not_sent_are_found(
 ) -> None:
     """One changed element in one tensor is a mismatch that names the parameter."""
     tensors = load_file(make_model() / "model.safetensors")
-    source = LocalTensors.of(tensors)
+    source = LocalTensors(tensors)
     client = ServerClient("server-0", server.url)
     for changed in (None, *tensors):
         (account,) = accounts_for(

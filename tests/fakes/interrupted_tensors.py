@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from fakes.local_tensors import LocalTensors
 from outloop.engine.publish.buckets.plan import TensorSpec
-from outloop.engine.publish.tensor_source import LocalTensors
 
 
 class InterruptedTensors:
     """A source that calls `before(index)` before it gives tensor `index`."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], before: Callable[[int], None]) -> None:
-        self._tensors = LocalTensors.of(tensors)
+        self._tensors = LocalTensors(tensors)
         self._before = before
         self._index = 0
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from outloop.engine.publish.tensor_source import LocalTensors
+from fakes.local_tensors import LocalTensors
 
 
 def source_of(folder: Path) -> LocalTensors:
@@ -24,4 +24,4 @@ def source_of(folder: Path) -> LocalTensors:
             rows.append(table[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].numpy())
         return rows
 
-    return LocalTensors.of(load_file(folder / "model.safetensors"), score)
+    return LocalTensors(load_file(folder / "model.safetensors"), score)

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from fakes.local_tensors import LocalTensors
 from fakes.one_server import OneServer
 from fakes.torch_server_process import ServerProcess
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
 from outloop.engine.publish.publisher import Publisher
-from outloop.engine.publish.tensor_source import LocalTensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 PROMPT = [3, 99, 250, 4, 18, 31, 7, 300, 2, 45, 11]
@@ -94,7 +94,7 @@ def test_weights_go_by_cuda_ipc_from_process_to_process(
     registry = OneServer(server.url)
     publisher = Publisher(run, registry)
     folder = make_model(seed=1)
-    source = LocalTensors.of(_weights(folder))
+    source = LocalTensors(_weights(folder))
     for version in (1, 2):
         report = publisher.publish(source, version)
         assert report.num_buckets > 3

@@ -8,7 +8,7 @@ bucket's memory is written again only after `filled` has been asked for the buck
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +20,6 @@ from outloop.engine.publish.buckets.staging import Staging
 from outloop.engine.publish.tensor_source import TensorSource
 from outloop.engine.publish.verification.accounts import Account
 
-OnCopied = Callable[[Tensor, Bucket], None]
-"""Called with a bucket's content and some of its places."""
-_COPIED_BYTES = 1 << 22
-"""Copied before `on_copied` is called: few enough to be in the caches when they are read again."""
-
 
 @dataclass(frozen=True, slots=True)
 class Filled:
@@ -32,6 +27,9 @@ class Filled:
 
     content: Tensor
     places: Bucket
+
+
+OnFilled = Callable[[Filled], None]
 
 
 @dataclass(slots=True)
@@ -52,67 +50,36 @@ class Sent:
         self.num_buckets += 1
         self.num_bytes += sum(place.end - place.start for place in bucket.places)
 
-    def account(self, content: Tensor, places: Bucket) -> None:
-        """Account for some of the tensors of a bucket."""
+    def account(self, bucket: Filled) -> None:
+        """Account for the tensors of a bucket."""
         for account in self.accounts.values():
-            account.add(content, places)
-
-
-class Layout:
-    """The buckets of one model in `dtype`; the same for every pass."""
-
-    def __init__(
-        self,
-        specs: Sequence[TensorSpec],
-        *,
-        bucket_bytes: int,
-        dtype: torch.dtype,
-        alignment: int,
-    ) -> None:
-        """Plan.
-
-        Raises:
-            PublishFailed: there is no tensor, or one comes twice.
-        """
-        self.specs = specs
-        planned = [dataclasses.replace(spec, dtype=dtype) for spec in specs]
-        _refuse_repeats(planned)
-        self.buckets: Sequence[Bucket] = list(plan_buckets(planned, bucket_bytes, alignment))
-        self._views: dict[int, tuple[int, list[Tensor]]] = {}
-
-    def views(self, index: int, content: Tensor) -> list[Tensor]:
-        """Where the tensors of bucket `index` are to be written, which lies in `content`."""
-        address, views = self._views.get(index, (0, []))
-        if address != content.data_ptr() or not views:
-            views = [
-                content[place.start : place.end].view(place.spec.dtype).view(place.spec.shape)
-                for place in self.buckets[index]
-            ]
-            self._views[index] = content.data_ptr(), views
-        return views
-
-    def forget_views(self) -> None:
-        """Let go of the memory that was written to."""
-        self._views.clear()
+            account.add(bucket.content, bucket.places)
 
 
 class Filler:
-    """The buckets of one pass over a source, as laid out."""
+    """The buckets of one pass over a source, in `dtype`."""
 
     def __init__(
         self,
         source: TensorSource,
         staging: Staging,
-        layout: Layout,
         *,
-        on_copied: OnCopied,
+        bucket_bytes: int,
+        dtype: torch.dtype,
+        alignment: int,
+        on_filled: OnFilled,
     ) -> None:
-        """`on_copied` is called with tensors soon after they were copied, all of them, in order."""
-        self._on_copied = on_copied
+        """Plan; `on_filled` is called with each bucket before it is given.
+
+        Raises:
+            PublishFailed: there is no tensor, or one comes twice.
+        """
+        planned = [dataclasses.replace(spec, dtype=dtype) for spec in source.specs]
+        _refuse_repeats(planned)
+        self._buckets = list(plan_buckets(planned, bucket_bytes, alignment))
+        self._on_filled = on_filled
         self._source = source
         self._staging = staging
-        self._layout = layout
-        self._buckets = layout.buckets
         self._index = 0
         self._next: Filled | None = None
         self.max_bytes = largest(self._buckets)
@@ -138,18 +105,16 @@ class Filler:
         places = self._buckets[self._index]
         # All buckets get the room of the largest, so that none is allocated again.
         content = self._staging.reserve(self._index, self.max_bytes)[: places[-1].end]
-        targets = self._layout.views(self._index, content)
+        targets = [place.view_of(content) for place in places]
         tensors = self._source.read([place.spec for place in places], targets)
-        first = 0
-        for last, (target, tensor) in enumerate(zip(targets, tensors, strict=True), 1):
+        for target, tensor in zip(targets, tensors, strict=True):
             # A source may have written the tensor to its place already.
             if tensor is not target:
                 target.copy_(tensor)
-            if last == len(places) or places[last].start - places[first].start >= _COPIED_BYTES:
-                self._on_copied(content, places[first:last])
-                first = last
         self._index += 1
-        return Filled(content, places)
+        bucket = Filled(content, places)
+        self._on_filled(bucket)
+        return bucket
 
 
 def _refuse_repeats(specs: list[TensorSpec]) -> None:

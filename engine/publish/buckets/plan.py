@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 ALIGNMENT = 64
 """Bytes; a multiple of every element size, so that views of the bucket are aligned."""
@@ -40,6 +41,10 @@ class Place:
     spec: TensorSpec
     start: int
     end: int
+
+    def view_of(self, content: Tensor) -> Tensor:
+        """The tensor as it lies in a bucket's `content`, uint8 [bytes]."""
+        return content[self.start : self.end].view(self.spec.dtype).view(self.spec.shape)
 
 
 Bucket = tuple[Place, ...]

@@ -8,16 +8,15 @@ bucket is filled while the one before is read, and no third is ever held.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from outloop.engine.publish.buckets.pipeline import Filled, Filler, Layout, Sent
-from outloop.engine.publish.buckets.plan import ALIGNMENT, Bucket
+from outloop.engine.publish.buckets.pipeline import Filled, Filler, Sent
+from outloop.engine.publish.buckets.plan import ALIGNMENT
 from outloop.engine.publish.buckets.staging import Staging
-from outloop.engine.publish.flattened_bucket import PayloadWriter, write_bucket
+from outloop.engine.publish.flattened_bucket import write_bucket
 from outloop.engine.publish.server_client import ServerClient
 from outloop.engine.publish.server_fanout import Fanout
 from outloop.engine.publish.tensor_source import TensorSource
@@ -79,12 +78,8 @@ class Bucketed:
         self._staging = staging
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
-        self._layout: Layout | None = None
         self._filler: Filler | None = None
         self._sent = Sent({})
-        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="publish-hash")
-        self._hashed: list[Future[None]] = []
-        """Hashing of the bucket that was filled last."""
 
     def prepare(
         self, source: TensorSource, fanout: Fanout, accounts: Mapping[str, Account]
@@ -94,18 +89,16 @@ class Bucketed:
         Raises:
             PublishFailed: nothing to publish, no memory for it, or no server left.
         """
-        self._sent, self._hashed = Sent(accounts), []
+        self._sent = Sent(accounts)
         self._sender.connect(fanout)
-        specs = source.specs
-        if self._layout is None or self._layout.specs != specs:
-            self._forget_layout()
-            self._layout = Layout(
-                specs,
-                bucket_bytes=self._bucket_bytes,
-                dtype=self._dtype,
-                alignment=self._sender.alignment,
-            )
-        self._filler = Filler(source, self._staging, self._layout, on_copied=self._hash)
+        self._filler = Filler(
+            source,
+            self._staging,
+            bucket_bytes=self._bucket_bytes,
+            dtype=self._dtype,
+            alignment=self._sender.alignment,
+            on_filled=self._sent.account,
+        )
         self._filler.fill_first()
 
     def send(self, fanout: Fanout) -> Sent:
@@ -113,16 +106,12 @@ class Bucketed:
         assert self._filler is not None
         filler, sent = self._filler, self._sent
         fanout.run("begin", ServerClient.begin_update)
-        before: list[Future[None]] = []
         for bucket in filler.filled():
             if sent.num_buckets:
                 self._sender.finish(fanout)
-                _settle(before)
             self._sender.start(fanout, bucket)
-            before, self._hashed = self._hashed, []
             sent.count(bucket)
         self._sender.finish(fanout)
-        _settle(before)
         fanout.run("end", ServerClient.end_update)
         sent.peak_bytes, sent.bucket_bytes = filler.peak_bytes, filler.max_bytes
         return sent
@@ -130,38 +119,16 @@ class Bucketed:
     def end(self) -> None:
         """Let go of what this publish read and staged."""
         self._filler = None
-        # What is still being hashed is of no use, and reads memory that is about to be written.
-        self._hashing.submit(int).result()
-        if self._layout is not None:
-            self._layout.forget_views()
         self._staging.end()
-
-    def _hash(self, content: Tensor, places: Bucket) -> None:
-        if self._sent.accounts:
-            self._hashed.append(self._hashing.submit(self._sent.account, content, places))
 
     def release(self) -> None:
         """Give staging back; the next publish takes it again."""
-        self._forget_layout()
         self._staging.close()
 
     def close(self) -> None:
         """Give staging back and leave what the sender joined."""
         self._sender.close()
-        self._hashing.shutdown()
-        self._forget_layout()
         self._staging.close()
-
-    def _forget_layout(self) -> None:
-        if self._layout is not None:
-            self._layout.forget_views()
-        self._layout = None
-
-
-def _settle(hashed: list[Future[None]]) -> None:
-    """Wait until a bucket has been hashed, so that its memory may be written again."""
-    for future in hashed:
-        future.result()
 
 
 class PayloadSender:
@@ -174,7 +141,6 @@ class PayloadSender:
         """Each server has `num_ranks` tensor-parallel ranks, which all read whole buckets."""
         self._num_ranks = num_ranks
         self._in_flight: dict[str, Future[None]] = {}
-        self._writer = PayloadWriter()
 
     def connect(self, fanout: Fanout) -> None:
         """Nothing to do."""
@@ -203,9 +169,7 @@ class PayloadSender:
 
             return post_own
         num_ranks = self._num_ranks
-        payload = self._writer.write(
-            bucket.content, bucket.places, num_readers=num_servers * num_ranks
-        )
+        payload = write_bucket(bucket.content, bucket.places, num_readers=num_servers * num_ranks)
 
         def post(client: ServerClient, deadline: float) -> None:
             client.update_from_bucket(payload, deadline, num_ranks=num_ranks)

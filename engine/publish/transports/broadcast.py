@@ -1,10 +1,8 @@
 """Buckets broadcast to all servers at once, over a group that publisher and servers join.
 
-Owns: who is a member, rebuilding without those that fail. Does not own: the group itself (group),
-the pipeline (transports). Invariant: every wait has a deadline; a member that is dead, hangs or
-never joins costs the others one, then is left out. Over gloo a bucket counts as taken only by
-servers that answered for it. Over NCCL SGLang answers before a byte came, so an answer says nothing
-(verification does), and a broadcast that breaks costs every member.
+Every wait has a deadline. A server that does not join is left out, and the group is made of the
+others; a broadcast that breaks costs every member. Over NCCL SGLang answers before a byte came, so
+that an answer says nothing there, and verification does.
 """
 
 from __future__ import annotations
@@ -12,10 +10,9 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -28,7 +25,7 @@ from outloop.buffer.errors import (
 from outloop.engine.publish.buckets.pipeline import Filled
 from outloop.engine.publish.buckets.plan import PACKED
 from outloop.engine.publish.server_client import ServerClient
-from outloop.engine.publish.server_fanout import Action, error_of
+from outloop.engine.publish.server_fanout import Fanout, error_of
 from outloop.engine.publish.transports.process_group import (
     Backend,
     Group,
@@ -39,22 +36,12 @@ from outloop.engine.publish.transports.process_group import (
 
 _GONE = (DeadlineExceeded, ServerUnavailable)
 _LEAVE_TIMEOUT_S = 2.0
+_REMEDY: dict[Backend, str] = {
+    "gloo": "",
+    "nccl": "; the server may wait in it until its own timeout, and is to be started again",
+}
+"""After a broadcast broke: a kernel that waits for what will not come holds its stream."""
 _log = structlog.get_logger()
-
-
-class Servers(Protocol):
-    """What a sender needs of a fanout."""
-
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def left(self) -> tuple[str, ...]: ...
-    def url_of(self, server_id: str) -> str: ...
-    def start(
-        self, action: Action, only: Sequence[str] | None = None
-    ) -> dict[str, Future[None]]: ...
-    def fail(self, server_id: str, phase: str, error: str) -> None: ...
-    def require_some(self) -> None: ...
 
 
 class GroupSender:
@@ -80,24 +67,33 @@ class GroupSender:
         """(server_id, url) in the order of their ranks, which begin with 1."""
         self._name = ""
         self._numbers = itertools.count()
-        self._bucket: Filled | None = None
         self._posts: dict[str, Future[None]] = {}
-        self._cast: Future[None] | None = None
-        self._cast_until = 0.0
+        self._broadcast: Future[None] | None = None
+        self._ends_at = 0.0
+        """Deadline of the broadcast under way, monotonic seconds."""
 
-    def connect(self, fanout: Servers) -> None:
+    def connect(self, fanout: Fanout) -> None:
         """Have a group of exactly the servers that are left.
 
         Raises:
             PublishFailed: no server is left.
         """
         wanted = tuple((server_id, fanout.url_of(server_id)) for server_id in fanout.left)
-        if self._group is None or wanted != self._members:
-            self._rebuild(fanout)
+        if self._group is not None and wanted == self._members:
+            return
+        self._disband(fanout)
+        while self._group is None:
+            fanout.require_some()
+            self._try_to_join(fanout)
 
-    def start(self, fanout: Servers, bucket: Filled) -> None:
-        """Announce the bucket to every server and begin to broadcast."""
-        self._bucket = bucket
+    def start(self, fanout: Fanout, bucket: Filled) -> None:
+        """Announce the bucket to every server and begin to broadcast.
+
+        Raises:
+            PublishFailed: no server is left.
+        """
+        # Without those that failed since.
+        self.connect(fanout)
         names = [place.spec.name for place in bucket.places]
         dtypes = [str(place.spec.dtype).removeprefix("torch.") for place in bucket.places]
         shapes = [list(place.spec.shape) for place in bucket.places]
@@ -107,119 +103,58 @@ class GroupSender:
         def post(client: ServerClient, deadline: float) -> None:
             client.update_from_group(names, dtypes, shapes, name, deadline)
 
-        self._posts = fanout.start(post, [server_id for server_id, _ in self._members])
+        self._posts = fanout.start(post)
         # Sooner than the servers' answers are given up, so that those that wait for others answer.
         half_s = fanout.timeout_s / 2
-        self._cast = in_thread(lambda: group.broadcast(bucket.content, timeout_s=half_s))
-        self._cast_until = time.monotonic() + fanout.timeout_s
+        self._broadcast = in_thread(lambda: group.broadcast(bucket.content, timeout_s=half_s))
+        self._ends_at = time.monotonic() + fanout.timeout_s
 
-    def finish(self, fanout: Servers) -> None:
-        """Wait until every server has answered; broadcast again without those that cannot.
-
-        Raises:
-            PublishFailed: no server is left.
-        """
-        while True:
-            assert self._bucket is not None
-            is_broken, errors = self._settle(fanout)
-            gone = [s for s, e in errors.items() if isinstance(e, _GONE)]
-            for server_id in gone if is_broken else errors:
-                fanout.fail(server_id, "bucket", str(errors[server_id]))
-            fanout.require_some()
-            if not is_broken:
-                if errors:
-                    self._rebuild(fanout)
-                return
-            if self._backend == "nccl":
-                self._fail_all(fanout)
-            if not gone:
-                self._send_one_by_one(fanout, self._bucket)
-                self._rebuild(fanout)
-                return
-            self._rebuild(fanout)
-            self.start(fanout, self._bucket)
-
-    def _fail_all(self, fanout: Servers) -> None:
-        """After a break over NCCL no answer counts, and no server can join the next group.
-
-        A server of SGLang answers when its kernel is queued, before a byte came; a kernel that
-        waits for what will not come holds its stream until a timeout of its own.
+    def finish(self, fanout: Fanout) -> None:
+        """Wait until every server has answered; one that refused the bucket fails.
 
         Raises:
-            PublishFailed: always.
+            PublishFailed: no server is left, or the broadcast broke, which costs every member: who
+                broke it is not known, and an answer of SGLang over NCCL says nothing.
         """
-        for server_id in fanout.left:
-            fanout.fail(
-                server_id,
-                "bucket",
-                "the NCCL broadcast broke; it may wait in it until its own timeout, and is to be "
-                "started again",
-            )
+        assert self._broadcast is not None
+        under_way, posts = self._broadcast, self._posts
+        wait([under_way, *posts.values()], timeout=self._left_s, return_when=FIRST_EXCEPTION)
+        # One that failed takes no part any more; its leaving frees those that wait for it.
+        for server_id in [s for s, post in posts.items() if post.done() and error_of(post)]:
+            self._ask_to_leave(server_id, fanout.url_of(server_id))
+        broken = self._error_of_broadcast(under_way)
+        if broken is not None:
+            _log.warning("broadcast_broke", error=str(broken))
+            self._leave()
+        errors = {server_id: error_of(post) for server_id, post in posts.items()}
+        for server_id, error in errors.items():
+            if error is not None:
+                fanout.fail(server_id, "bucket", str(error))
+        if broken is not None:
+            for server_id in fanout.left:
+                fanout.fail(server_id, "bucket", f"{broken}{_REMEDY[self._backend]}")
         fanout.require_some()
 
     def close(self) -> None:
         """Leave the group, and have its members leave."""
         for server_id, url in self._members:
-            self._tell_to_leave(server_id, url)
+            self._ask_to_leave(server_id, url)
         self._leave()
 
-    def forget(self) -> None:
-        """Leave the group without notifying its members."""
-        self._members = ()
-        self._leave()
+    @property
+    def _left_s(self) -> float:
+        """Until the broadcast under way is given up."""
+        return max(0.0, self._ends_at - time.monotonic())
 
-    def _settle(self, fanout: Servers) -> tuple[bool, dict[str, OutloopError]]:
-        """Whether the broadcast broke, and how it failed on servers."""
-        assert self._cast is not None
-        cast, posts = self._cast, self._posts
-        left_s = max(0.0, self._cast_until - time.monotonic())
-        wait([cast, *posts.values()], timeout=left_s, return_when=FIRST_EXCEPTION)
-        # One that failed takes no part any more; its leaving frees those that wait for it.
-        failed = [server_id for server_id, f in posts.items() if f.done() and error_of(f)]
-        for server_id in failed:
-            self._tell_to_leave(server_id, fanout.url_of(server_id))
-        error = self._error_of_cast(cast)
-        is_broken = error is not None
-        if is_broken:
-            _log.warning("broadcast_broke", error=str(error))
-            self._leave()
-        found = {server_id: error_of(future) for server_id, future in posts.items()}
-        return is_broken, {server_id: error for server_id, error in found.items() if error}
-
-    def _error_of_cast(self, cast: Future[None]) -> OutloopError | None:
-        """How the broadcast failed; one that does not end by its deadline is left to its thread."""
-        left_s = max(0.0, self._cast_until - time.monotonic())
-        if not wait([cast], timeout=left_s).done:
+    def _error_of_broadcast(self, under_way: Future[None]) -> OutloopError | None:
+        """How it failed; one that does not end by its deadline is left to its thread."""
+        if not wait([under_way], timeout=self._left_s).done:
             return PublishFailed("the broadcast did not end by its deadline; it is given up")
-        return error_of(cast)
+        return error_of(under_way)
 
-    def _send_one_by_one(self, fanout: Servers, bucket: Filled) -> None:
-        """Find out who breaks a group in which all answer: each alone gets the bucket, or fails."""
-        for server_id in fanout.left:
-            self._disband(fanout)
-            self._try_to_join(fanout, (server_id,))
-            if self._group is None:
-                continue
-            self.start(fanout, bucket)
-            is_broken, errors = self._settle(fanout)
-            if is_broken or errors:
-                reason = errors.get(server_id, "it answered for a bucket that it did not receive")
-                fanout.fail(server_id, "bucket", str(reason))
-
-    def _rebuild(self, fanout: Servers) -> None:
-        """A group of the servers that are left.
-
-        Raises:
-            PublishFailed: no server is left.
-        """
-        self._disband(fanout)
-        while self._group is None:
-            fanout.require_some()
-            self._try_to_join(fanout, fanout.left)
-
-    def _try_to_join(self, fanout: Servers, chosen: tuple[str, ...]) -> None:
-        """Join with the servers chosen, or fail at least one of them."""
-        num_ranks = self._num_ranks
+    def _try_to_join(self, fanout: Fanout) -> None:
+        """Join with the servers that are left, or fail at least one of them."""
+        num_ranks, chosen = self._num_ranks, fanout.left
         rank_of = {server_id: 1 + num_ranks * index for index, server_id in enumerate(chosen)}
         world_size = 1 + num_ranks * len(chosen)
         # Servers get the name under their key: who does not know it cannot join.
@@ -239,7 +174,7 @@ class GroupSender:
             )
 
         began_at, half_s = time.monotonic(), fanout.timeout_s / 2
-        posts = fanout.start(post, chosen)
+        posts = fanout.start(post)
         own = in_thread(
             partial(
                 join_group,
@@ -271,7 +206,7 @@ class GroupSender:
 
     def _blame(
         self,
-        fanout: Servers,
+        fanout: Fanout,
         early: dict[str, OutloopError | None],
         late: dict[str, OutloopError | None],
         reason: str,
@@ -290,7 +225,7 @@ class GroupSender:
                     server_id, "join", f"it answered, but the group is incomplete: {reason}"
                 )
 
-    def _tell_to_leave(self, server_id: str, url: str) -> None:
+    def _ask_to_leave(self, server_id: str, url: str) -> None:
         client = ServerClient(server_id, url, key=self._key)
         try:
             client.leave_group(self._name, time.monotonic() + _LEAVE_TIMEOUT_S)
@@ -299,12 +234,12 @@ class GroupSender:
         finally:
             client.close()
 
-    def _disband(self, fanout: Servers) -> None:
+    def _disband(self, fanout: Fanout) -> None:
         """Have every member that can be reached leave."""
         members, self._members = self._members, ()
         for server_id, url in members:
             if server_id in fanout.left:
-                self._tell_to_leave(server_id, url)
+                self._ask_to_leave(server_id, url)
         self._leave()
 
     def _leave(self) -> None:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.buckets.pipeline import Filled, Filler, Layout, Sent
+from outloop.engine.publish.buckets.pipeline import Filled, Filler, Sent
 from outloop.engine.publish.buckets.plan import ALIGNMENT
 from outloop.engine.publish.buckets.staging import DeviceBuffer, Staging
 from outloop.engine.publish.server_fanout import Fanout
@@ -50,13 +50,14 @@ class Disk:
         self.end()
         self._folder = self._root / "incoming"
         self._sent = Sent(accounts)
-        layout = Layout(
-            source.specs,
+        filler = Filler(
+            source,
+            self._staging,
             bucket_bytes=self._bucket_bytes,
             dtype=self._dtype,
             alignment=ALIGNMENT,
+            on_filled=self._sent.account,
         )
-        filler = Filler(source, self._staging, layout, on_copied=self._sent.account)
         try:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True)
@@ -97,12 +98,7 @@ class Disk:
     def _write(self, folder: Path, bucket: Filled) -> dict[str, str]:
         """One file; returns which tensors are in it."""
         name = f"model-{self._sent.num_buckets:05d}.safetensors"
-        tensors = {
-            place.spec.name: bucket.content[place.start : place.end]
-            .view(place.spec.dtype)
-            .view(place.spec.shape)
-            for place in bucket.places
-        }
+        tensors = {place.spec.name: place.view_of(bucket.content) for place in bucket.places}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         self._sent.count(bucket)
         return dict.fromkeys(tensors, name)

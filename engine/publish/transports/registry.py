@@ -7,7 +7,6 @@ Owns: the table of transports. Does not own: how they work. Invariant: every nam
 from __future__ import annotations
 
 import os
-from functools import partial
 
 import torch
 
@@ -17,7 +16,6 @@ from outloop.engine.publish.buckets.staging import DeviceBuffer, SharedBuffer, S
 from outloop.engine.publish.transports.base import Bucketed, PayloadSender, Sender, Transport
 from outloop.engine.publish.transports.broadcast import GroupSender
 from outloop.engine.publish.transports.disk import Disk
-from outloop.engine.publish.transports.per_server import GroupPerServer
 from outloop.engine.publish.transports.process_group import Backend
 
 
@@ -38,15 +36,9 @@ def build_transport(run: Run, name: str) -> Transport:
     elif name == "collective":
         backend: Backend = "nccl" if server.device.startswith("cuda") else "gloo"
         device = torch.device("cuda" if backend == "nccl" else "cpu")
-        join = partial(
-            GroupSender,
-            host=publish.host,
-            backend=backend,
-            num_ranks=num_ranks,
-            key=run.server_key,
+        sender = GroupSender(
+            host=publish.host, backend=backend, num_ranks=num_ranks, key=run.server_key
         )
-        # Sending to each server by itself would cost a GPU's link once per server.
-        sender = join() if backend == "nccl" else GroupPerServer(join)
         staging = Staging(DeviceBuffer(device), DeviceBuffer(device))
     else:
         sender, staging = PayloadSender(num_ranks), Staging(SharedBuffer(), SharedBuffer())

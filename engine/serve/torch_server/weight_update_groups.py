@@ -88,13 +88,7 @@ class UpdateGroups:
             group.broadcast(content, timeout_s=_TIMEOUT_S)
         except PublishFailed as error:
             raise UpdateRefused(f"weights were not received: {error}") from error
-        return [
-            (
-                place.spec.name,
-                content[place.start : place.end].view(place.spec.dtype).view(place.spec.shape),
-            )
-            for place in bucket
-        ]
+        return [(place.spec.name, place.view_of(content)) for place in bucket]
 
 
 def lay_out(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[list[int]]) -> Bucket:

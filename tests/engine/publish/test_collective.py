@@ -5,19 +5,15 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from fakes.interrupted_tensors import InterruptedTensors
+from fakes.local_tensors import LocalTensors
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.tensor_source import LocalTensors
-from outloop.engine.publish.transports import registry as build
 from outloop.engine.publish.transports.process_group import Rendezvous, join_group
-from outloop.engine.serve.torch_server.weight_update import UpdateRefused
-from outloop.engine.serve.torch_server.weight_update_groups import UpdateGroups
 
 TINY_BUCKET_MB = 0.05
 SHORT_S = 6.0
@@ -29,24 +25,17 @@ def publish_to(
     make_publisher: Callable[..., Any],
     registry: Any,
     other_weights: dict[str, torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Any]:
-    """`publish_to({"a": url}, phase_timeout_s=...)` registers, gives `publish(version, source)`.
-
-    `is_together`: all servers are members of one group.
-    """
+    """`publish_to({"a": url}, phase_timeout_s=...)` registers, gives `publish(version, source)`."""
 
     def start(urls: dict[str, str], **settings: Any) -> Callable[..., Any]:
         for server_id, url in urls.items():
             registry.add(server_id, url)
         settings = {"bucket_mb": TINY_BUCKET_MB, "fallback": "none"} | settings
-        if settings.pop("is_together", False):
-            # As over NCCL.
-            monkeypatch.setattr(build, "GroupPerServer", lambda join: join())
         publisher = make_publisher(num_servers=len(urls), transport="collective", **settings)
 
         def publish(version: int, source: Any = None) -> Any:
-            return publisher.publish(source or LocalTensors.of(other_weights), version)
+            return publisher.publish(source or LocalTensors(other_weights), version)
 
         return publish
 
@@ -63,17 +52,15 @@ def _urls(servers: dict[str, Any]) -> dict[str, str]:
     return {server_id: server.url for server_id, server in servers.items()}
 
 
-@pytest.mark.parametrize("is_together", [True, False])
 def test_all_servers_take_what_is_broadcast(
     three: dict[str, Any],
     publish_to: Callable[..., Any],
     registry: Any,
     greedy: Any,
     expected_ids: list[int],
-    is_together: bool,
 ) -> None:
     """Three servers draw with the new weights under the version; the group serves twice."""
-    publish = publish_to(_urls(three), phase_timeout_s=20.0, is_together=is_together)
+    publish = publish_to(_urls(three), phase_timeout_s=20.0)
     for version in (1, 2):
         report = publish(version)
         assert report.quarantined == ()
@@ -86,17 +73,15 @@ def test_all_servers_take_what_is_broadcast(
         assert answer["output_ids"] == expected_ids
 
 
-@pytest.mark.parametrize("is_together", [True, False])
-def test_a_member_lost_in_the_middle_is_left_out_and_the_group_built_again(
+def test_a_member_lost_in_the_middle_costs_a_fallback_and_the_group_is_built_again(
     three: dict[str, Any],
     publish_to: Callable[..., Any],
     registry: Any,
     other_weights: dict[str, torch.Tensor],
     greedy: Any,
-    is_together: bool,
 ) -> None:
-    """Killed between two buckets: the others hold this and the next."""
-    publish = publish_to(_urls(three), phase_timeout_s=SHORT_S, is_together=is_together)
+    """Killed between two buckets: the others load this version from disk, the next as a group."""
+    publish = publish_to(_urls(three), phase_timeout_s=SHORT_S, fallback="disk")
     publish(1)
 
     def lose(index: int) -> None:
@@ -114,52 +99,18 @@ def test_a_member_lost_in_the_middle_is_left_out_and_the_group_built_again(
         assert greedy(three[server_id].url)["meta_info"]["weight_version"] == "3"
 
 
-def test_nobody_waits_behind_a_server_that_is_stopped(
-    server_process: Callable[..., Any],
-    make_model: Callable[..., Path],
-    start_torch_server: Callable[..., Any],
-    publish_to: Callable[..., Any],
-    registry: Any,
-    other_weights: dict[str, torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Servers that cannot be told to leave while they receive, as SGLang, take every bucket."""
-    stopped = server_process()
-    servers = {f"server-{index}": start_torch_server(make_model()) for index in range(2)}
-    publish = publish_to({"stopped": stopped.url} | _urls(servers), phase_timeout_s=SHORT_S)
-    publish(1)
-
-    def refuse(groups: UpdateGroups, name: str) -> None:
-        raise UpdateRefused(f"group {name!r} is receiving")
-
-    monkeypatch.setattr(UpdateGroups, "leave", refuse)
-
-    def stop(index: int) -> None:
-        if index == len(other_weights) // 2:
-            stopped.signal(signal.SIGSTOP)
-
-    report = publish(2, InterruptedTensors(other_weights, stop))
-    assert report.quarantined == ("stopped",)
-    for server_id in servers:
-        assert registry.state(server_id) == (2, False)
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "is_together"),
-    [("hang", True), ("claim", True), ("error", True), ("claim", False), ("refuse", False)],
-)
+@pytest.mark.parametrize("behaviour", ["hang", "claim", "error", "refuse"])
 def test_a_member_that_never_joins_is_quarantined(
     server_process: Callable[..., Any],
     lying_server: Callable[..., Any],
     publish_to: Callable[..., Any],
     registry: Any,
     behaviour: str,
-    is_together: bool,
 ) -> None:
     """It does not answer, says it has joined and has not, or refuses: the other one loads them."""
     urls = {"good": server_process().url, "bad": lying_server(behaviour, "join").url}
     began_at = time.monotonic()
-    report = publish_to(urls, phase_timeout_s=SHORT_S, is_together=is_together)(1)
+    report = publish_to(urls, phase_timeout_s=SHORT_S)(1)
     assert time.monotonic() - began_at < 6 * SHORT_S
     assert report.quarantined == ("bad",)
     (bad,) = [result for result in report.results if result.is_quarantined]
@@ -167,29 +118,22 @@ def test_a_member_that_never_joins_is_quarantined(
     assert registry.state("good") == (1, False)
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "is_together"),
-    [
-        ("hang", True),
-        ("claim", True),
-        ("claim", False),
-        ("error", False),
-        ("refuse", False),
-        ("wrong", False),
-    ],
-)
+@pytest.mark.parametrize("behaviour", ["hang", "claim", "error", "refuse", "wrong"])
 def test_a_member_that_joined_and_does_not_take_buckets_is_quarantined(
     server_process: Callable[..., Any],
     lying_server: Callable[..., Any],
     publish_to: Callable[..., Any],
     registry: Any,
     behaviour: str,
-    is_together: bool,
 ) -> None:
-    """It hangs, refuses, acknowledges what it did not receive, or holds something else."""
+    """It hangs, refuses, acknowledges what it did not receive, or holds something else.
+
+    The other one loads the version, from disk where the broadcast broke.
+    """
     urls = {"good": server_process().url, "bad": lying_server(behaviour, "broadcast").url}
-    report = publish_to(urls, phase_timeout_s=SHORT_S, is_together=is_together)(1)
-    assert report.quarantined == ("bad",)
+    report = publish_to(urls, phase_timeout_s=SHORT_S, fallback="disk")(1)
+    assert ("bad", None, True) in registry.history
+    assert "good" not in report.quarantined
     assert registry.state("good") == (1, False)
 
 
@@ -249,7 +193,7 @@ def test_names_that_do_not_match_are_refused_by_every_member(
     before = greedy(server.url)
     wrong = {name.replace("layers.1", "layers.7"): t for name, t in other_weights.items()}
     with pytest.raises(PublishFailed, match=r"layers\.7.*is not in this model"):
-        publish(2, LocalTensors.of(wrong))
+        publish(2, LocalTensors(wrong))
     assert registry.state("server-0") == (None, True)
     assert before["meta_info"]["weight_version"] == "1"
 

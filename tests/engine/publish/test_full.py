@@ -1,5 +1,6 @@
 """No room: on disk, in shared memory, and what is left behind then."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,10 @@ import pytest
 PROGRAM = """
 import resource, sys
 import torch
+from fakes.local_tensors import LocalTensors
 from pathlib import Path
 from outloop.buffer.errors import PublishFailed
 from outloop.engine.publish.transports.disk import Disk
-from outloop.engine.publish.tensor_source import LocalTensors
 from outloop.engine.publish.buckets.staging import SharedBuffer
 
 tensors = {f"t{index}": torch.zeros(50_000) for index in range(4)}
@@ -21,7 +22,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 try:
     if sys.argv[1] == "disk":
         disk = Disk(Path(sys.argv[3]), bucket_bytes=300_000, dtype=torch.float32)
-        disk.prepare(LocalTensors.of(tensors), None, {})
+        disk.prepare(LocalTensors(tensors), None, {})
     else:
         SharedBuffer().reserve(800_000)
 except PublishFailed as error:
@@ -39,6 +40,7 @@ def test_a_full_disk_is_an_error_that_says_so(where: str, tmp_path: Path) -> Non
         text=True,
         check=False,
         timeout=100,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert result.returncode == 0, result.stderr
     if where == "disk":

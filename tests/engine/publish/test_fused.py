@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
+from fakes.local_tensors import LocalTensors
 from outloop.buffer.errors import PublishFailed
 from outloop.engine.publish.buckets.plan import TensorSpec
-from outloop.engine.publish.tensor_source import LocalTensors
 from outloop.engine.publish.verification.sglang_gpu_hash import GpuHash
 from outloop.engine.publish.verification.sglang_layout import FusedChecksums
 
@@ -92,7 +92,7 @@ def _whole(tensors: dict[str, torch.Tensor], rank: int, num: int) -> dict[str, t
 def _account(
     tensors: dict[str, torch.Tensor], num_ranks: int, seed: int, *, is_gpu: bool = False
 ) -> FusedChecksums:
-    account = FusedChecksums(num_ranks, LocalTensors.of(tensors).specs, is_gpu=is_gpu)
+    account = FusedChecksums(num_ranks, LocalTensors(tensors).specs, is_gpu=is_gpu)
     names = list(tensors)
     random.Random(seed).shuffle(names)
     for name in names:

@@ -7,7 +7,7 @@ real in `make gpu-check`.
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -110,8 +110,8 @@ class _Answering:
     def url_of(self, server_id: str) -> str:
         return "http://127.0.0.1:9"
 
-    def start(self, action: Any, only: Sequence[str] | None = None) -> dict[str, Future[None]]:
-        answers: dict[str, Future[None]] = {name: Future() for name in only or self.left}
+    def start(self, action: Any) -> dict[str, Future[None]]:
+        answers: dict[str, Future[None]] = {name: Future() for name in self.left}
         for answer in answers.values():
             answer.set_result(None)
         return answers
@@ -136,8 +136,8 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Stuck]:
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_a_broadcast_that_never_ends_costs_its_deadline(stuck: _Stuck, backend: Any) -> None:
-    """Over NCCL every member is given up at once; over gloo each is tried alone, then given up."""
-    servers = _Answering()
+    """Every member is given up, within the deadline."""
+    servers: Any = _Answering()
     sender = GroupSender(host="127.0.0.1", backend=backend)
     sender.connect(servers)
     spec = TensorSpec(name="t", shape=(4,), dtype=torch.float32)
@@ -146,9 +146,9 @@ def test_a_broadcast_that_never_ends_costs_its_deadline(stuck: _Stuck, backend: 
     sender.start(servers, Filled(torch.zeros(16, dtype=torch.uint8), bucket))
     with pytest.raises(PublishFailed):
         sender.finish(servers)
-    assert time.monotonic() - began_at < 20 * PHASE_S
+    assert time.monotonic() - began_at < 10 * PHASE_S
     assert sorted(servers.failed) == ["a", "b"]
-    assert stuck.num_broadcasts == (1 if backend == "nccl" else 3)
+    assert stuck.num_broadcasts == 1
     if backend == "nccl":
         assert "to be started again" in servers.failed["a"]
     sender.close()

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from fakes.interrupted_tensors import InterruptedTensors
+from fakes.local_tensors import LocalTensors
 from outloop.buffer.errors import DeadlineExceeded, PublishFailed
 from outloop.engine.publish.buckets.plan import TensorSpec, plan_buckets
 from outloop.engine.publish.buckets.staging import SharedBuffer
 from outloop.engine.publish.flattened_bucket import write_bucket
-from outloop.engine.publish.tensor_source import LocalTensors
 from outloop.engine.serve.torch_server.weight_update import UpdateSession
 
 TINY_BUCKET_MB = 0.05
@@ -43,7 +43,7 @@ def test_a_publish_changes_what_every_server_serves(
     publisher = make_publisher(num_servers=2, transport=transport, bucket_mb=bucket_mb)
     expected = expected_ids
     for version in (3, 4):
-        report = publisher.publish(LocalTensors.of(other_weights), version)
+        report = publisher.publish(LocalTensors(other_weights), version)
         assert report.quarantined == ()
         assert report.num_bytes == sum(t.numel() * 4 for t in other_weights.values())
         assert 0 < report.pause_s <= report.duration_s
@@ -73,15 +73,15 @@ def test_nothing_is_left_in_shared_memory_or_on_disk(
     before = names()
     registry.add("server-0", torch_server.url)
     publisher = make_publisher(bucket_mb=TINY_BUCKET_MB)
-    publisher.publish(LocalTensors.of(other_weights), 1)
+    publisher.publish(LocalTensors(other_weights), 1)
     during = names()
     assert len(during - before) == 2
-    publisher.publish(LocalTensors.of(other_weights), 2)
+    publisher.publish(LocalTensors(other_weights), 2)
     assert names() == during
     publisher.close()
     assert names() == before
     disk = make_publisher(transport="disk")
-    disk.publish(LocalTensors.of(other_weights), 3)
+    disk.publish(LocalTensors(other_weights), 3)
     disk.close()
     assert not list((tmp_path / "run" / "publish").glob("*"))
     post(torch_server.url, "/update_weights_from_disk", {"model_path": str(make_model())})
@@ -103,7 +103,7 @@ def test_a_failing_server_is_quarantined_and_the_others_go_on(
     """In any phase; the good one holds the version and serves."""
     registry.add("good", torch_server.url)
     registry.add("bad", lying_server(behaviour, phase).url)
-    report = make_publisher(num_servers=2).publish(LocalTensors.of(other_weights), 7)
+    report = make_publisher(num_servers=2).publish(LocalTensors(other_weights), 7)
     assert report.quarantined == ("bad",)
     (result,) = [r for r in report.results if r.is_quarantined]
     assert result.failed_phase == phase
@@ -122,11 +122,11 @@ def test_wrong_weights_are_detected(
     liar = lying_server("wrong")
     registry.add("liar", liar.url)
     with pytest.raises(PublishFailed, match="liar in phase=verify.*differ from what was sent"):
-        make_publisher().publish(LocalTensors.of(other_weights), 1)
+        make_publisher().publish(LocalTensors(other_weights), 1)
     assert registry.state("liar") == (None, True)
     assert "/update_weight_version" not in liar.calls
     liar.behaviour = ""
-    make_publisher().publish(LocalTensors.of(other_weights), 2)
+    make_publisher().publish(LocalTensors(other_weights), 2)
     assert registry.state("liar") == (2, False)
 
 
@@ -142,7 +142,7 @@ def test_a_server_that_hangs_costs_one_deadline(
     registry.add("bad", lying_server("hang", "end").url)
     publisher = make_publisher(num_servers=2, phase_timeout_s=3.0)
     began_at = time.monotonic()
-    report = publisher.publish(LocalTensors.of(other_weights), 1)
+    report = publisher.publish(LocalTensors(other_weights), 1)
     assert time.monotonic() - began_at < 4 * 3.0
     assert report.quarantined == ("bad",)
     assert "bad at http" in report.results[1].error
@@ -203,9 +203,9 @@ def test_servers_that_are_gone_cost_one_probe_together_and_once(
     registry.add("good", torch_server.url)
     publisher = make_publisher(num_servers=1)
     began_at = time.monotonic()
-    publisher.publish(LocalTensors.of(other_weights), 1)
+    publisher.publish(LocalTensors(other_weights), 1)
     assert time.monotonic() - began_at < 2.0 * len(silent) * 0.6
-    publisher.publish(LocalTensors.of(other_weights), 2)
+    publisher.publish(LocalTensors(other_weights), 2)
     assert [host.num_connections for host in silent] == [1] * len(silent)
     assert registry.state("good") == (2, False)
     assert registry.state("silent-3") == (None, True)
@@ -223,10 +223,10 @@ def test_a_server_that_enters_again_is_asked_at_once(
     registry.add("good", torch_server.url)
     registry.add("late", "http://127.0.0.1:9")
     publisher = make_publisher(num_servers=1)
-    publisher.publish(LocalTensors.of(other_weights), 1)
+    publisher.publish(LocalTensors(other_weights), 1)
     assert registry.state("late") == (None, True)
     registry.add("late", start_torch_server(make_model()).url)
-    publisher.publish(LocalTensors.of(other_weights), 2)
+    publisher.publish(LocalTensors(other_weights), 2)
     assert registry.state("late") == (2, False)
 
 
@@ -238,7 +238,7 @@ def test_an_older_release_without_sessions_is_fed(
 ) -> None:
     """404 on begin and end means that no session is needed."""
     registry.add("old", lying_server("old").url)
-    assert make_publisher().publish(LocalTensors.of(other_weights), 1).quarantined == ()
+    assert make_publisher().publish(LocalTensors(other_weights), 1).quarantined == ()
 
 
 def test_a_server_killed_in_the_middle_of_a_publish(
@@ -251,7 +251,7 @@ def test_a_server_killed_in_the_middle_of_a_publish(
     process = server_process()
     registry.add("server-0", process.url)
     publisher = make_publisher(bucket_mb=TINY_BUCKET_MB, phase_timeout_s=10.0)
-    publisher.publish(LocalTensors.of(other_weights), 0)
+    publisher.publish(LocalTensors(other_weights), 0)
 
     def kill(index: int) -> None:
         if index == len(other_weights) // 2:
@@ -282,9 +282,9 @@ def test_a_quarantined_server_is_fed_in_full_again(
     broken = dict(items[:5]) | {"no.such.tensor": items[5][1]}
 
     with pytest.raises(PublishFailed, match="no.such.tensor"):
-        publisher.publish(LocalTensors.of(broken), 1)
+        publisher.publish(LocalTensors(broken), 1)
     assert registry.state("server-0") == (None, True)
-    publisher.publish(LocalTensors.of(other_weights), 2)
+    publisher.publish(LocalTensors(other_weights), 2)
     assert registry.state("server-0") == (2, False)
     assert greedy(server.url)["output_ids"] == expected_ids
 
@@ -300,7 +300,7 @@ def test_weights_that_are_not_all_of_the_model_are_refused(
     registry.add("server-0", start_torch_server(make_model()).url)
     some = dict(list(other_weights.items())[1:])
     with pytest.raises(PublishFailed, match="1 tensors were never sent"):
-        make_publisher().publish(LocalTensors.of(some), 1)
+        make_publisher().publish(LocalTensors(some), 1)
 
 
 @pytest.mark.parametrize("cut", [(slice(None), slice(1)), (slice(1),)])
@@ -318,9 +318,9 @@ def test_weights_of_another_shape_are_refused(
     publisher = make_publisher()
     wrong = other_weights | {name: other_weights[name][cut].contiguous()}
     with pytest.raises(PublishFailed, match="q_proj"):
-        publisher.publish(LocalTensors.of(wrong), 1)
+        publisher.publish(LocalTensors(wrong), 1)
     assert registry.state("server-0") == (None, True)
-    publisher.publish(LocalTensors.of(other_weights), 2)
+    publisher.publish(LocalTensors(other_weights), 2)
     assert registry.state("server-0") == (2, False)
 
 
@@ -384,10 +384,10 @@ def test_no_server_is_a_deadline(
     """Nobody registered, or nobody answering: the error says who waited for what."""
     publisher = make_publisher(start_timeout_s=0.2)
     with pytest.raises(DeadlineExceeded, match=r"publisher waited .*\(0 registered"):
-        publisher.publish(LocalTensors.of(other_weights), 0)
+        publisher.publish(LocalTensors(other_weights), 0)
     registry.add("gone", "http://127.0.0.1:9")
     with pytest.raises(DeadlineExceeded, match=r"\(1 registered, none answering"):
-        publisher.publish(LocalTensors.of(other_weights), 0)
+        publisher.publish(LocalTensors(other_weights), 0)
 
 
 @pytest.mark.parametrize("num_before", [0, 3])
@@ -404,7 +404,7 @@ def test_a_server_that_spoils_its_weights_after_storing_them_is_quarantined(
     registry.add("server-0", start_torch_server(make_model()).url)
     publisher = make_publisher()
     for version in range(num_before):
-        publisher.publish(LocalTensors.of(other_weights), version)
+        publisher.publish(LocalTensors(other_weights), version)
     end = UpdateSession.end
     name = "model.layers.1.mlp.up_proj.weight"
 
@@ -415,8 +415,8 @@ def test_a_server_that_spoils_its_weights_after_storing_them_is_quarantined(
 
     monkeypatch.setattr(UpdateSession, "end", spoil_and_end)
     with pytest.raises(PublishFailed, match=f"1 tensors differ.*{name}"):
-        publisher.publish(LocalTensors.of(other_weights), 8)
+        publisher.publish(LocalTensors(other_weights), 8)
     assert registry.state("server-0") == (None, True)
     monkeypatch.setattr(UpdateSession, "end", end)
-    publisher.publish(LocalTensors.of(other_weights), 9)
+    publisher.publish(LocalTensors(other_weights), 9)
     assert registry.state("server-0") == (9, False)

@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 import torch
 
+from fakes.local_tensors import LocalTensors
 from outloop.buffer.records import PolicyState, Sampling
-from outloop.engine.publish.tensor_source import LocalTensors
 from outloop.router.servers.generate_api import Prompt
 from outloop.router.servers.generation import Generator
 from outloop.router.servers.pool import ServerPool
@@ -105,7 +105,7 @@ async def test_a_turn_goes_on_across_a_publish_with_both_versions(
     server = server_process(endless_model)
     registry.add("server-0", server.url)
     publisher = make_publisher(mode=mode)
-    publisher.publish(LocalTensors.of(_weights(make_model())), 0)
+    publisher.publish(LocalTensors(_weights(make_model())), 0)
     handed_on: list[list[int]] = [[] for _ in range(NUM_TURNS)]
 
     async def generate(index: int) -> Any:
@@ -122,7 +122,7 @@ async def test_a_turn_goes_on_across_a_publish_with_both_versions(
     async with aiohttp.ClientSession() as session:
         await _wait_for_tokens(session, server.url, NUM_TURNS * 10)
     buffer.announced_version = 1
-    await asyncio.to_thread(publisher.publish, LocalTensors.of(other_weights), 1)
+    await asyncio.to_thread(publisher.publish, LocalTensors(other_weights), 1)
     buffer.acknowledged_version = 1
     for generated, seen in zip(await asyncio.gather(*turns), handed_on, strict=True):
         assert len(generated.ids) == len(generated.logprobs) == NUM_TOKENS
@@ -154,7 +154,7 @@ async def test_a_turn_leaves_a_server_that_is_quarantined(
     for server_id, server in servers.items():
         registry.add(server_id, server.url)
     publisher = make_publisher(num_servers=2)
-    publisher.publish(LocalTensors.of(other_weights), 0)
+    publisher.publish(LocalTensors(other_weights), 0)
     turn = asyncio.create_task(
         generator.generate(
             Prompt().followed_by(PROMPT),
@@ -168,9 +168,7 @@ async def test_a_turn_leaves_a_server_that_is_quarantined(
     async with aiohttp.ClientSession() as session:
         await _wait_for_tokens(session, servers["server-0"].url, 10)
     buffer.announced_version = 1
-    publishing = threading.Thread(
-        target=publisher.publish, args=(LocalTensors.of(other_weights), 1)
-    )
+    publishing = threading.Thread(target=publisher.publish, args=(LocalTensors(other_weights), 1))
     servers["server-0"].kill()
     publishing.start()
     await asyncio.to_thread(publishing.join)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from fakes.local_tensors import LocalTensors
 from outloop.buffer.errors import PublishFailed, SettingsError
 from outloop.buffer.settings import Settings, build_settings
-from outloop.engine.publish.tensor_source import LocalTensors
 
 GPU = {"kind": "sglang", "device": "cuda", "dtype": "bfloat16"}
 
@@ -93,5 +93,5 @@ def test_an_attached_server_that_spreads_experts_is_told_apart(
     server.info = info
     registry.add("spread", server.url, kind="sglang")
     with pytest.raises(PublishFailed, match=f"spread in phase=verify.*({said})"):
-        make_publisher().publish(LocalTensors.of(other_weights), 1)
+        make_publisher().publish(LocalTensors(other_weights), 1)
     assert registry.state("spread") == (None, True)
