@@ -51,7 +51,6 @@ class CompletedProgram(msgspec.Struct, frozen=True):
     """The end of it."""
     stderr: str
     memory_mb: float
-    is_clean: bool
     is_started: bool
     """False: bubblewrap failed before it came to the program."""
 

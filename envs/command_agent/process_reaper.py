@@ -117,8 +117,8 @@ def resident_mb(pids: list[int]) -> float:
     return pages * _PAGE_MB
 
 
-def kill_all(pid: int) -> bool:
-    """Kill and reap until nothing is left below this process; True if that was reached."""
+def kill_all(pid: int) -> None:
+    """Kill and reap until nothing is left below this process, or for _KILL_S."""
     deadline = time.monotonic() + _KILL_S
     if sys.platform != "linux":
         with contextlib.suppress(ProcessLookupError):
@@ -131,9 +131,9 @@ def kill_all(pid: int) -> bool:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
-            return True
+            return
         if time.monotonic() > deadline:
-            return False
+            return
         time.sleep(0.005)
 
 
@@ -241,13 +241,18 @@ def main() -> None:
     # Standard output, standard error, and what bubblewrap reports.
     pipes = {target: os.pipe() for target in ((1, 2, 3) if limits["is_confined"] else (1, 2))}
     pid = start(command, limits, {target: ends[1] for target, ends in pipes.items()})
-    signal.signal(signal.SIGTERM, lambda number, frame: (kill_all(pid), os._exit(1)))
+
+    def end_all(number: int, frame: object) -> None:
+        kill_all(pid)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, end_all)
     kept = {target: StreamTail(int(limits["kept_bytes"])) for target in pipes}
     for _, end in pipes.values():
         os.close(end)
     reaper = Reaper(pid, limits, {ends[0]: kept[target] for target, ends in pipes.items()}, wake)
     reaper.watch()
-    is_clean = kill_all(pid)
+    kill_all(pid)
     reaper.drain()
     status = reaper.status
     result = {
@@ -256,7 +261,6 @@ def main() -> None:
         "stdout": kept[1].text(),
         "stderr": kept[2].text(),
         "memory_mb": reaper.memory_mb,
-        "is_clean": is_clean,
         "is_started": 3 not in kept or "exit-code" in kept[3].text(),
     }
     data = json.dumps(result).encode()

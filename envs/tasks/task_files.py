@@ -253,7 +253,7 @@ def _refuse_overlap(tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> None:
         raise SettingsError(
             f"{len(shared)} of {len(eval_tasks)} tasks of env.eval_tasks are in env.tasks too, for "
             f"example payload={str(shared[0].payload)[:120]}; evaluation tasks must be held out: "
-            "split them by outloop.envs.tasks.task_files.split_of"
+            "leave env.eval_tasks out and set env.split, or remove them from env.tasks"
         )
     ids = {task.task_id for task in tasks}
     for task in eval_tasks:

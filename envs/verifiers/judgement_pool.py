@@ -37,7 +37,6 @@ class JudgementPool:
     Args:
         num_workers: jobs at the same time; None: this process's share of the cores.
         preload: modules that the workers find imported.
-        memory_bytes: address space of each.
     """
 
     def __init__(
@@ -45,10 +44,9 @@ class JudgementPool:
         num_workers: int | None = None,
         *,
         preload: Sequence[str] = (),
-        memory_bytes: int = 2 * 2**30,
     ) -> None:
         self._num_workers = num_workers or num_cores()
-        self._options = [str(memory_bytes), *preload]
+        self._preload = list(preload)
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._idle: asyncio.Queue[socket.socket | None] = asyncio.Queue()
@@ -102,7 +100,7 @@ class JudgementPool:
                 sys.executable,
                 "-m",
                 "outloop.envs.verifiers.judgement_worker",
-                *self._options,
+                *self._preload,
             ]
             self._process = await asyncio.to_thread(
                 subprocess.Popen, command, stdin=theirs.fileno()
@@ -121,7 +119,7 @@ class JudgementPool:
                 code = await asyncio.to_thread(self._process.wait)
                 raise EnvironmentFailure(
                     f"the verifier's workers did not start (exit_code={code}): one of "
-                    f"{self._options[1:]} cannot be imported; install outloop[verifiers]"
+                    f"{self._preload} cannot be imported; install outloop[verifiers]"
                 )
             for _ in range(self._num_workers - self._num_busy):
                 self._idle.put_nowait(None)

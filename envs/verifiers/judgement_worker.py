@@ -27,6 +27,8 @@ import msgspec
 from outloop.envs.verifiers.judgement_pool import Judgement
 
 _RIGHT, _WRONG = "right", "wrong"
+_WORKER_BYTES = 2 * 2**30
+"""Address space of a worker."""
 
 
 def judge_regex(pattern: str, answer: str) -> Judgement:
@@ -109,8 +111,7 @@ def warm_up(modules: list[str]) -> None:
 class Template:
     """Forks a worker for every socket that it receives, and ends it when the socket closes."""
 
-    def __init__(self, memory_bytes: int) -> None:
-        self._memory_bytes = memory_bytes
+    def __init__(self) -> None:
         self._control = socket.socket(fileno=0)
         self._poll = select.poll()
         self._workers: dict[int, tuple[int, int, int]] = {}
@@ -159,7 +160,7 @@ class Template:
         for fd in [0, *self._workers]:
             os.close(fd)
         for name, most in (
-            (resource.RLIMIT_AS, self._memory_bytes),
+            (resource.RLIMIT_AS, _WORKER_BYTES),
             (resource.RLIMIT_FSIZE, 0),
             (resource.RLIMIT_NPROC, 0),
             (resource.RLIMIT_CORE, 0),
@@ -184,11 +185,10 @@ def work(line: socket.socket) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run as `python -m ... MEMORY_BYTES MODULE ...`, with its socket on descriptor 0."""
+    """Run as `python -m ... MODULE ...`, with its socket on descriptor 0."""
     warnings.simplefilter("ignore")
-    memory_bytes, *modules = arguments
-    warm_up(modules)
-    Template(int(memory_bytes)).serve()
+    warm_up(arguments)
+    Template().serve()
 
 
 if __name__ == "__main__":
