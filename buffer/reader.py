@@ -48,6 +48,7 @@ from outloop.buffer.store.leases import LeaseRow, leased_groups
 from outloop.buffer.store.ledger import Ledger, ledger_from
 from outloop.buffer.store.sft import sft_records
 from outloop.buffer.tasks.source_weights import TaskWeights
+from outloop.buffer.trajectories.queue import TrajectoryQueue
 
 __all__ = ["BufferReader", "init_run"]
 
@@ -77,6 +78,8 @@ class BufferReader:
         self.task_weights = TaskWeights(client, self._prefix, self._scripts)
         self.archive = Archive(client, self._prefix, self._scripts)
         """Whole trajectories, to and from files."""
+        self.trajectories = TrajectoryQueue(client, self._prefix, self._scripts)
+        """Ended episodes that wait to be archived."""
 
     @classmethod
     def connect(

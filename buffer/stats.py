@@ -54,6 +54,11 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "turns_not_replayed",
         "recorded turns of scored attempts that were not replayed, and are not trained",
     ),
+    "buffer/archive_overflow": (
+        "archive_overflow",
+        "ended episodes that waited for the archiver in vain: more than "
+        "trajectories.max_waiting_tokens did",
+    ),
     "buffer/silent_attempts": (
         "silent_attempts",
         "attempts lost because their runner fell silent",

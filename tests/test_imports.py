@@ -33,7 +33,14 @@ def _loaded_after(statement: str) -> set[str]:
             "import outloop",
             {"torch", "numpy", "redis", "click", "pydantic", "rich", "msgspec", "structlog"},
         ),
-        ("import outloop.cli", {"torch", "redis", "fastapi", "openai", "aiohttp"}),
+        (
+            "import outloop.buffer.trajectories.query, outloop.buffer.trajectories.reading",
+            {"torch", "redis", "fastapi"},
+        ),
+        (
+            "import outloop.cli",
+            {"pyarrow", "duckdb", "torch", "redis", "fastapi", "openai", "aiohttp"},
+        ),
     ],
 )
 def test_importing_a_part_loads_nothing_heavy(statement: str, forbidden: set[str]) -> None:

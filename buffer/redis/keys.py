@@ -80,6 +80,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("episode:EPISODE:turns", "list", "until its end", "append_turn", "turns in order"),
     KeySpec("replaced_tasks", "zset", _RUN, "scripts", "tasks by number of lost attempts"),
     KeySpec("failed", "list", _RUN, "close", "the last 64 episodes that failed, kept with turns"),
+    KeySpec("archive", "list", _RUN, "scripts", "ended episodes that wait for the archiver"),
     KeySpec("dead", "list", _RUN, "scripts", "groups dropped as failed or malformed, the last 256"),
     KeySpec("dead:GROUP", "hash", _LETTER, "scripts", "why it was dropped, slot, task, tallies"),
     KeySpec("dead:GROUP:episodes", "list", "16 dead letters", "scripts", "its scored episode ids"),

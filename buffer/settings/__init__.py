@@ -31,6 +31,7 @@ from outloop.buffer.settings.env import EnvSettings, EvalSettings, check_choice
 from outloop.buffer.settings.recipes import DEFAULT_MAX_NEW_TOKENS, with_recipe
 from outloop.buffer.settings.server import ServerSettings
 from outloop.buffer.settings.trainer import TrainerSettings
+from outloop.buffer.settings.trajectories import TrajectorySettings
 
 
 class _Section(BaseModel):
@@ -200,6 +201,7 @@ class Settings(BaseSettings):
     publish: PublishSettings = PublishSettings()  # type: ignore[call-arg]
     eval: EvalSettings = EvalSettings()  # type: ignore[call-arg]
     telemetry: TelemetrySettings = TelemetrySettings()  # type: ignore[call-arg]
+    trajectories: TrajectorySettings = TrajectorySettings()  # type: ignore[call-arg]
 
     @classmethod
     def settings_customise_sources(

@@ -8,6 +8,7 @@ Does not own: what parts do; they meet through Redis and HTTP only. Invariant: w
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import signal
 import socket
@@ -64,8 +65,10 @@ _MODEL_FILES = {
     "model.safetensors": "model*.safetensors",
 }
 """What a model folder must hold: the name for the user, and the pattern that finds it."""
-_RESTARTABLE = frozenset({"router", "runner", "server"})
+_RESTARTABLE = frozenset({"router", "runner", "server", "archiver"})
 """Parts that keep nothing: a new process joins where the old one left off."""
+_OPTIONAL = frozenset({"archiver"})
+"""Parts without which a run goes on."""
 
 _log = structlog.get_logger()
 
@@ -99,6 +102,25 @@ class Launcher:
             environment | self._gpus.environment(part, index),
         )
 
+    def start_archiver(self) -> None:
+        """Start what keeps trajectories, if the settings and what is installed allow it.
+
+        Raises:
+            SettingsError: trajectories.enabled=true without pyarrow.
+        """
+        wanted = self.run.settings.trajectories.enabled
+        has_pyarrow = importlib.util.find_spec("pyarrow") is not None
+        if wanted and not has_pyarrow:
+            raise SettingsError(
+                "trajectories.enabled=true needs the package pyarrow, which is not installed; run "
+                "pip install 'outloop[view]', or set it to false"
+            )
+        if wanted is False or not has_pyarrow:
+            self.reader.trajectories.abandon()
+            return
+        self.reader.trajectories.open(self.run.settings.trajectories.max_waiting_tokens)
+        self.start("archiver", "archiver")
+
     def hold_port(self, host: str, port: int) -> int:
         """A port that processes of this run may share, kept from others; `port` 0: any free one.
 
@@ -127,6 +149,10 @@ class Launcher:
             if code is None or (code == 0 and part in _PARTS_THAT_END):
                 continue
             count = self._restarts.get(name, 0)
+            if part in _OPTIONAL and (count >= _MAX_RESTARTS or code == SETTINGS_EXIT_CODE):
+                del self.parts[name]
+                _log.error("part_given_up", name=name, exit_code=code, log=str(process.log_path))
+                continue
             if code == SETTINGS_EXIT_CODE:
                 raise SettingsError(process.last_words(1).removeprefix("outloop: "))
             # A trainer that was killed resumes from its checkpoint; one that failed would again.
@@ -411,6 +437,7 @@ def train(settings: Settings, *, stop: threading.Event, console: Console) -> int
             console.print(recipe, highlight=False, markup=False, soft_wrap=True)
         for line in gpus.lines():
             console.print(line, highlight=False, markup=False)
+        launcher.start_archiver()
         if has_servers:
             start_serving(launcher)
         else:

@@ -79,6 +79,7 @@ def train_in_one_process(settings: Settings, *, stop: threading.Event, console: 
 
     with running(settings, stop) as launcher, ExitStack() as stack:
         run = launcher.run
+        launcher.start_archiver()
 
         def start(name: str, part: AsyncPart) -> None:
             stack.callback(_PartThread(name, part, fail).stop)

@@ -101,6 +101,7 @@ async def everything(
     reader.registry.set_server_version("s", 0, quarantined=False)
     reader.registry.register_part("router", {"url": "x"})
     reader.registry.report_status("router", {"doing": "x"})
+    reader.trajectories.open(10**6)
     reader.request_eval("0:main", policy_version=0, num_episodes=1, sampling={"temperature": 0.0})
     look()
     (claim,) = (await loop.claim(1)).claims
@@ -141,6 +142,7 @@ async def everything(
     loop.fence = reader.acquire_fence()
     highest = reader.recover(None, fence=loop.fence)
     loop.publish(highest + 1, None)
+    reader.trajectories.acknowledge(100)
     (claim, other, *_) = (await loop.claim(3, "r1")).claims
     episode_id = await loop.open(other)
     with pytest.raises(Gone, match="abandoned"):

@@ -35,13 +35,19 @@ end
 -- A leased group is in no other index, none of its attempts is in flight or waits to be resumed,
 -- and what its episodes resumed was freed when they were scored.
 local freed = {}
+local is_archived = archive_limit() > 0
 for _, group_id in ipairs(untrained) do enter_scored(group_id, 'trained', 1) end
 for _, group_id in ipairs(ids) do
   local g = group_key(group_id)
+  if is_archived then archive_scored(group_id, 'trained', '', ARGV[3]) end
   for _, episode_id in ipairs(redis.call('LRANGE', g .. ':episodes', 0, -1)) do
     local e = episode_key(episode_id)
-    redis.call('PEXPIRE', e, RETENTION_MS)
-    freed[#freed + 1] = e .. ':turns'
+    if is_archived then
+      free_episode(e)
+    else
+      redis.call('PEXPIRE', e, RETENTION_MS)
+      freed[#freed + 1] = e .. ':turns'
+    end
   end
   freed[#freed + 1] = g .. ':episodes'
   redis.call('HSET', g, 'state', 'acknowledged')

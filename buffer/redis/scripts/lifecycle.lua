@@ -39,7 +39,7 @@ local READY, READY_DEPTHS, LEASES = key('ready'), key('ready_depths'), key('leas
 local ATTEMPT_DEADLINES, ATTEMPT_RUNNERS = key('attempt_deadlines'), key('attempt_runners')
 local ATTEMPT_STARTS, LEDGER = key('attempt_starts'), key('ledger')
 local RUNNERS, WAKE, DEAD = key('runners'), key('wake'), key('dead')
-local FAILED = key('failed')
+local FAILED, ARCHIVE = key('failed'), key('archive')
 local function group_key(group_id) return prefix .. 'group:' .. group_id end
 local function eval_key(name) return prefix .. 'eval:' .. name end
 
@@ -55,31 +55,79 @@ end
 -- start with this write, which is never refused.
 local function allow_when_full() redis.call('DEL', key('nothing')) end
 
+-- Its turns go when nothing needs them any more: neither the list of failed episodes nor the archiver.
 local function free_episode(e)
+  local f = redis.call('HMGET', e, 'kept', 'archiving')
+  if f[1] or f[2] then
+    redis.call('HSET', e, 'freed', 1)
+    return
+  end
   redis.call('DEL', e .. ':turns')
   redis.call('PEXPIRE', e, RETENTION_MS)
+end
+
+local function stop_needing(e, field)
+  redis.call('HDEL', e, field)
+  if redis.call('HEXISTS', e, 'freed') == 1 then free_episode(e) end
 end
 
 -- An episode, and those that it resumed. One that failed lately is freed when others have failed.
 local function discard_episode(episode_id)
   repeat
     local e = episode_key(episode_id)
-    if redis.call('HEXISTS', e, 'kept') == 1 then
-      redis.call('HSET', e, 'freed', 1)
-    else
-      free_episode(e)
-    end
+    free_episode(e)
     episode_id = redis.call('HGET', e, 'resumes')
   until not episode_id
+end
+
+-- Take the `num` oldest entries of the archive's queue off, and free what only they kept.
+local function shorten_archive(num)
+  for _ = 1, num do
+    local entry = redis.call('LPOP', ARCHIVE)
+    if not entry then return end
+    local fields = cmsgpack.unpack(entry)
+    redis.call('HINCRBY', STATE, 'archive_head', 1)
+    redis.call('HINCRBY', STATE, 'archive_tokens', -fields[5])
+    stop_needing(episode_key(fields[1]), 'archiving')
+  end
+end
+
+-- Ids of turns that may wait for the archiver; 0: there is none.
+local function archive_limit() return number(redis.call('HGET', STATE, 'archive_limit')) or 0 end
+
+-- What becomes of an episode is decided: its turns stay until the archiver has them, once. Without an
+-- archiver nothing waits, and a queue that is too long loses its oldest entries.
+-- `about`: slot and size of its group, version that trained it, as far as there are any.
+local function archive_episode(episode_id, fate, reason, about)
+  local limit, e = archive_limit(), episode_key(episode_id)
+  local f = redis.call('HMGET', e, 'opening', 'archived', 'tokens')
+  if limit == 0 or not f[1] or f[2] then return end
+  local tokens = number(f[3]) or 0
+  redis.call('HSET', e, 'archived', 1, 'archiving', 1)
+  redis.call('RPUSH', ARCHIVE, cmsgpack.pack({episode_id, fate, reason, now, tokens,
+    number(about[1]) or -1, number(about[2]) or 0, number(about[3]) or -1}))
+  local waiting = redis.call('HINCRBY', STATE, 'archive_tokens', tokens)
+  while waiting > limit and redis.call('LLEN', ARCHIVE) > 1 do
+    shorten_archive(1)
+    count('archive_overflow')
+    waiting = tonumber(redis.call('HGET', STATE, 'archive_tokens'))
+  end
+end
+
+local function archive_scored(group_id, fate, reason, version)
+  if archive_limit() == 0 then return end
+  local g = group_key(group_id)
+  local f = redis.call('HMGET', g, 'slot', 'size', 'trained_version')
+  for _, episode_id in ipairs(redis.call('LRANGE', g .. ':episodes', 0, -1)) do
+    archive_episode(episode_id, fate, reason, {f[1], f[2], fate == 'trained' and (f[3] or version)})
+  end
 end
 
 -- The last episodes that failed are there for somebody to look at, whatever becomes of their groups.
 local function keep_failed(episode_id)
   redis.call('HSET', episode_key(episode_id), 'kept', 1)
   if redis.call('RPUSH', FAILED, episode_id) <= MAX_FAILED then return end
-  local e = episode_key(redis.call('LPOP', FAILED))
-  redis.call('HDEL', e, 'kept')
-  if redis.call('HEXISTS', e, 'freed') == 1 then free_episode(e) end
+  stop_needing(episode_key(redis.call('LPOP', FAILED)), 'kept')
 end
 
 local function resumable_key(group_id) return group_key(group_id) .. ':resumable' end
@@ -156,17 +204,22 @@ end
 -- many they are.
 local function release_attempts_of(group_id, column)
   local next_attempt, num_released = redis.call('HGET', group_key(group_id), 'next_attempt'), 0
+  local place = redis.call('HMGET', group_key(group_id), 'slot', 'size')
   for attempt = 0, tonumber(next_attempt) - 1 do
     local episode_id, started = release_attempt('t:' .. group_id .. ':' .. attempt)
     if episode_id then
       if episode_id == '' then episode_id = source_of(group_id, attempt) end
       enter('t', column, length_of(started, episode_id))
       num_released = num_released + 1
-      if episode_id then discard_episode(episode_id) end
+      if episode_id then
+        archive_episode(episode_id, 'lost', 'cut', place)
+        discard_episode(episode_id)
+      end
     end
   end
   for _, episode_id in ipairs(redis.call('LRANGE', resumable_key(group_id), 0, -1)) do
     enter('t', column, length_of(nil, episode_id))
+    archive_episode(episode_id, 'lost', 'cut', place)
     num_released = num_released + 1
   end
   discard_episodes(resumable_key(group_id))
@@ -215,6 +268,7 @@ end
 local function drop_group(group_id, reason, replay, hold, sentence)
   local f = redis.call('HMGET', group_key(group_id), 'slot', 'state', 'scored')
   local slot, column = f[1], 'dropped/' .. reason
+  archive_scored(group_id, 'dropped', reason)
   if sentence then write_letter(group_id, reason, sentence) end
   if f[2] == 'trained' then enter_scored(group_id, 'trained', -1) end
   enter_scored(group_id, column, 1)
@@ -374,8 +428,10 @@ local function keep_for_resumption(group_id, episode_id)
 end
 
 -- Give up what a place had recorded before it is played from the start.
-local function discard_lost(episode_id, group_id)
+local function discard_lost(episode_id, group_id, kind)
   local e = episode_key(episode_id)
+  archive_episode(episode_id, 'lost', kind,
+    group_id and redis.call('HMGET', group_key(group_id), 'slot', 'size') or {})
   count_length(episode_id, 'lost')
   redis.call('ZINCRBY', key('replaced_tasks'), 1, redis.call('HGET', e, 'task_id') or '')
   if group_id then
@@ -396,7 +452,7 @@ local function lose_attempt(member, kind)
     if purpose == 't' and kind == 'infrastructure' and keep_for_resumption(owner, episode_id) then
       return
     end
-    discard_lost(episode_id, purpose == 't' and owner)
+    discard_lost(episode_id, purpose == 't' and owner, kind)
   end
   if purpose == 'o' then
     count('lost_attempts')
@@ -413,7 +469,7 @@ local function replace_resumable(group_id, episode_id, kind)
     redis.call('ZREM', FILL, group_id)
   end
   local ms, tokens = length_of(nil, episode_id)
-  discard_lost(episode_id, group_id)
+  discard_lost(episode_id, group_id, kind)
   replace_attempt('t', group_id, '', kind, ms, tokens)
 end
 
@@ -447,7 +503,10 @@ local function count_attempt(member, episode_id)
   local ms, tokens = length_of(started, episode_id)
   redis.call('HSET', e, 'counted', 1)
   discard_sources(episode_id)
-  if purpose ~= 't' then enter(purpose, 'evaluated', ms, tokens) end
+  if purpose ~= 't' then
+    enter(purpose, 'evaluated', ms, tokens)
+    archive_episode(episode_id, 'evaluated', '', {})
+  end
   if purpose == 'o' then
     -- Nobody collects it; it can be read for as long as a repeated call may come.
     redis.call('PEXPIRE', e .. ':turns', RETENTION_MS)

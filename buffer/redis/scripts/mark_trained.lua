@@ -27,7 +27,7 @@ for i = 4, #ARGV do
   end
 end
 for _, group_id in ipairs(leased) do
-  redis.call('HSET', group_key(group_id), 'state', 'trained')
+  redis.call('HSET', group_key(group_id), 'state', 'trained', 'trained_version', ARGV[3])
   enter_scored(group_id, 'trained', 1)
 end
 redis.call('HINCRBY', STATE, 'trained', #leased)

@@ -21,6 +21,7 @@ local function acknowledge_group(group_id)
     redis.call('HINCRBY', STATE, 'trained', 1)
     enter_scored(group_id, 'trained', 1)
   end
+  archive_scored(group_id, 'trained', '', mark)
   end_group(group_id, 'acknowledged', 'discarded')
   redis.call('ZADD', key('trained_slots'), mark, f[1])
   count('acknowledged')

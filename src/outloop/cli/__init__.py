@@ -18,6 +18,7 @@ from outloop.buffer.errors import (
     RankKilled,
     SettingsError,
 )
+from outloop.cli.archiver import archiver
 from outloop.cli.convert import convert
 from outloop.cli.doctor import doctor
 from outloop.cli.episodes import episodes
@@ -30,11 +31,12 @@ from outloop.cli.serve import serve
 from outloop.cli.server import server
 from outloop.cli.train import train
 from outloop.cli.trainer import trainer
+from outloop.cli.trajectories import trajectories
 
 GROUPS: dict[str, tuple[click.Command, ...]] = {
     "Run": (train, serve, new_policy, convert, doctor),
-    "Look into a run": (episodes, buffer, tasks),
-    "Start parts one by one": (init, router, server, runner, trainer),
+    "Look into a run": (episodes, trajectories, buffer, tasks),
+    "Start parts one by one": (init, router, server, runner, trainer, archiver),
     "One side alone, for debugging": (rollout, train_recorded, replay_step),
 }
 """Every command, as `outloop --help` shows them."""

@@ -1,0 +1,1 @@
+"""Every ended episode of a run, kept in Parquet files that outlive Redis."""

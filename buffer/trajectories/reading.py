@@ -1,0 +1,85 @@
+"""Reading the archive back as trajectories."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from outloop.buffer.codec.jsonl import format_line
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.records import Episode, Trajectory
+from outloop.buffer.trajectories.folder import part_paths, read_manifest
+from outloop.buffer.trajectories.tables import reward_of, turn_of
+
+
+def write_jsonl(folder: Path, path: Path, episode_ids: Collection[str]) -> int:
+    """Write those of `episode_ids` that were closed to `path`, a line each; how many they are.
+
+    The lines are those of `outloop buffer export`. `path` appears when it is complete.
+
+    Raises:
+        SettingsError: it cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    number = 0
+    try:
+        with partial.open("wb") as file:
+            for trajectory in read_trajectories(folder, episode_ids):
+                file.write(format_line(trajectory))
+                number += 1
+        partial.replace(path)
+    except OSError as error:
+        raise SettingsError(f"path={str(path)!r} cannot be written: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return number
+
+
+def read_trajectories(
+    folder: Path, episode_ids: Collection[str] | None = None
+) -> Iterator[Trajectory]:
+    """Closed episodes of the archive with their turns, in the order in which they ended.
+
+    Args:
+        episode_ids: only these; None: all.
+
+    Raises:
+        SchemaMismatch: written by another release.
+    """
+    for part in read_manifest(folder).parts:
+        episodes, turns = (pq.read_table(path) for path in part_paths(folder, part))
+        # An episode's turns stand behind each other.
+        turns_of = _first_rows(turns["episode_id"].to_pylist())
+        for row in episodes.to_pylist():
+            if row["outcome"] is None:
+                continue
+            if episode_ids is not None and row["episode_id"] not in episode_ids:
+                continue
+            first = turns_of.get(row["episode_id"], 0)
+            own = turns.slice(first, row["num_turns"])
+            yield Trajectory(
+                episode=Episode(
+                    episode_id=row["episode_id"],
+                    task_id=row["task_id"],
+                    group_id=row["group_id"],
+                    attempt=row["attempt"],
+                    purpose=row["purpose"],
+                    outcome=row["outcome"],
+                    failure_kind=row["failure_kind"],
+                    reward=reward_of(row),
+                    metadata=json.loads(row["metadata"]),
+                    opened_at=row["opened_at"],
+                    closed_at=row["closed_at"],
+                ),
+                turns=tuple(turn_of(turn) for turn in own.to_pylist()),
+            )
+
+
+def _first_rows(episode_ids: Sequence[str]) -> dict[str, int]:
+    first: dict[str, int] = {}
+    for row, episode_id in enumerate(episode_ids):
+        first.setdefault(episode_id, row)
+    return first

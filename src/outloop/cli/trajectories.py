@@ -1,0 +1,92 @@
+"""`outloop trajectories`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from outloop.cli.options import check_writable
+
+_LIST = """
+SELECT episode_id, purpose, fate, reason, task_id, reward, num_turns, num_output_tokens, max_version
+FROM episodes ORDER BY ended_at DESC LIMIT 20
+"""
+_MAX_CHARS = 60
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.option("--sql", help="A query over the tables `episodes` and `turns`; see docs/viewer.md.")
+@click.option(
+    "--export",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write whole episodes as JSONL, as `outloop buffer export` does.",
+)
+@click.option(
+    "--where", default="true", show_default=True, help="With --export: a condition on `episodes`."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def trajectories(
+    run_dir: Path, sql: str | None, export: Path | None, where: str, as_json: bool
+) -> None:
+    """Ask for the ended episodes of a run: list the newest, query them by SQL, export them.
+
+    The run need not be up: its folder is all that is read.
+    """
+    from outloop.buffer.trajectories.folder import FOLDER
+    from outloop.buffer.trajectories.query import query
+
+    folder = run_dir / FOLDER
+    if export is not None:
+        from outloop.buffer.trajectories.reading import write_jsonl
+
+        check_writable(export, "--export")
+        ids = {row["episode_id"] for row in query(folder, _ids(where))}
+        click.echo(f"wrote {write_jsonl(folder, export, ids)} episodes to {export}")
+        return
+    rows = query(folder, sql or _LIST)
+    if as_json:
+        for row in rows:
+            click.echo(json.dumps(row, default=str))
+    else:
+        _print(rows)
+
+
+def _ids(where: str) -> str:
+    return f"SELECT episode_id FROM episodes WHERE outcome IS NOT NULL AND ({where})"
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    if not rows:
+        click.echo("no rows")
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in rows[0]:
+        table.add_column(name, justify="right" if _is_number(rows, name) else "left")
+    for row in rows:
+        table.add_row(*(escape(_cell(value)) for value in row.values()))
+    console = Console()
+    # Off a terminal nothing is cut.
+    console.print(table, width=None if console.is_terminal else 10_000, highlight=False)
+
+
+def _is_number(rows: list[dict[str, Any]], name: str) -> bool:
+    return all(isinstance(row[name], int | float | None) for row in rows)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    # Of the policy's text no byte may reach the terminal as a command.
+    text = "".join(c if c.isprintable() else " " for c in text)
+    return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
