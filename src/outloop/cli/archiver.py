@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from outloop.cli.options import RUN
-from outloop.cli.parts import configure
 
 
 @click.command()
@@ -18,10 +17,11 @@ def archiver(run_dir: Path) -> None:
     import threading
 
     from outloop.buffer.run import load_run
+    from outloop.buffer.telemetry import configure_logging
     from outloop.buffer.trajectories.archiver import archive_run
 
     run = load_run(run_dir)
-    configure("archiver", run.settings.telemetry.log_level)
+    configure_logging("archiver", run.settings.telemetry.log_level)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
