@@ -48,6 +48,7 @@ from outloop.router.routes.turns import TurnRoutes
 from outloop.router.routes.upstreams import Upstream, Upstreams, read_upstreams
 from outloop.router.servers.generation import Generator
 from outloop.router.servers.pool import ServerPool
+from outloop.router.timings import DEFAULT_TIMINGS, Timings
 from outloop.router.turns.service import TurnService
 
 _HOUSEKEEPING_S = 2.0
@@ -74,6 +75,7 @@ class Parts:
         upstreams: Mapping[str, Upstream],
         http: aiohttp.ClientSession,
         tasks: asyncio.TaskGroup,
+        timings: Timings,
     ) -> None:
         settings, limits = run.settings, run.settings.router
         self.background = BackgroundWork()
@@ -83,10 +85,12 @@ class Parts:
         self.keys = KeyRing(run.keys)
         # Each process may fill its share of a server: together they fill it.
         share = -(-settings.server.max_running_requests // limits.num_processes)
-        self.pool = ServerPool(buffer, max_in_flight=share)
+        self.pool = ServerPool(buffer, max_in_flight=share, timings=timings)
         buffer_retry, turn_s = BufferRetry(limits.buffer_timeout_s), limits.turn_timeout_s
-        self.episodes = Episodes(buffer, renderer, buffer_retry)
-        self.locator = TurnLocator(buffer.channel, self.episodes, tasks, timeout_s=turn_s)
+        self.episodes = Episodes(buffer, renderer, buffer_retry, timings)
+        self.locator = TurnLocator(
+            buffer.channel, self.episodes, tasks, timeout_s=turn_s, timings=timings
+        )
         self.service = TurnService(
             settings,
             buffer,
@@ -105,6 +109,7 @@ class Parts:
             buffer_retry,
             tasks,
             self.long_texts,
+            timings,
         )
         self.turns = TurnRoutes(
             settings,
@@ -125,6 +130,7 @@ class Parts:
             ),
             metrics=self.metrics,
             scores=Scores(settings, buffer),
+            timings=timings,
         )
 
     async def keep_house(self) -> None:
@@ -147,7 +153,7 @@ class Parts:
                 _log.warning("house_not_kept", error=str(error))
 
 
-def create_app(run: Run, writer: BufferWriter) -> RouterApp:
+def create_app(run: Run, writer: BufferWriter, *, timings: Timings = DEFAULT_TIMINGS) -> RouterApp:
     """The router of `run` over `writer`, which stays the caller's to close.
 
     Raises:
@@ -168,7 +174,7 @@ def create_app(run: Run, writer: BufferWriter) -> RouterApp:
             ) as http,
             asyncio.TaskGroup() as tasks,
         ):
-            parts = Parts(run, writer, renderer, upstreams, http, tasks)
+            parts = Parts(run, writer, renderer, upstreams, http, tasks, timings)
             app.state.parts = parts
             app.endpoints = _endpoints(parts)
             one_model = Endpoint(parts.turns.model, method="GET", metrics=parts.metrics)

@@ -17,7 +17,6 @@ from outloop.buffer.errors import BufferUnavailable
 from outloop.buffer.redis.client import translated
 
 _SILENCE_S = 15.0
-"""After so long without a message the connection is checked by a ping."""
 _AGAIN_S = 1.0
 _log = structlog.get_logger()
 
@@ -25,7 +24,11 @@ _log = structlog.get_logger()
 class Channel:
     """Messages of one run; part of the async face."""
 
-    def __init__(self, client: redis.asyncio.Redis, prefix: str) -> None:
+    def __init__(
+        self, client: redis.asyncio.Redis, prefix: str, *, silence_s: float = _SILENCE_S
+    ) -> None:
+        """`silence_s`: after so long without a message the connection is checked by a ping."""
+        self._silence_s = silence_s
         self._client = client
         self._prefix = prefix
         self._is_listening = asyncio.Event()
@@ -76,7 +79,7 @@ class Channel:
                 await connection.read_response()
             self._is_listening.set()
             while True:
-                message = await connection.read_response(timeout=_SILENCE_S)
+                message = await connection.read_response(timeout=self._silence_s)
                 if message is None:
                     await connection.send_command("PING")
                     message = await connection.read_response()

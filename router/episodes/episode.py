@@ -23,13 +23,12 @@ from outloop.router.episodes.turn_tree import TurnTree
 from outloop.router.errors import Refusal, episode_closed
 from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.servers.pool import NO_AFFINITY, Affinity
+from outloop.router.timings import DEFAULT_TIMINGS, Timings
 
 if TYPE_CHECKING:
     from outloop.router.episodes.in_flight import InFlightTurn
 
 _MAX_REFUSED_ATTEMPTS = 1024
-_FORGET_AFTER_S = 60.0
-"""It is remembered this long of an episode that it was closed, or has expired."""
 
 
 @dataclass(slots=True)
@@ -193,11 +192,16 @@ class Episodes:
     """Every episode this process serves."""
 
     def __init__(
-        self, buffer: BufferWriter, renderer: PolicyRenderer, buffer_retry: BufferRetry
+        self,
+        buffer: BufferWriter,
+        renderer: PolicyRenderer,
+        buffer_retry: BufferRetry,
+        timings: Timings = DEFAULT_TIMINGS,
     ) -> None:
         self._buffer = buffer
         self._renderer = renderer
         self._buffer_retry = buffer_retry
+        self._forget_after_s = timings.forget_after_s
         self._episodes: dict[str, LiveEpisode] = {}
         self._loading: dict[str, asyncio.Task[LiveEpisode]] = {}
 
@@ -255,7 +259,8 @@ class Episodes:
 
     def forget_ended(self) -> None:
         """Drop episodes that ended a while ago from memory."""
-        horizon, closed_before = time.time() - _FORGET_AFTER_S, time.monotonic() - _FORGET_AFTER_S
+        after_s = self._forget_after_s
+        horizon, closed_before = time.time() - after_s, time.monotonic() - after_s
         for episode_id, episode in list(self._episodes.items()):
             assert episode.opening is not None
             if episode.is_closed and episode.ended_at is None:

@@ -27,7 +27,7 @@ JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
 MAX_RUNNER_BODY_BYTES = 64 * 1024 * 1024
 """Of bodies that only the holder of the runner key sends: task lists, conversations."""
 _RECEIVE_S = 60.0
-"""A body has this long to arrive."""
+"""A body has this long to arrive, unless an exchange says otherwise."""
 _log = structlog.get_logger()
 T = TypeVar("T")
 
@@ -39,8 +39,12 @@ class ClientLeft(OutloopError):
 class Exchange:
     """One request and its answer, over ASGI."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, *, body_timeout_s: float = _RECEIVE_S
+    ) -> None:
+        """`body_timeout_s`: the body has this long to arrive."""
         self.scope = scope
+        self._body_timeout_s = body_timeout_s
         self._receive = receive
         self._send = send
         self.is_started = False
@@ -109,7 +113,7 @@ class Exchange:
     async def _receive_rest(self, first: bytes, max_bytes: int) -> bytes:
         pieces, size, is_all = [first], len(first), False
         try:
-            async with asyncio.timeout(_RECEIVE_S):
+            async with asyncio.timeout(self._body_timeout_s):
                 while not is_all:
                     piece, is_all = await self._receive_piece()
                     size += len(piece)
@@ -120,7 +124,7 @@ class Exchange:
             raise Refusal(
                 503,
                 "body_too_slow",
-                f"the body did not arrive within {_RECEIVE_S:.0f} s; send it again",
+                f"the body did not arrive within {self._body_timeout_s:.0f} s; send it again",
                 retry_after_s=1.0,
                 closes_connection=True,
             ) from error

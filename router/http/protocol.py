@@ -15,16 +15,17 @@ _MAX_HEAD_BYTES = 256 * 1024
 """Of a request without its body: its head, trailers, and what divides a chunked body."""
 _MAX_FRAMING = 8
 """A chunked body may come with so many times its own bytes around it."""
-_HEAD_S = 60.0
-"""A head, and the first of a body, have this long to arrive; before the first request, a connection
-may be idle as long."""
-_READ_S = 60.0
-"""A client has this long to read some of what it is sent."""
 _MIN_READ_BYTES = 64 * 1024
 
 
 class ClientConnection(HttpToolsProtocol):
     """One connection; what exceeds a bound ends it."""
+
+    head_timeout_s = 60.0
+    """A head, and the first of a body, have this long to arrive; before the first request, a
+    connection may be idle as long."""
+    read_timeout_s = 60.0
+    """A client has this long to read some of what it is sent."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """As uvicorn's; who never says anything is not waited for."""
@@ -34,7 +35,9 @@ class ClientConnection(HttpToolsProtocol):
         self._num_bytes = self._num_body_bytes = 0
         self._num_unread_bytes = 0
         self._reading: asyncio.TimerHandle | None = None
-        self._head: asyncio.TimerHandle | None = self.loop.call_later(_HEAD_S, transport.close)
+        self._head: asyncio.TimerHandle | None = self.loop.call_later(
+            self.head_timeout_s, transport.close
+        )
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As uvicorn's."""
@@ -46,7 +49,7 @@ class ClientConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """As uvicorn's; heads and trailers without end are not kept."""
         if self._is_between_requests and self._head is None:
-            self._head = self.loop.call_later(_HEAD_S, self.transport.close)
+            self._head = self.loop.call_later(self.head_timeout_s, self.transport.close)
         self._num_bytes += len(data)
         super().data_received(data)
         others = self._num_bytes - self._num_body_bytes
@@ -111,9 +114,9 @@ class ClientConnection(HttpToolsProtocol):
     def _wait_for_reader(self) -> None:
         if self._reading is None:
             self._num_unread_bytes = self.transport.get_write_buffer_size()
-            self._reading = self.loop.call_later(_READ_S, self._end_unread)
+            self._reading = self.loop.call_later(self.read_timeout_s, self.end_unread)
 
-    def _end_unread(self) -> None:
+    def end_unread(self) -> None:
         """Drop a connection whose client has read next to nothing of what waits for it."""
         self._reading = None
         num_read = self._num_unread_bytes - self.transport.get_write_buffer_size()

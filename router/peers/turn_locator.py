@@ -19,12 +19,9 @@ from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded
 from outloop.buffer.redis.pubsub import Channel
 from outloop.router.episodes.episode import Episodes, LiveEpisode
 from outloop.router.episodes.in_flight import InFlightTurn
+from outloop.router.timings import DEFAULT_TIMINGS, Timings
 
 EVERYBODY = "routers"
-ROUND_S = 2.0
-"""Who waits for another process's turn asks so often whether it is still there."""
-ANSWER_S = 5.0
-"""A process that says nothing for so long counts as gone; so does one that no longer asks."""
 _MAX_QUESTIONS = 16384
 _log = structlog.get_logger()
 
@@ -67,8 +64,8 @@ class Left(msgspec.Struct, tag="left", frozen=True):
     retry_key: str
 
 
-_decode = msgspec.msgpack.Decoder(Ask | Answer | Over | Left).decode
-_encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Ask | Answer | Over | Left).decode
+encode = msgspec.msgpack.Encoder().encode
 
 
 class _Asking:
@@ -96,14 +93,15 @@ class _Asking:
 class _Remote:
     """A client of another process, which waits there for a turn of this one."""
 
-    def __init__(self, ask: Ask, turn: InFlightTurn) -> None:
+    def __init__(self, ask: Ask, turn: InFlightTurn, lapses_after_s: float) -> None:
         self.turn = turn
+        self._lapses_after_s = lapses_after_s
         self.renew(ask)
 
     def renew(self, ask: Ask) -> None:
         """It has asked again."""
         self._is_waiting = ask.has_client
-        self._lapses_at = time.monotonic() + ANSWER_S
+        self._lapses_at = time.monotonic() + self._lapses_after_s
 
     @property
     def is_gone(self) -> bool:
@@ -121,11 +119,13 @@ class TurnLocator:
         tasks: asyncio.TaskGroup,
         *,
         timeout_s: float,
+        timings: Timings = DEFAULT_TIMINGS,
     ) -> None:
         """`tasks`: messages are sent in it."""
         self._channel = channel
         self._episodes = episodes
         self._timeout_s = timeout_s
+        self._timings = timings
         self._process = secrets.token_hex(8)
         self._num_asked = 0
         self._asking: dict[tuple[str, str], _Asking] = {}
@@ -157,7 +157,7 @@ class TurnLocator:
             DeadlineExceeded: another process generates it for longer than a turn may take.
             BufferUnavailable: they cannot be asked.
         """
-        if not await self._channel.is_listening(ANSWER_S):
+        if not await self._channel.is_listening(self._timings.peer_answer_s):
             _log.warning("peers_not_asked", episode_id=waiting.episode.episode_id)
             return 0.0
         self._num_asked += 1
@@ -174,7 +174,7 @@ class TurnLocator:
                         peer="another router process that has it in flight",
                         after_s=self._timeout_s,
                     )
-                await _until(lambda: asking.is_over, asking.changed, ROUND_S)
+                await _until(lambda: asking.is_over, asking.changed, self._timings.peer_round_s)
             return asking.started_at if asking.has_peers else None
         finally:
             del self._asking[turn]
@@ -186,15 +186,16 @@ class TurnLocator:
         asking.answers, asking.is_over = {}, False
         episode_id, retry_key = turn
         ask = Ask(self._process, asking.number, asking.round, episode_id, retry_key, has_client)
-        num_asked = await self._channel.publish(EVERYBODY, _encode(ask))
+        num_asked = await self._channel.publish(EVERYBODY, encode(ask))
         if num_asked > 1:
             asking.has_peers = True
-            await _until(lambda: asking.is_answered(num_asked), asking.changed, ANSWER_S)
+            answer_s = self._timings.peer_answer_s
+            await _until(lambda: asking.is_answered(num_asked), asking.changed, answer_s)
         return asking.is_held
 
     def _handle(self, message: bytes) -> None:
         try:
-            said = _decode(message)
+            said = decode(message)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             _log.warning("peer_not_understood", error=str(error))
             return
@@ -254,7 +255,7 @@ class TurnLocator:
             turn.attach(remote)
             return
         # Where it waited for an equal turn that is over by now, that one is done with it too.
-        self._remotes[who] = remote = _Remote(ask, turn)
+        self._remotes[who] = remote = _Remote(ask, turn, self._timings.peer_answer_s)
         turn.attach(remote)
         self._start(self._tell_when_over(ask, remote))
 
@@ -281,7 +282,7 @@ class TurnLocator:
     async def _send(self, name: str, message: Answer | Over | Left) -> None:
         """Send a message to all who listen to `name`; one that is lost is logged."""
         try:
-            await self._channel.publish(name, _encode(message))
+            await self._channel.publish(name, encode(message))
         except BufferUnavailable as error:
             _log.warning("peer_not_told", name=name, error=str(error))
 

@@ -45,11 +45,10 @@ from outloop.router.routes.schemas import (
     TrajectoriesBody,
 )
 from outloop.router.servers.pool import ServerPool
+from outloop.router.timings import DEFAULT_TIMINGS, Timings
 from outloop.router.turns.sampling import check_episode_sampling
 from outloop.router.turns.service import TurnService
 
-_READY_WAIT_S = 2.0
-"""A claim waits this long for a version to be acknowledged before it is answered 503."""
 _MAX_ERROR_CHARS = 2000
 _MAX_OUTPUT_CHARS = 8192
 _MAX_DEADLINE_S = 365 * 24 * 3600.0
@@ -79,6 +78,7 @@ class RunnerRoutes:
         conversations: ConversationRenderer,
         metrics: RouterMetrics,
         scores: Scores,
+        timings: Timings = DEFAULT_TIMINGS,
     ) -> None:
         self._buffer = buffer
         self._keys = keys
@@ -88,6 +88,7 @@ class RunnerRoutes:
         self._conversations = conversations
         self._metrics = metrics
         self._scores = scores
+        self._claim_wait_s = timings.claim_wait_s
 
     async def tasks(self, exchange: Exchange) -> None:
         """`POST /tasks`: register the run's tasks; the same content again is nothing new."""
@@ -268,7 +269,7 @@ class RunnerRoutes:
         if state is None or state.run_state == "running":
             try:
                 await self._pool.wait_until(
-                    self._may_claim, timeout_s=_READY_WAIT_S, who="router", phase="claim"
+                    self._may_claim, timeout_s=self._claim_wait_s, who="router", phase="claim"
                 )
             except DeadlineExceeded as error:
                 raise Refusal(503, "not_ready", str(error), retry_after_s=0.5) from error

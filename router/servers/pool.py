@@ -22,13 +22,12 @@ from outloop.buffer.records import PolicyState, ServerEntry
 from outloop.buffer.writer import BufferWriter
 from outloop.router.errors import Refusal
 from outloop.router.servers.fair_queue import FairQueue, Ticket
+from outloop.router.timings import DEFAULT_TIMINGS, Timings
 
 REFRESH_S = 0.25
 _REFRESH_WHILE_AWAITED_S = 0.02
 """While a turn or a claim waits for what only the registry can bring: a server, or its version."""
 _MAX_SUSPENDED_S = 2.0
-LEFT_GRACE_S = 5.0
-"""A server that has left the registry may finish its turns for so long; it may never answer."""
 _AFFINITY_SLACK = 4
 """An episode, and then its task, stays on its server while that has at most this many turns more
 than another."""
@@ -73,10 +72,17 @@ class Server:
 class ServerPool:
     """Servers of the run; `run` keeps them up to date."""
 
-    def __init__(self, buffer: BufferWriter, *, max_in_flight: int | None = None) -> None:
+    def __init__(
+        self,
+        buffer: BufferWriter,
+        *,
+        max_in_flight: int | None = None,
+        timings: Timings = DEFAULT_TIMINGS,
+    ) -> None:
         """`max_in_flight`: turns in flight at each server at once; more wait here."""
         self._buffer = buffer
         self._max_in_flight = max_in_flight
+        self._grace_s = timings.server_grace_s
         self._queue: FairQueue[Server] = FairQueue()
         self._task_servers: OrderedDict[str, str] = OrderedDict()
         self._servers: dict[str, Server] = {}
@@ -149,7 +155,7 @@ class ServerPool:
         known = {entry.server_id for entry in state.servers}
         for gone in self._servers.keys() - known:
             left = self._servers.pop(gone)
-            asyncio.get_running_loop().call_later(LEFT_GRACE_S, self._leave, left)
+            asyncio.get_running_loop().call_later(self._grace_s, self._leave, left)
         for entry in state.servers:
             server = self._servers.get(entry.server_id)
             if server is None:

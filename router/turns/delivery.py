@@ -10,15 +10,15 @@ from outloop.router.episodes.in_flight import InFlightTurn
 from outloop.router.metrics import RouterMetrics
 from outloop.router.peers.turn_locator import TurnLocator
 
-_RETURN_GRACE_S = 10.0
-"""A client that left may come back with a retry this long; then its turn is recorded as masked."""
-
 
 class Delivery:
     """Decides whether a generated turn reaches anybody."""
 
-    def __init__(self, locator: TurnLocator, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, locator: TurnLocator, metrics: RouterMetrics, *, return_grace_s: float
+    ) -> None:
         self._locator = locator
+        self._return_grace_s = return_grace_s
         self._metrics = metrics
 
     async def wait_for_client(self, turn: InFlightTurn) -> None:
@@ -27,6 +27,6 @@ class Delivery:
             return
         if turn.episode.opening is not None:
             self._locator.announce_left(turn.episode, turn.retry_key)
-        if not await turn.wait_for_client(_RETURN_GRACE_S):
+        if not await turn.wait_for_client(self._return_grace_s):
             turn.is_given_up = True
             self._metrics.undelivered.inc()

@@ -40,6 +40,7 @@ from outloop.router.peers.turn_locator import TurnLocator
 from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.servers.generate_api import NO_OPTIONS, GenerateOptions, Prompt
 from outloop.router.servers.generation import Generator
+from outloop.router.timings import DEFAULT_TIMINGS, Timings
 from outloop.router.turns.answer_reader import AnswerReader
 from outloop.router.turns.delivery import Delivery
 from outloop.router.turns.planner import Planner
@@ -68,6 +69,7 @@ class TurnService:
         buffer_retry: BufferRetry,
         tasks: asyncio.TaskGroup,
         long_texts: Executor,
+        timings: Timings = DEFAULT_TIMINGS,
     ) -> None:
         """`tasks`: turns run in it; each handles its own failure, so that none ends the group.
         `long_texts`: one thread for what would hold up the event loop."""
@@ -79,7 +81,7 @@ class TurnService:
         self._metrics = metrics
         self._tasks = tasks
         self._reader = AnswerReader(renderer)
-        self._delivery = Delivery(locator, metrics)
+        self._delivery = Delivery(locator, metrics, return_grace_s=timings.return_grace_s)
         self._recorder = Recorder(
             buffer,
             renderer,

@@ -1,4 +1,4 @@
-"""Messages that nobody keeps, on a real Redis."""
+"""Messages between processes, which are not stored."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -23,68 +23,73 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-async def connect(server: EmbeddedRedis) -> AsyncIterator[Callable[..., Any]]:
-    """A channel, and what it hears when it listens to `names`."""
-    clients, listening = [], []
+async def connect(url: str, clients: Any) -> AsyncIterator[Callable[..., Any]]:
+    """A channel on Redis or on the twin, and what it receives as a listener to `names`."""
+    opened, listening = [], []
 
-    async def make(*names: str) -> tuple[Channel, list[bytes]]:
-        clients.append(connect_async(server.url))
-        channel, heard = Channel(clients[-1], PREFIX), list[bytes]()
+    async def make(*names: str, **options: float) -> tuple[Channel, list[bytes]]:
+        opened.append(clients.asynchronous(url))
+        channel, received = Channel(opened[-1], PREFIX, **options), list[bytes]()
         if names:
             listening.append(
-                asyncio.create_task(channel.listen(dict.fromkeys(names, heard.append)))
+                asyncio.create_task(channel.listen(dict.fromkeys(names, received.append)))
             )
             assert await channel.is_listening(TIMEOUT_S)
-        return channel, heard
+        return channel, received
 
     yield make
     for task in listening:
         task.cancel()
     await asyncio.gather(*listening, return_exceptions=True)
-    for client in clients:
+    for client in opened:
         await client.aclose()
 
 
-async def test_all_who_listen_hear_the_same_in_one_order(connect: Callable[..., Any]) -> None:
-    """Whoever speaks, also at once; only names that one listens to are heard."""
+async def test_all_listeners_receive_the_same_in_one_order(connect: Callable[..., Any]) -> None:
+    """Whoever publishes, also at once; a listener receives only the names that it listens to."""
     one, first = await connect("all", "one")
     two, second = await connect("all", "two")
-    words = [b"%d" % number for number in range(40)]
-    told = [one.publish("all", word) for word in words[::2]]
-    told += [two.publish("all", word) for word in words[1::2]]
-    assert await asyncio.gather(*told) == [2] * len(words)
-    assert [await one.publish("two", b"to two"), await one.publish("nobody", b"")] == [1, 0]
-    await until(lambda: len(second) == len(words) + 1)
-    await until(lambda: len(first) == len(words))
-    assert sorted(first) == sorted(words)
+    messages = [b"%d" % number for number in range(40)]
+    publishing = [one.publish("all", message) for message in messages[::2]]
+    publishing += [two.publish("all", message) for message in messages[1::2]]
+    assert await asyncio.gather(*publishing) == [2] * len(messages)
+    assert [await one.publish("two", b"to two"), await one.publish("other", b"")] == [1, 0]
+    await until(lambda: len(second) == len(messages) + 1)
+    await until(lambda: len(first) == len(messages))
+    assert sorted(first) == sorted(messages)
     assert second == [*first, b"to two"]
 
 
-async def test_who_lost_its_connection_hears_again(connect: Callable[..., Any]) -> None:
-    """The listener says that it hears nothing until it is back."""
-    channel, heard = await connect("all")
-    killer = channel._client
-    assert await killer.execute_command("CLIENT", "KILL", "TYPE", "pubsub") >= 1
-    await until(lambda: not channel._is_listening.is_set())
-    assert not await channel.is_listening(0.0)
+async def test_a_listener_that_lost_its_connection_receives_again(server: EmbeddedRedis) -> None:
+    """It says that it receives nothing until it is back."""
+    client = connect_async(server.url)
+    channel, received = Channel(client, PREFIX), list[bytes]()
+    listening = asyncio.create_task(channel.listen({"all": received.append}))
+    assert await channel.is_listening(TIMEOUT_S)
+    assert await client.execute_command("CLIENT", "KILL", "TYPE", "pubsub") >= 1
+    async with asyncio.timeout(TIMEOUT_S):
+        while await channel.is_listening(0.0):
+            await asyncio.sleep(0.005)
     assert await channel.is_listening(TIMEOUT_S)
     await channel.publish("all", b"again")
-    await until(lambda: heard == [b"again"])
+    await until(lambda: received == [b"again"])
+    listening.cancel()
+    await asyncio.gather(listening, return_exceptions=True)
+    await client.aclose()
 
 
-async def test_silence_is_asked_about(
-    connect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A connection on which nothing comes is tried, and goes on being heard."""
-    monkeypatch.setattr("outloop.buffer.redis.pubsub._SILENCE_S", 0.02)
-    channel, heard = await connect("all")
+async def test_a_silent_connection_is_checked(connect: Callable[..., Any]) -> None:
+    """A connection on which nothing comes is tried, and goes on receiving."""
+    channel, received = await connect("all", silence_s=0.02)
     await asyncio.sleep(0.1)
-    assert channel._is_listening.is_set()
-    await channel.publish("all", b"word")
-    await until(lambda: heard == [b"word"])
+    assert await channel.is_listening(0.0)
+    await channel.publish("all", b"message")
+    await until(lambda: received == [b"message"])
 
 
-async def test_a_user_who_may_not_is_told_what_it_lacks(server: EmbeddedRedis) -> None:
+async def test_a_user_without_the_right_to_publish_is_refused_by_its_name(
+    server: EmbeddedRedis,
+) -> None:
     """Rights that a deployment gave before channels were used are named in the error."""
     admin = connect_async(server.url)
     rights = ("resetkeys", "~{*", "-@all", "+@read", "+@write", "+@connection")

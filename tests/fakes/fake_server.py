@@ -134,7 +134,7 @@ class _Drop(Exception):
 
 
 @asynccontextmanager
-async def serving(app):
+async def serving(app, connection=ClientConnection):
     """Serve an ASGI app on a free port of this event loop; yields its URL."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
@@ -143,7 +143,7 @@ async def serving(app):
     config = uvicorn.Config(
         app,
         loop="none",
-        http="httptools" if isinstance(app, FakeServer) else ClientConnection,
+        http="httptools" if isinstance(app, FakeServer) else connection,
         ws="none",
         lifespan=lifespan,
         log_config=None,

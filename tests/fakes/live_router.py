@@ -38,21 +38,19 @@ async def live_router(
 
 @asynccontextmanager
 async def accepting(
-    app: Any, keep_alive_s: float
+    app: Any, keep_alive_s: float, connection: type[ClientConnection] = ClientConnection
 ) -> AsyncIterator[tuple[tuple[str, int], uvicorn.server.ServerState]]:
-    """An address whose connections are ClientConnections to `app`, and what is known of them."""
+    """An address whose connections to `app` are of this class, and what is known of them."""
     config = uvicorn.Config(
         app,
-        http=ClientConnection,
+        http=connection,
         lifespan="off",
         log_config=None,
         timeout_keep_alive=keep_alive_s,
     )
     config.load()
     loop, state = asyncio.get_running_loop(), uvicorn.server.ServerState()
-    listening = await loop.create_server(
-        lambda: ClientConnection(config, state, {}), "127.0.0.1", 0
-    )
+    listening = await loop.create_server(lambda: connection(config, state, {}), "127.0.0.1", 0)
     try:
         yield listening.sockets[0].getsockname(), state
     finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import hiredis
@@ -30,12 +31,34 @@ class Twin(Keyspace):
 
     def __init__(self) -> None:
         super().__init__()
+        self.is_away = False
+        """True: commands of asyncio clients fail as on a lost connection; a client that listens
+        goes on listening, and blocking clients are not affected."""
+        self.may_listen = True
+        """False: SUBSCRIBE is refused, as to a user without the right."""
+        self.num_refused = 0
+        """Commands that failed because it was away."""
+        self.published: list[tuple[str, bytes]] = []
+        """Every message with its channel."""
+        self._listening: dict[bytes, list[_Session]] = {}
         self._lua = lupa.lua51.LuaRuntime(encoding=None, unpack_returned_tuples=False)
         self._table: Any = lupa.lua51.lua_type
         self._scripts: dict[bytes, Any] = {}
         names = self._lua.globals()
         names[b"redis"] = self._lua.table_from({b"call": self._call})
         names[b"cmsgpack"] = self._lua.table_from({b"pack": self._pack, b"unpack": self._unpack})
+
+    def subscribe(self, session: _Session, names: Sequence[bytes]) -> list[list[Any]]:
+        """Deliver messages of these channels to a connection; the answers to its command."""
+        for name in names:
+            self._listening.setdefault(name, []).append(session)
+        return [[b"subscribe", name, number] for number, name in enumerate(names, 1)]
+
+    def unsubscribe(self, session: _Session) -> None:
+        """Deliver nothing more to a connection."""
+        for sessions in self._listening.values():
+            if session in sessions:
+                sessions.remove(session)
 
     def client(self) -> redis.Redis:
         """A blocking client whose commands are run here."""
@@ -82,6 +105,13 @@ class Twin(Keyspace):
             return True
         self._load(words[0])
         return hashlib.sha1(words[0], usedforsecurity=False).hexdigest().encode()
+
+    def _publish(self, name: bytes, message: bytes) -> int:
+        self.published.append((name.decode(), message))
+        sessions = self._listening.get(name, [])
+        for session in sessions:
+            session.deliver([b"message", name, message])
+        return len(sessions)
 
     def _config(self, *words: bytes) -> Any:
         raise CommandError("ERR the twin has no settings")
@@ -133,14 +163,35 @@ class _Session:
         self._twin = twin
         self._parser = hiredis.Reader()
         self._queued: list[list[bytes]] | None = None
+        self._is_listening = False
         self.answers: deque[Any] = deque()
+        self.arrived = asyncio.Event()
+
+    def deliver(self, answer: Any) -> None:
+        """Add what is to be read next."""
+        self.answers.append(answer)
+        self.arrived.set()
+
+    def close(self) -> None:
+        """Forget what was not read."""
+        self._twin.unsubscribe(self)
+        self.answers.clear()
+        self._is_listening = False
 
     def send(self, command: Any) -> None:
         """Run what the packed command holds."""
         for chunk in [command] if isinstance(command, bytes) else command:
             self._parser.feed(bytes(chunk))
         while (words := self._parser.gets()) is not False:
-            self.answers.append(self._answer(words))
+            if words[0].upper() == b"SUBSCRIBE":
+                if not self._twin.may_listen:
+                    self.deliver(redis.ResponseError("NOPERM this user has no permissions"))
+                    continue
+                self._is_listening = True
+                for answer in self._twin.subscribe(self, words[1:]):
+                    self.deliver(answer)
+            else:
+                self.deliver([b"pong", b""] if self._is_listening else self._answer(words))
 
     def _answer(self, words: list[bytes]) -> Any:
         name = words[0].upper()
@@ -178,7 +229,7 @@ class TwinConnection(redis.connection.Connection):
 
     def disconnect(self, *args: Any) -> None:
         """Forget what was not read."""
-        self._session.answers.clear()
+        self._session.close()
 
     def can_read(self, timeout: float | None = 0, **options: Any) -> bool:
         """Whether an answer waits."""
@@ -201,6 +252,7 @@ class AsyncTwinConnection(redis.asyncio.Connection):
 
     def __init__(self, *, twin: Twin, **options: Any) -> None:
         super().__init__(**options)
+        self._twin = twin
         self._session = _Session(twin)
 
     def __del__(self) -> None:
@@ -216,7 +268,7 @@ class AsyncTwinConnection(redis.asyncio.Connection):
 
     async def disconnect(self, *args: Any, **options: Any) -> None:
         """Forget what was not read."""
-        self._session.answers.clear()
+        self._session.close()
 
     async def can_read(self, *args: Any, **options: Any) -> bool:
         """Whether an answer waits."""
@@ -225,10 +277,20 @@ class AsyncTwinConnection(redis.asyncio.Connection):
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         """Run it now, and let others go on meanwhile, as a socket would."""
         await asyncio.sleep(0)
+        if self._twin.is_away:
+            self._twin.num_refused += 1
+            raise redis.ConnectionError("the twin is away")
         self._session.send(command)
 
-    async def read_response(self, *args: Any, **options: Any) -> Any:
-        """The next answer."""
+    async def read_response(self, *args: Any, timeout: float | None = None, **options: Any) -> Any:
+        """The next answer; None if a connection that listens got none in `timeout` seconds."""
+        while not self._session.answers:
+            self._session.arrived.clear()
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._session.arrived.wait()
+            except TimeoutError:
+                return None
         answer = self._session.answers.popleft()
         if isinstance(answer, redis.ResponseError):
             raise answer

@@ -1,4 +1,4 @@
-"""A tiny tokenizer, a router over fakes, and an OpenAI client."""
+"""A tiny tokenizer, a router over a twin and a fake server, and an OpenAI client."""
 
 import json
 from collections.abc import AsyncIterator, Callable
@@ -11,12 +11,15 @@ import openai
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from fakes.fake_buffer import FakeBuffer
 from fakes.fake_server import FakeServer, Script, serving
+from fakes.twin_run import TwinRun, WatchedWriter
+from outloop.buffer.records import Turn
 from outloop.buffer.run import Run, RunKeys
 from outloop.buffer.settings import build_settings
 from outloop.router.app import create_app
+from outloop.router.http.protocol import ClientConnection
 from outloop.router.rendering.renderer import PolicyRenderer
+from outloop.router.timings import DEFAULT_TIMINGS, Timings
 
 SPECIAL = (
     "<|endoftext|>",
@@ -103,11 +106,13 @@ def renderer(model_folder: Path) -> PolicyRenderer:
 
 @dataclass
 class Stage:
-    """A running router over fakes, and what tests do with it."""
+    """A running router over a twin and a fake server, and what tests do with it."""
 
     run: Run
     url: str
-    buffer: FakeBuffer
+    buffer: TwinRun | None
+    """None: its run is in a real Redis."""
+    writer: WatchedWriter
     server: FakeServer
     renderer: PolicyRenderer
     http: httpx.AsyncClient
@@ -125,15 +130,11 @@ class Stage:
         return await self.http.get(path, headers={"Authorization": f"Bearer {key}"})
 
     async def open(self, **fields: object) -> dict:
-        """Open an episode."""
-        body = {
-            "task_id": "t",
-            "group_id": "g",
-            "attempt": 0,
-            "deadline_s": 60.0,
-            "purpose": "train",
-            **fields,
-        }
+        """Open an episode, of a claimed attempt unless it is an evaluation."""
+        body = {"task_id": "t", "deadline_s": 60.0, "purpose": "train", "attempt": 0} | fields
+        if body["purpose"] == "train" and "group_id" not in body:
+            claim = await self.buffer.claim(self.writer, body["task_id"])
+            body |= {"group_id": claim.group_id, "attempt": claim.attempt}
         answer = await self.post("/episodes", body)
         assert answer.status_code == 200, answer.text
         return answer.json()
@@ -159,33 +160,48 @@ class Stage:
             finish={"type": "stop", "matched": stop},
         )
 
-    def turns(self, episode: dict):
+    def turns(self, episode: dict) -> tuple[Turn, ...]:
         """Recorded turns of an episode."""
-        return self.buffer.turns[episode["episode_id"]]
+        return self.buffer.load_episode(episode["episode_id"]).turns
 
 
 @pytest.fixture
 async def make_stage(
     make_run: Callable[..., Run], renderer: PolicyRenderer
 ) -> AsyncIterator[Callable]:
-    """Start a router over fakes; keyword arguments are settings sections."""
+    """Start a router on a twin, `beside` another stage, or of a `run` in a real Redis; further
+    keywords are sections of settings."""
     async with AsyncExitStack() as stack:
 
         async def make(
-            buffer: FakeBuffer | None = None, staleness: int = 1, **sections: dict
+            beside: Stage | None = None,
+            run: Run | None = None,
+            staleness: int = 1,
+            timings: Timings = DEFAULT_TIMINGS,
+            may_listen: bool = True,
+            connection: type[ClientConnection] = ClientConnection,
+            **sections: dict,
         ) -> Stage:
-            run = make_run(**sections, buffer={"max_staleness": staleness})
+            redis_run = run
+            run = run or make_run(**sections, buffer={"max_staleness": staleness})
             server = FakeServer(lambda request: Script(ids=[1]))
             server.url = await stack.enter_async_context(serving(server))
-            if buffer is None:
-                buffer = FakeBuffer()
-                buffer.serve(server.url)
-            app = create_app(run, buffer)
-            url = await stack.enter_async_context(serving(app))
+            if redis_run is not None:
+                buffer, writer = None, await WatchedWriter.connect(redis_run)
+            else:
+                buffer = TwinRun(run, may_listen=may_listen) if beside is None else beside.buffer
+                if beside is None:
+                    buffer.serve(server.url)
+                writer = await buffer.connect()
+            stack.push_async_callback(writer.close)
+            app = create_app(run, writer, timings=timings)
+            url = await stack.enter_async_context(serving(app, connection))
+            if buffer is not None:
+                await app.state.parts.pool.refresh()
             http = await stack.enter_async_context(
                 httpx.AsyncClient(base_url=url, timeout=20, verify=False)
             )
-            return Stage(run, url, buffer, server, renderer, http, app, stack)
+            return Stage(run, url, buffer, writer, server, renderer, http, app, stack)
 
         yield make
 

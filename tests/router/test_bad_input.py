@@ -9,9 +9,10 @@ import pytest
 from fakes.fake_server import Script
 from fakes.served_policy import publish
 from outloop.buffer.reader import BufferReader
+from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.keys import key
 from outloop.buffer.redis.run_meta import init_run
-from outloop.buffer.writer import BufferWriter
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +64,15 @@ async def whole(
     make_stage: Callable, make_run: Callable, redis_url: str, request: pytest.FixtureRequest
 ) -> AsyncIterator[Whole]:
     """See Whole; each test has a run of its own."""
-    run = make_run(buffer={"group_size": 2, "max_staleness": 0}, trainer={"groups_per_step": 1})
+    run = make_run(
+        buffer={"group_size": 2, "max_staleness": 0},
+        trainer={"groups_per_step": 1},
+        router={"turn_timeout_s": 1.0},
+    )
     run = replace(run, run_id=request.node.name.replace("/", "-"), redis_url=redis_url)
     init_run(run)
-    writer, reader = await BufferWriter.connect(run), BufferReader.connect(run)
-    stage = await make_stage(buffer=writer, router={"turn_timeout_s": 1.0})
+    reader = BufferReader.connect(run)
+    stage = await make_stage(run=run)
     body = {"tasks": [{"task_id": "t", "payload": {"n": 1}}], "eval_tasks": []}
     assert (await stage.post("/tasks", body)).status_code == 200
     fence = reader.acquire_fence()
@@ -76,7 +81,6 @@ async def whole(
     answer = await stage.post("/tasks/claim", {"key": "k", "count": 2, "open": True})
     yield Whole(stage, reader, fence, answer.json()["claims"])
     reader.close()
-    await writer.close()
 
 
 SCORE = {"value": 0.5, "key": "r"}
@@ -191,13 +195,14 @@ async def test_records_of_another_schema_or_damaged_are_set_aside(whole: Whole) 
     whole.stage.says("fine")
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     assert (await whole.send("/v1/chat/completions", body, whole.episode(0)["api_key"]))[0] == 200
-    client, prefix = whole.reader._client, whole.reader._prefix
-    turns = f"{prefix}episode:{episode_id}:turns"
+    client = connect_sync(whole.stage.run.redis_url)
+    turns = key(whole.stage.run.run_id, f"episode:{episode_id}:turns")
     client.lset(turns, 0, b"\x09\x00" + client.lindex(turns, 0)[2:])
     answer = await whole.stage.get(f"/episodes/{episode_id}")
     assert answer.status_code == 400
     assert "schema=9, this release reads schema=3" in answer.json()["error"]["message"]
     client.lset(turns, 0, b"rubbish")
+    client.close()
     for index in range(2):
         path = f"/episodes/{whole.episode(index)['episode_id']}/close"
         end = {"outcome": "completed", "reward": {"value": 1.0}, "key": "end"}

@@ -109,7 +109,7 @@ async def test_another_router_process_goes_on_with_the_ids(make_stage, stage) ->
     """A second router over the same buffer continues the branch by the recorded ids."""
     episode = await stage.open()
     said = await turn(stage, episode, [SYSTEM, USER])
-    other = await make_stage(buffer=stage.buffer)
+    other = await make_stage(beside=stage)
     stage.says("again")
     body = {"model": "policy", "messages": [SYSTEM, USER, said, USER]}
     answer = await other.post("/v1/chat/completions", body, episode["api_key"])

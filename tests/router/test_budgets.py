@@ -100,10 +100,11 @@ async def test_turns_at_once_are_bounded_per_key(make_stage) -> None:
     assert (await closed(stage, other))["outcome"] == "completed"
 
 
-async def test_turns_of_other_processes_count(make_stage, stage) -> None:
+async def test_turns_of_other_processes_count(make_stage) -> None:
     """Budgets are the episode's: two routers over one buffer share them, and what was noted."""
     limits = {"max_turns_per_episode": 3}
-    one, two = [await make_stage(buffer=stage.buffer, router=limits) for _ in range(2)]
+    one = stage = await make_stage(router=limits)
+    two = await make_stage(beside=stage, router=limits)
     stage.server.answer = lambda request: stage.script("x")
     episode = await stage.open()
     for router in (one, two, one):
@@ -140,7 +141,7 @@ async def test_an_unacknowledged_turn_is_counted_once(make_stage) -> None:
     stage.server.answer = lambda request: stage.script("x")
     episode = await stage.open()
     assert (await ask(stage, episode)).status_code == 200
-    hold = stage.buffer.hold_acknowledgements()
+    stage.writer.may_answer.clear()
     late = asyncio.create_task(ask(stage, episode, seed=1))
     while len(stage.turns(episode)) < 2:
         await asyncio.sleep(0.005)
@@ -152,17 +153,18 @@ async def test_an_unacknowledged_turn_is_counted_once(make_stage) -> None:
     beside = asyncio.create_task(ask(stage, episode, messages=rewritten))
     while len(stage.turns(episode)) < 3:
         await asyncio.sleep(0.005)
-    hold.set()
+    stage.writer.may_answer.set()
     assert [answer.status_code for answer in await asyncio.gather(late, beside)] == [200, 200]
     assert (await ask(stage, episode, seed=2)).status_code == 200
     check_final(await ask(stage, episode, seed=3), "turn_budget_spent")
     assert len(stage.turns(episode)) == 4
 
 
-async def test_turns_in_flight_count_beside_recorded_ones_of_others(make_stage, stage) -> None:
+async def test_turns_in_flight_count_beside_recorded_ones_of_others(make_stage) -> None:
     """What another process recorded does not hide what is in flight here."""
     limits = {"max_turns_per_episode": 6}
-    one, two = [await make_stage(buffer=stage.buffer, router=limits) for _ in range(2)]
+    one = stage = await make_stage(router=limits)
+    two = await make_stage(beside=stage, router=limits)
     stage.server.answer = lambda request: stage.script("x")
     episode = await stage.open()
     stage.server.gate.clear()
@@ -172,7 +174,7 @@ async def test_turns_in_flight_count_beside_recorded_ones_of_others(make_stage, 
     beside = FakeServer(lambda request: stage.script("x"))
     beside.url = await stage.stack.enter_async_context(serving(beside))
     # The server that holds them has left: others' turns go to another one.
-    stage.buffer.servers = []
+    stage.buffer.remove_servers()
     stage.buffer.serve(beside.url, server_id="server-1")
     for router in (one, two):
         await router.app.state.parts.pool.refresh()

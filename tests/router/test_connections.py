@@ -9,18 +9,18 @@ import pytest
 
 from fakes.live_router import accepting
 from outloop.router.errors import Refusal
-from outloop.router.http import endpoint, protocol
 from outloop.router.http.endpoint import ClientLeft, Exchange
+from outloop.router.http.protocol import ClientConnection
 
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
 @asynccontextmanager
 async def serving(
-    app, keep_alive_s: float = 5.0
+    app, keep_alive_s: float = 5.0, connection: type[ClientConnection] = ClientConnection
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to `app`."""
-    async with accepting(app, keep_alive_s) as (address, _):
+    async with accepting(app, keep_alive_s, connection) as (address, _):
         reader, writer = await asyncio.open_connection(*address)
         yield reader, writer
         writer.close()
@@ -135,21 +135,22 @@ async def test_answers_come_in_the_order_of_the_requests() -> None:
     ids=["nothing", "head", "body", "large", "chunked"],
 )
 async def test_a_request_that_does_not_arrive_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, begun: bytes, num_before: int
+    begun: bytes, num_before: int
 ) -> None:
     """Whatever is missing, also after a whole request; a body that does not come is refused so
     that its client comes again."""
-    monkeypatch.setattr(protocol, "_HEAD_S", 0.2)
-    monkeypatch.setattr(endpoint, "_RECEIVE_S", 0.2)
+
+    class Impatient(ClientConnection):
+        head_timeout_s = 0.2
 
     async def app(scope, receive, send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, body_timeout_s=0.2)
         try:
             await exchange.answer(200, await exchange.body())
         except Refusal as refusal:
             await exchange.answer(refusal.status, refusal.envelope(), refusal.headers())
 
-    async with serving(app, keep_alive_s=0.2) as (reader, writer):
+    async with serving(app, 0.2, Impatient) as (reader, writer):
         for _ in range(num_before):
             writer.write(request(b"one"))
             await reader.readuntil(b"one")
@@ -244,7 +245,7 @@ async def test_a_body_in_many_chunks_is_read() -> None:
         assert (await reader.readuntil(b"<200000>")).startswith(OK)
 
 
-async def test_a_slow_request_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_request_arrives() -> None:
     """One that takes longer than a connection may be idle, then as long to be answered."""
 
     async def app(scope, receive, send) -> None:

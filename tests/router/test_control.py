@@ -4,85 +4,76 @@ import json
 
 import pytest
 
-from outloop.buffer.records import Claim, Task
+from outloop.router.timings import Timings
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def claim(number: int, **fields) -> Claim:
-    """A training attempt."""
-    return Claim(
-        task=Task(task_id=f"t{number}", payload={"q": number}),
-        purpose=fields.pop("purpose", "train"),
-        group_id=fields.pop("group_id", "g0"),
-        attempt=number,
-        deadline_s=30.0,
-        **fields,
-    )
+async def register(stage, num_tasks: int = 2) -> None:
+    """Training tasks, and one for evaluation."""
+    tasks = [{"task_id": f"t{number}", "payload": {"q": number}} for number in range(num_tasks)]
+    body = {"tasks": tasks, "eval_tasks": [{"task_id": "e", "payload": {"q": -1}}]}
+    assert (await stage.post("/tasks", body)).status_code == 200
 
 
-async def test_claims_open_their_episodes_once(stage) -> None:
+async def claim(stage, key: str = "k", count: int = 1, **fields) -> dict:
+    """What a runner gets for a claim."""
+    answer = await stage.post("/tasks/claim", {"key": key, "count": count, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_claims_open_their_episodes_once(make_stage, stage) -> None:
     """The same key gives the same claims, episodes and keys, also from another router."""
-    stage.buffer.claims.extend([claim(0), claim(1)])
-    body = {"key": "k", "count": 2, "open": True}
-    first = (await stage.post("/tasks/claim", body)).json()
-    second = (await stage.post("/tasks/claim", body)).json()
-    assert first == second
-    assert [c["task"]["payload"] for c in first["claims"]] == [{"q": 0}, {"q": 1}]
-    assert len(stage.buffer.openings) == 2
+    await register(stage)
+    first = await claim(stage, count=9, open=True)
+    assert await claim(stage, count=9, open=True) == first
+    other = await claim(await make_stage(beside=stage), count=9, open=True)
+    for one in (*first["claims"], *other["claims"]):
+        # Each router names itself.
+        del one["episode"]["base_url"]
+    assert other == first
+    numbers = [claimed["task"]["payload"]["q"] for claimed in first["claims"]]
+    assert numbers == [numbers[0]] * 8 + [1 - numbers[0]]
+    assert stage.buffer.reader.stats()["buffer/episodes"] == 9
     episode = first["claims"][1]["episode"]
     stage.says("fine")
     assert (await stage.post("/v1/chat/completions", CHAT, episode["api_key"])).status_code == 200
-    assert stage.buffer.openings[episode["episode_id"]].attempt == 1
-
-
-async def test_another_router_answers_the_same_claim(make_stage, stage) -> None:
-    """A claim repeated after a router died keeps the first opening."""
-    stage.buffer.claims.append(claim(0))
-    body = {"key": "k", "count": 1, "open": True}
-    first = (await stage.post("/tasks/claim", body)).json()["claims"][0]["episode"]
-    other = await make_stage(buffer=stage.buffer)
-    second = (await other.post("/tasks/claim", body)).json()["claims"][0]["episode"]
-    assert (first["episode_id"], first["api_key"]) == (second["episode_id"], second["api_key"])
+    assert stage.buffer.load_episode(episode["episode_id"]).opening.attempt == 1
 
 
 async def test_eval_claims_carry_their_sampling_and_no_group(stage) -> None:
     """What the trainer asked for reaches the episode."""
-    stage.buffer.claims.append(
-        claim(0, purpose="eval", group_id=None, sampling={"temperature": 0.0}, eval_name="0:greedy")
+    await register(stage)
+    stage.buffer.reader.request_eval(
+        "0:greedy", policy_version=0, num_episodes=1, sampling={"temperature": 0.0}
     )
-    answer = await stage.post("/tasks/claim", {"key": "k", "count": 1, "open": True})
-    episode = answer.json()["claims"][0]["episode"]
-    opening = stage.buffer.openings[episode["episode_id"]]
+    episode = (await claim(stage, open=True))["claims"][0]["episode"]
+    opening = stage.buffer.load_episode(episode["episode_id"]).opening
     assert (opening.purpose, opening.group_id, opening.eval_name) == ("eval", None, "0:greedy")
     assert opening.sampling == {"temperature": 0.0}
 
 
-async def test_claims_wait_for_the_announced_version(stage, monkeypatch) -> None:
-    """503 with Retry-After while nothing serves it; the end of the run is told at once."""
-    monkeypatch.setattr("outloop.router.routes.runner._READY_WAIT_S", 0.05)
-    stage.buffer.announced = 5
+async def test_claims_wait_for_the_announced_version(make_stage) -> None:
+    """503 with Retry-After while nothing serves it; the end of the run is an answer at once."""
+    stage = await make_stage(timings=Timings(claim_wait_s=0.05))
+    stage.buffer.announce(5)
     await stage.app.state.parts.pool.refresh()
     answer = await stage.post("/tasks/claim", {"key": "k", "count": 1})
     assert answer.status_code == 503
     assert answer.headers["x-should-retry"] == "true"
-    stage.buffer.run_state = "finished"
+    stage.buffer.reader.set_run_state("finished")
     await stage.app.state.parts.pool.refresh()
     answer = await stage.post("/tasks/claim", {"key": "k2", "count": 1})
     assert answer.json()["reason"] == "finished"
 
 
 async def test_a_runner_says_that_it_is_there(stage) -> None:
-    """Its id reaches the buffer with its claims and heartbeats; without one it is refused."""
-    body = {"key": "k", "count": 1}
-    await stage.post("/tasks/claim", body)
-    await stage.post("/tasks/claim", body | {"runner_id": "r1"})
-    assert stage.buffer.claimed_by == ["", "r1"]
+    """With its claims and heartbeats; what it warns of is kept; without its id it is refused."""
     answer = await stage.post("/runners/heartbeat", {"runner_id": "r1"})
     assert (answer.status_code, answer.json()) == (200, {"max_silence_s": 20.0})
-    assert stage.buffer.heartbeats == ["r1"]
     await stage.post("/runners/heartbeat", {"runner_id": "r1", "warning": "episodes fail"})
-    assert stage.buffer.statuses["runner r1"] == {"warning": "episodes fail"}
+    assert stage.buffer.reader.statuses()["runner r1"] == {"warning": "episodes fail"}
     answer = await stage.post("/runners/heartbeat", {})
     assert (answer.status_code, answer.headers["x-should-retry"]) == (400, "false")
     assert "runner_id" in answer.json()["error"]["message"]
@@ -90,22 +81,26 @@ async def test_a_runner_says_that_it_is_there(stage) -> None:
 
 async def test_pause_gives_out_nothing(stage) -> None:
     """An operator can hold back new episodes."""
-    stage.buffer.claims.append(claim(0))
+    await register(stage)
     await stage.post("/pause", {}, "ol-admin-x")
-    answer = (await stage.post("/tasks/claim", {"key": "k", "count": 1})).json()
+    answer = await claim(stage)
     assert (answer["claims"], answer["reason"]) == ([], "paused")
     await stage.post("/resume", {}, "ol-admin-x")
-    answer = (await stage.post("/tasks/claim", {"key": "k", "count": 1})).json()
-    assert len(answer["claims"]) == 1
-    assert answer["claims"][0]["episode"] is None
+    (claimed,) = (await claim(stage))["claims"]
+    assert claimed["episode"] is None
 
 
 async def test_a_claim_whose_group_sealed_meanwhile_is_left_out(stage) -> None:
     """The others of the batch are opened and given out."""
-    stage.buffer.claims.extend([claim(0, group_id="old"), claim(1, group_id="new")])
-    stage.buffer.sealed.add("old")
-    answer = await stage.post("/tasks/claim", {"key": "k", "count": 2, "open": True})
-    assert [c["group_id"] for c in answer.json()["claims"]] == ["new"]
+    await register(stage)
+    lost, kept = (await claim(stage, count=9))["claims"][::8]
+    close = {"outcome": "completed", "key": "c", "reward": {"value": 1.0}}
+    task_id = lost["task"]["task_id"]
+    for attempt in range(8):
+        episode = await stage.open(task_id=task_id, group_id=lost["group_id"], attempt=attempt)
+        await stage.post(f"/episodes/{episode['episode_id']}/close", close)
+    answer = await claim(stage, count=9, open=True)
+    assert [claimed["group_id"] for claimed in answer["claims"]] == [kept["group_id"]]
 
 
 async def test_an_episode_can_be_read_scored_and_closed_once(stage) -> None:
@@ -140,7 +135,7 @@ async def test_a_reward_that_is_no_number_is_refused(stage, value: str) -> None:
         headers={"Authorization": "Bearer ol-runner-x"},
     )
     assert answer.status_code == 400
-    assert not stage.buffer.rewards
+    assert stage.buffer.load_episode(episode["episode_id"]).reward is None
 
 
 @pytest.mark.parametrize(
@@ -214,11 +209,11 @@ async def test_a_lost_buffer_is_a_retryable_error_and_nothing_is_acknowledged(ma
     stage.says("fine", "again")
     episode = await stage.open()
     await stage.post("/v1/chat/completions", CHAT, episode["api_key"])
-    stage.buffer.is_away = True
+    stage.buffer.twin.is_away = True
     answer = await stage.post("/v1/chat/completions", CHAT, episode["api_key"])
     assert answer.status_code == 503
     assert answer.headers["x-should-retry"] == "true"
-    stage.buffer.is_away = False
+    stage.buffer.twin.is_away = False
     assert len(stage.turns(episode)) == 1
 
 

@@ -48,8 +48,8 @@ async def test_rendered_equals_played(stage) -> None:
         },
     )
     assert answer.json() == {"num_accepted": 25}, answer.text
-    assert stage.buffer.is_final
-    for row, trajectory in zip(rows, stage.buffer.trajectories, strict=True):
+    assert stage.buffer.reader.sft_progress() == (25, True)
+    for row, trajectory in zip(rows, stage.buffer.reader.sft_trajectories(), strict=True):
         assert trajectory.episode.purpose == "sft"
         assert len(trajectory.branches()) == 1
         await compare_with_play(stage, row, trajectory.turns)
@@ -132,4 +132,4 @@ async def test_a_conversation_that_cannot_be_learnt_is_named(stage, row, needle:
     message = answer.json()["error"]["message"]
     assert message.startswith("trajectories[1]")
     assert needle in message
-    assert not stage.buffer.trajectories
+    assert stage.buffer.reader.sft_progress() == (0, False)

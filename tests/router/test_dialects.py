@@ -148,9 +148,7 @@ async def test_the_run_governs_every_dialect(make_stage, meet, dialect) -> None:
 async def test_eval_episodes_are_never_trained_in_any_dialect(stage, meet, dialect) -> None:
     """Purpose decides, not the door."""
     stage.says("fine")
-    episode = await stage.open(
-        purpose="eval", group_id=None, eval_name="e", sampling={"temperature": 0.0}
-    )
+    episode = await stage.open(purpose="eval", group_id=None, sampling={"temperature": 0.0})
     talker = meet(dialect).begin(episode)
     talker.tell("go")
     await talker.ask(stream=False)

@@ -145,7 +145,7 @@ async def test_what_fails_is_answered_as_the_document_says(make_stage) -> None:
     stage = await make_stage(router={"buffer_timeout_s": 0})
     document = (await stage.get("/openapi.json")).json()
     documented = Documented(stage, document, await stage.open())
-    stage.buffer.is_away = True
+    stage.buffer.twin.is_away = True
 
     def ask_all() -> set[str]:
         failed = set()
@@ -160,7 +160,7 @@ async def test_what_fails_is_answered_as_the_document_says(make_stage) -> None:
         return failed
 
     assert len(await asyncio.to_thread(ask_all)) == len(LIKELY) - 1
-    stage.buffer.is_away = False
+    stage.buffer.twin.is_away = False
 
 
 @pytest.mark.parametrize("wrong", ["status", "type", "header", "body"])

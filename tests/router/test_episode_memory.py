@@ -2,9 +2,7 @@
 
 import asyncio
 
-import pytest
-
-from outloop.router.episodes import episode as episode_module
+from outloop.router.timings import Timings
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -32,12 +30,12 @@ async def test_a_rewritten_history_does_not_read_the_episode_again(stage) -> Non
         ]
         assert (await ask(stage, episode, messages=messages)).status_code == 200
     # An episode that was opened by name is read once: an attempt before it may have been lost.
-    assert stage.buffer.num_loads == 1
+    assert stage.writer.num_loads == 1
 
 
-async def test_a_closed_episode_is_forgotten(stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_closed_episode_is_forgotten(make_stage) -> None:
     """Long before its deadline; its key stays refused, and then costs no more than a mark."""
-    monkeypatch.setattr(episode_module, "_FORGET_AFTER_S", 0.0)
+    stage = await make_stage(timings=Timings(forget_after_s=0.0))
     stage.server.answer = lambda request: stage.script("fine")
     episodes = stage.app.state.parts.episodes
     opened = [await stage.open(deadline_s=3600.0) for _ in range(3)]

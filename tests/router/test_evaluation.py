@@ -31,7 +31,7 @@ async def test_an_evaluation_gone_on_with_by_id_is_not_trained(make_stage, stage
     first = await client.responses.create(**ASKED, temperature=1.0)
     for _ in range(2):
         await client.responses.create(**ASKED, previous_response_id=first.id, top_p=1.0)
-    other = await make_stage(buffer=stage.buffer)
+    other = await make_stage(beside=stage)
     elsewhere = await other.client({**episode, "base_url": f"{other.url}/v1"})
     last = await elsewhere.responses.create(**ASKED, previous_response_id=first.id)
     assert last.output_text == "four"
@@ -56,7 +56,7 @@ async def test_retries_and_choices_of_an_evaluation_are_not_trained(make_stage, 
     retry = {"x-stainless-retry-count": "1"}
     first = await stage.post("/v1/chat/completions", body, episode["api_key"])
     again = await stage.post("/v1/chat/completions", body, episode["api_key"], **retry)
-    other = await make_stage(buffer=stage.buffer)
+    other = await make_stage(beside=stage)
     elsewhere = await other.post("/v1/chat/completions", body, episode["api_key"], **retry)
     assert first.json() == again.json() == elsewhere.json()
     check_masked(stage, episode, 3)

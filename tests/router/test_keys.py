@@ -4,7 +4,6 @@ import time
 import tracemalloc
 
 import pytest
-from msgspec.structs import replace
 
 from outloop.router.auth import KeyRing
 
@@ -86,11 +85,13 @@ async def test_an_expired_episode_is_refused_for_good(stage) -> None:
     assert_final(answer, 404, "episode_expired")
 
 
-async def test_an_episode_closed_elsewhere_is_refused_for_good(stage) -> None:
+async def test_an_episode_closed_elsewhere_is_refused_for_good(make_stage, stage) -> None:
     """The buffer knows better than this process; its answer is final too."""
     episode = await stage.open()
     stage.says("fine", "fine")
-    stage.buffer.closed[episode["episode_id"]] = ("completed", None, "", "k", "")
+    other = await make_stage(beside=stage)
+    close = {"outcome": "completed", "key": "c"}
+    await other.post(f"/episodes/{episode['episode_id']}/close", close)
     for _ in range(2):
         answer = await stage.post("/v1/chat/completions", BODY, episode["api_key"])
         assert_final(answer, 404, "episode_closed")
@@ -98,10 +99,8 @@ async def test_an_episode_closed_elsewhere_is_refused_for_good(stage) -> None:
 
 async def test_an_unknown_episode_is_refused_for_good(stage) -> None:
     """A validly signed key of an episode that was never opened."""
-    episode = await stage.open()
-    del stage.buffer.openings[episode["episode_id"]]
-    stage.app.state.parts.episodes._episodes.clear()
-    answer = await stage.post("/v1/chat/completions", BODY, episode["api_key"])
+    key = KeyRing(stage.run.keys).episode_key("ep-never-opened")
+    answer = await stage.post("/v1/chat/completions", BODY, key)
     assert_final(answer, 404, "episode_not_found")
 
 
@@ -111,7 +110,7 @@ async def test_unkeyed_traffic_is_served_but_not_recorded(make_stage) -> None:
     stage.says("fine")
     answer = await stage.post("/v1/chat/completions", BODY, "sk-mine")
     assert answer.status_code == 200
-    assert not stage.buffer.turns
+    assert stage.buffer.reader.stats()["buffer/turns"] == 0
     assert_final(
         await stage.post("/v1/chat/completions", BODY, "ol-ep-x-0"), 401, "invalid_api_key"
     )
@@ -120,12 +119,10 @@ async def test_unkeyed_traffic_is_served_but_not_recorded(make_stage) -> None:
 async def test_keys_hold_for_every_router_of_the_run(make_stage, stage) -> None:
     """Episode keys are derived, not stored."""
     episode = await stage.open()
-    other = await make_stage(buffer=stage.buffer)
+    other = await make_stage(beside=stage)
     stage.says("fine")
     answer = await other.post("/v1/chat/completions", BODY, episode["api_key"])
     assert answer.status_code == 200
-    opening = stage.buffer.openings[episode["episode_id"]]
-    stage.buffer.openings[episode["episode_id"]] = replace(opening, deadline_at=0.0)
 
 
 async def test_every_route_is_opened_by_one_kind_of_key(make_stage) -> None:

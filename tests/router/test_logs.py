@@ -19,9 +19,9 @@ async def test_every_turn_is_logged_with_its_ids_and_no_secret(make_stage) -> No
     with capture_logs() as logs:
         headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
         assert (await stage.post("/v1/chat/completions", BODY, key, **headers)).status_code == 200
-        stage.buffer.is_away = True
+        stage.buffer.twin.is_away = True
         assert (await stage.post("/v1/chat/completions", BODY, key)).status_code == 503
-        stage.buffer.is_away = False
+        stage.buffer.twin.is_away = False
         close = {"outcome": "completed", "key": "c"}
         path = f"/episodes/{episode['episode_id']}/close"
         assert (await stage.post(path, close)).status_code == 200
@@ -82,14 +82,10 @@ def test_a_process_writes_one_json_object_per_line_above_its_level() -> None:
     }
 
 
-async def test_a_key_in_a_path_is_not_logged(stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure of ours names the route, not whose it was."""
-
-    def fail(*_: object) -> None:
-        raise LookupError("ours")
-
+async def test_a_key_in_a_path_is_not_logged(stage) -> None:
+    """A failure of ours names the route, and not the episode."""
     episode = await stage.open()
-    monkeypatch.setattr(stage.app.state.parts.turns, "_read", fail)
+    stage.writer.load_error = LookupError("ours")
     with capture_logs() as logs:
         path = f"/episodes/{episode['api_key']}/v1/chat/completions"
         assert (await stage.post(path, BODY, "EMPTY")).status_code == 500

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from fakes.fake_server import FakeServer, serving
-from outloop.router.servers import pool as pool_module
+from outloop.router.timings import Timings
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -34,11 +34,11 @@ async def test_a_server_that_fails_for_hours_is_asked_again_soon(stage) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_turns_of_a_server_that_is_silent_and_left_go_on_elsewhere(
-    stage, monkeypatch: pytest.MonkeyPatch, stream: bool
+    make_stage, stream: bool
 ) -> None:
     """It accepts and never answers; once it has left the registry nobody waits for it, and what a
     streaming client has seen of it stays."""
-    monkeypatch.setattr(pool_module, "LEFT_GRACE_S", 0.05)
+    stage = await make_stage(timings=Timings(server_grace_s=0.05))
     whole = stage.script("Hello there, my old friend.")
     other = FakeServer(lambda request: replace(whole, ids=whole.ids[num_seen(request) :]))
     other.url = await stage.stack.enter_async_context(serving(other))
@@ -61,7 +61,7 @@ async def test_turns_of_a_server_that_is_silent_and_left_go_on_elsewhere(
             text += (await anext(chunks)).choices[0].delta.content or ""
     while not stage.server.requests:
         await asyncio.sleep(0.005)
-    stage.buffer.servers = []
+    stage.buffer.remove_servers()
     await stage.app.state.parts.pool.refresh()
     stage.buffer.serve(other.url, server_id="server-1")
     await stage.app.state.parts.pool.refresh()
@@ -80,20 +80,20 @@ async def test_turns_of_a_server_that_is_silent_and_left_go_on_elsewhere(
         gate.set()
 
 
-async def test_a_server_that_left_and_came_back_keeps_its_turns(
-    stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_left_and_came_back_keeps_its_turns(make_stage) -> None:
     """A registry that forgot it for a moment costs no turn its server."""
+    stage = await make_stage(timings=Timings(server_grace_s=0.02))
     stage.says("fine")
     stage.server.gate.clear()
     asked = asyncio.create_task(ask(stage, await stage.open()))
     while not stage.server.requests:
         await asyncio.sleep(0.005)
-    monkeypatch.setattr(pool_module, "LEFT_GRACE_S", 0.0)
-    pool, servers = stage.app.state.parts.pool, stage.buffer.servers
-    for known in ([], servers):
-        stage.buffer.servers = known
-        await pool.refresh()
+    pool = stage.app.state.parts.pool
+    stage.buffer.remove_servers()
+    await pool.refresh()
+    assert not pool.servers
+    stage.buffer.serve(stage.server.url)
+    await pool.refresh()
     await asyncio.sleep(0.05)
     stage.server.gate.set()
     assert (await asked).json()["choices"][0]["message"]["content"] == "fine"
@@ -118,7 +118,7 @@ async def test_what_an_empty_answer_says_of_a_version_is_not_believed(make_stage
         num = len(stage.server.requests)
         stage.server.version = str(min(num - 1, 1))
         if num == 1:
-            stage.buffer.announced = stage.buffer.acknowledged = 1
+            stage.buffer.publish(1)
             stage.buffer.serve(stage.server.url, version=1)
         elif num == 2:
             # From here on only what servers say is known.
@@ -150,8 +150,8 @@ async def test_a_stream_is_held_through_a_publish(make_stage, staleness: int) ->
 
     def answer(request):
         if len(stage.server.requests) == 1:
-            stage.buffer.announced = 1
-            stage.buffer.servers = [replace(stage.buffer.servers[0], is_quarantined=True)]
+            stage.buffer.announce(1)
+            stage.buffer.serve(stage.server.url, is_quarantined=True)
             return replace(whole, ids=whole.ids[:5], finish={"type": "abort", "message": "x"})
         stage.server.version = "1"
         num_seen = len(request["input_ids"]) - len(stage.server.requests[0]["input_ids"])
@@ -171,7 +171,7 @@ async def test_a_stream_is_held_through_a_publish(make_stage, staleness: int) ->
             await asyncio.sleep(0.005)
     assert not rest.done()
     assert len(stage.server.requests) == 1
-    stage.buffer.acknowledged = 1
+    stage.buffer.reader.acknowledge_version(1)
     stage.buffer.serve(stage.server.url, version=1)
     await pool.refresh()
     if staleness == 0:

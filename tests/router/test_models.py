@@ -6,10 +6,8 @@ import json
 import openai
 import pytest
 
-from fakes.fake_buffer import FakeBuffer
 from fakes.fake_server import FakeServer, serving
 from outloop.buffer.errors import SettingsError
-from outloop.router.app import create_app
 
 
 async def ask(stage, episode, model: str):
@@ -25,9 +23,9 @@ async def test_a_version_is_drawn_by_a_server_that_holds_it(stage) -> None:
     stage.server.answer = lambda request: stage.script("older")
     stage.buffer.serve(other.url, server_id="server-1", version=1)
     stage.buffer.serve(stage.server.url, version=0)
-    stage.buffer.acknowledged, stage.buffer.announced = 0, 1
-    await stage.app.state.parts.pool.refresh()
     episode = await stage.open()
+    stage.buffer.announce(1)
+    await stage.app.state.parts.pool.refresh()
     for version, text in ((0, "older"), (1, "newer"), (0, "older"), (1, "newer")):
         answer = await ask(stage, episode, f"policy@{version}")
         assert answer.json()["choices"][0]["message"]["content"] == text
@@ -252,9 +250,10 @@ async def test_an_upstream_is_for_nobody_without_an_episode(make_stage) -> None:
         ("judge", {"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
     ],
 )
-def test_upstreams_that_cannot_be_are_refused_at_the_start(make_run, name, fields, said) -> None:
+async def test_upstreams_that_cannot_be_are_refused_at_the_start(
+    make_stage, name, fields, said
+) -> None:
     """Before the router listens, with the setting's name."""
     upstream = {"base_url": "http://127.0.0.1:1/v1", **fields}
-    run = make_run(router={"upstreams": {name: upstream}})
     with pytest.raises(SettingsError, match=said):
-        create_app(run, FakeBuffer())
+        await make_stage(router={"upstreams": {name: upstream}})

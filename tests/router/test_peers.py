@@ -7,8 +7,16 @@ import json
 import httpx
 import pytest
 
-from outloop.router.peers import turn_locator
-from outloop.router.peers.turn_locator import Answer, Ask, Left, Over
+from outloop.router.peers.turn_locator import (
+    EVERYBODY,
+    Answer,
+    Ask,
+    Left,
+    Over,
+    decode,
+    encode,
+)
+from outloop.router.timings import Timings
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 RETRY = {"x-stainless-retry-count": "1"}
@@ -27,11 +35,15 @@ async def until(is_so) -> None:
             await asyncio.sleep(0.005)
 
 
+def messages(stage) -> list:
+    """Every message of a router, with its channel."""
+    said = [(name.rpartition("}:")[2], message) for name, message in stage.buffer.twin.published]
+    return [(name, decode(message)) for name, message in said if name.startswith("router")]
+
+
 def said(stage, kind):
     """What routers have told each other, of one kind."""
-    said = [message for name, message in stage.buffer.channel.said if name.startswith("router")]
-    everything = [turn_locator._decode(message) for message in said]
-    return [message for message in everything if isinstance(message, kind)]
+    return [message for _, message in messages(stage) if isinstance(message, kind)]
 
 
 async def begin(stage, episode, body=BODY, **headers):
@@ -53,7 +65,7 @@ async def retry_elsewhere(stage, other, episode, body=BODY):
 @pytest.fixture
 async def pair(make_stage, stage):
     """Two routers of one run."""
-    return stage, await make_stage(buffer=stage.buffer)
+    return stage, await make_stage(beside=stage)
 
 
 def text_of(answer) -> str:
@@ -118,7 +130,7 @@ async def test_whoever_waits_gets_the_same_bytes(pair) -> None:
 async def test_retries_that_reach_all_routers_at_once_are_drawn_once(make_stage, pair) -> None:
     """Nobody draws the turn, three are asked for it: the first to ask draws it."""
     first, other = pair
-    third = await make_stage(buffer=first.buffer)
+    third = await make_stage(beside=first)
     first.says("one", "two", "three")
     episode = await first.open()
     stages = (first, other, third, first, other)
@@ -159,56 +171,57 @@ async def test_who_waits_for_a_turn_that_comes_to_nothing_is_told_no_earlier_one
     assert len(first.turns(episode)) == 2
 
 
-async def test_a_router_that_never_answers_holds_a_retry_up_once(
-    stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def listening(stage, handle=lambda message: None):
+    """Another process, which handles what routers ask all of them."""
+    writer = await stage.buffer.connect()
+    stage.stack.push_async_callback(writer.close)
+    task = asyncio.create_task(writer.channel.listen({EVERYBODY: handle}))
+    assert await writer.channel.is_listening(TIMEOUT_S)
+    return task
+
+
+async def test_a_router_that_never_answers_holds_a_retry_up_once(make_stage) -> None:
     """One that is stopped dead still listens, as far as Redis knows; the deadline decides."""
-    monkeypatch.setattr(turn_locator, "ANSWER_S", 0.1)
+    stage = await make_stage(timings=Timings(peer_answer_s=0.1))
     stage.says("one")
     episode = await stage.open()
-    dead = asyncio.create_task(
-        stage.buffer.channel.listen({turn_locator.EVERYBODY: lambda _: None})
-    )
-    await asyncio.sleep(0)
+    dead = await listening(stage)
     assert text_of(await ask(stage, episode, **RETRY)) == "one"
     dead.cancel()
 
 
-async def test_a_router_that_draws_and_falls_silent_is_not_waited_for(
-    stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It said that it draws the turn, and then nothing more: the waiting router draws it."""
-    monkeypatch.setattr(turn_locator, "ANSWER_S", 0.1)
-    monkeypatch.setattr(turn_locator, "ROUND_S", 0.05)
+async def test_a_router_that_generates_and_falls_silent_is_not_waited_for(make_stage) -> None:
+    """It said that it has the turn in flight, and then nothing more: the waiting router generates
+    it."""
+    stage = await make_stage(timings=Timings(peer_answer_s=0.1, peer_round_s=0.05))
     stage.says("one")
     episode = await stage.open()
-    channel, num_told = stage.buffer.channel, 0
+    channel, num_answers = stage.writer.channel, 0
 
-    def hear(message: bytes) -> None:
-        nonlocal num_told
-        asked = turn_locator._decode(message)
+    def handle(message: bytes) -> None:
+        asked = decode(message)
         if isinstance(asked, Ask) and asked.round <= 3:
             answer = Answer("other", asked.number, asked.round, True)
-            telling.append(channel.publish(f"router:{asked.process}", turn_locator._encode(answer)))
+            answers.append(channel.publish(f"router:{asked.process}", encode(answer)))
 
-    telling: list = []
-    listening = asyncio.create_task(channel.listen({turn_locator.EVERYBODY: hear}))
+    answers: list = []
+    other = await listening(stage, handle)
     again = asyncio.create_task(ask(stage, episode, **RETRY))
     while not again.done():
-        if telling:
-            await telling.pop()
-            num_told += 1
+        if answers:
+            await answers.pop()
+            num_answers += 1
         await asyncio.sleep(0.005)
-    listening.cancel()
-    assert (num_told, text_of(await again)) == (3, "one")
+    other.cancel()
+    assert (num_answers, text_of(await again)) == (3, "one")
 
 
-async def test_a_turn_drawn_elsewhere_for_longer_than_a_turn_may_take_is_given_up(
-    make_stage, stage, monkeypatch: pytest.MonkeyPatch
+async def test_a_turn_generated_elsewhere_for_longer_than_a_turn_may_take_is_given_up(
+    make_stage, stage
 ) -> None:
-    """The wait has a deadline: a 503 that may be retried names who waits for whom."""
-    monkeypatch.setattr(turn_locator, "ROUND_S", 0.05)
-    other = await make_stage(buffer=stage.buffer, router={"turn_timeout_s": 0.01})
+    """The wait has a deadline: a 503 that may be retried names what it waited for."""
+    timings = Timings(peer_round_s=0.05)
+    other = await make_stage(beside=stage, timings=timings, router={"turn_timeout_s": 0.01})
     stage.says("one")
     episode = await stage.open()
     stayed = await begin(stage, episode)
@@ -220,11 +233,11 @@ async def test_a_turn_drawn_elsewhere_for_longer_than_a_turn_may_take_is_given_u
 
 
 async def test_a_turn_whose_waiting_client_leaves_elsewhere_is_recorded_without_loss(
-    pair, monkeypatch: pytest.MonkeyPatch
+    make_stage, stage
 ) -> None:
-    """Who waited at the other router hung up too: nobody has the answer."""
-    monkeypatch.setattr(turn_locator, "ROUND_S", 0.05)
-    first, other = pair
+    """Who waited at the other router hung up too: no client has the answer."""
+    first = stage
+    other = await make_stage(beside=stage, timings=Timings(peer_round_s=0.05))
     first.says("one")
     episode = await first.open()
     (await begin(first, episode)).cancel()
@@ -257,34 +270,27 @@ async def test_who_left_and_asks_again_elsewhere_without_a_mark_gets_the_turn(pa
 
 
 async def test_an_undelivered_turn_answers_after_a_restart(
-    make_stage, stage, monkeypatch: pytest.MonkeyPatch
+    make_stage,
 ) -> None:
-    """Nobody came back in time: the turn is recorded without loss, and is still the answer to the
-    same request, once, by a router that never saw it drawn."""
-    monkeypatch.setattr("outloop.router.turns.delivery._RETURN_GRACE_S", 0.01)
+    """The client did not come back in time: the turn is recorded without loss, and is still the
+    answer to the same request, once, by a router that did not generate it."""
+    stage = await make_stage(timings=Timings(return_grace_s=0.01))
     stage.says("one", "two")
     episode = await stage.open()
     (await begin(stage, episode)).cancel()
     await asyncio.sleep(0.05)
     stage.server.gate.set()
     await until(lambda: stage.turns(episode))
-    other = await make_stage(buffer=stage.buffer)
+    other = await make_stage(beside=stage)
     assert [text_of(await ask(other, episode)) for _ in range(2)] == ["one", "two"]
     assert [bool(turn.loss_spans) for turn in stage.turns(episode)] == [False, True]
 
 
-async def test_a_router_that_hears_nobody_serves_alone(
-    make_stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its user may not listen, or Redis is back a moment ago: turns are drawn, retries get what is
-    recorded, and turns at once are bounded by what it runs itself."""
+async def test_a_router_that_gets_no_messages_serves_alone(make_stage) -> None:
+    """Its user may not listen, or Redis is back a moment ago: turns are generated, retries get what
+    is recorded, and turns at once are bounded by what it runs itself."""
     settings = {"num_processes": 4, "max_concurrent_turns_per_episode": 4}
-    stage = await make_stage(router=settings)
-
-    async def is_listening(timeout_s: float) -> bool:
-        return False
-
-    monkeypatch.setattr(stage.buffer.channel, "is_listening", is_listening)
+    stage = await make_stage(router=settings, timings=Timings(peer_answer_s=0.05), may_listen=False)
     stage.says("one", "two", "three", "four", "five")
     episode = await stage.open()
     assert text_of(await ask(stage, episode)) == "one"
@@ -306,7 +312,7 @@ async def test_a_fresh_turn_tells_the_other_routers_nothing(pair) -> None:
     episode = await first.open()
     for stage in pair:
         assert (await ask(stage, episode)).status_code == 200
-    assert first.buffer.channel.said == []
+    assert messages(first) == []
 
 
 async def test_rubbish_on_the_channel_is_passed_over(pair) -> None:
@@ -314,18 +320,19 @@ async def test_rubbish_on_the_channel_is_passed_over(pair) -> None:
     first, other = pair
     first.says("one", "two")
     episode = await first.open()
-    channel = first.buffer.channel
-    for message in (b"", b"\xff", b"\x93\x01\x02\x03", b"{}", turn_locator._encode(Over(7))):
-        await channel.publish(turn_locator.EVERYBODY, message)
-        for name in {name for hear in channel.listeners for name in hear}:
-            await channel.publish(name, message)
+    await ask(other, episode, **RETRY)
+    names = {f"router:{one.process}" for one in said(first, Ask)}
+    for message in (b"", b"\xff", b"\x93\x01\x02\x03", b"{}", encode(Over(7))):
+        for name in (EVERYBODY, *names):
+            await first.writer.channel.publish(name, message)
     assert text_of(await ask(other, episode, **RETRY)) == "one"
 
 
-async def test_a_client_elsewhere_may_wait_for_two_equal_turns(pair, monkeypatch) -> None:
+async def test_a_client_elsewhere_may_wait_for_two_equal_turns(make_stage) -> None:
     """The turn that it waited for is over, and an equal one is in flight when it asks again."""
-    monkeypatch.setattr(turn_locator, "ROUND_S", 0.02)
-    first, other = pair
+    timings = Timings(peer_round_s=0.02)
+    first = await make_stage(timings=timings)
+    other = await make_stage(beside=first, timings=timings)
     first.says("one", "two")
     episode = await first.open()
     stayed = [await begin(first, episode)]
@@ -343,25 +350,24 @@ async def test_a_question_that_is_put_again_keeps_its_place(stage) -> None:
     which waits for it."""
     stage.says("one")
     episode = await stage.open()
-    channel = stage.buffer.channel
+    channel = stage.writer.channel
     content = httpx.Request("POST", "http://x", json=BODY).read()
     key = hashlib.sha256(b"chat/completions\0" + content).hexdigest()[:32]
 
     def question(round_: int) -> bytes:
-        return turn_locator._encode(Ask("other", 1, round_, episode["episode_id"], key, True))
+        return encode(Ask("other", 1, round_, episode["episode_id"], key, True))
 
     def answers() -> list[Answer]:
         return [answer for answer in said(stage, Answer) if answer.process != "other"]
 
-    await channel.publish(turn_locator.EVERYBODY, question(1))
+    await channel.publish(EVERYBODY, question(1))
     await until(lambda: len(answers()) == 1)
-    listening = asyncio.create_task(channel.listen({turn_locator.EVERYBODY: lambda _: None}))
-    await asyncio.sleep(0)
+    silent = await listening(stage)
     # It waits for the other's answer now.
     again = asyncio.create_task(ask(stage, episode, **RETRY))
     await until(lambda: len(said(stage, Ask)) == 2)
-    await channel.publish(turn_locator.EVERYBODY, question(2))
+    await channel.publish(EVERYBODY, question(2))
     await until(lambda: len(answers()) == 2)
     assert [(answer.round, answer.generates) for answer in answers()] == [(1, False), (2, False)]
     again.cancel()
-    listening.cancel()
+    silent.cancel()

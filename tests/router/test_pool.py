@@ -70,7 +70,7 @@ async def test_load_spreads_and_episodes_stay(stage) -> None:
 async def test_without_a_server_the_turn_ends_in_a_retryable_503(make_stage) -> None:
     """The error names what was waited for and says when to come back."""
     stage = await make_stage(router={"turn_timeout_s": 0.2})
-    stage.buffer.servers = []
+    stage.buffer.remove_servers()
     await stage.app.state.parts.pool.refresh()
     answer = await ask(stage, await stage.open())
     assert answer.status_code == 503
@@ -84,9 +84,7 @@ async def test_no_traffic_to_a_quarantined_server_or_a_wrong_version(make_stage)
     stage = await make_stage(router={"turn_timeout_s": 0.2})
     pool = stage.app.state.parts.pool
     for version, quarantined in ((None, False), (7, False), (0, True)):
-        stage.buffer.servers = [
-            replace(stage.buffer.servers[0], policy_version=version, is_quarantined=quarantined)
-        ]
+        stage.buffer.serve(stage.server.url, version=version, is_quarantined=quarantined)
         await pool.refresh()
         assert (await ask(stage, await stage.open())).status_code == 503
     assert not stage.server.requests
@@ -103,7 +101,7 @@ async def test_a_turn_waits_for_a_publish_and_is_stamped(stage) -> None:
     await asyncio.sleep(0.05)
     assert not server.requests
     server.version = "3"
-    buffer.announced = buffer.acknowledged = 3
+    buffer.publish(3)
     buffer.serve(server.url, version=3)
     assert (await task).status_code == 200
     assert server.requests[0]["extra_key"] == "3"
@@ -191,7 +189,7 @@ async def test_a_stream_that_cannot_go_on_ends_in_an_error(make_stage) -> None:
 
     def answer(request):
         if len(stage.server.requests) == 1:
-            stage.buffer.announced = stage.buffer.acknowledged = 1
+            stage.buffer.publish(1)
             stage.buffer.serve(stage.server.url, version=1)
             return replace(whole, drop_after=5)
         return whole
@@ -210,7 +208,7 @@ async def test_a_stream_that_cannot_go_on_ends_in_an_error(make_stage) -> None:
 async def test_ready_follows_the_announced_version(stage) -> None:
     """503 with Retry-After until a server has acknowledged what the trainer announced."""
     assert (await stage.http.get("/ready")).json()["policy_version"] == 0
-    stage.buffer.announced = 1
+    stage.buffer.announce(1)
     await stage.app.state.parts.pool.refresh()
     answer = await stage.http.get("/ready")
     assert answer.status_code == 503
@@ -299,7 +297,7 @@ async def test_partial_ids_go_on_at_another_server_of_the_same_version(make_stag
     other.url = await stage.stack.enter_async_context(serving(other))
 
     def abort_and_leave(request):
-        stage.buffer.servers = []
+        stage.buffer.remove_servers()
         stage.buffer.serve(other.url, server_id="server-1")
         return part
 
@@ -325,7 +323,7 @@ async def test_partial_ids_of_another_version_are_drawn_anew_where_versions_may_
     def abort_and_publish(request):
         if len(stage.server.requests) > 1:
             return whole
-        stage.buffer.announced = stage.buffer.acknowledged = 1
+        stage.buffer.publish(1)
         stage.buffer.serve(stage.server.url, version=1)
         return part
 
@@ -348,9 +346,9 @@ async def test_who_waits_for_room_does_not_have_the_registry_read_more_often(mak
     while service.num_running < 5:
         await asyncio.sleep(0.005)
     await asyncio.sleep(0.3)
-    before = stage.buffer.num_policy_reads
+    before = stage.writer.num_policy_reads
     await asyncio.sleep(1.0)
-    assert stage.buffer.num_policy_reads - before <= 8
+    assert stage.writer.num_policy_reads - before <= 8
     stage.server.gate.set()
     assert {answer.status_code for answer in await asyncio.gather(*running)} == {200}
 

@@ -82,7 +82,7 @@ async def test_the_policy_goes_on_where_the_client_stopped(stage, ask, stream, c
     ],
 )
 async def test_what_follows_is_read_as_any_answer(
-    stage, ask, stream: bool, prefill: str, generated: str, texts: list, calls: int
+    make_stage, stage, ask, stream: bool, prefill: str, generated: str, texts: list, calls: int
 ) -> None:
     """White space and calls after the beginning too; a retry, also elsewhere, says the same."""
     stage.says(generated)
@@ -92,8 +92,9 @@ async def test_what_follows_is_read_as_any_answer(
     assert [b.text for b in said.content if b.type == "text"] == texts
     assert [b.input for b in said.content if b.type == "tool_use"] == [{"x": 1}] * calls
     retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
-    stage.app.state.parts.episodes._episodes.clear()
-    again = await ask(episode, begun, stream=stream, tools=TOOLS, **retry)
+    other = await make_stage(beside=stage)
+    elsewhere = {**episode, "base_url": f"{other.url}/v1"}
+    again = await ask(elsewhere, begun, stream=stream, tools=TOOLS, **retry)
     assert [block.model_dump() for block in again.content] == [b.model_dump() for b in said.content]
     assert len(stage.server.requests) == 1
 

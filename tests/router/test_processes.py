@@ -260,7 +260,7 @@ async def test_a_retry_at_another_process_waits_for_the_turn_and_draws_it_when_i
         heard.clear()
         retry = asyncio.create_task(ask(other, **{"x-stainless-retry-count": "1"}))
         # It asks again only when it was told that somebody does.
-        await until(lambda: any(turn_locator._decode(message).round > 1 for message in heard))
+        await until(lambda: any(turn_locator.decode(message).round > 1 for message in heard))
         # Who only listens is never answered for.
         listening.cancel()
         return retry

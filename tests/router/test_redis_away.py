@@ -13,13 +13,10 @@ import pytest
 from fakes.bad_wire import BadWire
 from fakes.served_policy import publish
 from outloop.buffer.reader import BufferReader
-from outloop.buffer.records import Turn
 from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
-from outloop.buffer.store.budget_notes import EpisodeUsage
-from outloop.buffer.writer import BufferWriter
-from outloop.router.turns import delivery
+from outloop.router.timings import Timings
 
 SAID = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -28,7 +25,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 async def awaited(stage) -> None:
     """Somebody waits for the buffer."""
     async with asyncio.timeout(20):
-        while not stage.buffer.num_refused:
+        while not stage.buffer.twin.num_refused:
             await asyncio.sleep(0.005)
 
 
@@ -49,11 +46,11 @@ async def test_a_drawn_turn_waits_to_be_recorded(stage, stream: bool) -> None:
     asking = client.chat.completions.create(model="policy", messages=SAID, stream=stream)
     task = asyncio.create_task(asking)
     await drawing(stage, 1)
-    stage.buffer.is_away = True
+    stage.buffer.twin.is_away = True
     stage.server.gate.set()
     await awaited(stage)
     assert not stage.turns(episode)
-    stage.buffer.is_away = False
+    stage.buffer.twin.is_away = False
     answer = await task
     if stream:
         text = "".join([c.choices[0].delta.content or "" async for c in answer])
@@ -74,10 +71,10 @@ async def hang_up(task: asyncio.Task) -> None:
 
 @pytest.mark.parametrize("num_choices", [1, 2])
 async def test_who_leaves_while_a_turn_waits_to_be_recorded_has_not_got_it(
-    stage, monkeypatch: pytest.MonkeyPatch, num_choices: int
+    make_stage, num_choices: int
 ) -> None:
     """A client that left and did not come back in time: every choice is recorded without loss."""
-    monkeypatch.setattr(delivery, "_RETURN_GRACE_S", 0.2)
+    stage = await make_stage(timings=Timings(return_grace_s=0.2))
     stage.says(*["fine"] * num_choices)
     episode = await stage.open()
     body = {"model": "policy", "messages": SAID, "n": num_choices}
@@ -85,11 +82,11 @@ async def test_who_leaves_while_a_turn_waits_to_be_recorded_has_not_got_it(
     stage.server.gate.clear()
     task = asyncio.create_task(asking)
     await drawing(stage, num_choices)
-    stage.buffer.is_away = True
+    stage.buffer.twin.is_away = True
     stage.server.gate.set()
     await awaited(stage)
     await hang_up(task)
-    stage.buffer.is_away = False
+    stage.buffer.twin.is_away = False
     async with asyncio.timeout(20):
         while len(stage.turns(episode)) < num_choices:
             await asyncio.sleep(0.005)
@@ -107,11 +104,11 @@ async def test_who_leaves_and_comes_back_meanwhile_gets_the_turn(stage) -> None:
     stage.server.gate.clear()
     first = asyncio.create_task(stage.post("/v1/chat/completions", body, episode["api_key"]))
     await drawing(stage, 1)
-    stage.buffer.is_away = True
+    stage.buffer.twin.is_away = True
     stage.server.gate.set()
     await awaited(stage)
     await hang_up(first)
-    stage.buffer.is_away = False
+    stage.buffer.twin.is_away = False
     answer = await stage.post("/v1/chat/completions", body, episode["api_key"])
     assert answer.json()["choices"][0]["message"]["content"] == "fine"
     (turn,) = stage.turns(episode)
@@ -122,18 +119,18 @@ async def test_who_leaves_and_comes_back_meanwhile_gets_the_turn(stage) -> None:
 async def test_a_turn_waits_to_be_begun(make_stage, stage) -> None:
     """A router that does not know the episode yet asks again."""
     episode = await stage.open()
-    other = await make_stage(buffer=stage.buffer)
+    other = await make_stage(beside=stage)
     other.says("fine")
     stage.buffer.serve(other.server.url)
     await other.app.state.parts.pool.refresh()
-    stage.buffer.is_away = True
+    stage.buffer.twin.is_away = True
     client = openai.AsyncOpenAI(
         base_url=f"{other.url}/v1", api_key=episode["api_key"], max_retries=0
     )
     stage.stack.push_async_callback(client.close)
     task = asyncio.create_task(client.chat.completions.create(model="policy", messages=SAID))
     await awaited(stage)
-    stage.buffer.is_away = False
+    stage.buffer.twin.is_away = False
     assert (await task).choices[0].message.content == "fine"
 
 
@@ -144,7 +141,7 @@ async def test_who_waits_is_let_go_when_the_router_stops(stage) -> None:
     known, unknown = await stage.open(), await stage.open()
     body = {"model": "policy", "messages": SAID}
     await stage.post("/v1/chat/completions", body, known["api_key"])
-    stage.buffer.is_away = True
+    stage.buffer.twin.is_away = True
     tasks = [
         asyncio.create_task(stage.post("/v1/chat/completions", body, episode["api_key"]))
         for episode in (known, unknown)
@@ -157,7 +154,7 @@ async def test_who_waits_is_let_go_when_the_router_stops(stage) -> None:
     ):
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
         assert answer.headers["x-should-retry"] == "true"
-    stage.buffer.is_away = False
+    stage.buffer.twin.is_away = False
 
 
 @pytest.fixture
@@ -169,15 +166,13 @@ async def restartable(
     with redis, BadWire(tmp_path, redis.start().removeprefix("unix://")) as wire:
         run = replace(make_run(), run_id="away", redis_url=wire.url)
         init_run(run)
-        writer = await BufferWriter.connect(run)
-        stage = await make_stage(buffer=writer)
+        stage = await make_stage(run=run, timings=Timings(return_grace_s=0.2))
         direct = replace(run, redis_url=redis.url)
         with closing(BufferReader.connect(direct)) as reader:
             reader.recover(None, fence=reader.acquire_fence())
         publish(direct, stage.server.url)
         await stage.app.state.parts.pool.refresh()
         yield stage, redis, wire
-        await writer.close()
 
 
 async def test_agents_play_on_while_redis_is_restarted(restartable) -> None:
@@ -243,12 +238,9 @@ async def trained(restartable) -> tuple:
     return stage, wire, claims["claims"][0]["episode"]
 
 
-async def test_a_record_whose_acknowledgement_was_lost_stands(
-    trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_record_whose_acknowledgement_was_lost_stands(trained) -> None:
     """It says that the turn was delivered; who left after it was written changes it no more."""
     stage, wire, episode = trained
-    monkeypatch.setattr(delivery, "_RETURN_GRACE_S", 0.2)
     stage.says("well", "fine")
     body = {"model": "policy", "messages": SAID}
     # Redis knows the script from then on: a command that arrives is carried out.
@@ -256,13 +248,8 @@ async def test_a_record_whose_acknowledgement_was_lost_stands(
     stage.server.gate.clear()
     task = asyncio.create_task(stage.post("/v1/chat/completions", body, episode["api_key"]))
     await drawing(stage, 2)
-    sent, appended = [], stage.buffer.append_turn
-
-    async def append(turn: Turn) -> EpisodeUsage:
-        sent.append(turn)
-        return await appended(turn)
-
-    monkeypatch.setattr(stage.buffer, "append_turn", append)
+    stage.writer.appended.clear()
+    sent = stage.writer.appended
     wire.loses_answers = True
     stage.server.gate.set()
     async with asyncio.timeout(20):
@@ -275,7 +262,7 @@ async def test_a_record_whose_acknowledgement_was_lost_stands(
         wire.loses_answers = False
         while stage.app.state.parts.service.num_running:
             await asyncio.sleep(0.005)
-    _, turn = (await stage.buffer.load_episode(episode["episode_id"])).turns
+    _, turn = (await stage.writer.load_episode(episode["episode_id"])).turns
     assert turn.turn_id == sent[0].turn_id
     assert turn.loss_spans == sent[0].loss_spans == ((0, len(turn.output_ids)),)
     retried = {"x-stainless-retry-count": "1"}

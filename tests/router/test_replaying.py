@@ -1,7 +1,6 @@
 """An attempt that was lost is played again, and its recorded turns answer until it differs."""
 
 import json
-from itertools import count
 
 import numpy as np
 import pytest
@@ -14,14 +13,17 @@ TOOLS = [
     }
 ]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 * 7"}}\n</tool_call>'
-_names = count()
 
 
-async def resume(stage, lost: dict, **fields: object) -> dict:
-    """Open the episode in which the attempt of `lost` is played again."""
-    name = f"again-{next(_names)}"
-    stage.buffer.resumes[name] = lost["episode_id"]
-    return await stage.open(episode_id=name, attempt=1, **fields)
+async def resume(stage, lost: dict) -> dict:
+    """End `lost` by a failure of its machine; the episode in which its attempt is played again."""
+    close = {"outcome": "failed", "failure_kind": "infrastructure", "key": "c"}
+    path = f"/episodes/{lost['episode_id']}/close"
+    assert (await stage.post(path, close)).status_code == 200
+    body = {"key": lost["episode_id"], "count": 1, "open": True}
+    (claimed,) = (await stage.post("/tasks/claim", body)).json()["claims"]
+    assert claimed["resumes"] == lost["episode_id"]
+    return claimed["episode"]
 
 
 async def say(stage, episode: dict, messages: list[dict], **fields: object) -> dict:
@@ -73,7 +75,7 @@ async def test_recorded_turns_are_not_drawn_again(make_stage, stage, elsewhere) 
     stage.says(CALL, CALL, "never", "never")
     lost = await stage.open()
     first = await play(stage, lost, num_turns=2)
-    here = await make_stage(buffer=stage.buffer) if elsewhere else stage
+    here = await make_stage(beside=stage) if elsewhere else stage
     stage.says(CALL, "84.")
     again = await resume(here, lost)
     num_before = len(stage.server.requests)
@@ -100,7 +102,8 @@ async def test_a_streaming_agent_gets_the_recorded_text(stage) -> None:
     lost = await stage.open()
     ask = {"messages": [{"role": "user", "content": "hi"}], "model": "policy", "stream": True}
     texts = []
-    for episode in (lost, await resume(stage, lost)):
+    for number in range(2):
+        episode = await resume(stage, lost) if number else lost
         answer = await stage.post("/v1/chat/completions", ask, episode["api_key"])
         lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
         deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
@@ -190,19 +193,21 @@ async def test_what_a_named_version_said_is_not_replayed_for_the_policy(stage) -
 async def test_what_is_masked_stays_masked_but_for_delivery(make_stage) -> None:
     """Unknown logprobs stay unknown; a turn that nobody received is now delivered and trained."""
     stage = await make_stage()
-    scripts = iter([stage.script("unknown"), stage.script("left alone")])
-    stage.server.answer = lambda request: next(scripts)
-    lost = await stage.open()
+    stage.says("unknown", "left alone")
+    played, lost = await stage.open(), await stage.open()
     hello = [{"role": "user", "content": "hi"}]
-    await say(stage, lost, hello)
-    await say(stage, lost, [*hello, {"role": "user", "content": "ho"}])
-    recorded = stage.turns(lost)
-    num = len(recorded[0].output_ids)
-    for index, reason in enumerate(("behavior_unknown", "undelivered")):
-        changes = {"loss_spans": (), "mask_reason": reason}
-        if reason == "behavior_unknown":
-            changes["behavior_logprobs"] = np.zeros(num, np.float32)
-        recorded[index] = replace(recorded[index], **changes)
+    await say(stage, played, hello)
+    await say(stage, played, [*hello, {"role": "user", "content": "ho"}])
+    recorded = [
+        replace(turn, episode_id=lost["episode_id"], loss_spans=(), mask_reason=reason)
+        for turn, reason in zip(
+            stage.turns(played), ("behavior_unknown", "undelivered"), strict=True
+        )
+    ]
+    zeros = np.zeros(len(recorded[0].output_ids), np.float32)
+    recorded[0] = replace(recorded[0], behavior_logprobs=zeros)
+    for turn in recorded:
+        await stage.writer.append_turn(turn)
     again = await resume(stage, lost)
     await say(stage, again, hello)
     await say(stage, again, [*hello, {"role": "user", "content": "ho"}])
@@ -221,10 +226,10 @@ async def test_a_buffer_that_is_away_costs_no_recorded_turn(make_stage) -> None:
     await say(stage, lost, hello)
     again = await resume(stage, lost)
     await say(stage, again, [{"role": "user", "content": "something else"}])
-    stage.buffer.is_away = True
+    stage.buffer.twin.is_away = True
     body = {"model": "policy", "messages": hello}
     answer = await stage.post("/v1/chat/completions", body, again["api_key"])
     assert answer.status_code == 503
-    stage.buffer.is_away = False
+    stage.buffer.twin.is_away = False
     answer = await say(stage, again, hello)
     assert answer["choices"][0]["message"]["content"] == "one"

@@ -128,7 +128,7 @@ async def test_another_router_goes_on_by_ids_alone(make_stage, renderer) -> None
     first = await (await here.client(episode)).responses.create(
         model="policy", tools=[TOOL], input="how much?"
     )
-    there = await make_stage(buffer=here.buffer)
+    there = await make_stage(beside=here)
     there.buffer.serve(there.server.url)
     there.says("four", "five")
     client = await there.client({**episode, "base_url": f"{there.url}/v1"})
@@ -139,7 +139,7 @@ async def test_another_router_goes_on_by_ids_alone(make_stage, renderer) -> None
     await client.responses.create(
         model="policy", tools=[TOOL], input="and now?", previous_response_id=second.id
     )
-    turns = here.buffer.turns[episode["episode_id"]]
+    turns = here.turns(episode)
     assert [turn.branch_cause for turn in turns] == ["root", "extension", "extension"]
     given = [*turns[0].prompt_ids, *turns[0].output_ids, *turns[1].prompt_ids]
     assert there.server.requests[0]["input_ids"] == given
@@ -265,7 +265,7 @@ async def test_items_named_by_id_are_those_of_the_answer(
     first = second = await stage.client(episode)
     if has_other_router:
         # It has the same server.
-        other = await make_stage(buffer=stage.buffer)
+        other = await make_stage(beside=stage)
         second = first.with_options(base_url=f"{other.url}/v1")
     answer, last = await play_by_reference(first, second, names_call=names_call)
     assert last.output_text == "84"
@@ -287,7 +287,7 @@ async def test_an_item_that_is_not_of_the_episode_is_refused(stage, item_id: str
     client = await stage.client(await stage.open())
     answer = await client.responses.create(model="policy", input="go")
     turn_id = answer.id.removeprefix("resp_")
-    other = await stage.client(await stage.open(attempt=1))
+    other = await stage.client(await stage.open())
     item = {"type": "item_reference", "id": item_id % turn_id if "%" in item_id else item_id}
     for asking, named in ((client, item), (other, reference(answer.output[0]))):
         with pytest.raises(openai.BadRequestError) as refused:

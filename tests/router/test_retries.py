@@ -5,8 +5,6 @@ import json
 
 import pytest
 
-from outloop.buffer.errors import BufferUnavailable
-
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -119,7 +117,7 @@ async def test_a_retry_after_a_router_restart_gets_the_recorded_turn(make_stage,
     stage.says("one")
     episode = await stage.open()
     first = await ask(stage, episode)
-    other = await make_stage(buffer=stage.buffer)
+    other = await make_stage(beside=stage)
     second = await ask(other, episode, x_stainless_retry_count="1")
     assert second.content == first.content
     assert len(stage.turns(episode)) == 1
@@ -150,27 +148,20 @@ async def test_choices_of_which_some_were_recorded_are_generated_together_again(
     stage = await make_stage(router={"buffer_timeout_s": 0})
     stage.says("a", "b", "c", "d")
     episode = await stage.open()
-    append = stage.buffer.append_turn
-
-    async def take_one(turn):
-        if turn.choice_index:
-            raise BufferUnavailable("scripted")
-        return await append(turn)
-
-    stage.buffer.append_turn = take_one
+    stage.writer.refuses = lambda turn: turn.choice_index > 0
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "n": 2}
     path, key = "/v1/chat/completions", episode["api_key"]
     refused = await stage.post(path, body, key)
     assert (refused.status_code, refused.headers["x-should-retry"]) == (503, "true")
     assert len(stage.turns(episode)) == 1
-    stage.buffer.append_turn = append
+    stage.writer.refuses = lambda turn: False
     retry = {"x-stainless-retry-count": "1"}
     answers = [(await stage.post(path, body, key, **retry)).json() for _ in range(2)]
     assert answers[0] == answers[1]
     texts = [choice["message"]["content"] for choice in answers[0]["choices"]]
     assert sorted(texts) == ["c", "d"]
     assert len(stage.turns(episode)) == 3
-    other = await make_stage(buffer=stage.buffer)
+    other = await make_stage(beside=stage)
     assert (await other.post(path, body, key, **retry)).json() == answers[0]
 
 
@@ -184,7 +175,7 @@ async def test_the_retry_of_a_refused_second_sample_is_a_fresh_sample(make_stage
     that was answered before, and a retry of that retry is one of it."""
     stage = await make_stage(router={"max_queued_turns": 1})
     stage.says("one", "other", "two")
-    episode, other = await stage.open(), await stage.open(attempt=1)
+    episode, other = await stage.open(), await stage.open()
     assert text_of(await ask(stage, episode)) == "one"
     stage.server.gate.clear()
     busy = asyncio.create_task(ask(stage, other))
@@ -203,7 +194,7 @@ async def test_a_retry_of_an_answered_turn_that_meets_a_full_router_stays_one(ma
     """What was refused was marked already: it asks for the turn that was answered before."""
     stage = await make_stage(router={"max_queued_turns": 1})
     stage.says("one", "other", "two")
-    episode, other = await stage.open(), await stage.open(attempt=1)
+    episode, other = await stage.open(), await stage.open()
     assert text_of(await ask(stage, episode)) == "one"
     stage.server.gate.clear()
     busy = asyncio.create_task(ask(stage, other))
@@ -231,7 +222,7 @@ async def test_a_retry_of_a_turn_that_was_continued_is_a_fresh_sample(
         {"role": "user", "content": "go on"},
     ]
     assert text_of(await ask(stage, episode, {**BODY, "messages": messages})) == "then"
-    elsewhere = await make_stage(buffer=stage.buffer) if has_other_router else stage
+    elsewhere = await make_stage(beside=stage) if has_other_router else stage
     for attempt in ("1", "2"):
         answer = await ask(elsewhere, episode, x_stainless_retry_count=attempt)
         assert text_of(answer) == "two"

@@ -107,7 +107,7 @@ async def test_structured_output_is_drawn_under_the_schema(scene) -> None:
     assert all(json.loads(scene.renderer.tokenizer.decode([*t.output_ids[:-1]])) for t in turns)
 
 
-async def test_the_check_finds_a_wrong_record(scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_check_finds_a_wrong_record(scene) -> None:
     """One id or one logprob that differs from the server's is found."""
     scene.says("fine")
     episode = await scene.open()
@@ -122,8 +122,8 @@ async def test_the_check_finds_a_wrong_record(scene, monkeypatch: pytest.MonkeyP
         {"logprobs": [*running.logprobs[:-1], -7.0]},
     ):
         names = ("rid", "prompt_ids", "output_ids", "logprobs")
-        told = {name: getattr(running, name) for name in names} | wrong
-        monkeypatch.setattr(scene.server, "seen", [SimpleNamespace(**told)])
+        fields = {name: getattr(running, name) for name in names} | wrong
+        scene.server.seen = [SimpleNamespace(**fields)]
         with pytest.raises(AssertionError):
             scene.check_exact(episode)
 

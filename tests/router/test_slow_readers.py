@@ -13,7 +13,6 @@ import uvloop
 
 from fakes.fake_server import Script
 from fakes.live_router import accepting
-from outloop.router.http import protocol
 from outloop.router.http.endpoint import Exchange
 from outloop.router.http.protocol import ClientConnection
 
@@ -34,6 +33,18 @@ def play(request: pytest.FixtureRequest) -> Play:
 def request(*more: str) -> bytes:
     """A request on the wire."""
     return "\r\n".join(["POST / HTTP/1.1", "host: x", "content-length: 0", *more, "", ""]).encode()
+
+
+class ImpatientConnection(ClientConnection):
+    """One that waits for its reader less long."""
+
+    read_timeout_s = 0.2
+
+
+class PatientConnection(ClientConnection):
+    """One that checks its reader only when a test has it do so."""
+
+    read_timeout_s = 3600.0
 
 
 def connect(address: tuple[str, int]) -> socket.socket:
@@ -68,9 +79,14 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(app: Any, sent: bytes, keep_alive_s: float = 0.2) -> AsyncIterator[Served]:
+async def serving(
+    app: Any,
+    sent: bytes,
+    keep_alive_s: float = 0.2,
+    connection: type[ClientConnection] = ImpatientConnection,
+) -> AsyncIterator[Served]:
     """A client that has sent something and reads nothing."""
-    async with accepting(app, keep_alive_s) as (address, state):
+    async with accepting(app, keep_alive_s, connection) as (address, state):
         client = connect(address)
         try:
             await asyncio.get_running_loop().sock_sendall(client, sent)
@@ -82,10 +98,9 @@ async def serving(app: Any, sent: bytes, keep_alive_s: float = 0.2) -> AsyncIter
 @pytest.mark.parametrize("more", [(), ("connection: close",)], ids=["kept", "close"])
 @pytest.mark.parametrize("size", [20_000_000, 3_000_000])
 def test_an_answer_that_nobody_reads_is_not_kept(
-    play: Play, monkeypatch: pytest.MonkeyPatch, size: int, more: tuple[str, ...]
+    play: Play, size: int, more: tuple[str, ...]
 ) -> None:
     """However large it is, and whether or not the connection was to be closed after it."""
-    monkeypatch.setattr(protocol, "_READ_S", 0.2)
 
     async def app(scope, receive, send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -100,11 +115,8 @@ def test_an_answer_that_nobody_reads_is_not_kept(
     play(go())
 
 
-def test_the_little_that_nobody_reads_is_not_kept(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_little_that_nobody_reads_is_not_kept(play: Play) -> None:
     """Of an idle connection, which is closed, less may be left than a transport waits for."""
-    monkeypatch.setattr(protocol, "_READ_S", 0.2)
     seen: list[int] = []
     accepted: list[ClientConnection] = []
 
@@ -130,9 +142,8 @@ def test_the_little_that_nobody_reads_is_not_kept(
     assert 0 < seen[0] < 16384
 
 
-def test_who_reads_none_of_a_stream_is_gone(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_reads_none_of_a_stream_is_gone(play: Play) -> None:
     """A stream waits for its reader, with little of it in memory, then it is told."""
-    monkeypatch.setattr(protocol, "_READ_S", 0.2)
     most, is_told = 0, False
     accepted: list[ClientConnection] = []
 
@@ -159,9 +170,8 @@ def test_who_reads_none_of_a_stream_is_gone(play: Play, monkeypatch: pytest.Monk
     assert 0 < most < 200_000
 
 
-def test_who_reads_slowly_is_waited_for(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_reads_slowly_is_waited_for(play: Play) -> None:
     """As long as some is read each time that it is looked; then no longer."""
-    monkeypatch.setattr(protocol, "_READ_S", 3600.0)
     size, num_read = 30_000_000, 0
 
     async def app(scope, receive, send) -> None:
@@ -172,7 +182,7 @@ def test_who_reads_slowly_is_waited_for(play: Play, monkeypatch: pytest.MonkeyPa
     async def go() -> None:
         nonlocal num_read
         loop = asyncio.get_running_loop()
-        async with serving(app, request(), keep_alive_s=3600.0) as served:
+        async with serving(app, request(), 3600.0, PatientConnection) as served:
             connection = await served.connection()
             async with asyncio.timeout(60):
                 while not connection.flow.write_paused:
@@ -183,28 +193,26 @@ def test_who_reads_slowly_is_waited_for(play: Play, monkeypatch: pytest.MonkeyPa
                 async with asyncio.timeout(60):
                     while unread() > before - 100_000:
                         num_read += len(await loop.sock_recv(served.client, 65536))
-                connection._end_unread()
+                connection.end_unread()
                 assert not connection.transport.is_closing()
-            connection._end_unread()
+            connection.end_unread()
             await served.over()
 
     play(go())
     assert num_read < size
 
 
-async def test_a_turn_whose_reader_stalls_is_there_for_its_retry(
-    make_stage: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its stream ends, its turn is recorded, and the same request gets it whole."""
-    monkeypatch.setattr(protocol, "_READ_S", 0.3)
-    begun = ClientConnection.connection_made
+class NarrowConnection(ImpatientConnection):
+    """One whose system takes little that its client does not read."""
 
-    def begin(connection: ClientConnection, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        begun(connection, transport)
+        super().connection_made(transport)
 
-    monkeypatch.setattr(ClientConnection, "connection_made", begin)
-    stage = await make_stage(sampling={"max_new_tokens": 2000})
+
+async def test_a_turn_whose_reader_stalls_is_there_for_its_retry(make_stage: Callable) -> None:
+    """Its stream ends, its turn is recorded, and the same request gets it whole."""
+    stage = await make_stage(connection=NarrowConnection, sampling={"max_new_tokens": 2000})
     stop = stage.renderer.stop_ids[0]
     ids = [*stage.renderer.tokenizer.encode("said " * 150), stop]
     stage.server.answer = lambda request: Script(ids=ids, finish={"type": "stop", "matched": stop})
@@ -230,7 +238,6 @@ async def test_a_turn_whose_reader_stalls_is_there_for_its_retry(
         async with asyncio.timeout(60):
             while turn.has_client:
                 await asyncio.sleep(0.01)
-    monkeypatch.setattr(protocol, "_READ_S", 60.0)
     headers = {"authorization": f"Bearer {episode['api_key']}"}
     again = await stage.http.post("/v1/chat/completions", content=wire, headers=headers)
     assert again.text.endswith("data: [DONE]\n\n")
