@@ -95,7 +95,7 @@ class TwinRun:
         is_quarantined: bool = False,
     ) -> None:
         """Register a server, or change what it holds."""
-        self.reader.register_server(
+        self.reader.registry.register_server(
             ServerEntry(
                 server_id=server_id,
                 url=url,

@@ -73,7 +73,7 @@ async def test_a_runner_says_that_it_is_there(stage) -> None:
     answer = await stage.post("/runners/heartbeat", {"runner_id": "r1"})
     assert (answer.status_code, answer.json()) == (200, {"max_silence_s": 20.0})
     await stage.post("/runners/heartbeat", {"runner_id": "r1", "warning": "episodes fail"})
-    assert stage.buffer.reader.statuses()["runner r1"] == {"warning": "episodes fail"}
+    assert stage.buffer.reader.registry.statuses()["runner r1"] == {"warning": "episodes fail"}
     answer = await stage.post("/runners/heartbeat", {})
     assert (answer.status_code, answer.headers["x-should-retry"]) == (400, "false")
     assert "runner_id" in answer.json()["error"]["message"]
