@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
 
@@ -30,6 +31,7 @@ class BubblewrapSandbox(SupervisedSandbox):
         python: the interpreter of the sessions; the system's when left out.
         python_path: folders with modules for it.
         read_only: further files and folders that programs may read.
+        links: symbolic links in the root folder, path -> target; a call's folder is /work.
         cgroup_parent: a control group of version 2 that was delegated to this user.
         uses_cgroups: False: resource limits and the supervisor bound memory and processes, as where
             no control group can be made.
@@ -42,6 +44,7 @@ class BubblewrapSandbox(SupervisedSandbox):
         python: str | None = None,
         python_path: Sequence[Path] = (),
         read_only: Sequence[Path] = (),
+        links: Mapping[str, str] = MappingProxyType({}),
         cgroup_parent: Path | None = None,
         uses_cgroups: bool = True,
     ) -> None:
@@ -57,6 +60,7 @@ class BubblewrapSandbox(SupervisedSandbox):
         self._python = python or _system_python()
         self._python_path = tuple(str(path) for path in python_path)
         self._read_only = tuple(str(path) for path in (*python_path, *read_only))
+        self._links = tuple((target, path) for path, target in links.items())
         self._cgroups, reason = None, "they are not wanted"
         if uses_cgroups:
             self._cgroups, reason = find_cgroups(cgroup_parent)
@@ -105,6 +109,7 @@ class BubblewrapSandbox(SupervisedSandbox):
             *("--ro-bind", str(self.bundle.path), GUEST_FOLDER),
             *("--symlink", f"..{GUEST_FOLDER}/passwd", "/etc/passwd"),
             *(word for path in self._read_only for word in ("--ro-bind", path, path)),
+            *(word for link in self._links for word in ("--symlink", *link)),
             *("--remount-ro", "/dev", "--remount-ro", "/"),
             *("--unshare-all", "--unshare-user", "--uid", str(_USER), "--gid", str(_USER)),
             *("--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv"),
