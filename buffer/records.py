@@ -27,6 +27,8 @@ DropReason = Literal["stale", "no_signal", "failed", "overlong", "malformed", "f
 # decoder for it is not equal to what was declared.
 Int32 = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
 Float32 = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
+SOURCE = "source"
+"""Key of an episode's metadata: which of several lists of tasks its task is from."""
 INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 """Of the arrays of a turn, and of their bytes."""
 
@@ -179,8 +181,20 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return tuple(spans)
 
 
+class TokenReward(msgspec.Struct, frozen=True, gc=False):
+    """What the output tokens [start, end) of a turn earned together."""
+
+    turn_id: str
+    start: int
+    end: int
+    value: float
+
+
 class Reward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A verifier's score: `value` is the episode's; what is named beside it is kept with it."""
+    """A verifier's score: `value` is the episode's, beside it what parts of the episode earned.
+
+    What parts earned is not contained in `value`: the return of an episode is the sum of all.
+    """
 
     value: float
     components: dict[str, float] = {}
@@ -189,15 +203,41 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """By turn_id: what single turns earned."""
     branches: dict[str, float] = {}
     """By the turn_id of its last turn: what single branches earned."""
+    tokens: tuple[TokenReward, ...] = ()
+    """What spans of output tokens earned; those of a turn do not overlap."""
 
     def __post_init__(self) -> None:
         if type(self.value) is not float or not math.isfinite(self.value):
             _check_number("value", self.value)
-        if not (self.components or self.turns or self.branches):
+        if not (self.components or self.has_parts):
             return
         for name in ("components", "turns", "branches"):
             for part, number in getattr(self, name).items():
                 _check_number(f"{name}.{part}", number)
+        _check_spans(self.tokens)
+
+    @property
+    def has_parts(self) -> bool:
+        """True if turns, branches or tokens are scored beside the episode."""
+        return bool(self.turns or self.branches or self.tokens)
+
+
+def _check_spans(spans: tuple[TokenReward, ...]) -> None:
+    ends: dict[str, tuple[int, int]] = {}
+    for span in sorted(spans, key=lambda span: (span.turn_id, span.start)):
+        _check_number(f"tokens.{span.turn_id}", span.value)
+        if not 0 <= span.start < span.end:
+            raise RecordError(
+                f"reward tokens: start={span.start}, end={span.end} of turn {span.turn_id}; "
+                "0 <= start < end is allowed, counted in the turn's output tokens"
+            )
+        before = ends.get(span.turn_id, (0, 0))
+        if span.start < before[1]:
+            raise RecordError(
+                f"reward tokens: spans {before[0]}..{before[1]} and {span.start}..{span.end} of "
+                f"turn {span.turn_id} overlap; give each token one score"
+            )
+        ends[span.turn_id] = (span.start, span.end)
 
 
 def _check_number(name: str, number: object) -> None:
@@ -329,6 +369,8 @@ class Claim:
     """Which evaluation this belongs to: `{version}:{sampling name}`; empty for train."""
     resumes: str | None = None
     """The lost episode whose recorded turns answer this attempt's requests while they are equal."""
+    source: str = ""
+    """Which of several lists of tasks it is from; empty where there is one, and for eval."""
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True, gc=False):

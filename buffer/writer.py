@@ -168,14 +168,19 @@ class BufferWriter:
             why = reason.decode()
             return ClaimResult(claims=(), reason=why, retry_after_s=_WAITS_S[why])
         mixture = await self._load_mixture(revision)
-        fields = [
-            (
-                f"eval_tasks {slot}" if purpose == "eval" else f"tasks {mixture.task_index(slot)}"
-            ).encode()
+        places = [
+            slot if purpose == "eval" else mixture.task_index(slot)
             for purpose, _, _, slot, *_ in rows
         ]
+        fields = [
+            f"{'eval_tasks' if row[0] == 'eval' else 'tasks'} {place}".encode()
+            for row, place in zip(rows, places, strict=True)
+        ]
         tasks = await self._load_tasks(fields)
-        claims = tuple(self._claim_from(row, task) for row, task in zip(rows, tasks, strict=True))
+        claims = tuple(
+            self._claim_from(row, task, "" if row[0] == "eval" else mixture.source_of(place))
+            for row, task, place in zip(rows, tasks, places, strict=True)
+        )
         return ClaimResult(claims=claims, reason="", retry_after_s=0.0)
 
     async def heartbeat(self, runner_id: str) -> float:
@@ -409,8 +414,8 @@ class BufferWriter:
             self._tasks.popitem(last=False)
         return tasks
 
-    def _claim_from(self, row: _ClaimRow, task: Task) -> Claim:
-        purpose, owner, attempt, _, sampling, source = row
+    def _claim_from(self, row: _ClaimRow, task: Task, source: str) -> Claim:
+        purpose, owner, attempt, _, sampling, resumes = row
         is_eval = purpose == "eval"
         return Claim(
             task=task,
@@ -420,7 +425,8 @@ class BufferWriter:
             deadline_s=deadline_of(task, self._run.settings.env.episode_deadline_s),
             sampling=json.loads(sampling) if is_eval else None,
             eval_name=owner if is_eval else "",
-            resumes=source or None,
+            resumes=resumes or None,
+            source=source,
         )
 
 

@@ -263,6 +263,7 @@ def _print_scores(reward: Reward | None) -> None:
             ("component", reward.components),
             ("turn", reward.turns),
             ("branch", reward.branches),
+            ("tokens", {f"{s.turn_id}[{s.start}:{s.end}]": s.value for s in reward.tokens}),
         )
         for name, number in numbers.items()
     ]

@@ -92,8 +92,10 @@ class EnvSettings(BaseModel):
     """An agent program that writes more is ended."""
     max_kept_bytes: int = Field(65536, gt=0, le=4 * 2**20)
     """What its verifier sees of standard output and of standard error: the end."""
-    turn_scores: Literal["refuse", "record"] = "refuse"
-    """Scores of single turns or branches: nothing is trained by them. record: kept for reading."""
+    turn_scores: Literal["refuse", "record", "train"] = "refuse"
+    """Scores of single turns, branches or spans of tokens, beside the episode's. refuse: 422, since
+    most advantages look at the episode's alone. record: kept for reading. train: by an advantage
+    that uses them."""
     failure_reward: float = 0.0
     """Reward of an episode whose agent failed: the lowest that the verifier can give."""
     max_resumptions: int = Field(3, ge=0)

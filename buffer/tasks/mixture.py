@@ -69,6 +69,7 @@ class Mixture:
         order: Priorities | None = None,
     ) -> None:
         self._order = order
+        self._names = [source.name for source in sources]
         self._sizes = [source.num_tasks for source in sources]
         self._starts = [sum(self._sizes[:index]) for index in range(len(self._sizes))]
         self._schedule = schedule
@@ -82,6 +83,12 @@ class Mixture:
         if self._order is not None:
             slot = self._order.slot_in_order(slot, self._task_index)
         return self._task_index(slot)
+
+    def source_of(self, task_index: int) -> str:
+        """The name of the source of a task; empty where there is one source alone."""
+        if len(self._names) == 1:
+            return ""
+        return self._names[bisect_right(self._starts, task_index) - 1]
 
     def _task_index(self, slot: int) -> int:
         if len(self._sizes) == 1:

@@ -74,6 +74,7 @@ class Episode:
         *,
         turn: object | None = None,
         branch: object | None = None,
+        tokens: tuple[int, int] | None = None,
         **components: float,
     ) -> None:
         """Score the episode, in place of returning a reward; or a part of it.
@@ -81,13 +82,15 @@ class Episode:
         `score(1.0)` is the reward. `score(form=0.5)` adds a named component; with components only,
         their sum weighted by env.reward_weights is the reward. `score(0.2, turn=answer)` scores the
         turn that gave `answer` (a client's answer, or its id), `score(0.2, branch=answer)` the
-        branch that ends with it: kept with env.turn_scores="record", and not trained.
+        branch that ends with it, `score(-1.0, turn=answer, tokens=(3, 9))` the 4th to 9th token of
+        the answer. Scores of parts add to the episode's, which is 0 unless it is given. They are
+        trained with env.turn_scores="train", and kept with "record".
 
         Raises:
             RecordError: a number is not finite, or it is not clear what is scored.
-            SettingsError: this run takes no scores of turns and branches.
+            SettingsError: this run takes no scores of turns, branches and tokens.
         """
-        self.scores.add(value, turn, branch, components)
+        self.scores.add(value, turn, branch, tokens, components)
 
     def environ(self) -> dict[str, str]:
         """Environment variables for an agent that is a program."""

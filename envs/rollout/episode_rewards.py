@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outloop.buffer.errors import RecordError, SettingsError
-from outloop.buffer.records import Reward
+from outloop.buffer.records import Reward, TokenReward
 from outloop.envs.rollout.episode_result import as_reward
 
 _NO_REWARD = (
@@ -28,22 +28,24 @@ class Scores:
         self._components: dict[str, float] = {}
         self._turns: dict[str, float] = {}
         self._branches: dict[str, float] = {}
+        self._tokens: dict[tuple[str, int, int], TokenReward] = {}
 
     def add(
         self,
         value: float | None,
         turn: object | None,
         branch: object | None,
+        tokens: tuple[int, int] | None,
         components: Mapping[str, float],
     ) -> None:
         """Remember a score; a later one of the same name replaces it.
 
         Raises:
-            RecordError: a number is not finite, or the call says nothing.
-            SettingsError: turns and branches are not scored in this run.
+            RecordError: a number is not finite, the call says nothing, or spans overlap.
+            SettingsError: parts of an episode are not scored in this run.
         """
-        if turn is not None or branch is not None:
-            self._add_part(value, turn, branch)
+        if turn is not None or branch is not None or tokens is not None:
+            self._add_part(value, turn, branch, tokens)
             return
         if value is None and not components:
             raise RecordError(
@@ -55,13 +57,20 @@ class Scores:
             self._value = checked.value
         self._components |= checked.components
 
-    def _add_part(self, value: float | None, turn: object | None, branch: object | None) -> None:
+    def _add_part(
+        self,
+        value: float | None,
+        turn: object | None,
+        branch: object | None,
+        tokens: tuple[int, int] | None,
+    ) -> None:
         name = turn if turn is not None else branch
         if not self._takes_turns:
             raise SettingsError(
-                "episode.score(turn=..., branch=...): the trainer gives one advantage per episode; "
-                'score the episode only, or set env.turn_scores="record" to keep such scores for '
-                "reading"
+                "episode.score(turn=..., branch=...): this run trains by the score of an episode "
+                'alone; score the episode only, or set env.turn_scores="train" and for example '
+                'trainer.advantage="reward_to_go", or env.turn_scores="record" to keep such scores '
+                "for reading"
             )
         answer_id = name if isinstance(name, str) else getattr(name, "id", None)
         if not isinstance(answer_id, str) or value is None or (turn is None) == (branch is None):
@@ -69,8 +78,24 @@ class Scores:
                 f"episode.score(value={value!r}, turn={turn!r}, branch={branch!r}): a value and "
                 "either a turn or a branch are allowed, by the answer of the model call or its id"
             )
+        if tokens is not None:
+            self._add_span(value, answer_id, tokens, is_turn=turn is not None)
+            return
         scores = self._turns if turn is not None else self._branches
         scores[answer_id] = Reward(value=value).value
+
+    def _add_span(
+        self, value: float, answer_id: str, tokens: tuple[int, int], *, is_turn: bool
+    ) -> None:
+        if not is_turn or len(tokens) != 2 or not all(type(place) is int for place in tokens):
+            raise RecordError(
+                f"episode.score(tokens={tokens!r}): two whole numbers (start, end) beside a turn "
+                "are allowed, counted in the tokens of its answer"
+            )
+        span = TokenReward(answer_id, *tokens, value)
+        spans = self._tokens | {(answer_id, *tokens): span}
+        Reward(value=0.0, tokens=tuple(spans.values()))
+        self._tokens = spans
 
     def reward(self, returned: Any, what: str) -> Reward:
         """The episode's reward: what was returned, or what was scored.
@@ -91,4 +116,5 @@ class Scores:
             components=given.components | self._components,
             turns=given.turns | self._turns,
             branches=given.branches | self._branches,
+            tokens=(*given.tokens, *self._tokens.values()),
         )

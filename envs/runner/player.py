@@ -85,7 +85,7 @@ class Player:
             },
             clients=self._clients,
             scores=Scores(
-                takes_turns=self.env.turn_scores == "record", weights=self.env.reward_weights
+                takes_turns=self.env.turn_scores != "refuse", weights=self.env.reward_weights
             ),
         )
 

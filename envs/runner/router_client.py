@@ -169,11 +169,15 @@ class RouterClient:
         scored = None
         if reward is not None:
             scored = {"value": reward.value, "components": reward.components}
-            scored |= {
-                name: numbers
-                for name, numbers in (("turns", reward.turns), ("branches", reward.branches))
-                if numbers
+            parts = {
+                "turns": reward.turns,
+                "branches": reward.branches,
+                "tokens": [
+                    {"turn": span.turn_id, "start": span.start, "end": span.end, "value": span.value}
+                    for span in reward.tokens
+                ],
             }
+            scored |= {name: scores for name, scores in parts.items() if scores}
         answer = await self._post(
             f"/episodes/{episode_id}/close",
             {

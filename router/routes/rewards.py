@@ -1,17 +1,17 @@
 """Scores as they come in, checked against the episode they are for.
 
-Owns: which turn an answer's id means, and whether this run takes scores of single turns.
+Owns: which turn an answer's id means, and whether this run takes scores of parts of an episode.
 Does not own: what a score is worth (trainer), storing it (buffer). Invariant: every recorded score
 names a turn that the episode has.
 """
 
 from __future__ import annotations
 
-from outloop.buffer.records import Reward
+from outloop.buffer.records import Reward, TokenReward
 from outloop.buffer.settings import Settings
 from outloop.buffer.writer import BufferWriter
 from outloop.router.errors import Refusal
-from outloop.router.routes.schemas import RewardValue
+from outloop.router.routes.schemas import RewardValue, TokenRewardBody
 
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
@@ -27,47 +27,89 @@ class Scores:
         """The reward that `body` gives `episode_id`.
 
         Raises:
-            Refusal: 422, scores of turns that this run does not take or the episode does not have.
-            RecordError: a number is not finite.
+            Refusal: 422, scores of parts that this run does not take, or the episode does not have.
+            RecordError: a number is not finite, or spans of tokens overlap.
         """
-        if not body.turns and not body.branches:
+        if not (body.turns or body.branches or body.tokens):
             return Reward(value=body.value, components=body.components)
         if self._settings.env.turn_scores == "refuse":
             raise Refusal(
                 422,
                 "turn_scores_refused",
-                f"{len(body.turns)} turns and {len(body.branches)} branches of "
-                f"episode_id={episode_id!r} are scored, but the trainer gives one advantage per "
-                'episode; score the episode only, or set env.turn_scores="record" to keep '
-                "such scores for reading",
-                param="turns" if body.turns else "branches",
+                f"{len(body.turns)} turns, {len(body.branches)} branches and {len(body.tokens)} "
+                f"spans of tokens of episode_id={episode_id!r} are scored, but this run trains by "
+                'the score of an episode alone; set env.turn_scores="train" and for example '
+                'trainer.advantage="reward_to_go", or env.turn_scores="record" to keep such scores '
+                "for reading",
+                param=next(name for name in _PARTS if getattr(body, name)),
             )
         loaded = await self._buffer.load_episode(episode_id)
-        known = {turn.turn_id for turn in loaded.turns} if loaded is not None else set()
+        turns = loaded.turns if loaded is not None else ()
+        known = {turn.turn_id: len(turn.output_ids) for turn in turns}
+        leaves = known.keys() - {turn.parent_turn_id for turn in turns}
+        branches = _by_turn(body.branches, known, episode_id, "branches")
+        if inner := sorted(branches.keys() - leaves):
+            raise Refusal(
+                422,
+                "not_the_end_of_a_branch",
+                f"branches: turn {inner[0]!r} of episode_id={episode_id!r} was continued; name the "
+                "last turn of a branch, or score the turn under `turns`",
+                param="branches",
+            )
         return Reward(
             value=body.value,
             components=body.components,
             turns=_by_turn(body.turns, known, episode_id, "turns"),
-            branches=_by_turn(body.branches, known, episode_id, "branches"),
+            branches=branches,
+            tokens=tuple(_span(one, known, episode_id) for one in body.tokens),
         )
 
 
+_PARTS = ("turns", "branches", "tokens")
+
+
 def _by_turn(
-    scores: dict[str, float], known: set[str], episode_id: str, field: str
+    scores: dict[str, float], known: dict[str, int], episode_id: str, field: str
 ) -> dict[str, float]:
-    named = {}
+    named: dict[str, float] = {}
     for name, score in scores.items():
-        turn_id = name
-        for prefix in _ANSWER_PREFIXES:
-            turn_id = turn_id.removeprefix(prefix)
-        if turn_id not in known:
+        turn_id = _turn_id(name, known, episode_id, field)
+        if turn_id in named:
             raise Refusal(
                 422,
-                "turn_not_found",
-                f"{field}: {name!r} is none of the {len(known)} turns of "
-                f"episode_id={episode_id!r}; use the id of an answer, or a turn_id of "
-                "GET /episodes/{id}",
+                "scored_twice",
+                f"{field}: {name!r} names turn {turn_id!r} of episode_id={episode_id!r}, which is "
+                "scored under another of its names too; give one score",
                 param=field,
             )
         named[turn_id] = score
     return named
+
+
+def _span(body: TokenRewardBody, known: dict[str, int], episode_id: str) -> TokenReward:
+    turn_id = _turn_id(body.turn, known, episode_id, "tokens")
+    if body.end > known[turn_id]:
+        raise Refusal(
+            422,
+            "span_not_found",
+            f"tokens: {body.start}..{body.end} of {body.turn!r} end behind its {known[turn_id]} "
+            "output tokens; count in the tokens of the answer",
+            param="tokens",
+        )
+    return TokenReward(turn_id, body.start, body.end, body.value)
+
+
+def _turn_id(name: str, known: dict[str, int], episode_id: str, field: str) -> str:
+    turn_id = name
+    for prefix in _ANSWER_PREFIXES:
+        turn_id = turn_id.removeprefix(prefix)
+    if turn_id not in known:
+        raise Refusal(
+            422,
+            "turn_not_found",
+            f"{field}: {name!r} is none of the {len(known)} turns of "
+            f"episode_id={episode_id!r}; use the id of an answer, or a turn_id of "
+            "GET /episodes/{id}",
+            param=field,
+        )
+    return turn_id

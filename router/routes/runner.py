@@ -19,6 +19,7 @@ import structlog
 
 from outloop.buffer.errors import DeadlineExceeded, Gone, OutloopError, RecordError
 from outloop.buffer.records import (
+    SOURCE,
     Claim,
     ClaimResult,
     Opening,
@@ -292,6 +293,7 @@ class RunnerRoutes:
                 deadline_at=now + claim.deadline_s,
                 sampling=claim.sampling,
                 eval_name=claim.eval_name,
+                metadata={SOURCE: claim.source} if claim.source else {},
                 opened_at=now,
             )
             for index, claim in enumerate(claims)

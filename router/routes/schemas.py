@@ -76,6 +76,15 @@ class EpisodeBody(msgspec.Struct):
     metadata: dict[str, str] = {}
 
 
+class TokenRewardBody(msgspec.Struct):
+    """What the tokens [start, end) of an answer earned; `turn`: the id of the answer or turn."""
+
+    turn: str
+    start: int
+    end: int
+    value: float
+
+
 class RewardValue(msgspec.Struct):
     """A verifier's score; single turns and branches by the id of the answer or of the turn."""
 
@@ -83,6 +92,7 @@ class RewardValue(msgspec.Struct):
     components: dict[str, float] = {}
     turns: dict[str, float] = {}
     branches: dict[str, float] = {}
+    tokens: list[TokenRewardBody] = []
 
 
 class RewardBody(RewardValue, kw_only=True):

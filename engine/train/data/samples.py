@@ -8,7 +8,7 @@ of a trajectory is trained in exactly one row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,8 +42,17 @@ class Sample:
     """[T] int32."""
     temperature: Float32
     """[T] float32."""
+    turns: Int32
+    """[T] int32: place in `Trajectory.turns` of the turn that sampled the token in this row, trained
+    or not; -1 elsewhere."""
     advantages: Float32
     """[T] float32; zeros until the step's rewards are compared."""
+    rewards: Float32 | None = None
+    """[T] float32, what was earned at the token (credit.reward_column); None without a critic."""
+    values: Float32 | None = None
+    """[T] float32, what the critic expected before the token; None without one."""
+    returns: Float32 | None = None
+    """[T] float32, what the critic should have expected; None without one."""
     proximal_logprobs: Float32 | None = None
     """[T] float32, of the weights before the take's first update; None: behavior_logprobs."""
     reference_logprobs: Float32 | None = None
@@ -84,6 +93,7 @@ def prompt_sample(ids: Sequence[int]) -> Sample:
         behavior_logprobs=None,
         policy_versions=np.full(num, -1, np.int32),
         temperature=np.ones(num, np.float32),
+        turns=np.full(num, -1, np.int32),
         advantages=np.zeros(num, np.float32),
     )
 
@@ -103,11 +113,12 @@ def build_samples(trajectory: Trajectory) -> tuple[Sample, ...]:
         raise RecordError(
             f"episode {episode.episode_id} has purpose='eval'; train and sft are allowed here"
         )
+    places = {turn.turn_id: place for place, turn in enumerate(trajectory.turns)}
     owned: set[str] = set()
     samples: list[Sample] = []
     for index, branch in enumerate(trajectory.branches()):
-        new = {turn.turn_id for turn in branch} - owned
-        owned |= new
+        new = {turn.turn_id: places[turn.turn_id] for turn in branch if turn.turn_id not in owned}
+        owned |= new.keys()
         sample = _row(trajectory, index, branch, new)
         if sample.loss_mask.any():
             samples.append(sample)
@@ -118,7 +129,7 @@ def _row(
     trajectory: Trajectory,
     index: int,
     branch: tuple[Turn, ...],
-    trained_turns: set[str],
+    trained_turns: Mapping[str, int],
 ) -> Sample:
     is_sft = trajectory.episode.purpose == "sft"
     num_tokens = sum(len(turn.prompt_ids) + len(turn.output_ids) for turn in branch)
@@ -127,6 +138,7 @@ def _row(
     behavior_logprobs = np.zeros(num_tokens, np.float32)
     policy_versions = np.full(num_tokens, -1, np.int32)
     temperature = np.ones(num_tokens, np.float32)
+    turns = np.full(num_tokens, -1, np.int32)
     position = 0
     for turn in branch:
         start = position + len(turn.prompt_ids)
@@ -136,6 +148,7 @@ def _row(
         position = end
         if turn.turn_id not in trained_turns:
             continue
+        turns[start:end] = trained_turns[turn.turn_id]
         for low, high in _trainable_spans(turn, is_sft=is_sft):
             loss_mask[start + low : start + high] = True
         if is_sft:
@@ -160,6 +173,7 @@ def _row(
         behavior_logprobs=None if is_sft else behavior_logprobs,
         policy_versions=policy_versions,
         temperature=temperature,
+        turns=turns,
         advantages=np.zeros(num_tokens, np.float32),
     )
 

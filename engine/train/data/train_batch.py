@@ -47,8 +47,16 @@ class TrainBatch:
     """[T] int32: the oldest version that the token attended to."""
     temperature: Float32
     """[T] float32."""
+    turns: Int32
+    """[T] int32: place in the episode of the turn that sampled the token; -1 elsewhere."""
     advantages: Float32
     """[T] float32: an episode's scalar reward gives all its tokens one number."""
+    rewards: Float32 | None = None
+    """[T] float32, what was earned at each token; None without a critic."""
+    values: Float32 | None = None
+    """[T] float32, what the critic expected before the token; None without one."""
+    returns: Float32 | None = None
+    """[T] float32, what the critic should have expected; None without one."""
     proximal_logprobs: Float32 | None = None
     """[T] float32, of the weights before the take's first update; None: behavior_logprobs."""
     reference_logprobs: Float32 | None = None
@@ -148,12 +156,18 @@ _COLUMNS: dict[str, Any] = {
     "behavior_logprobs": np.float32,
     "policy_versions": np.int32,
     "temperature": np.float32,
+    "turns": np.int32,
     "advantages": np.float32,
+    "rewards": np.float32,
+    "values": np.float32,
+    "returns": np.float32,
     "proximal_logprobs": np.float32,
     "reference_logprobs": np.float32,
     "correction": np.float32,
 }
-_ALWAYS_KNOWN = ("token_ids", "loss_mask", "policy_versions", "temperature", "advantages")
+_ALWAYS_KNOWN = (
+    *("token_ids", "loss_mask", "policy_versions", "temperature", "turns", "advantages"),
+)
 
 
 def joined(batches: Sequence[TrainBatch]) -> TrainBatch:
