@@ -44,6 +44,8 @@ LEDGER_METRICS: dict[str, str] = {
 METRICS: dict[str, str] = {
     "train/reward_mean": "mean reward of the taken episodes, before filters",
     "train/reward_std": "standard deviation of the same",
+    "train/return_mean": "mean reward of the taken episodes with what their turns, branches and "
+    "tokens earned; where any did",
     "train/last_clip_share": "of a take's last update, where it made several: as train/clip_share",
     "train/last_clip_low_share": "of a take's last update: as train/clip_low_share",
     "train/last_clip_high_share": "of a take's last update: as train/clip_high_share",
@@ -125,6 +127,13 @@ METRICS: dict[str, str] = {
     **LEDGER_METRICS,
 }
 
+METRIC_PREFIXES: dict[str, str] = {
+    "reward/": "and a component's name: its mean over the taken episodes that have it",
+    "source/": "and the name of one of several lists of tasks: `reward_mean` and `episodes` of the "
+    "taken episodes from it, `reward/COMPONENT` their means of a component",
+}
+"""What the names begin with that a run's own verifier and tasks give."""
+
 
 class MetricsWriter:
     """Append one JSON object per call to `metrics.jsonl`; non-finite values become null."""
@@ -146,9 +155,10 @@ class MetricsWriter:
         """Record `values` for `step`.
 
         Raises:
-            KeyError: a name is not declared in METRICS.
+            KeyError: a name is not declared in METRICS or METRIC_PREFIXES.
         """
-        undeclared = [name for name in values if name not in METRICS]
+        prefixes = tuple(METRIC_PREFIXES)
+        undeclared = [n for n in values if n not in METRICS and not n.startswith(prefixes)]
         if undeclared:
             raise KeyError(f"undeclared metrics {undeclared}; declare them in buffer/telemetry.py")
         row: dict[str, float | int | None] = {"step": step, "time": time.time()}

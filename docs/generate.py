@@ -22,7 +22,7 @@ import outloop
 from outloop.buffer.settings import Settings, UpstreamSettings
 from outloop.buffer.settings.env import TaskSourceSettings
 from outloop.buffer.stats import STATS
-from outloop.buffer.telemetry import METRICS
+from outloop.buffer.telemetry import METRIC_PREFIXES, METRICS
 from outloop.buffer.transcripts import Transcript, TurnText
 from outloop.router.metrics import RouterMetrics
 
@@ -234,6 +234,8 @@ def metrics_page() -> str:
         if rows:
             parts.append(f"\n## {groups.get(prefix, f'`{prefix}/`')}\n\n{table(rows)}")
     parts.append(
+        "\n## Of the verifier and the tasks\n\nNames begin as follows.\n\n"
+        f"{table(METRIC_PREFIXES)}"
         "\n## Of the whole run: `outloop buffer stats --run DIR`\n\n"
         f"Counters since the run began, and sizes now.\n\n{table(STATS)}"
         "\n## Of a router: `GET /metrics`, for Prometheus\n\n"

@@ -66,6 +66,15 @@ def test_contradictions_are_refused(config: Path) -> None:
         load_settings(config, (alone, plus, "trainer.groups_per_step=1"))
 
 
+def test_scores_of_turns_need_an_advantage_that_looks_at_them(config: Path) -> None:
+    """Trained in name alone would be a silent loss."""
+    scored = "env.turn_scores=train"
+    with pytest.raises(SettingsError, match=r'turn_scores="train" with trainer\.advantage="grpo"'):
+        load_settings(config, (scored,))
+    for used in ("trainer.advantage=reward_to_go", "trainer.advantage_path=mine:function"):
+        assert load_settings(config, (scored, used)).env.turn_scores == "train"
+
+
 @pytest.mark.parametrize("name", ["dump_steps=[1]", "max_grad_spike=9.0", "is_colocated=true"])
 def test_what_works_on_one_rank_is_allowed_on_several(config: Path, name: str) -> None:
     """Looking into steps and leaving the device are every rank's."""

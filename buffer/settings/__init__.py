@@ -28,7 +28,7 @@ from pydantic_settings import (
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings.buffer import BufferSettings
 from outloop.buffer.settings.env import EnvSettings, EvalSettings, check_choice
-from outloop.buffer.settings.recipes import DEFAULT_MAX_NEW_TOKENS, with_recipe
+from outloop.buffer.settings.recipes import DEFAULT_MAX_NEW_TOKENS, USES_PARTS, with_recipe
 from outloop.buffer.settings.server import ServerSettings
 from outloop.buffer.settings.trainer import TrainerSettings
 from outloop.buffer.settings.trajectories import TrajectorySettings
@@ -237,6 +237,7 @@ class Settings(BaseSettings):
                 "buffer.group_size=1 with trainer.groups_per_step=1 leaves an episode nothing to "
                 "be compared with; set trainer.groups_per_step to 2 or more"
             )
+        self._refuse_idle_scores()
         check_choice(self.env, self.eval)
         self.refuse_cut(self.env.episode_deadline_s, "env.episode_deadline_s")
         if self.server.num_servers == 0 and not self.server.urls and self.trainer.mode == "rl":
@@ -257,6 +258,16 @@ class Settings(BaseSettings):
             )
         self._refuse_server_contradictions()
         return self
+
+    def _refuse_idle_scores(self) -> None:
+        trainer = self.trainer
+        is_used = trainer.advantage in USES_PARTS or trainer.advantage_path is not None
+        if trainer.mode == "rl" and self.env.turn_scores == "train" and not is_used:
+            raise ValueError(
+                f'env.turn_scores="train" with trainer.advantage="{trainer.advantage}", which '
+                "looks at the score of an episode alone; set trainer.advantage to one of "
+                f'{", ".join(USES_PARTS)}, or env.turn_scores = "record"'
+            )
 
     @property
     def verification(self) -> Literal["checksum", "probe", "none"]:

@@ -25,6 +25,8 @@ Recipe = Literal[
 Tree = dict[str, Any]
 DEFAULT_MAX_NEW_TOKENS = 256
 """sampling.max_new_tokens where it is left out."""
+USES_PARTS = ("reward_to_go",)
+"""Values of trainer.advantage that look at scores of turns, branches and tokens."""
 _CLIPPED = ("ppo_clip", "gspo")
 
 _EVERY_GROUP: Tree = {"drop_zero_signal": False}

@@ -52,11 +52,15 @@ class TrainerSettings(BaseModel):
     """Of Adam."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to it."""
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = "grpo"
-    """How rewards of a group become advantages; see algorithms.md."""
+    advantage: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "reward_to_go"
+    ] = "grpo"
+    """How rewards of a group become advantages; see algorithms.md. reward_to_go: of single turns
+    and tokens, by what was earned from there on (env.turn_scores = "train")."""
     advantage_path: str | None = None
-    """package.module:function, `def advantage(rewards) -> advantages` for one group's scored
-    episodes (float64 arrays of the same length); takes the place of `advantage`."""
+    """package.module:function, `def advantage(group: ScoredGroup) -> advantages`: for each episode
+    a number, one for each of its turns, or for each turn one for each token; takes the place of
+    `advantage`."""
     overlong_penalty: float = Field(0.0, ge=0)
     """Taken off the reward of an episode that samples more than overlong_max_tokens; 0: nothing."""
     overlong_max_tokens: int | None = Field(None, gt=0)

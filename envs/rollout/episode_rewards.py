@@ -97,11 +97,20 @@ class Scores:
         Reward(value=0.0, tokens=tuple(spans.values()))
         self._tokens = spans
 
+    def of_failed(self, value: float) -> Reward:
+        """The reward of an episode whose agent failed: `value`, and what its parts earned."""
+        return Reward(
+            value=value,
+            turns=dict(self._turns),
+            branches=dict(self._branches),
+            tokens=tuple(self._tokens.values()),
+        )
+
     def reward(self, returned: Any, what: str) -> Reward:
         """The episode's reward: what was returned, or what was scored.
 
         Raises:
-            RecordError: neither is there, or it is no finite number.
+            RecordError: neither is there, it is no finite number, or spans of tokens overlap.
         """
         if returned is not None:
             given = as_reward(returned, self._weights)
@@ -109,6 +118,8 @@ class Scores:
             given = Reward(value=self._value)
         elif self._components:
             given = as_reward(self._components, self._weights)
+        elif self._turns or self._branches or self._tokens:
+            given = Reward(value=0.0)
         else:
             raise RecordError(_NO_REWARD.format(what=what))
         return Reward(

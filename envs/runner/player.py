@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from outloop.buffer.errors import RecordError, SettingsError
-from outloop.buffer.records import Outcome, Reward, Task
+from outloop.buffer.records import Outcome, Task
 from outloop.buffer.settings.env import EnvSettings
 from outloop.envs.rollout.clients import Clients
 from outloop.envs.rollout.episode import Episode
@@ -138,7 +138,8 @@ class Player:
         if isinstance(error, SettingsError):
             return replace(failed(error, "environment"), is_refused=True)
         kind = "agent" if outcome == "truncated" else kind_of(error, episode.base_url)
-        reward = Reward(value=self.env.failure_reward) if kind == "agent" else None
+        value = self.env.failure_reward
+        reward = episode.scores.of_failed(value) if kind == "agent" else None
         return failed(error, kind, reward=reward, outcome=outcome)
 
     def _start(

@@ -173,7 +173,12 @@ class RouterClient:
                 "turns": reward.turns,
                 "branches": reward.branches,
                 "tokens": [
-                    {"turn": span.turn_id, "start": span.start, "end": span.end, "value": span.value}
+                    {
+                        "turn": span.turn_id,
+                        "start": span.start,
+                        "end": span.end,
+                        "value": span.value,
+                    }
                     for span in reward.tokens
                 ],
             }

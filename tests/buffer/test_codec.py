@@ -20,6 +20,7 @@ from outloop.buffer.records import (
     Reward,
     Sampling,
     Task,
+    TokenReward,
     Trajectory,
     Turn,
     VersionSpan,
@@ -72,7 +73,14 @@ def turns(draw: st.DrawFn) -> Turn:
 
 
 NUMBERS = st.dictionaries(TEXT, FLOAT, max_size=3)
-REWARDS = st.builds(Reward, value=FLOAT, components=NUMBERS, turns=NUMBERS, branches=NUMBERS)
+SPANS = st.builds(
+    lambda starts, value: tuple(TokenReward(f"t{s}", s, s + 2, value) for s in sorted(starts)),
+    st.sets(st.integers(0, 50), max_size=3),
+    FLOAT,
+)
+REWARDS = st.builds(
+    Reward, value=FLOAT, components=NUMBERS, turns=NUMBERS, branches=NUMBERS, tokens=SPANS
+)
 EPISODES = st.builds(
     Episode,
     episode_id=TEXT,

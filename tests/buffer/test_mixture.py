@@ -50,6 +50,13 @@ def test_a_slots_task_depends_on_nothing_but_the_seed_and_the_weights(
     assert all(owner(first.task_index(slot)) == "easy" for slot in (4100, 5000, 8999))
 
 
+def test_a_task_knows_its_source() -> None:
+    """By its place among the run's tasks; one source alone has no name."""
+    mixture = Mixture(SOURCES, EVEN, seed=0)
+    assert [mixture.source_of(index) for index in range(8)] == [owner(i) for i in range(8)]
+    assert Mixture([TaskSource("tasks", 5)], [], seed=3).source_of(4) == ""
+
+
 def test_the_order_is_fixed() -> None:
     """A release that mixes otherwise would play other tasks after a resume."""
     mixture = Mixture(SOURCES, EVEN, seed=0)

@@ -112,6 +112,7 @@ def batch_of(num: int, length: int, vocab_size: int) -> Any:
             behavior_logprobs=np.full(length, -np.log(vocab_size), np.float32),
             policy_versions=np.where(mask, 0, -1).astype(np.int32),
             temperature=np.ones(length, np.float32),
+            turns=np.zeros(length, np.int32),
             advantages=np.full(length, float(index % 2) - 0.5, np.float32),
         )
         for index in range(num)

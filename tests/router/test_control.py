@@ -1,5 +1,6 @@
 """The runner's and the operator's routes."""
 
+import dataclasses
 import json
 
 import pytest
@@ -90,6 +91,18 @@ async def test_pause_gives_out_nothing(stage) -> None:
     assert claimed["episode"] is None
 
 
+async def test_a_claimed_episode_knows_its_source(stage) -> None:
+    """Which list of tasks it is from, for metrics by source."""
+    easy = dataclasses.replace(claim(0), source="easy")
+    stage.buffer.claims.extend([easy, claim(1)])
+    answer = await stage.post("/tasks/claim", {"key": "k", "count": 2, "open": True})
+    found = [
+        (await stage.get(f"/episodes/{c['episode']['episode_id']}")).json()["opening"]["metadata"]
+        for c in answer.json()["claims"]
+    ]
+    assert found == [{"source": "easy"}, {}]
+
+
 async def test_a_claim_whose_group_sealed_meanwhile_is_left_out(stage) -> None:
     """The others of the batch are opened and given out."""
     await register(stage)
@@ -118,7 +131,7 @@ async def test_an_episode_can_be_read_scored_and_closed_once(stage) -> None:
     read = (await stage.get(path)).json()
     assert read["opening"]["metadata"] == {"a": "b"}
     assert read["outcome"] == "completed"
-    assert read["reward"] == {**reward, "turns": {}, "branches": {}}
+    assert read["reward"] == {**reward, "turns": {}, "branches": {}, "tokens": []}
     (turn,) = read["turns"]
     assert len(turn["output_ids"]) == len(turn["behavior_logprobs"])
     late = await stage.post(f"{path}/close", {**close, "key": "other"})

@@ -25,6 +25,7 @@ async def test_turns_are_scored_by_the_id_of_their_answer(recording, route: str)
         "components": {"form": 1.0},
         "turns": {first.id: 0.25, ids[1]: -1.0},
         "branches": {second.id: 2.0},
+        "tokens": [{"turn": first.id, "start": 0, "end": 1, "value": -0.5}],
     }
     body = {**scores, "key": "k"}
     if route == "close":
@@ -37,22 +38,58 @@ async def test_turns_are_scored_by_the_id_of_their_answer(recording, route: str)
         "components": {"form": 1.0},
         "turns": {ids[0]: 0.25, ids[1]: -1.0},
         "branches": {ids[1]: 2.0},
+        "tokens": [{"turn_id": ids[0], "start": 0, "end": 1, "value": -0.5}],
     }
 
 
-async def test_a_score_of_an_unknown_turn_is_refused(recording) -> None:
-    """A typing error is not stored as a score of nothing."""
+def span(turn: str, start: int, end: int) -> dict:
+    """A score of some tokens of an answer."""
+    return {"turn": turn, "start": start, "end": end, "value": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("scores", "words"),
+    [
+        (lambda first, last: {"turns": {"chatcmpl-none": 1.0}}, "is none of the 2 turns"),
+        (lambda first, last: {"tokens": [span("none", 0, 1)]}, "is none of the 2 turns"),
+        (lambda first, last: {"branches": {first: 1.0}}, "was continued; name the last turn"),
+        (lambda first, last: {"tokens": [span(last, 0, 99)]}, "0..99 of 'chatcmpl-"),
+        (
+            lambda first, last: {"tokens": [span(last, 0, 2), span(last, 1, 2)]},
+            "0..2 and 1..2 of turn",
+        ),
+        (
+            lambda first, last: {"turns": {last: 1.0, last.removeprefix("chatcmpl-"): 2.0}},
+            "scored under another of its names too",
+        ),
+    ],
+)
+async def test_a_score_of_what_the_episode_does_not_have_is_refused(
+    recording, scores, words: str
+) -> None:
+    """A typing error is not stored as a score of nothing, and nothing of it is stored."""
     episode = await recording.open()
-    body = {"value": 1.0, "turns": {"chatcmpl-none": 1.0}, "key": "k"}
+    recording.says("one", "two")
+    client = await recording.client(episode)
+    first = await client.chat.completions.create(**CHAT)
+    said = {"role": "assistant", "content": first.choices[0].message.content}
+    again = {"role": "user", "content": "go on"}
+    last = await client.chat.completions.create(
+        model="policy", messages=[*CHAT["messages"], said, again]
+    )
+    body = {"value": 1.0, "key": "k", **scores(first.id, last.id)}
     answer = await recording.post(f"/episodes/{episode['episode_id']}/reward", body)
-    assert answer.status_code == 422
-    assert "'chatcmpl-none' is none of the 0 turns" in answer.json()["error"]["message"]
+    assert answer.status_code in (400, 422), answer.text
+    assert words in answer.json()["error"]["message"]
+    found = (await recording.get(f"/episodes/{episode['episode_id']}")).json()
+    assert found["reward"] is None
 
 
-async def test_scores_that_nothing_is_trained_by_are_refused(stage) -> None:
-    """Unless the run says that they are kept for reading only."""
+@pytest.mark.parametrize("part", [{"turns": {"chatcmpl-x": 1.0}}, {"tokens": [span("x", 0, 1)]}])
+async def test_scores_that_nothing_is_trained_by_are_refused(stage, part: dict) -> None:
+    """Unless the run says that they are kept for reading only, or trains by them."""
     episode = await stage.open()
-    body = {"value": 1.0, "turns": {"chatcmpl-x": 1.0}, "key": "k"}
+    body = {"value": 1.0, "key": "k", **part}
     answer = await stage.post(f"/episodes/{episode['episode_id']}/reward", body)
     assert answer.status_code == 422
     assert 'env.turn_scores="record"' in answer.json()["error"]["message"]

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = tomllib.loads((Path(__file__).parent / "rules.toml").read_text())
-EXPECTED = [f"P{n}" for n in range(1, 9)] + [f"R{n}" for n in range(1, 20)]
+EXPECTED = [f"P{n}" for n in range(1, 9)] + [f"R{n}" for n in range(1, 21)]
 
 
 @cache

@@ -1,6 +1,7 @@
-"""Advantages: from the rewards of a group to one number per episode.
+"""Advantages: from one reward an episode to one number per episode.
 
-Owns: group and take statistics. Does not own: token losses, what a reward means. Invariant:
+Owns: group and take statistics. Does not own: credit of turns and tokens (credit), token losses,
+what a reward means. Invariant:
 statistics go by group_id over scored episodes, each counted once, whatever it yields in samples;
 a group without signal has advantages of exactly zero.
 """
@@ -91,20 +92,14 @@ TAKE_ADVANTAGES: dict[str, TakeAdvantage] = {
 }
 
 
-def group_advantages(rewards: Sequence[float], advantage: str | Advantage) -> Float64:
+def group_advantages(rewards: Sequence[float], advantage: str) -> Float64:
     """Advantages [E] of one group's scored episodes; zeros when the group has no signal."""
     if not has_signal(rewards):
         return np.zeros(len(rewards))
-    return _of_group(np.asarray(rewards, np.float64), advantage)
+    return ADVANTAGES[advantage](np.asarray(rewards, np.float64))
 
 
-def divides_by_group(advantage: str | Advantage) -> bool:
-    """True if a group's advantages are of one size however little its rewards differ; of a function
-    of the user's own it may be true."""
-    return advantage == "grpo" or not isinstance(advantage, str)
-
-
-def groups_with_signal(groups: Sequence[Sequence[float]], advantage: str | Advantage) -> list[bool]:
+def groups_with_signal(groups: Sequence[Sequence[float]], advantage: str) -> list[bool]:
     """For each group of a take whether its rewards can teach anything under `advantage`.
 
     Under reinforce_pp, whose baseline is the take's, a group of equal rewards can, if the take's
@@ -118,7 +113,7 @@ def groups_with_signal(groups: Sequence[Sequence[float]], advantage: str | Advan
 
 def take_advantages(
     groups: Sequence[Sequence[float]],
-    advantage: str | Advantage,
+    advantage: str,
     *,
     signal: Sequence[bool],
     counted: Sequence[bool] | None = None,
@@ -127,16 +122,16 @@ def take_advantages(
 
     Args:
         groups: rewards by group; a group may be empty.
-        advantage: a name of ADVANTAGES or TAKE_ADVANTAGES, or a function of one group.
+        advantage: a name of ADVANTAGES or TAKE_ADVANTAGES.
         signal: `groups_with_signal`; the others get zeros, but count in a take's statistics.
         counted: which groups count in a take's statistics; None: all.
     """
     counted = [True] * len(groups) if counted is None else counted
     arrays = [np.asarray(rewards, np.float64) for rewards in groups]
-    of_take = TAKE_ADVANTAGES.get(advantage) if isinstance(advantage, str) else None
+    of_take = TAKE_ADVANTAGES.get(advantage)
     if of_take is None:
         return [
-            _of_group(rewards, advantage) if has else np.zeros(len(rewards))
+            ADVANTAGES[advantage](rewards) if has else np.zeros(len(rewards))
             for rewards, has in zip(arrays, signal, strict=True)
         ]
     filled = [index for index, rewards in enumerate(arrays) if len(rewards) and counted[index]]
@@ -146,8 +141,3 @@ def take_advantages(
             if signal[index]:
                 results[index] = values
     return results
-
-
-def _of_group(rewards: Float64, advantage: str | Advantage) -> Float64:
-    function = ADVANTAGES[advantage] if isinstance(advantage, str) else advantage
-    return function(rewards)

@@ -119,8 +119,8 @@ GroupAdvantage = Callable[[ScoredGroup], Sequence[EpisodeAdvantage]]
 
 
 def reward_to_go(group: ScoredGroup) -> list[EpisodeAdvantage]:
-    """A_itk = G_itk - mean over the other episodes j of G_jtk: rewards to go, with a baseline of the
-    other attempts at the same place.
+    """A_itk = G_itk - mean over the other episodes j of G_jtk: rewards to go, with the other
+    attempts at the same place as the baseline.
 
     G_itk is what episode i earned from output token k of its turn t on: the episode's own reward,
     all that turns recorded later earned, and of turn t itself its reward, its branch's if it ends
@@ -205,6 +205,12 @@ def uses_parts(advantage: str | GroupAdvantage) -> bool:
     )
 
 
+def divides_by_group(advantage: str | GroupAdvantage) -> bool:
+    """True if a group's advantages are of one size however little its rewards differ; of a function
+    of the user's own it may be true."""
+    return advantage == "grpo" or not isinstance(advantage, str)
+
+
 def signals_of(groups: Sequence[ScoredGroup], advantage: str | GroupAdvantage) -> list[bool]:
     """For each group of a take whether what it earned can teach anything under `advantage`."""
     if isinstance(advantage, str) and advantage in VALUE_ADVANTAGES:
@@ -246,17 +252,17 @@ def take_credits(
 
 def _differs(group: ScoredGroup) -> bool:
     """True if at least two episodes were scored, and what they or their parts earned differs."""
-    episodes = group.episodes
-    if len(episodes) < 2:
+    if len(group.episodes) < 2:
         return False
     if has_signal(group.rewards.tolist()) or has_signal(group.totals.tolist()):
         return True
-    shapes = [[(t.earned, *(part for s in t.spans for part in s)) for t in e.turns] for e in episodes]
-    if not any(turn.earned or turn.spans for episode in episodes for turn in episode.turns):
+    if not any(turn.earned or turn.spans for e in group.episodes for turn in e.turns):
         return False
-    first = shapes[0]
+    first, *others = (
+        [number for turn in episode.turns for number in (turn.earned, *np.ravel(turn.spans))]
+        for episode in group.episodes
+    )
     return any(
-        len(shape) != len(first)
-        or any(len(a) != len(b) or not np.allclose(a, b, _EQUAL, _EQUAL) for a, b in zip(shape, first))
-        for shape in shapes
+        len(other) != len(first) or not np.allclose(other, first, _EQUAL, _EQUAL)
+        for other in others
     )

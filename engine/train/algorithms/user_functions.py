@@ -21,7 +21,14 @@ from torch import Tensor
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Group
 from outloop.buffer.settings import Settings
-from outloop.engine.train.algorithms.advantages import Advantage, Float64
+from outloop.engine.train.algorithms.advantages import Float64
+from outloop.engine.train.algorithms.credit import (
+    EpisodeAdvantage,
+    GroupAdvantage,
+    ScoredEpisode,
+    ScoredGroup,
+    ScoredTurn,
+)
 from outloop.engine.train.algorithms.losses import (
     LossFunction,
     LossInputs,
@@ -31,12 +38,12 @@ from outloop.engine.train.algorithms.losses import (
     sequence_level,
 )
 
-_ADVANTAGE = "def advantage(rewards) -> advantages"
+_ADVANTAGE = "def advantage(group) -> advantages"
 _KEEP = "def keep(group) -> str"
 _LOSS = "def loss(inputs) -> losses"
 
 
-def advantage_of(settings: Settings) -> str | Advantage:
+def advantage_of(settings: Settings) -> str | GroupAdvantage:
     """The name of the run's advantage, or the user's function with its results checked.
 
     Raises:
@@ -49,16 +56,46 @@ def advantage_of(settings: Settings) -> str | Advantage:
     function = _import(path, named, settings.env.import_dir)
     _check_signature(function, named, _ADVANTAGE, (None,), {})
 
-    def checked(rewards: Float64) -> Float64:
-        values = np.asarray(function(rewards.copy()), np.float64)
-        if values.shape != rewards.shape or not np.isfinite(values).all():
+    def checked(group: ScoredGroup) -> list[EpisodeAdvantage]:
+        values = function(group)
+        if not hasattr(values, "__len__") or len(values) != len(group.episodes):
             raise SettingsError(
-                f"{named} gave {values!r} for rewards={rewards!r}; finite numbers of the same "
-                "shape are allowed"
+                f"{named} gave {values!r} for group_id={group.group_id!r} with "
+                f"{len(group.episodes)} episodes; one entry for each of group.episodes is allowed: "
+                "a number, one for each of its turns, or for each turn one for each of its tokens"
             )
-        return values
+        return [
+            _checked_episode(value, episode, named)
+            for value, episode in zip(values, group.episodes, strict=True)
+        ]
 
     return checked
+
+
+def _checked_episode(value: Any, episode: ScoredEpisode, named: str) -> EpisodeAdvantage:
+    """What a user's function gave for one episode: a number, by turn, or by token."""
+    if not isinstance(value, list | tuple) and np.ndim(value) == 0:
+        return float(_finite(value, (), named, episode))
+    if len(value) != len(episode.turns):
+        raise SettingsError(
+            f"{named} gave {len(value)} entries for episode_id={episode.episode_id!r}, which has "
+            f"{len(episode.turns)} turns; one for each of episode.turns is allowed"
+        )
+    return [
+        _finite(own, (turn.num_tokens,) if np.ndim(own) else (), named, episode).reshape(-1)
+        for own, turn in zip(value, episode.turns, strict=True)
+    ]
+
+
+def _finite(value: Any, shape: tuple[int, ...], named: str, episode: ScoredEpisode) -> Float64:
+    numbers = np.asarray(value, np.float64)
+    if numbers.shape != shape or not np.isfinite(numbers).all():
+        raise SettingsError(
+            f"{named} gave {numbers!r} for episode_id={episode.episode_id!r}; finite numbers are "
+            f"allowed, of shape {shape}: one for the episode, for a turn, or for each of the "
+            "turn's tokens"
+        )
+    return numbers
 
 
 def loss_of(settings: Settings) -> LossFunction | None:
@@ -124,7 +161,7 @@ def check_custom(settings: Settings) -> None:
     filter_of(settings)
     advantage = advantage_of(settings)
     if not isinstance(advantage, str):
-        _probe("trainer.advantage_path", lambda: advantage(np.array([0.0, 1.0, 1.0])))
+        _probe("trainer.advantage_path", lambda: advantage(_probe_group()))
     loss = loss_of(settings)
     if loss is None:
         return
@@ -135,6 +172,36 @@ def check_custom(settings: Settings) -> None:
             f"trainer.loss_path={settings.trainer.loss_path!r} gave losses without gradient; "
             "compute them from inputs.policy_logprobs"
         )
+
+
+def _probe_group() -> ScoredGroup:
+    """Three episodes: of two turns, of one turn in which a span is scored, and of none."""
+    first, second, third = (
+        ScoredTurn(
+            turn_id=name,
+            parent=parent,
+            request=request,
+            num_tokens=num_tokens,
+            oldest_version=0,
+            is_cut=False,
+            reward=reward,
+            spans=spans,
+        )
+        for name, parent, request, num_tokens, reward, spans in (
+            ("a", None, 0, 2, 0.5, ()),
+            ("b", 0, 1, 3, 0.0, ()),
+            ("c", None, 0, 4, 0.0, ((1, 3, -1.0),)),
+        )
+    )
+    return ScoredGroup(
+        group_id="probe",
+        task_id="probe",
+        episodes=(
+            ScoredEpisode(episode_id="0", reward=0.0, turns=(first, second), branches=((0, 1),)),
+            ScoredEpisode(episode_id="1", reward=1.0, turns=(third,), branches=((0,),)),
+            ScoredEpisode(episode_id="2", reward=1.0, is_truncated=True, outcome="truncated"),
+        ),
+    )
 
 
 def _probe_inputs(settings: Settings, *, sees_sequences: bool) -> LossInputs:

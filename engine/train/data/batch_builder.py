@@ -17,13 +17,15 @@ import numpy as np
 import structlog
 
 from outloop.buffer.errors import RecordError
-from outloop.buffer.records import DropReason, Float32, Group, Trajectory
+from outloop.buffer.records import DropReason, Float32, Group, Int32, Trajectory
 from outloop.buffer.settings import Settings
-from outloop.engine.train.algorithms.advantages import (
-    Advantage,
+from outloop.engine.train.algorithms.advantages import Float64
+from outloop.engine.train.algorithms.credit import (
+    GroupAdvantage,
+    ScoredGroup,
     divides_by_group,
-    groups_with_signal,
-    take_advantages,
+    signals_of,
+    take_credits,
 )
 from outloop.engine.train.algorithms.kl import k1
 from outloop.engine.train.algorithms.reward_shaping import num_generated_tokens, overlong_penalty
@@ -35,6 +37,7 @@ from outloop.engine.train.data.samples import (
     is_truncated,
     oldest_trained_version,
 )
+from outloop.engine.train.data.scored_groups import reward_metrics, scored, scored_group
 from outloop.engine.train.data.train_batch import TrainBatch
 
 Episodes = list[tuple[Sample, ...]]
@@ -46,34 +49,44 @@ _log = structlog.get_logger()
 class Credit:
     """The rewards of a take and the rows that they are for; sent to every rank with the rows."""
 
-    rewards: tuple[tuple[float, ...], ...]
-    """By group in admission order, dropped ones too, the scored episodes'; less penalties."""
+    groups: tuple[ScoredGroup, ...]
+    """In admission order, dropped ones too; rewards less penalties."""
     teaches: tuple[bool, ...]
     """Whether each group has signal."""
     rows: Mapping[int, tuple[tuple[int, ...], ...]]
     """By kept group: the rows of each scored episode."""
 
     def advantages(
-        self, rows: TrainBatch, *, advantage: str | Advantage, counts_dropped: bool = True
+        self, rows: TrainBatch, *, advantage: str | GroupAdvantage, counts_dropped: bool = True
     ) -> Float32:
-        """The column [T]: an episode's advantage at each of its tokens.
+        """The column [T]: what its episode, its turn or the token itself was given.
 
         Args:
             advantage: of the settings, `advantage_of`.
             counts_dropped: whether dropped groups count in a take's statistics.
         """
-        values = take_advantages(
-            self.rewards,
+        found = take_credits(
+            self.groups,
             advantage,
             signal=self.teaches,
-            counted=[counts_dropped or index in self.rows for index in range(len(self.rewards))],
+            counted=[counts_dropped or index in self.rows for index in range(len(self.groups))],
         )
         column = np.zeros(rows.token_ids.shape, np.float32)
         for index, episodes in self.rows.items():
-            for members, value in zip(episodes, values[index], strict=True):
+            for members, value in zip(episodes, found[index], strict=True):
                 for row in members:
-                    column[rows.starts[row] : rows.starts[row + 1]] = value
+                    where = slice(rows.starts[row], rows.starts[row + 1])
+                    if isinstance(value, float):
+                        column[where] = value
+                    else:
+                        _fill_turns(column[where], rows.turns[where], value)
         return column
+
+
+def _fill_turns(column: Float32, turns: Int32, value: Sequence[Float64]) -> None:
+    """Give the output tokens of a row what their turns were given."""
+    for place in np.unique(turns[turns >= 0]).tolist():
+        column[turns == place] = value[place]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,16 +137,19 @@ def with_reference(
     if trainer.kl != "k1":
         return rows, metrics
     by_row = [float(gaps[a:b][mask[a:b]].sum()) for a, b in pairwise(rows.starts.tolist())]
-    rewards = [list(group) for group in credit.rewards]
+    rewards = [group.rewards.tolist() for group in credit.groups]
     penalties: list[float] = []
     for index, episodes in credit.rows.items():
         for place, members in enumerate(episodes):
             penalties.append(trainer.kl_coefficient * sum(by_row[row] for row in members))
             rewards[index][place] -= penalties[-1]
     advantage = advantage_of(settings)
-    credit = dataclasses.replace(credit, rewards=tuple(map(tuple, rewards)))
+    groups = tuple(
+        group.with_rewards(values) for group, values in zip(credit.groups, rewards, strict=True)
+    )
+    credit = dataclasses.replace(credit, groups=groups)
     if not divides_by_group(advantage):
-        differs = groups_with_signal(rewards, advantage)
+        differs = signals_of(groups, advantage)
         teaches = tuple(index in credit.rows and has for index, has in enumerate(differs))
         credit = dataclasses.replace(credit, teaches=teaches)
     column = credit.advantages(rows, advantage=advantage, counts_dropped=False)
@@ -177,16 +193,19 @@ def build_batch(
     ordered = sorted(groups, key=lambda group: group.slot)
     advantage = advantage_of(settings)
     penalties = [overlong_penalties(group, settings) for group in ordered]
-    rewards = tuple(
-        tuple(r - penalty for r, penalty in zip(group_rewards(group), taken_off, strict=True))
-        for group, taken_off in zip(ordered, penalties, strict=True)
+    sentences: dict[str, str] = {}
+    earned = tuple(_scored_group(group, sentences) for group in ordered)
+    paid = tuple(
+        group.with_rewards((group.rewards - taken_off).tolist())
+        for group, taken_off in zip(earned, penalties, strict=True)
     )
-    signal = groups_with_signal([group_rewards(group) for group in ordered], advantage)
-    differs = groups_with_signal(rewards, advantage)
-    episodes, dropped, sentences = _sift(
+    signal = signals_of(earned, advantage)
+    differs = signals_of(paid, advantage)
+    episodes, dropped = _sift(
         ordered,
         signal,
         settings,
+        sentences=sentences,
         staleness_of=staleness_of,
         vocab_size=vocab_size,
         filtered={} if filtered is None else filtered,
@@ -194,7 +213,7 @@ def build_batch(
     _warn_about_failure_reward(ordered, settings)
     samples = [sample for of_group in episodes.values() for sample in chain(*of_group)]
     credit = Credit(
-        rewards=rewards,
+        groups=paid,
         teaches=tuple(has and still for has, still in zip(signal, differs, strict=True)),
         rows=_numbered(episodes),
     )
@@ -210,15 +229,21 @@ def build_batch(
         dropped=tuple(dropped),
         credit=credit,
         metrics=_take_metrics(ordered, signal)
+        | reward_metrics(earned)
         | _penalty_metrics(penalties, settings)
         | _sample_metrics([samples[row] for row in chain(*trained)], staleness_of),
         sentences=sentences,
     )
 
 
-def scored(group: Group) -> tuple[Trajectory, ...]:
-    """The group's episodes that count in its statistics: those with a reward."""
-    return tuple(t for t in group.trajectories if t.episode.reward is not None)
+def _scored_group(group: Group, sentences: MutableMapping[str, str]) -> ScoredGroup:
+    """The group's rewards; without those of parts, and with a sentence, if these contradict it."""
+    try:
+        return scored_group(group)
+    except RecordError as error:
+        _log.warning("group_malformed", group_id=group.group_id, sentence=str(error))
+        sentences[group.group_id] = str(error)
+        return scored_group(group, has_parts=False)
 
 
 def group_rewards(group: Group) -> list[float]:
@@ -231,19 +256,23 @@ def _sift(
     signal: Sequence[bool],
     settings: Settings,
     *,
+    sentences: MutableMapping[str, str],
     staleness_of: Callable[[int], int],
     vocab_size: int,
     filtered: MutableMapping[str, str],
-) -> tuple[dict[int, Episodes], list[tuple[str, DropReason]], dict[str, str]]:
-    """Samples of the groups that can be trained, by index; why the others cannot, and what is wrong
-    with those that are malformed."""
+) -> tuple[dict[int, Episodes], list[tuple[str, DropReason]]]:
+    """Samples of the groups that can be trained, by index, and why the others cannot.
+
+    `sentences`: what is wrong with those that are malformed; more are added.
+    """
     keep = filter_of(settings)
     dropped: list[tuple[str, DropReason]] = []
     episodes: dict[int, Episodes] = {}
-    sentences: dict[str, str] = {}
     for index, group in enumerate(ordered):
         rows: Episodes = []
         reason = _reason_to_drop(group, settings, staleness_of, has_signal=signal[index])
+        if group.group_id in sentences and reason in (None, "no_signal"):
+            reason = "malformed"
         if reason is None and keep is not None:
             if group.group_id not in filtered:
                 filtered[group.group_id] = sentence = keep(group)
@@ -261,7 +290,7 @@ def _sift(
             episodes[index] = rows
         else:
             dropped.append((group.group_id, reason))
-    return episodes, dropped, sentences
+    return episodes, dropped
 
 
 def overlong_penalties(group: Group, settings: Settings) -> list[float]:

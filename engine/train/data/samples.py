@@ -43,12 +43,10 @@ class Sample:
     temperature: Float32
     """[T] float32."""
     turns: Int32
-    """[T] int32: place in `Trajectory.turns` of the turn that sampled the token in this row, trained
-    or not; -1 elsewhere."""
+    """[T] int32: place in `Trajectory.turns` of the turn whose output the token is in this row,
+    trained or not; -1 elsewhere."""
     advantages: Float32
     """[T] float32; zeros until the step's rewards are compared."""
-    rewards: Float32 | None = None
-    """[T] float32, what was earned at the token (credit.reward_column); None without a critic."""
     values: Float32 | None = None
     """[T] float32, what the critic expected before the token; None without one."""
     returns: Float32 | None = None

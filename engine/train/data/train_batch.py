@@ -51,8 +51,6 @@ class TrainBatch:
     """[T] int32: place in the episode of the turn that sampled the token; -1 elsewhere."""
     advantages: Float32
     """[T] float32: an episode's scalar reward gives all its tokens one number."""
-    rewards: Float32 | None = None
-    """[T] float32, what was earned at each token; None without a critic."""
     values: Float32 | None = None
     """[T] float32, what the critic expected before the token; None without one."""
     returns: Float32 | None = None
@@ -158,7 +156,6 @@ _COLUMNS: dict[str, Any] = {
     "temperature": np.float32,
     "turns": np.int32,
     "advantages": np.float32,
-    "rewards": np.float32,
     "values": np.float32,
     "returns": np.float32,
     "proximal_logprobs": np.float32,

@@ -172,6 +172,7 @@ def make_samples() -> Callable[..., list[Sample]]:
                     behavior_logprobs=generator.normal(-6.0, 0.1, size).astype(np.float32),
                     policy_versions=np.zeros(size, np.int32),
                     temperature=np.full(size, temperature, np.float32),
+                    turns=np.where(mask, 0, -1).astype(np.int32),
                     advantages=np.full(size, generator.normal(), np.float32),
                 )
             )

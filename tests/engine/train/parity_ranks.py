@@ -58,6 +58,7 @@ def samples_of(seed: int, *, vocab_size: int, count: int = 11) -> list[Sample]:
                 behavior_logprobs=generator.normal(-6.0, 0.1, size).astype(np.float32),
                 policy_versions=np.zeros(size, np.int32),
                 temperature=np.full(size, 0.7 if index % 3 else 1.0, np.float32),
+                turns=np.where(mask, 0, -1).astype(np.int32),
                 advantages=np.full(size, generator.normal(), np.float32),
             )
         )

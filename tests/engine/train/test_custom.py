@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.records import Group, Reward, Trajectory, Turn
 from outloop.buffer.settings import Settings, TrainerSettings
-from outloop.engine.train.algorithms.advantages import take_advantages
+from outloop.engine.train.algorithms.credit import ScoredEpisode, ScoredGroup, take_credits
 from outloop.engine.train.algorithms.losses import LossFunction
 from outloop.engine.train.algorithms.user_functions import advantage_of, check_custom, loss_of
+from outloop.engine.train.data.batch_builder import build_batch
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.main import check_settings
@@ -23,13 +26,31 @@ import torch
 
 from outloop.engine.train.algorithms.losses import sequence_level
 
-def best_of(rewards):
-    return (rewards == rewards.max()) - 0.5
+def best_of(group):
+    return (group.rewards == group.rewards.max()) - 0.5
 
-def short(rewards):
-    return rewards[:1]
+def by_turn(group):
+    return [[turn.reward for turn in episode.turns] for episode in group.episodes]
 
-def raises(rewards):
+def by_token(group):
+    return [
+        [[float(place)] * turn.num_tokens for place, turn in enumerate(episode.turns)]
+        for episode in group.episodes
+    ]
+
+def short(group):
+    return group.rewards[:1]
+
+def infinite(group):
+    return [float("inf")] * len(group.episodes)
+
+def one_turn(group):
+    return [[1.0] for episode in group.episodes]
+
+def one_token(group):
+    return [[[1.0] for turn in episode.turns] for episode in group.episodes]
+
+def raises(group):
     raise RuntimeError("no")
 
 def no_arguments():
@@ -81,7 +102,10 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settin
         ({"advantage_path": "own_missing:f"}, "cannot be imported: ModuleNotFoundError"),
         ({"advantage_path": "own_broken:f"}, "cannot be imported: ZeroDivisionError"),
         ({"advantage_path": "own_algorithms:no_arguments"}, "cannot be called as `def advantage"),
-        ({"advantage_path": "own_algorithms:short"}, "of the same shape"),
+        ({"advantage_path": "own_algorithms:short"}, "one entry for each of group.episodes"),
+        ({"advantage_path": "own_algorithms:infinite"}, "finite numbers are allowed"),
+        ({"advantage_path": "own_algorithms:one_turn"}, "which has 2 turns"),
+        ({"advantage_path": "own_algorithms:one_token"}, "shape (2,)"),
         ({"advantage_path": "own_algorithms:raises"}, "raised RuntimeError: no"),
         ({"loss_path": "own_algorithms:no_arguments"}, "cannot be called as `def loss"),
         ({"loss_path": "own_algorithms:two_arguments"}, "def loss(inputs)"),
@@ -100,13 +124,47 @@ def test_what_is_wrong_is_said_before_the_start(
     assert next(iter(trainer)) in str(caught.value)
 
 
+def scored(rewards: list[float]) -> ScoredGroup:
+    """A group of episodes without turns."""
+    episodes = (ScoredEpisode(episode_id="e", reward=reward) for reward in rewards)
+    return ScoredGroup(group_id="g", task_id="t", episodes=tuple(episodes))
+
+
+def test_an_own_advantage_of_turns_or_tokens_reaches_them(
+    own: Callable[..., Settings],
+    make_turn: Callable[..., Turn],
+    make_trajectory: Callable[..., Trajectory],
+) -> None:
+    """Each in the row in which it is trained: a shared turn once, context nothing."""
+    turns = [
+        make_turn("a", prompt=[1], output=[2, 3]),
+        make_turn("b", parent="a", prompt=[4], output=[5]),
+        make_turn("c", parent="a", prompt=[6], output=[7, 8]),
+    ]
+    trajectories = []
+    for name, earned in (("x", {"a": 0.5, "b": -1.0, "c": 2.0}), ("y", {})):
+        named = [replace(turn, episode_id=name) for turn in turns]
+        trajectory = make_trajectory(named, episode_id=name)
+        reward = Reward(value=0.0, turns=earned)
+        trajectories.append(replace(trajectory, episode=replace(trajectory.episode, reward=reward)))
+    group = Group(group_id="g", slot=0, task_id="t", group_size=2, trajectories=tuple(trajectories))
+    column = {}
+    for name in ("by_turn", "by_token"):
+        settings = own(advantage_path=f"own_algorithms:{name}")
+        check_custom(settings)
+        batch = build_batch([group], settings, policy_version=0, vocab_size=16)
+        column[name] = [row.advantages.tolist() for row in list(batch.rows)[:2]]
+    assert column["by_turn"] == [[0.0, 0.5, 0.5, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0, 2.0, 2.0]]
+    assert column["by_token"] == [[0.0, 0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0, 2.0, 2.0]]
+
+
 def test_an_own_advantage_is_used(own: Callable[..., Settings]) -> None:
     """It sees one group at a time, and none without signal."""
     settings = own(advantage_path="own_algorithms:best_of")
     check_custom(settings)
-    groups = [[0.0, 2.0, 1.0], [1.0, 1.0]]
-    got = take_advantages(groups, advantage_of(settings), signal=[True, False])
-    assert [values.tolist() for values in got] == [[-0.5, 0.5, -0.5], [0.0, 0.0]]
+    groups = [scored([0.0, 2.0, 1.0]), scored([1.0, 1.0])]
+    got = take_credits(groups, advantage_of(settings), signal=[True, False])
+    assert got == [[-0.5, 0.5, -0.5], [0.0, 0.0]]
     assert advantage_of(own()) == "grpo"
     assert loss_of(own()) is None
 
@@ -211,7 +269,8 @@ def test_contradictions_are_refused(trainer: dict[str, object], sentence: str) -
 
 
 @pytest.mark.parametrize(
-    "setting", ["losses:soft_clip", "losses:by_sequence", "advantages:centred"]
+    "setting",
+    ["losses:soft_clip", "losses:by_sequence", "advantages:centred", "advantages:by_turn"],
 )
 def test_what_the_page_shows_is_accepted(
     setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

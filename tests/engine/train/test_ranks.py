@@ -12,6 +12,7 @@ import pytest
 from outloop.buffer.errors import RankKilled
 from outloop.buffer.records import CheckpointMark
 from outloop.engine.launch.torchrun import _what_failed
+from outloop.engine.train.algorithms.credit import ScoredEpisode, ScoredGroup, ScoredTurn
 from outloop.engine.train.checkpoint.checkpoint_format import Checkpoint
 from outloop.engine.train.data.batch_builder import Credit
 from outloop.engine.train.data.samples import Sample
@@ -51,7 +52,21 @@ class Recorder(RankWorker):
 
 def test_a_step_reaches_every_rank_whole(make_samples: Callable[..., list[Sample]]) -> None:
     """Rows, updates and rewards in one message."""
-    credit = Credit(rewards=((0.0, 1.0),), teaches=(True,), rows={0: ((0, 1), (2,))})
+    turn = ScoredTurn(
+        turn_id="t",
+        parent=None,
+        request=0,
+        num_tokens=3,
+        oldest_version=None,
+        is_cut=True,
+        spans=((0, 2, 0.5),),
+    )
+    episodes = (
+        ScoredEpisode(episode_id="a", reward=0.0, turns=(turn,), branches=((0,),)),
+        ScoredEpisode(episode_id="b", reward=1.0, components={"form": 0.5}),
+    )
+    group = ScoredGroup(group_id="g", task_id="t", source="easy", episodes=episodes)
+    credit = Credit(groups=(group,), teaches=(True,), rows={0: ((0, 1), (2,))})
     test_every_rank_gets_the_arguments_that_rank_0_gave(
         RankWorker.train_step,
         {

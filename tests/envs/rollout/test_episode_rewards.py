@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from outloop.buffer.errors import RecordError, SettingsError
-from outloop.buffer.records import Reward
+from outloop.buffer.records import Reward, TokenReward
 from outloop.envs.rollout.episode_result import as_reward
 from outloop.envs.rollout.episode_rewards import Scores
 
@@ -23,7 +24,7 @@ def scores(*, takes_turns: bool = True, **weights: float) -> Scores:
 def test_a_returned_reward_wins_and_components_join_it() -> None:
     """The value is what play returned; scores by name stay beside it."""
     given = scores()
-    given.add(0.5, None, None, {"form": 1.0})
+    given.add(0.5, None, None, None, {"form": 1.0})
     assert given.reward(2.0, "play") == Reward(value=2.0, components={"form": 1.0})
     assert given.reward(None, "play") == Reward(value=0.5, components={"form": 1.0})
 
@@ -31,7 +32,7 @@ def test_a_returned_reward_wins_and_components_join_it() -> None:
 def test_components_alone_add_up_with_their_weights() -> None:
     """A component without a weight counts once."""
     given = scores(form=0.1)
-    given.add(None, None, None, {"form": 1.0, "right": 2.0})
+    given.add(None, None, None, None, {"form": 1.0, "right": 2.0})
     assert given.reward(None, "play").value == pytest.approx(2.1)
     assert as_reward({"form": 1, "right": np.float32(2)}, {"form": 0.1}).value == pytest.approx(2.1)
 
@@ -39,23 +40,37 @@ def test_components_alone_add_up_with_their_weights() -> None:
 def test_turns_and_branches_are_scored_by_answer_or_id() -> None:
     """A later score of the same turn replaces the earlier one."""
     given = scores()
-    given.add(1.0, None, None, {})
-    given.add(0.25, SimpleNamespace(id="chatcmpl-a"), None, {})
-    given.add(0.5, "chatcmpl-a", None, {})
-    given.add(-1.0, None, "chatcmpl-b", {})
+    given.add(1.0, None, None, None, {})
+    given.add(0.25, SimpleNamespace(id="chatcmpl-a"), None, None, {})
+    given.add(0.5, "chatcmpl-a", None, None, {})
+    given.add(-2.0, "chatcmpl-a", None, (0, 3), {})
+    given.add(-1.0, None, "chatcmpl-b", None, {})
     reward = given.reward(None, "play")
     assert (reward.turns, reward.branches) == ({"chatcmpl-a": 0.5}, {"chatcmpl-b": -1.0})
+    assert reward.tokens == (TokenReward("chatcmpl-a", 0, 3, -2.0),)
+    assert given.of_failed(-7.0) == replace(reward, value=-7.0)
+
+
+def test_scores_of_parts_are_a_reward() -> None:
+    """The episode's own is 0 then."""
+    given = scores()
+    given.add(0.25, "chatcmpl-a", None, None, {})
+    assert given.reward(None, "play") == Reward(value=0.0, turns={"chatcmpl-a": 0.25})
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        ((None, None, None, {}), "says nothing"),
-        ((float("nan"), None, None, {}), "reward value=nan"),
-        ((1.0, None, None, {"form": "good"}), "form='good' is a str"),
-        ((None, "a", None, {}), "either a turn or a branch"),
-        ((1.0, "a", "b", {}), "either a turn or a branch"),
-        ((1.0, 3, None, {}), "by the answer of the model call or its id"),
+        ((None, None, None, None, {}), "says nothing"),
+        ((float("nan"), None, None, None, {}), "reward value=nan"),
+        ((1.0, None, None, None, {"form": "good"}), "form='good' is a str"),
+        ((None, "a", None, None, {}), "either a turn or a branch"),
+        ((1.0, "a", "b", None, {}), "either a turn or a branch"),
+        ((1.0, 3, None, None, {}), "by the answer of the model call or its id"),
+        ((1.0, None, None, (0, 1), {}), "either a turn or a branch"),
+        ((1.0, None, "b", (0, 1), {}), "beside a turn"),
+        ((1.0, "a", None, (0, 1.5), {}), "two whole numbers"),
+        ((1.0, "a", None, (2, 2), {}), "0 <= start < end"),
     ],
 )
 def test_a_score_that_is_none_is_refused_where_it_is_given(
@@ -88,6 +103,7 @@ async def play(task, episode):
     episode.score(0.5, form=1.0)
     episode.score(0.25, turn=answer)
     episode.score(0.75, branch=answer.id)
+    episode.score(-1.0, turn=answer, tokens=(0, 2))
 """
     await play_with(router, source, turn_scores="record")
     assert (
@@ -98,6 +114,7 @@ async def play(task, episode):
                 "components": {"form": 1.0},
                 "turns": {"chatcmpl-fake": 0.25},
                 "branches": {"chatcmpl-fake": 0.75},
+                "tokens": [{"turn": "chatcmpl-fake", "start": 0, "end": 2, "value": -1.0}],
             }
         ]
         * 4
