@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from outloop.buffer.records import Reward, Sampling, Turn, VersionSpan
+from outloop.buffer.records import Reward, Sampling, TokenReward, Turn, VersionSpan
 from outloop.buffer.trajectories.ended import EndedEpisode
 
 EPISODES: pa.Schema = pa.schema(
@@ -37,6 +37,7 @@ EPISODES: pa.Schema = pa.schema(
         ("reward_components", pa.string()),
         ("reward_turns", pa.string()),
         ("reward_branches", pa.string()),
+        ("reward_tokens", pa.string()),
         ("metadata", pa.string()),
         ("opened_at", pa.float64()),
         ("closed_at", pa.float64()),
@@ -169,8 +170,10 @@ def _episode_row(ended: EndedEpisode, rows: Sequence[dict[str, Any]]) -> dict[st
 
 
 def _reward_parts(reward: Reward | None) -> dict[str, str]:
-    names = ("components", "turns", "branches")
-    return {name: json.dumps({} if reward is None else getattr(reward, name)) for name in names}
+    known = Reward(value=0.0) if reward is None else reward
+    parts = {name: getattr(known, name) for name in ("components", "turns", "branches")}
+    parts["tokens"] = [(s.turn_id, s.start, s.end, s.value) for s in known.tokens]
+    return {name: json.dumps(part) for name, part in parts.items()}
 
 
 def _turn_row(index: int, turn: Turn, prompt_text: str, output_text: str) -> dict[str, Any]:
@@ -236,6 +239,7 @@ def reward_of(row: dict[str, Any]) -> Reward | None:
         components=json.loads(row["reward_components"]),
         turns=json.loads(row["reward_turns"]),
         branches=json.loads(row["reward_branches"]),
+        tokens=tuple(TokenReward(*span) for span in json.loads(row["reward_tokens"])),
     )
 
 
