@@ -1,7 +1,7 @@
 """A run's trajectories, to and from files.
 
-An episode is read with its group or not at all, also while the run goes on. Importing a file with a
-bad line changes nothing.
+The episodes of a group are read together or not at all, also while the run goes on. A file with a
+bad line is not imported at all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = structlog.get_logger()
 
 
 class Archive:
-    """Whole trajectories of one run, read and written."""
+    """Reads and writes the trajectories of one run."""
 
     def __init__(self, client: redis.Redis, prefix: str, scripts: SyncScripts) -> None:
         self._client = client
@@ -65,9 +65,9 @@ class Archive:
             yield from (episode_id.decode() for episode_id in ids)
 
     def write(self, path: Path) -> tuple[int, int]:
-        """Write them to `path` as JSONL; (number written, number of damaged ones left out).
+        """Write all trajectories to `path` as JSONL; (number written, damaged ones left out).
 
-        `path` appears when it is complete.
+        `path` appears only when it is complete.
 
         Raises:
             SettingsError: it cannot be written.
@@ -125,7 +125,7 @@ class Archive:
         put_sync(self._client, self._prefix, self._scripts, records, key=key, final=final)
 
     def _lists(self) -> list[str]:
-        """Keys of the lists of episode ids."""
+        """Names of the lists of episode ids."""
         with (
             translated("listing trajectories"),
             self._client.pipeline(transaction=True) as pipeline,
@@ -152,7 +152,7 @@ class Archive:
                 pipeline.exists(name)
                 *found, is_there = pipeline.execute()
         if not is_there:
-            # Acknowledged or dropped meanwhile: its turns may be gone already.
+            # The group was acknowledged or dropped meanwhile; its turns may be gone.
             return
         seen.update(episode_id.decode() for episode_id in ids)
         stored = iter(found)

@@ -1,6 +1,6 @@
-"""Where episodes broke into branches, what that costs, and what to change.
+"""Why episodes broke into branches, what that costs, and what to change.
 
-Every turn is counted under exactly one cause; an unknown cause is shown by its name.
+Every turn counts under exactly one cause; an unknown cause is shown by its name.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ EXPLANATIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "sampling.max_new_tokens if answers were cut",
         ),
         "history_rewritten": (
-            "the agent sent its history back changed: shortened, summed up, or calls and results "
-            "retold as text",
-            "have the agent hand back messages as it got them, tool calls and ids included; where "
-            "it compacts its context on purpose, this is the price",
+            "the agent changed its history: it shortened or summarised it, or wrote calls and "
+            "results as text",
+            "have the agent send messages back as it got them, tool calls and ids included; if it "
+            "compacts its context on purpose, this is the price",
         ),
         "tools_changed": (
-            "the same conversation came with other tools, which stand at the top of the prompt",
+            "the same conversation came with other tools, which are at the top of the prompt",
             "give the agent one list of tools, in one order, for the whole episode",
         ),
         "system_changed": (
@@ -42,19 +42,19 @@ EXPLANATIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "off, or send them to another model with [router.upstreams]",
         ),
         "resampled": (
-            "the same conversation was continued more than once: several tries, or a retry that "
-            "did not say that it was one",
+            "the same conversation was continued more than once: several tries, or a retry without "
+            "the header of a retry",
             "expected of agents that search; otherwise use an SDK that marks its retries, or send "
             "an Idempotency-Key",
         ),
         "choice": ("n > 1: every choice after the first is a branch", "expected; ask for fewer"),
         "prefill": (
-            "the agent wrote the beginning of the answer itself",
+            "the agent prefilled the answer",
             "leave the last assistant message out, or use tool_choice to force a call",
         ),
         "history_unknown": (
-            "another router process recorded the earlier turns, so that only their ids are known "
-            "here, and the rendering did not begin with them",
+            "another router process recorded the earlier turns, so this one knows only their ids, "
+            "and the rendering did not begin with these",
             "let an episode stay with one router: keep connections alive, or hash by episode",
         ),
     }
@@ -63,12 +63,12 @@ EXPLANATIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CauseCost:
-    """What turns with one cause cost."""
+    """The cost of the turns with one cause."""
 
     cause: str
     num_turns: int
     num_prompt_tokens: int
-    """Ids that were rendered and computed again, because nothing recorded could be continued."""
+    """Ids that were rendered and computed again because no recorded turn could be continued."""
     num_episodes: int
     explanation: str
     advice: str
@@ -76,7 +76,7 @@ class CauseCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drift:
-    """Branches of the episodes that were looked at; costs in descending order."""
+    """Branches of some episodes; costs in descending order."""
 
     num_episodes: int
     num_turns: int
@@ -85,16 +85,16 @@ class Drift:
     """New prompt ids of all turns."""
     costs: tuple[CauseCost, ...]
     masked: Mapping[str, int]
-    """Output tokens without loss, by mask_reason."""
+    """Number of output tokens that are not trained, by mask_reason."""
 
     @property
     def cost_share(self) -> float:
-        """Share of the prompt ids that broken branches made necessary."""
+        """Share of all prompt ids that is due to broken branches."""
         return sum(c.num_prompt_tokens for c in self.costs) / max(1, self.num_prompt_tokens)
 
 
 def measure(trajectories: Iterable[Trajectory]) -> Drift:
-    """The drift of `trajectories`; those for SFT, which no policy sampled, are left out."""
+    """The drift of `trajectories`; those for SFT are left out, since no policy sampled them."""
     turns_of: dict[str, list[Turn]] = defaultdict(list)
     episodes_of: dict[str, set[str]] = defaultdict(set)
     masked: Counter[str] = Counter()

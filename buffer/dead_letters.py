@@ -1,7 +1,7 @@
 """Dead letters: groups that were dropped because something is wrong with them.
 
-The script that drops a group writes its dead letter. Their number is bounded; a dead letter can be
-read however damaged its records are.
+The script that drops a group writes its dead letter. Their number is bounded. A dead letter can be
+read even if its records are damaged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DeadLetter:
 
     group_id: str
     slot: int | None
-    """None: the run has started over since then, and plays the slot again anyway."""
+    """None: the run has started over since, and plays the slot again anyway."""
     task_id: str
     """Empty: no episode was opened."""
     reason: DropReason
@@ -42,18 +42,18 @@ class DeadLetter:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LetterEpisode:
+class DeadLetterEpisode:
     """One scored episode of a dead letter."""
 
     episode_id: str
     trajectory: Trajectory | None
     """None: its records are damaged."""
     error: str
-    """What is wrong with them."""
+    """What is wrong with its records."""
     num_bytes: int
-    """Of its turns as they are stored."""
+    """Size of its stored turns."""
     records: Mapping[str, bytes]
-    """Everything as it is stored: opening, closure, reward and turn-NUMBER, where there."""
+    """Stored bytes by name: opening, closure, reward and turn-NUMBER, those that exist."""
 
 
 class DeadLetters:
@@ -64,27 +64,27 @@ class DeadLetters:
         self._prefix = prefix
         self._scripts = scripts
 
-    def list_letters(self) -> tuple[DeadLetter, ...]:
-        """Every letter, oldest first; at most the last 256 are kept."""
+    def list_all(self) -> tuple[DeadLetter, ...]:
+        """Every dead letter, oldest first; the last 256 are kept."""
         with translated("listing dead letters"):
             ids: Any = self._client.lrange(f"{self._prefix}dead", 0, -1)
             with self._client.pipeline(transaction=False) as pipeline:
                 for group_id in ids:
-                    pipeline.hgetall(self._letter_key(group_id.decode()))
+                    pipeline.hgetall(self._key(group_id.decode()))
                 rows = pipeline.execute()
         return tuple(
-            _letter_from(group_id.decode(), fields)
+            _dead_letter_from(group_id.decode(), fields)
             for group_id, fields in zip(ids, rows, strict=True)
             if fields
         )
 
-    def read(self, group_id: str) -> tuple[DeadLetter, tuple[LetterEpisode, ...]]:
-        """A letter with its scored episodes; only the newest 16 letters still have them.
+    def read(self, group_id: str) -> tuple[DeadLetter, tuple[DeadLetterEpisode, ...]]:
+        """A dead letter with its scored episodes; only the newest 16 still have them.
 
         Raises:
-            NotFound: no such letter.
+            NotFound: no such dead letter.
         """
-        name = self._letter_key(group_id)
+        name = self._key(group_id)
         with translated(f"reading dead letter group_id={group_id}"):
             fields: Any = self._client.hgetall(name)
             if not fields:
@@ -97,32 +97,32 @@ class DeadLetters:
                     pipeline.lrange(f"{episode}:turns", 0, -1)
                 stored = iter(pipeline.execute())
         episodes = [_episode_from(i.decode(), next(stored), next(stored)) for i in ids]
-        return _letter_from(group_id, fields), tuple(episodes)
+        return _dead_letter_from(group_id, fields), tuple(episodes)
 
     def requeue(self, group_id: str) -> None:
-        """Have the letter's slot played again, before new slots, and forget the letter.
+        """Play the group's slot again, before new slots, and delete the dead letter.
 
         Raises:
-            NotFound: no such letter.
+            NotFound: no such dead letter.
             Conflict: its slot is played again anyway.
         """
         what = f"requeueing dead letter group_id={group_id}"
         self._scripts.call("resolve_dead_letter", group_id, 1, what=what)
 
     def discard(self, group_id: str) -> None:
-        """Forget the letter and its episodes; its slot is not played again.
+        """Delete the dead letter and its episodes; its slot is not played again.
 
         Raises:
-            NotFound: no such letter.
+            NotFound: no such dead letter.
         """
         what = f"dropping dead letter group_id={group_id}"
         self._scripts.call("resolve_dead_letter", group_id, 0, what=what)
 
-    def _letter_key(self, group_id: str) -> str:
+    def _key(self, group_id: str) -> str:
         return f"{self._prefix}dead:{group_id}"
 
 
-def _letter_from(group_id: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
+def _dead_letter_from(group_id: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
     text = {name.decode(): value for name, value in fields.items()}
     return DeadLetter(
         group_id=group_id,
@@ -149,7 +149,7 @@ def _failure(closure: bytes) -> str:
     return f"{ending.failure_kind or ending.outcome}: {ending.error}"
 
 
-def _episode_from(episode_id: str, fields: Any, turns: list[bytes]) -> LetterEpisode:
+def _episode_from(episode_id: str, fields: Any, turns: list[bytes]) -> DeadLetterEpisode:
     records = {
         **dict(zip(EPISODE_FIELDS[:3], fields, strict=False)),
         **{f"turn-{number}": record for number, record in enumerate(turns)},
@@ -159,7 +159,7 @@ def _episode_from(episode_id: str, fields: Any, turns: list[bytes]) -> LetterEpi
         trajectory = trajectory_from(episode_id, fields, turns)
     except UNREADABLE as error:
         sentence = str(error)
-    return LetterEpisode(
+    return DeadLetterEpisode(
         episode_id=episode_id,
         trajectory=trajectory,
         error=sentence,

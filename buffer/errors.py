@@ -1,8 +1,6 @@
-"""The error tree of outloop.
+"""Every error that crosses the boundary of a part.
 
-Owns: every exception type that crosses a part's boundary. Does not own: HTTP envelopes
-(router) or exit codes (cli). Invariant: a message says what failed, `name=value`, what is
-allowed and what to do.
+A message says what failed, `name=value`, what is allowed and what to do.
 
     OutloopError
     |-- SettingsError        a setting, file or import path is wrong (also a ValueError)
@@ -93,8 +91,10 @@ class PublishFailed(OutloopError):
 
 
 class UpdateRefused(OutloopError):
-    """A gradient was not finite or a spike, or most of a step's groups could not be trained; the
-    weights are those from before the update."""
+    """A gradient was not finite or a spike, or most of a step's groups could not be trained.
+
+    The weights are those from before the update.
+    """
 
 
 class CheckpointFailed(OutloopError):
@@ -114,8 +114,8 @@ class RankKilled(PartFailed):
 
 
 UNREADABLE = (RecordError, SchemaMismatch)
-"""What decoding stored bytes may raise: damaged, or of another release."""
+"""Raised by decoding: the bytes are damaged, or of another release."""
 SETTINGS_EXIT_CODE = 2
-"""Of a part that was refused its settings: starting it again would change nothing."""
+"""Exit code of a part with wrong settings: starting it again would change nothing."""
 RANK_KILLED_EXIT_CODE = 75
-"""Of a trainer that lost a rank: the launcher starts it again."""
+"""Exit code of a trainer that lost a rank: the launcher starts it again."""

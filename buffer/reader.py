@@ -1,8 +1,7 @@
-"""The blocking face of the buffer, for the trainer and the launcher.
+"""The blocking side of the buffer, for the trainer and the launcher.
 
-It takes, trains and acknowledges groups, announces versions, requests evaluations and reads SFT
-data and the registry of processes. A caller that lost the fence changes nothing; every wait has a
-deadline.
+It takes and acknowledges groups, announces versions, requests evaluations, and reads SFT data. A
+caller that lost the fence changes nothing; every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _log = structlog.get_logger()
 
 
 class BufferReader:
-    """The blocking face of one run; may be used from several threads."""
+    """One run, through a blocking client; may be used from several threads."""
 
     def __init__(self, run: Run, client: redis.Redis, clock: Clock | None) -> None:
         self._client = client
@@ -72,9 +71,9 @@ class BufferReader:
         self.dead_letters = DeadLetters(client, self._prefix, self._scripts)
         """Groups that were dropped as failed or malformed."""
         self._take_token = ""
-        """Of a take whose answer has not arrived whole; the next take asks for the same groups."""
+        """Token of a take that got no complete answer; the next take asks for the same groups."""
         self._taken: list[Lease] = []
-        """What a take that failed had leased before; the next one returns it first."""
+        """Leases of a take that failed; the next take returns them first."""
         self.task_weights = TaskWeights(client, self._prefix, self._scripts)
         self.archive = Archive(client, self._prefix, self._scripts)
         """Whole trajectories, to and from files."""
@@ -129,18 +128,19 @@ class BufferReader:
         """Lease the `num_groups` oldest ready groups, all at once, waiting until they are ready.
 
         Groups staler than buffer.max_staleness publishes before `policy_version` are dropped on the
-        way. A group whose records are damaged, or of another release, is dropped as malformed: it
-        becomes a dead letter with its bytes as they are, and another one is waited for.
-        `on_wait` gets a sentence about twice a second. Returns what it has, mostly nothing, once
-        `should_stop` is true. What a call had leased before it failed is returned by the next one,
-        also if Redis leased it and the answer was lost.
+        way. A group with records that are damaged, or of another release, is dropped as malformed:
+        it becomes a dead letter with its bytes unchanged, and the call waits for another group.
+        `on_wait` gets a sentence about twice a second. If `should_stop` is true, the call returns
+        the groups that it has, mostly none. The next call returns what a failed one had leased,
+        also if only the answer of Redis was lost.
 
         Raises:
             DeadlineExceeded: `timeout_s` passed.
             BufferUnavailable: Redis did not answer, or lost the run.
             FenceExpired: another trainer took over, or the leases expired.
-            TooManyReplaced: of at least 200 attempts since `recover`, more than a share of
-                env.max_replaced_share ended without a result; those in flight then are excused.
+            TooManyReplaced: of at least 200 attempts since `recover`, a larger share than
+                env.max_replaced_share ended without a result. Attempts that were in flight at
+                `recover` do not count.
         """
         deadline = time.monotonic() + timeout_s
         leases = [lease for lease in self._taken if lease.fence == fence]
@@ -199,10 +199,10 @@ class BufferReader:
         )
 
     def drop(self, group_id: str, reason: DropReason, *, fence: int, error: str = "") -> None:
-        """Give a leased group up; twice is once. failed and malformed leave a dead letter.
+        """Drop a leased group; a second call does nothing. failed, malformed: with a dead letter.
 
-        Its credit returns with the next take or mark_trained, so that no episode of the next batch
-        is sampled by this batch's weights.
+        Its admission credit returns with the next take or mark_trained, so that no episode of the
+        next batch is sampled by this batch's weights.
 
         Raises:
             FenceExpired: the group is not leased under `fence` any more.
@@ -228,12 +228,13 @@ class BufferReader:
         )
 
     def recover(self, mark: CheckpointMark | None, *, fence: int) -> int:
-        """Reconcile the buffer to the checkpoint that the trainer resumes from (None: from none).
+        """Bring the buffer to the state of the checkpoint from which the trainer resumes.
 
-        Groups of the mark are acknowledged; groups holding tokens of versions newer than the mark's
-        are dropped as stale and their slots played again, as are slots acknowledged by later marks;
-        other groups are ready or go on. Without a mark every slot is played from the first on. No
-        version is announced afterwards. Returns the highest policy_version ever issued, -1: none.
+        Groups of the mark are acknowledged. Groups with tokens of versions newer than the mark's
+        are dropped as stale. Their slots are played again, and so are slots acknowledged by later
+        marks. Other groups are ready or go on. Without a mark (None) every slot is played from the
+        first on. No version is announced afterwards. Returns the highest policy_version ever
+        issued, -1 if there was none.
 
         Raises:
             FenceExpired: another trainer took over.
@@ -244,7 +245,7 @@ class BufferReader:
         return int(highest)
 
     def announce_version(self, policy_version: int, parent: int | None) -> None:
-        """Say which weights come next; nothing is claimed until they are acknowledged.
+        """Announce the next weights; nothing can be claimed until they are acknowledged.
 
         Raises:
             Conflict: the number was used before, or the parent was abandoned by a rollback.
@@ -257,7 +258,7 @@ class BufferReader:
         )
 
     def acknowledge_version(self, policy_version: int) -> None:
-        """Every serving server holds `policy_version`.
+        """Note that every serving server holds `policy_version`.
 
         Raises:
             Conflict: it is not announced.
@@ -266,15 +267,15 @@ class BufferReader:
         self._scripts.call("acknowledge_version", policy_version, what=what)
 
     def highest_version(self) -> int:
-        """The highest policy_version ever issued, -1: none."""
+        """The highest policy_version ever issued, -1 if there was none."""
         with translated("reading the highest version"):
             value: Any = self._client.hget(self._key("state"), "highest")
         return -1 if value is None else int(value)
 
     def version_depths(self, versions: Collection[int]) -> dict[int, int]:
-        """How many publishes led to each of `versions`; unknown and abandoned ones are left out.
+        """The number of publishes up to each of `versions`, without unknown and abandoned ones.
 
-        The weights of a checkpoint that a resume publishes again have the checkpoint's depth.
+        When a resume publishes a checkpoint's weights again, they keep the checkpoint's depth.
         """
         if not versions:
             return {}
@@ -296,10 +297,10 @@ class BufferReader:
         sampling: dict[str, float],
         split: Split = "validation",
     ) -> None:
-        """Ask for evaluation episodes; the same request again changes nothing.
+        """Request evaluation episodes; the same request again changes nothing.
 
-        Tasks are taken from the front of the split's list, again from the front when it is shorter
-        than `num_episodes`. "validation" is whatever was registered as not of the test split.
+        Tasks are taken from the start of the split's list, repeatedly if it is shorter than
+        `num_episodes`. All evaluation tasks outside the test split are "validation".
 
         Raises:
             NotFound: the run has no such tasks.
@@ -318,10 +319,10 @@ class BufferReader:
         self._scripts.call("request_eval", *arguments, what=f"requesting evaluation name={name}")
 
     def eval_progress(self, name: str) -> EvalProgress:
-        """How far an evaluation is; rewards in the order of its tasks.
+        """The state of an evaluation; rewards in the order of its tasks.
 
         Raises:
-            NotFound: it was not requested.
+            NotFound: there was no such request.
         """
         e = self._key(f"eval:{name}")
         with (
@@ -347,9 +348,9 @@ class BufferReader:
         return int(number or 0), final == b"1"
 
     def sft_trajectories(self) -> Iterator[Trajectory]:
-        """Those trajectories, in the order of their arrival, read a few at a time.
+        """The trajectories stored for supervised training, in order of arrival.
 
-        One that is damaged, or of another release, is logged and left out; its bytes stay.
+        One that is damaged, or of another release, is logged and left out; its bytes stay in Redis.
         """
         for number, record in enumerate(sft_records(self._client, self._prefix)):
             try:
@@ -360,7 +361,7 @@ class BufferReader:
                 yield trajectory
 
     def set_run_state(self, state: Literal["running", "finished", "failed"]) -> None:
-        """Only a running run gives out claims."""
+        """Set the run's state; only a running run gives out claims."""
         with translated("setting the run state"):
             self._client.hset(self._key("state"), "run_state", state)
 
@@ -369,11 +370,11 @@ class BufferReader:
         return stats_from(self._client, self._prefix, self.ledger())
 
     def ledger(self) -> Ledger:
-        """What became of every attempt that started since the run began."""
+        """What happened to every attempt that started since the run began."""
         return ledger_from(self._scripts)
 
     def load_episode(self, episode_id: str) -> OpenEpisode | None:
-        """As BufferWriter.load_episode, without what other episodes recorded."""
+        """The episode as it is now, without turns of those that it resumes; None if unknown."""
         return load_sync(self._client, self._prefix, episode_id)
 
     def _key(self, name: str) -> str:
@@ -410,7 +411,7 @@ class BufferReader:
                     leases.append(Lease(group=group, fence=fence, deadline=deadline))
         for group_id, problem in damaged.items():
             _log.error("group_dropped", group_id=group_id, reason="malformed", error=str(problem))
-            # What takes its place belongs to this very batch, so nothing starts too early.
+            # Its replacement belongs to this batch, so no episode starts too early.
             self._drop(group_id, "malformed", fence, str(problem), holds_credit=False)
         return leases
 

@@ -1,7 +1,7 @@
-"""The records that parts hand to each other.
+"""The records that parts exchange.
 
-A record is frozen, complete and checked when it is built; a later stage makes a new type instead of
-filling a field in.
+A record is frozen, complete, and checked when it is built. A later stage makes a new type; it never
+fills in a field.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Outcome = Literal["completed", "truncated", "failed", "aborted"]
 FailureKind = Literal["agent", "environment", "infrastructure"]
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 DropReason = Literal["stale", "no_signal", "failed", "overlong", "malformed", "filtered"]
-# Written out: with numpy 2.5 on Python 3.12 npt.NDArray is an alias, and what msgspec hands to a
-# decoder for it is not equal to what was declared.
+# Not npt.NDArray: with numpy 2.5 on Python 3.12 it is an alias, and msgspec passes its decoder
+# a type that is not equal to the declared one.
 Int32 = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
 Float32 = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
 SOURCE = "source"
 """Key of an episode's metadata: which of several lists of tasks its task is from."""
 INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
-"""Of the arrays of a turn, and of their bytes."""
+"""Types of a turn's arrays, in memory and in their stored bytes."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -48,7 +48,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop: tuple[str, ...] = ()
     seed: int | None = None
     constraint: str = ""
-    """What narrowed the ids that could be sampled, `json_schema:DIGEST`; empty: nothing."""
+    """Grammar that restricted the sampled ids, as `json_schema:DIGEST`; empty: none."""
 
     @property
     def is_plain(self) -> bool:
@@ -76,7 +76,7 @@ class VersionSpan(
 
 
 def _make_plain(turn: Turn, name: str, array: Any, dtype: np.dtype[Any]) -> Any:
-    """Have the turn hold the array as its bytes are stored: of this dtype, without gaps."""
+    """Replace an array of the turn by a contiguous one of this dtype, as its bytes are stored."""
     if array.dtype is not dtype or not array.flags.c_contiguous:
         with np.errstate(over="ignore"):
             array = np.ascontiguousarray(array, dtype)
@@ -198,9 +198,9 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     value: float
     components: dict[str, float] = {}
-    """By name: what the value is made of."""
+    """Parts of the value, by name."""
     turns: dict[str, float] = {}
-    """By turn_id: what single turns earned."""
+    """Scores of single turns, by turn_id."""
     branches: dict[str, float] = {}
     """By the turn_id of its last turn: what single branches earned."""
     tokens: tuple[TokenReward, ...] = ()
@@ -323,7 +323,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """The right to train one group until `deadline`, held under `fence`."""
+    """The right of the trainer with `fence` to train one group, until `deadline`."""
 
     group: Group
     fence: int
@@ -333,13 +333,13 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMark:
-    """What a checkpoint's weights contain, acknowledged in one script once it is on disk."""
+    """The groups in a checkpoint's weights; acknowledged at once when it is complete on disk."""
 
     fence: int
     group_ids: tuple[str, ...]
     """Every group trained since the previous mark."""
     next_slot: int
-    """Slots below it that are not in some mark must be played again."""
+    """Slots below it that are in no mark must be played again."""
     policy_version: int
 
 
@@ -350,8 +350,8 @@ class Task:
     task_id: str
     payload: dict[str, object]
     priority: int = 0
-    """Higher is played earlier, by up to buffer.priority_window slots. Known where tasks are
-    registered; the task of a claim has 0."""
+    """A higher one is played earlier, by up to buffer.priority_window slots. Set when tasks are
+    registered; 0 in the task of a claim."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -392,7 +392,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenEpisode:
-    """An episode as the buffer holds it now: its opening, turns so far, and how it ended."""
+    """An episode as it is in the buffer now: its opening, turns so far, and how it ended."""
 
     opening: Opening
     turns: tuple[Turn, ...]
@@ -401,19 +401,19 @@ class OpenEpisode:
     reward: Reward | None
     failure_kind: FailureKind | None = None
     error: str = ""
-    """What went wrong, in the words of the runner."""
+    """What went wrong, as the runner reported it."""
     output: str = ""
     """The end of what an agent program wrote."""
     resumes: str | None = None
-    """The lost episode whose attempt this one resumes."""
+    """The lost episode that this one resumes."""
     recorded: tuple[Turn, ...] = ()
-    """What the lost episodes recorded and this one has not replayed yet, parents before children;
-    of the newest one first."""
+    """Turns of the lost episodes that this one has not replayed yet: parents before children, those
+    of the newest episode first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimResult:
-    """What a runner may play now; `reason` says why there is nothing when `claims` is empty."""
+    """What a runner may play now; `reason` says why `claims` is empty."""
 
     claims: tuple[Claim, ...]
     reason: str
@@ -426,7 +426,7 @@ class CloseResult:
     """What closing an episode did."""
 
     counted: bool
-    """False: the episode came too late for its group, or its attempt will be replaced."""
+    """False: the episode was too late for its group, or its attempt will be replaced."""
     sealed_group: str | None
     """The group that this close completed."""
 
@@ -445,7 +445,7 @@ class ServerEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyState:
-    """Which weights are announced, which every serving server holds, and who serves."""
+    """The announced version, the version that every serving server holds, and the servers."""
 
     announced_version: int | None
     acknowledged_version: int | None

@@ -29,20 +29,21 @@ def decode_facts(entries: dict[bytes, bytes]) -> dict[str, dict[str, str]]:
 def advertised_url(host: str, port: int, advertise: str | None) -> str:
     """The URL to register for a part that listens on `host`.
 
-    `advertise` is the name or address under which other machines reach it. Without it, a part that
-    listens on every interface is registered on the loopback one: right for one machine.
+    `advertise` is the name or address at which other machines reach it. Without it, a part that
+    listens on every interface is registered with the loopback address, which is right on one
+    machine.
     """
     name = advertise or _LOOPBACK.get(host, host)
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 def encode_address(entry: ServerEntry) -> bytes:
-    """Bytes of what does not change while a server lives."""
+    """Bytes of a server's address and kind."""
     return msgspec.json.encode([entry.url, entry.kind])
 
 
 def encode_version(policy_version: int | None, quarantined: bool) -> bytes:
-    """Bytes of what a server holds now."""
+    """Bytes of the version that a server holds now."""
     return msgspec.json.encode([policy_version, quarantined])
 
 
@@ -79,7 +80,7 @@ class Registry:
         return self._prefix + name
 
     def register_server(self, entry: ServerEntry) -> None:
-        """Enter a server, with the version that it holds."""
+        """Enter a server and the version that it holds."""
         with (
             translated(f"registering server_id={entry.server_id}"),
             self._client.pipeline(transaction=True) as pipeline,
@@ -92,7 +93,7 @@ class Registry:
     def set_server_version(
         self, server_id: str, policy_version: int | None, *, quarantined: bool
     ) -> None:
-        """Enter what a server holds now."""
+        """Enter the version that a server holds now."""
         version = encode_version(policy_version, quarantined)
         with translated(f"entering the version of server_id={server_id}"):
             self._client.hset(self._key("server_versions"), server_id, version)
@@ -109,7 +110,7 @@ class Registry:
         return decode_servers(addresses, versions)
 
     def register_part(self, name: str, facts: dict[str, str]) -> None:
-        """Enter where a part is to be found."""
+        """Enter a part's address and other facts."""
         with translated(f"registering part={name}"):
             self._client.hset(self._key("parts"), name, encode_facts(facts))
 
@@ -120,7 +121,7 @@ class Registry:
         return decode_facts(entries)
 
     def report_status(self, part: str, fields: dict[str, str]) -> None:
-        """Report what a part does now; replaces its last report."""
+        """Report what a part is doing; replaces its last report."""
         with translated(f"reporting status of part={part}"):
             self._client.hset(self._key("statuses"), part, encode_facts(fields))
 

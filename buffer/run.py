@@ -1,9 +1,7 @@
-"""The handle by which a process joins a run.
+"""What a process needs to join a run: the files of the run folder, settings and keys.
 
-Owns: the files `settings.json` and `run.json` in the run folder, and the file of its keys. Does not
-own: what is in Redis. Invariant: `settings.json` and `run.json` hold no secret that came in a file;
-the keys are readable by their owner only; a process whose settings have another digest than the
-run's cannot load it.
+`settings.json` and `run.json` hold no secret that was given in a file; only the owner can read the
+keys. A process with other settings than the run's cannot load it.
 """
 
 from __future__ import annotations
@@ -32,10 +30,7 @@ class RunKeys:
 
     @property
     def server_key(self) -> str:
-        """What the run's own servers want as a bearer token.
-
-        Derived, so that the keys of a run from before servers had one need no change.
-        """
+        """Bearer token of the run's own servers, derived from `episode_secret`."""
         digest = hmac.new(self.episode_secret.encode(), b"outloop server key", hashlib.sha256)
         return f"ol-server-{digest.hexdigest()}"
 
@@ -53,7 +48,7 @@ class Run:
 
     @property
     def server_key(self) -> str | None:
-        """What this run's servers are called with; None for attached servers without a key.
+        """Bearer token of this run's servers; None for attached servers without a key.
 
         Raises:
             SettingsError: server.api_key_file cannot be read.
@@ -67,7 +62,7 @@ class Run:
 
     @property
     def redis_address(self) -> str:
-        """`redis_url` without the password and the files of TLS, to be shown."""
+        """`redis_url` without the password and the files of TLS, for logs and messages."""
         parts = urlsplit(self.redis_url)
         user, _, host = parts.netloc.rpartition("@")
         user = user.partition(":")[0]
@@ -108,7 +103,7 @@ def create_run(settings: Settings, run_dir: Path, redis_url: str) -> Run:
 
 
 def make_run_folder(settings: Settings, run_dir: Path) -> None:
-    """Have the run's folder there, writable, and readable by its owner only.
+    """Make the run's folder if needed: writable, and readable by its owner only.
 
     Raises:
         SettingsError: it cannot be made or written.
@@ -125,7 +120,7 @@ def make_run_folder(settings: Settings, run_dir: Path) -> None:
 
 
 def keep_keys(path: Path) -> RunKeys:
-    """The keys in the file `path`, which is written first (mode 0600) if it is not there."""
+    """The keys in the file `path`; makes new ones (mode 0600) if there is no such file."""
     if path.exists():
         return RunKeys(**json.loads(path.read_text()))
     keys = RunKeys(
@@ -200,7 +195,7 @@ def load_run_settings(run_dir: Path) -> Settings:
 
 
 def read_secret(path: Path, name: str) -> str:
-    """What a secret's file holds, without surrounding white space; `name` is its setting.
+    """The secret in a file, without surrounding white space; `name` is the setting of the path.
 
     Raises:
         SettingsError: it cannot be read, or is empty.

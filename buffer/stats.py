@@ -1,7 +1,7 @@
 """Counters and sizes of the buffer, by name.
 
-Scripts count in the transition that they count. Every name is declared in STATS, and every declared
-name is always present.
+Scripts count together with the transition that they make. STATS declares every name, and every
+declared name is always present.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ STATS: dict[str, str] = (
     | {name: text for name, (_, _, text) in _SHARES.items()}
     | LEDGER_METRICS
 )
-"""Every name that stats() returns, with its meaning."""
+"""Every name in the answer of stats(), with its meaning."""
 
 
 def stats_from(client: redis.Redis, prefix: str, ledger: Ledger) -> dict[str, float]:

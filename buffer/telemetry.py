@@ -1,7 +1,6 @@
-"""Logs and metrics of every part.
+"""Logs and metrics of every part: the names of all metrics, where they are written, the log format.
 
-Owns: the list of metric names, the JSONL (and TensorBoard) sinks, the log format. Does not own:
-what is measured. Invariant: recording an undeclared metric raises; JSONL is always written.
+A metric that is not declared in METRICS is refused. `metrics.jsonl` is always written.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ METRICS: dict[str, str] = {
     "train/turns_per_episode": "mean turns of the taken episodes",
     "train/branches_per_episode": "mean branches of the taken episodes",
     "train/truncated_share": "share of taken episodes that any limit ended, a cut answer included",
-    "train/length_cut_share": "share of taken episodes whose last answer was cut at its limit",
+    "train/length_cut_share": "share of taken episodes with a last answer cut at its limit",
     "train/generated_tokens_mean": "mean tokens that the policy generated in a taken episode",
     "train/generated_tokens_max": "the same, largest",
     "train/length_reward_correlation": "correlation of those tokens with the reward",

@@ -1,4 +1,4 @@
-"""Episodes as text: what a person reads to see what the policy was asked and what it answered."""
+"""Episodes as text, for a person to read: prompts, answers and rewards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TurnText:
     output: str
     finish_reason: str
     policy_versions: tuple[int, ...]
-    """Of the weights that sampled it."""
+    """Versions of the weights that sampled it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Transcript:
     """agent, environment or infrastructure; None: none of them failed."""
     reward: float | None
     error: str
-    """Why it failed, in one sentence, with the file and line where that is known."""
+    """Why it failed, in one sentence, with file and line if they are known."""
     output: str
     """The end of what an agent program wrote."""
     turns: tuple[TurnText, ...]
@@ -46,17 +46,17 @@ class Transcript:
 
     @property
     def is_failed(self) -> bool:
-        """The agent, its environment or the infrastructure ended it."""
+        """True if the agent, its environment or the infrastructure failed."""
         return self.outcome in ("failed", "aborted") or self.failure_kind is not None
 
 
 def read_transcripts(
     reader: BufferReader, settings: Settings, *, failed: bool = False
 ) -> Iterator[Transcript]:
-    """Closed episodes that the run still holds, each once; `failed`: only those that failed.
+    """Closed episodes that are still in Redis, each once; `failed`: only those that failed.
 
-    The last 64 that failed are always there and come first. Others are freed when a checkpoint
-    contains their group or the group is dropped.
+    The last 64 that failed come first; they are always kept. Others are freed when a checkpoint
+    contains their group, or the group is dropped.
 
     Raises:
         SettingsError: the policy's tokenizer.json cannot be read.

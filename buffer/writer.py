@@ -1,7 +1,8 @@
-"""The asynchronous face of the buffer, for the router.
+"""The asynchronous side of the buffer, for the router.
 
-It registers tasks, gives out claims, opens, records and closes episodes. A call that returned is in
-Redis; every call may be repeated with the same arguments and changes nothing the second time.
+It registers tasks, gives out claims, opens, records and closes episodes. When a call returns, its
+effect is in Redis. Every call may be repeated with the same arguments; the second one changes
+nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _ClaimRow = tuple[str, str, int, int, str, str]
 
 
 class BufferWriter:
-    """The async face of one run; belongs to the event loop in which it was connected."""
+    """One run, through an asyncio client; belongs to the event loop in which it was connected."""
 
     def __init__(self, run: Run, client: redis.asyncio.Redis, clock: Clock | None) -> None:
         self._run = run
@@ -115,8 +116,8 @@ class BufferWriter:
         """Fix the run's tasks; the same tasks again change nothing.
 
         Args:
-            num_test_tasks: the last of `eval_tasks`, which only a request for "test" plays.
-            sources: where one source of `tasks` ends and the next begins; left out: all are one.
+            sources: the sources of `tasks`, one after the other; left out: there is one.
+            num_test_tasks: how many of the last `eval_tasks` are the test split.
 
         Raises:
             Conflict: the run has other tasks.
@@ -149,10 +150,10 @@ class BufferWriter:
         await self._scripts.call("register_tasks", *arguments, "commit", *tail, what=what)
 
     async def claim(self, *, key: str, count: int, runner_id: str = "") -> ClaimResult:
-        """Up to `count` attempts to play; the same key gets the same claims for ten minutes.
+        """Claim up to `count` attempts; the same key gets the same claims for ten minutes.
 
-        `runner_id`: of one that sends heartbeats. Without claims, `reason` is admission,
-        not_ready, finished, no_tasks or paused.
+        Args:
+            runner_id: of a runner that sends heartbeats; empty: only deadlines end its attempts.
         """
         check_id(key, "key")
         if runner_id:
@@ -213,7 +214,7 @@ class BufferWriter:
             raise error
 
     async def open_episodes(self, openings: Sequence[Opening]) -> tuple[OutloopError | None, ...]:
-        """Open many in one round trip: for each None, or why it was refused (see open_episode)."""
+        """Open many in one round trip; for each None, or the error that open_episode raises."""
         arguments: list[bytes | str | int] = [len(openings)]
         for opening in openings:
             identity = records_codec.encode_opening(
@@ -236,7 +237,7 @@ class BufferWriter:
         )
 
     async def load_episode(self, episode_id: str) -> OpenEpisode | None:
-        """The episode as it stands, also for some time after its end; None if unknown."""
+        """The episode as it is now, for an hour after its end too; None if unknown."""
         return await load_async(self._client, self._prefix, episode_id)
 
     async def count_turns(self, episode_id: str) -> int:
@@ -246,7 +247,7 @@ class BufferWriter:
         return int(found)
 
     async def append_turn(self, turn: Turn) -> EpisodeUsage:
-        """Record a turn, and say what its episode has used; the same turn is recorded once.
+        """Record a turn, once; returns what its episode has used.
 
         Raises:
             NotFound: no such episode or parent turn.
@@ -300,10 +301,10 @@ class BufferWriter:
     ) -> CloseResult:
         """Close an episode and settle its attempt; the same key again gets the same answer.
 
-        With a reward the attempt counts. Without one: a failure of the agent scores
-        env.failure_reward; a failure of environment or infrastructure, or an aborted episode,
-        frees the place for another attempt; anything else waits for put_reward until the attempt's
-        deadline. A failure of infrastructure never counts.
+        With a reward the attempt counts, except after a failure of the infrastructure. Without a
+        reward, a failure of the agent scores env.failure_reward; after a failure of environment or
+        infrastructure, or if the episode was aborted, another attempt takes its place; anything
+        else waits for put_reward until the attempt's deadline.
 
         Raises:
             NotFound, Conflict (same key, other content), Gone (closed under another key).
@@ -371,17 +372,17 @@ class BufferWriter:
         )
 
     async def set_paused(self, paused: bool) -> None:
-        """Stop or allow giving out claims, for every router of the run."""
+        """Stop claims, or allow them again, for every router of the run."""
         with translated("pausing claims"):
             await self._client.hset(self._key("state"), "paused", str(int(paused)))
 
     async def register_part(self, name: str, facts: dict[str, str]) -> None:
-        """Enter where a part is to be found."""
+        """Enter a part's address and other facts."""
         with translated(f"registering part={name}"):
             await self._client.hset(self._key("parts"), name, encode_facts(facts))
 
     async def report_status(self, part: str, fields: dict[str, str]) -> None:
-        """Report what a part does now; replaces its last report."""
+        """Report what a part is doing; replaces its last report."""
         with translated(f"reporting status of part={part}"):
             await self._client.hset(self._key("statuses"), part, encode_facts(fields))
 

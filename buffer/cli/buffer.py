@@ -13,7 +13,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from outloop.buffer.dead_letters import LetterEpisode
+    from outloop.buffer.dead_letters import DeadLetterEpisode
     from outloop.buffer.records import Reward, Turn
     from outloop.buffer.store.ledger import Ledger
 
@@ -35,7 +35,7 @@ def buffer() -> None:
 @buffer.command()
 @_RUN
 def stats(run_dir: Path) -> None:
-    """Counters since the run began, sizes now, and what became of every attempt."""
+    """Counters since the run began, sizes now, and what happened to every attempt."""
     from outloop.buffer.cli.open_run import joined
     from outloop.buffer.stats import STATS
 
@@ -84,12 +84,12 @@ def dead() -> None:
 
 @dead.command("list")
 @_RUN
-def list_letters(run_dir: Path) -> None:
+def list_all(run_dir: Path) -> None:
     """Every dead letter, oldest first."""
     from outloop.buffer.cli.open_run import joined
 
     with joined(run_dir) as reader:
-        letters = reader.dead_letters.list_letters()
+        letters = reader.dead_letters.list_all()
     rows = [
         (x.group_id, _cell(x.slot), x.task_id, x.reason, _time(x.dropped_at), x.error)
         for x in letters
@@ -104,9 +104,9 @@ def list_letters(run_dir: Path) -> None:
     "--save",
     "folder",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Write the bytes of every record, as they are stored, into this folder.",
+    help="Write the stored bytes of every record into this folder.",
 )
-def inspect_letter(group: str, run_dir: Path, folder: Path | None) -> None:
+def inspect_dead_letter(group: str, run_dir: Path, folder: Path | None) -> None:
     """One dead letter with its scored episodes."""
     from outloop.buffer.cli.open_run import joined
 
@@ -134,7 +134,7 @@ def inspect_letter(group: str, run_dir: Path, folder: Path | None) -> None:
 @dead.command("requeue")
 @click.argument("groups", nargs=-1, required=True)
 @_RUN
-def requeue_letters(groups: tuple[str, ...], run_dir: Path) -> None:
+def requeue_dead_letters(groups: tuple[str, ...], run_dir: Path) -> None:
     """Have the slots of dead letters played again, before new ones."""
     from outloop.buffer.cli.open_run import joined
 
@@ -147,7 +147,7 @@ def requeue_letters(groups: tuple[str, ...], run_dir: Path) -> None:
 @dead.command("drop")
 @click.argument("groups", nargs=-1, required=True)
 @_RUN
-def drop_letters(groups: tuple[str, ...], run_dir: Path) -> None:
+def drop_dead_letters(groups: tuple[str, ...], run_dir: Path) -> None:
     """Forget dead letters and their episodes."""
     from outloop.buffer.cli.open_run import joined
 
@@ -161,10 +161,10 @@ def drop_letters(groups: tuple[str, ...], run_dir: Path) -> None:
 @_FILE
 @_RUN
 def export_file(file: Path, run_dir: Path) -> None:
-    """Write every trajectory that Redis holds to FILE, as JSONL.
+    """Write every trajectory that is in Redis to FILE, as JSONL.
 
-    Evaluation episodes are among them; those that a client opened by itself for an hour after their
-    end. What a checkpoint contains was freed and is not.
+    Evaluation episodes are included; those that a client opened by itself are kept for an hour
+    after their end. Groups that a checkpoint contains are not in Redis any more.
     """
     from outloop.buffer.cli.open_run import joined
 
@@ -189,11 +189,11 @@ def import_file(file: Path, run_dir: Path, skip_bad: bool, final: bool) -> None:
 
 @buffer.command()
 @_RUN
-@click.confirmation_option(prompt="Remove everything that Redis holds of this run?")
+@click.confirmation_option(prompt="Remove all data of this run from Redis?")
 def purge(run_dir: Path) -> None:
     """Remove a stopped run's data from Redis; its checkpoints stay.
 
-    Started again, the run resumes from its last checkpoint; groups that were not in it are lost.
+    If the run is started again, it resumes from its last checkpoint; other groups are lost.
     """
     from outloop.buffer.cli.open_run import purge as purge_run
 
@@ -222,17 +222,17 @@ def _print_ledger(ledger: Ledger) -> None:
 
 
 def _buckets(buckets: Mapping[float, int], unit: str) -> str:
-    """How many attempts had at most so much: `<=10 s: 3, <=30 s: 1, more: 2`."""
+    """Number of attempts in each bucket: `<=10 s: 3, <=30 s: 1, more: 2`."""
     return ", ".join(
         f"more: {number}" if bound == float("inf") else f"<={bound:g}{unit}: {number}"
         for bound, number in buckets.items()
     )
 
 
-def _save_records(item: LetterEpisode, folder: Path) -> None:
+def _save_records(item: DeadLetterEpisode, folder: Path) -> None:
     from urllib.parse import quote
 
-    # Whatever is in an id, it names one folder below this one.
+    # Any id becomes the name of one folder below this one.
     own = folder / quote(item.episode_id, safe="").replace(".", "%2E")
     own.mkdir(parents=True, exist_ok=True)
     for name, data in item.records.items():
@@ -249,7 +249,7 @@ def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str
     for name in columns:
         table.add_column(name, overflow="fold")
     for row in rows:
-        # What was recorded is shown as it is, not read as markup.
+        # Recorded text is no markup.
         table.add_row(*map(Text, row))
     Console().print(table)
 

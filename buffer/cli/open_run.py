@@ -1,7 +1,7 @@
-"""Opening the Redis of a run that may not be up.
+"""Opens the Redis of a run that may not be up.
 
-An embedded server that is started here is stopped here; the run's registry of processes is left
-alone.
+An embedded server that is started here is stopped here. The run's registry of processes does not
+change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def joined(run_dir: Path) -> Iterator[BufferReader]:
 
 
 def purge(run_dir: Path) -> int:
-    """Remove everything that Redis holds of a run that is not up; returns the number of keys.
+    """Remove all data of a run that is not up from Redis; returns the number of keys.
 
     Raises:
         Conflict: the run is up.
@@ -53,7 +53,7 @@ def purge(run_dir: Path) -> int:
         client = connect_sync(run.redis_url)
         try:
             with translated(f"purging run_id={run.run_id}"):
-                # Without it every script refuses the run, so that no half of it is ever used.
+                # First: without it every script refuses the run, so half of a run is never used.
                 number = client.unlink(key(run.run_id, "meta"))
                 names: list[bytes] = []
                 for name in client.scan_iter(match=f"{prefix(run.run_id)}*", count=_UNLINK_CHUNK):
@@ -70,7 +70,7 @@ def purge(run_dir: Path) -> int:
 
 @contextmanager
 def _redis_of(run: Run) -> Iterator[Run]:
-    """The run with the URL of a Redis that answers."""
+    """The run, with the URL of a Redis that answers."""
     settings = run.settings.buffer
     data_dir = run.dir / "redis"
     if settings.redis_url is not None or _answers(run):

@@ -1,6 +1,6 @@
-"""`outloop tasks`: the tasks of a run while it goes on.
+"""`outloop tasks`: change the tasks of a run while it goes on.
 
-Nothing is changed unless every argument on the command line is right.
+If one argument is wrong, nothing changes.
 """
 
 from __future__ import annotations

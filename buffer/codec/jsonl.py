@@ -1,6 +1,6 @@
 """Trajectories as lines of JSON.
 
-parse_line(format_line(x)) has every id, logprob and span of x, bit by bit; a line that is not a
+parse_line(format_line(x)) equals x: every id, logprob and span, bit by bit. A line that is not a
 trajectory raises RecordError or SchemaMismatch, nothing else.
 """
 
@@ -105,7 +105,7 @@ def _refuse_infinities(trajectory: Trajectory) -> None:
 
 
 def _array_to_list(value: Any) -> list[int] | list[float]:
-    # float32 -> float is exact, and so is the way back.
+    # float32 -> float -> float32 is exact.
     assert isinstance(value, np.ndarray)
     return list(value.tolist())
 
@@ -124,5 +124,5 @@ def _checked(value: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, OverflowError) as error:
-        # As a ValueError it gets the path of the array before that inside it.
+        # msgspec adds the path of the array to a ValueError.
         raise ValueError(str(error)) from error

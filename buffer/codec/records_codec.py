@@ -1,7 +1,7 @@
 """Records as bytes: a schema number, then MessagePack.
 
-Guarantees: decode(encode(record)) == record; bytes of another schema are refused by name; no bytes
-make decoding raise anything but SchemaMismatch and RecordError.
+Guarantees: decode(encode(record)) == record. Bytes of another schema are refused by its number.
+Decoding raises SchemaMismatch or RecordError, whatever the bytes are.
 
 A stored record is the schema number (uint16, little-endian) and a MessagePack map of the record's
 fields. Arrays are binary fields of little-endian int32 (token ids) or float32 (logprobs).
@@ -39,7 +39,7 @@ _Record = TypeVar("_Record")
 
 
 class Closure(msgspec.Struct, frozen=True, gc=False):
-    """How an episode ended: the arguments of close_episode."""
+    """How an episode ended; its fields are the arguments of close_episode."""
 
     outcome: Outcome
     failure_kind: FailureKind | None
@@ -57,7 +57,7 @@ def _encode_array(value: Any) -> memoryview:
 
 def _decode_array(kind: Any, value: Any) -> Any:
     if kind is object:
-        # What a task's payload holds.
+        # A value in a task's payload.
         return value
     if not isinstance(value, bytes):
         raise ValueError(f"{type(value).__name__} in the place of an array")

@@ -1,7 +1,7 @@
 """Clients of Redis, made in one place with every option of redis-py set on purpose.
 
-No client retries a command by itself, since a retried write may be applied twice; no exception of
-redis-py leaves this package untranslated.
+No client retries a command by itself, since a retried write may be applied twice. Exceptions of
+redis-py become BufferUnavailable.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from redis.retry import Retry
 from outloop.buffer.errors import BufferUnavailable, SettingsError
 
 SOCKET_TIMEOUT_S = 30.0
-"""Longest silence of the server in one command; blocking commands must ask for much less."""
+"""Longest wait for the answer to one command; blocking commands must wait much less."""
 CONNECT_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64
 """Per process and event loop; further commands wait for a free connection."""
@@ -37,14 +37,14 @@ _ADVICE = (
     ("read only replica", "; point buffer.redis_url at the primary"),
     ("no permissions", "; give its user the rights that docs/buffer-keys.md lists"),
 )
-"""What the error's text holds, and what to do then."""
+"""Part of an error's text -> what to do."""
 
 
 def connect_sync(url: str, *, timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:
     """A blocking client for `url` (redis://, rediss:// or unix://); connects at the first command.
 
     Args:
-        timeout_s: longest silence of the server in one command.
+        timeout_s: longest wait for the answer to one command.
 
     Raises:
         SettingsError: the URL cannot be read.
@@ -88,7 +88,7 @@ def translated(what: str) -> Iterator[None]:
             "check that it runs and that buffer.redis_url is right"
         ) from error
     except redis.RedisError as error:
-        # Redis 6.2 wraps what a script ran into: only the text tells which error it was.
+        # Redis 6.2 wraps errors inside a script: only the text shows which error it was.
         text = str(error)
         advice = next((advice for sign, advice in _ADVICE if sign in text), "")
         raise BufferUnavailable(

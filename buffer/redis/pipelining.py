@@ -10,15 +10,15 @@ import redis
 from outloop.buffer.redis.scripts import Argument, AsyncScripts, load_script
 
 _MAX_BATCH = 256
-_GIVEN_UP = redis.ConnectionError("the connection was given up")
+_GIVEN_UP = redis.ConnectionError("the connection was closed")
 _Call = tuple[str, tuple[Argument, ...], "asyncio.Future[Any]"]
 
 
 class PipelinedScripts(AsyncScripts):
-    """AsyncScripts whose concurrent calls go out together, in the order in which they were made.
+    """AsyncScripts that send concurrent calls together, in the order in which they were made.
 
-    While one pipeline is under way the calls made meanwhile are gathered for the next. Each call
-    gets its own answer; one that fails does not fail the others.
+    Calls made while one pipeline is in flight are collected for the next. Each call gets its own
+    answer; one that fails does not fail the others.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -27,7 +27,7 @@ class PipelinedScripts(AsyncScripts):
         self._sending: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Give up the calls that wait."""
+        """Fail the calls that wait."""
         if self._sending is not None:
             self._sending.cancel()
             await asyncio.wait([self._sending])
@@ -64,7 +64,7 @@ class PipelinedScripts(AsyncScripts):
 
 
 def _settle(future: asyncio.Future[Any], answer: Any) -> None:
-    """Hand the answer, or the error that it is, to the caller unless it has gone."""
+    """Give the answer, or raise the error that it is, in the caller if it still waits."""
     if future.done():
         return
     if isinstance(answer, Exception):

@@ -1,7 +1,7 @@
 """Messages between the processes of a run, over Redis's publish and subscribe.
 
-All listeners of a name get its messages in one order. A message without a listener is lost, so a
-sender must not depend on its arrival.
+All listeners of a name get its messages in the same order. A message without a listener is lost, so
+a sender must not depend on its arrival.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = structlog.get_logger()
 
 
 class Channel:
-    """Messages of one run; part of the async face."""
+    """Messages of one run."""
 
     def __init__(
         self, client: redis.asyncio.Redis, prefix: str, *, silence_s: float = _SILENCE_S
@@ -34,10 +34,10 @@ class Channel:
         self._is_listening = asyncio.Event()
 
     async def publish(self, name: str, message: bytes) -> int:
-        """Send to all listeners of `name`; returns how many they are.
+        """Send to all listeners of `name`; returns their number.
 
         Raises:
-            BufferUnavailable: Redis did not take it.
+            BufferUnavailable: Redis did not accept it.
         """
         with translated(f"publishing to {name!r}"):
             return int(await self._client.publish(f"{self._prefix}{name}", message))

@@ -1,6 +1,6 @@
-"""Creating a run in Redis and joining it.
+"""Creates a run in Redis, and checks that a process may join it.
 
-A process joins only the run, schema and settings that the launcher entered.
+Run, schema and settings must be those that the launcher entered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
 
 CLOSE_GRACE_S = 5.0
-"""An attempt is given up this long after its deadline: the runner closes it first, as truncated."""
+"""An attempt is lost this long after its deadline; the runner closes it before, as truncated."""
 
 
 def init_run(run: Run, *, connect_client: Callable[[str], redis.Redis] = connect_sync) -> bool:

@@ -1,9 +1,8 @@
-"""The one settings object of a run.
+"""The one settings object of a run, and the only reader of TOML and of the OUTLOOP_* environment.
 
-Owns: names, types, defaults and cross-field rules of every setting, and the only reader of TOML
-and of the OUTLOOP_* environment. Does not own: upstream options in the raw tables, which are
-checked by the part that passes them on. Invariant: frozen; unknown keys are refused with the
-nearest known key; cross-field rules refuse and never rewrite.
+Settings are frozen. An unknown key is refused with the nearest known one; rules across sections
+refuse, and never rewrite. Options in the raw tables (`server.sglang`, `trainer.megatron`) are
+checked by the part that passes them on.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class ModelSettings(_Section):
     renderer: str = "auto"
     """Name of a `renderers` family, or auto."""
     renderer_options: dict[str, Any] = {}
-    """Handed to the renderer, for example { enable_thinking = false }."""
+    """Passed to the renderer, for example { enable_thinking = false }."""
     name: str = "policy"
     """What agents send as `model`."""
     max_context_tokens: int = Field(2048, gt=0)
@@ -74,17 +73,17 @@ class SamplingSettings(_Section):
     """What trained traffic is sampled with, and what happens to a client's own values."""
 
     temperature: float = Field(1.0, gt=0)
-    """Of trained traffic; greedy decoding cannot be trained."""
+    """At which trained traffic is sampled; greedy decoding cannot be trained."""
     max_new_tokens: int = Field(DEFAULT_MAX_NEW_TOKENS, gt=0)
-    """Of one answer, where the client asks for no less."""
+    """Of one answer, unless the client sets a smaller number."""
     governance: Governance = "enforce"
     """enforce: the run's value wins. record: the client's wins and is recorded. reject: 400."""
     governance_by_parameter: dict[str, Governance] = {}
-    """Where it differs for one parameter; `response_format` is recorded unless it is named here:
-    an answer under a grammar is what its agent needs, and is masked."""
+    """Governance of single parameters, by name. `response_format` is "record" unless it is given
+    here: the agent needs an answer under its grammar, which is then masked."""
 
     def governance_of(self, parameter: str) -> Governance:
-        """What is done about a client that sets `parameter`."""
+        """What happens when a client sets `parameter`."""
         own = {"response_format": "record", **self.governance_by_parameter}
         found: Any = own.get(parameter, self.governance)
         return found
@@ -94,17 +93,17 @@ class UpstreamSettings(_Section):
     """Another model, a judge for example: proxied, never recorded or trained."""
 
     base_url: str = Field(pattern=r"^https?://")
-    """Of its OpenAI-compatible API."""
+    """URL of its OpenAI-compatible API."""
     model: str | None = None
-    """Its name there; None: the same."""
+    """Its name at that URL; None: the same as here."""
     api_key_env: str | None = None
     """Environment variable that holds its key."""
     max_requests_per_episode: int = Field(256, gt=0)
-    """Counted, as its tokens are, by each router process for itself; further ones are refused."""
+    """Further requests are refused. Each router process counts requests and tokens by itself."""
     max_tokens_per_episode: int = Field(1_000_000, gt=0)
-    """As its answers say; where they do not, one for each four bytes."""
+    """By the usage in its answers; without one, a token is counted for every four bytes."""
     max_answer_mb: float = Field(16.0, gt=0)
-    """Size of an answer; one that is larger is refused, or broken off where it is streamed."""
+    """A larger answer is refused, or cut off if it is streamed."""
 
 
 class RouterSettings(_Section):
@@ -118,8 +117,8 @@ class RouterSettings(_Section):
     """Router processes that the launcher starts behind one port; `max_queued_turns` is divided
     among them."""
     shares_port: bool = False
-    """Processes that are started by hand may listen on one `port`; so may those of `num_processes`.
-    The kernel spreads connections over them."""
+    """Router processes that you start by hand may listen on the same `port`, as those of
+    `num_processes` do; the kernel spreads connections over them."""
     unkeyed: Literal["refuse", "serve"] = "refuse"
     """Traffic without an episode key: 401, or served without being recorded for training."""
     cors_origins: tuple[str, ...] = ()
@@ -135,17 +134,17 @@ class RouterSettings(_Section):
     max_turns_per_episode: int = Field(64, gt=0)
     """Further model calls of the episode are answered 400."""
     max_tokens_per_episode: int | None = Field(None, gt=0)
-    """Ids of all its turns: prompts after their parents', and outputs; none: as many as fit."""
+    """Ids of all its turns: prompts after their parents', and outputs; None: no limit."""
     max_concurrent_turns_per_episode: int = Field(64, gt=0)
     """Turns that an episode's key may have in flight at once in each router process."""
     max_queued_turns: int = Field(4096, gt=0)
-    """Waiting for a free server; further ones are answered 503."""
+    """Turns that wait for a free server; further ones are answered 503."""
     max_body_mb: float = Field(8.0, gt=0)
-    """Size of an agent's request, also after it is decompressed; more is refused with 413."""
+    """Largest request of an agent, also after decompression; a larger one is refused with 413."""
     log_turns: bool = False
-    """Each recorded turn is a line at level info; otherwise at debug."""
+    """True: each recorded turn is logged at level info; False: at debug."""
     upstreams: dict[str, UpstreamSettings] = {}
-    """By the name under which agents ask for them."""
+    """By the model name that agents send."""
 
 
 class PublishSettings(_Section):
@@ -157,13 +156,14 @@ class PublishSettings(_Section):
     host: str = "127.0.0.1"
     """collective: the trainer's address, as servers reach it."""
     fallback: Literal["disk", "none"] = "disk"
-    """How servers are fed that were quarantined; and all, when the transport fails on all."""
+    """How weights reach servers that were quarantined, and all servers if the transport fails on
+    all of them."""
     mode: Literal["in_place", "retract", "abort"] | None = None
-    """What happens to in-flight turns while weights move; none: in_place, abort under a probe."""
+    """What happens to in-flight turns during a publish; None: in_place, or abort with a probe."""
     bucket_mb: float = Field(128.0, gt=0)
-    """Weights travel in buckets of this size; two are held at a time."""
+    """Size of the buckets in which weights are sent; two are held at a time."""
     phase_timeout_s: float = Field(60.0, gt=0)
-    """For each phase of a publish; a server that is late is quarantined."""
+    """Limit of each phase of a publish; a server that takes longer is quarantined."""
     verify: Literal["checksum", "probe", "none"] | None = None
     """checksum: compare every tensor's bytes on every server. probe: compare the logprobs of a
     fixed prompt. None: probe for SGLang on a GPU or with experts spread over ranks, else
@@ -173,14 +173,14 @@ class PublishSettings(_Section):
 
 
 class TelemetrySettings(_Section):
-    """What is written down about the run."""
+    """Logs and metrics."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Of runs/NAME/logs."""
+    """Level of runs/NAME/logs."""
     tensorboard: bool = False
     """Write metrics to runs/NAME/tensorboard too; needs outloop[tensorboard]."""
     no_signal_warning_steps: int = Field(3, gt=0)
-    """Warn when no group had signal for this many steps in a row."""
+    """Warn after this many steps in a row without a group that had signal."""
 
 
 class Settings(BaseSettings):
@@ -212,7 +212,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only explicit values: `load_settings` merges file, environment and flags itself."""
+        """Take explicit values only: `load_settings` merges file, environment and flags."""
         return (init_settings,)
 
     @model_validator(mode="before")

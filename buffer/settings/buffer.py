@@ -1,8 +1,4 @@
-"""The settings of the hand-off.
-
-Owns: names, types, defaults and own rules of `[buffer]`. Does not own: where values come from and
-the rules across sections (settings). Invariant: frozen; rules refuse and never rewrite.
-"""
+"""The settings `[buffer]`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The settings of the env's side.
-
-Owns: names, types and defaults of `[env]` and `[eval]`. Does not own: where values come from and
-the rules across sections (settings), finding what paths name (envs). Invariant: frozen; unknown
-keys are refused.
-"""
+"""The settings `[env]` and `[eval]`."""
 
 from __future__ import annotations
 
@@ -21,13 +16,13 @@ class TaskSourceSettings(BaseModel):
     source: str
     """JSONL file, or package.module:function returning an iterable of tasks."""
     weight: float = Field(1.0, ge=0)
-    """How often it is played, relative to the others, when the run begins."""
+    """Relative to the other sources: how often it is played, until the run changes it."""
     priority: int = Field(0, ge=-1_000_000, le=1_000_000)
     """Added to the priority of each of its tasks; higher is played earlier, not more often."""
 
 
 class EnvSettings(BaseModel):
-    """What is played, by whom, under which limits."""
+    """Tasks, the agent that plays them, the verifier, and limits of episodes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -39,18 +34,18 @@ class EnvSettings(BaseModel):
     verifier: str | None = None
     """What scores an agent program: package.module:function, or a command."""
     agent_environment: tuple[str, ...] = ()
-    """Variables of the runner's environment that an agent program gets too, by name: a key of a
-    search engine for example."""
+    """Names of variables that an agent program gets from the runner's environment, for example the
+    key of a search engine."""
     agent_sandbox: Literal["auto", "bubblewrap", "none"] = "auto"
-    """What is around an agent program: bubblewrap, where it can be had (auto), or an error where it
-    cannot; none: it runs with the runner's rights."""
+    """Sandbox of an agent program. auto: bubblewrap if it works here, else none, with a warning.
+    bubblewrap: an error if it does not work. none: the program has the runner's rights."""
     agent_read_only: tuple[Path, ...] = ()
-    """Folders below home folders that an agent program in bubblewrap may read, beside the project
-    and the interpreters on PATH."""
+    """Folders that an agent program in bubblewrap may read, besides the project and the
+    interpreters on PATH; home folders are hidden otherwise."""
     hidden_task_fields: tuple[str, ...] = ()
     """Fields of a task that only the verifier sees."""
     reward_weights: dict[str, float] = {}
-    """Of named components, where a verifier returns several; 1 for those left out."""
+    """Weights of the components of a reward, by name; 1 for those left out."""
     tasks: str | dict[str, TaskSourceSettings] | None = None
     """JSONL file, or package.module:function returning an iterable of tasks; or several by name."""
     eval_tasks: str | None = None
@@ -59,7 +54,7 @@ class EnvSettings(BaseModel):
     """Relative sizes of the splits of `tasks`, by hash of the content; the validation split is
     evaluated, and the test split left out."""
     eval_split: Literal["validation", "test"] = "validation"
-    """Which split is evaluated; the other one is left out."""
+    """The split that is evaluated; the other one is not used."""
     import_dir: Path | None = None
     """Where user code and task files are looked for after the working directory. Left out: the
     settings file's own folder."""
@@ -74,30 +69,30 @@ class EnvSettings(BaseModel):
     max_blocking_episodes: int = Field(32, gt=0, le=256)
     """Threads per worker for a rollout function that blocks."""
     max_stall_s: float = Field(30.0, gt=0)
-    """A worker whose event loop stands still for longer is killed and replaced."""
+    """A worker process that blocks its event loop for longer is killed and replaced."""
     max_runner_silence_s: float = Field(20.0, ge=0, allow_inf_nan=False)
-    """The attempts of a runner without a heartbeat for longer are lost: resumed or replaced, as at
-    their deadlines. Runners say four times in it that they are there. 0: deadlines alone."""
+    """A runner that sends no heartbeat for longer loses its attempts: they are resumed or replaced,
+    as at their deadlines. Runners send four in this time. 0: only deadlines count."""
     worker_memory_mb: float = Field(4096, gt=64)
     """A worker process that grows beyond it is replaced."""
     set_up_timeout_s: float = Field(120.0, gt=0)
-    """For set_up of a rollout function's class."""
+    """Limit of `set_up` of a rollout class."""
     episode_deadline_s: float = Field(60.0, gt=0)
     """From claim to reward; then the episode is truncated. A task's own deadline_s wins."""
     verifier_timeout_s: float = Field(30.0, gt=0)
-    """A verifier that takes longer scores env.failure_reward."""
+    """If the verifier takes longer, the reward is env.failure_reward."""
     agent_memory_mb: float = Field(2048, gt=16)
-    """Of an agent program's processes together."""
+    """Limit of all processes of an agent program together."""
     max_output_bytes: int = Field(64 * 2**20, gt=0)
     """An agent program that writes more is ended."""
     max_kept_bytes: int = Field(65536, gt=0, le=4 * 2**20)
-    """What its verifier sees of standard output and of standard error: the end."""
+    """How much of the end of standard output, and of standard error, the verifier sees."""
     turn_scores: Literal["refuse", "record", "train"] = "refuse"
     """Scores of single turns, branches or spans of tokens, beside the episode's. refuse: 422, since
     most advantages look at the episode's alone. record: kept for reading. train: by an advantage
     that uses them."""
     failure_reward: float = 0.0
-    """Reward of an episode whose agent failed: the lowest that the verifier can give."""
+    """Reward of an episode if its agent failed; set it to the lowest that the verifier gives."""
     max_resumptions: int = Field(3, ge=0)
     """How often an attempt that was lost to the infrastructure is resumed before it is replaced:
     its recorded turns answer the same requests, and only what differs is generated. 0: never."""
@@ -120,14 +115,14 @@ class EvalSettings(BaseModel):
     num_episodes: int = Field(128, gt=0)
     """Per evaluation and sampling; tasks are taken from the front of the evaluation list."""
     final_num_episodes: int = Field(128, gt=0)
-    """For version 0 and the last version."""
+    """The same for version 0 and the last version."""
     greedy: bool = True
     """Evaluate with temperature 0 beside the run's own sampling, at version 0 and the last."""
     timeout_s: float = Field(300.0, gt=0)
     """For one evaluation; training waits for it."""
     chooses_checkpoint: bool = False
-    """Evaluate the validation split, end with the weights that did best on it, and report the test
-    split for these once; needs both in env.split."""
+    """Evaluate on the validation split, keep the weights that did best on it, and evaluate these
+    once on the test split; needs both in env.split."""
 
 
 def check_choice(env: EnvSettings, plan: EvalSettings) -> None:

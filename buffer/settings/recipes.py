@@ -1,9 +1,8 @@
 """Algorithms by name: the settings that a paper's objective needs.
 
-A recipe sets defaults and nothing else: whatever is set explicitly wins, and `sentence` says what
-the recipe set and where it was overridden. What each one is, with its equation and its differences
-from the paper, is in docs/algorithms.md; tests/engine/train/test_recipes.py holds each against the
-paper's objective in float64.
+A recipe sets defaults only: explicit settings win, and `recipe_sentence` names both. Equations, and
+differences from the papers, are in docs/algorithms.md; tests/engine/train/test_recipes.py compares
+each recipe with its paper's objective in float64.
 """
 
 from __future__ import annotations
@@ -126,8 +125,8 @@ LOSS_DEFAULTS: dict[str, Tree] = {
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "denominator": "episode_means"},
     "cispo": {"clip_low": 1.0, "clip_high": 4.0},
 }
-"""What a loss brings along where nothing else is set: GSPO's ratio is a mean over a sequence and
-never reaches a range that is right for a token's."""
+"""Defaults of a loss. GSPO's ratio is a mean over a sequence, so it never leaves a range that is
+right for the ratio of a token."""
 
 _OVERLONG_SHARE = 5
 """DAPO, section 4.1: a buffer of 4,096 of 20,480 tokens."""
@@ -180,7 +179,7 @@ EFFECTS: dict[str, tuple[Callable[[Values], bool], str]] = {
     ),
     "num_epochs": (lambda v: v.get("mode") == "sft", 'trainer.mode = "sft"'),
 }
-"""Settings of [trainer] that do something only beside others: when, and what they need."""
+"""Settings of [trainer] that depend on others: when they have an effect, and what they need."""
 
 RL_ONLY = (
     *("recipe", "num_updates_per_take", "advantage", "advantage_path", "overlong_penalty"),

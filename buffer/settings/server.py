@@ -1,9 +1,4 @@
-"""The settings of the servers.
-
-Owns: names, types, defaults and own rules of `[server]`. Does not own: where values come from and
-the rules across sections (settings), SGLang's other arguments (engine.serve.sglang). Invariant:
-frozen; rules refuse and never rewrite.
-"""
+"""The settings `[server]`."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ _SGLANG_OWNED = {
     "api_key": "the run's keys",
     "admin_api_key": "the run's keys",
 }
-"""SGLang's arguments that have a setting of ours, and which."""
+"""SGLang's arguments that outloop sets itself -> the setting, or what sets it."""
 _SGLANG_EXPERT_RANKS = ("ep_size", "expert_parallel_size", "ep")
 
 
@@ -41,7 +36,7 @@ class ServerSettings(BaseModel):
     num_servers: int = Field(1, ge=0)
     """0: attach to `urls`."""
     urls: tuple[str, ...] = ()
-    """Servers that somebody else started; they are trusted with weights."""
+    """Servers that the run does not start; they are trusted with weights."""
     api_key_file: Path | None = None
     """The key that the servers at `urls` want as a bearer token, if they want one. Servers of
     `num_servers` have a key of the run."""
@@ -54,34 +49,31 @@ class ServerSettings(BaseModel):
     max_running_requests: int = Field(128, gt=0)
     """Turns that one server generates at once."""
     num_threads: int = Field(1, gt=0)
-    """Of the torch server."""
+    """CPU threads of a torch server."""
     start_timeout_s: float = Field(300.0, gt=0)
-    """SGLang imports for half a minute on an idle machine, and longer on a busy one."""
+    """Limit of a server's start; SGLang alone imports for half a minute on an idle machine."""
     device: str = "cpu"
     """cpu, cuda, or cuda:N for a torch server on the Nth device that it sees."""
     gpus: tuple[int, ...] = ()
-    """Which of the machine's CUDA devices the servers get: tensor_parallel_size each, in their
-    order; empty: the first that are free."""
-    """cpu or cuda."""
+    """CUDA devices of this machine for the servers, tensor_parallel_size each, in their order;
+    empty: the first that are free."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the served weights."""
     sglang_python: Path | None = None
-    """Interpreter of the environment that holds SGLang; none: that of `make venv-sglang`."""
+    """Python of the environment with SGLang; None: that of `make venv-sglang`."""
     sglang: dict[str, Any] = {}
     """Raw SGLang server arguments under their upstream names."""
 
     @property
     def num_expert_ranks(self) -> int:
-        """Over how many ranks of one server its experts are spread, as far as the table says."""
+        """Over how many ranks a server spreads its experts, according to `sglang`."""
         table = {key.replace("-", "_"): value for key, value in self.sglang.items()}
         sizes = (table[key] for key in _SGLANG_EXPERT_RANKS if key in table)
         return max((size for size in sizes if isinstance(size, int)), default=1)
 
     @property
     def has_checksums(self) -> bool:
-        """True if what these servers hold can be told from what was sent by checksums that were
-        compared with theirs.
-        """
+        """True if checksums can show whether these servers hold the weights that were sent."""
         return self.kind == "torch" or self.num_expert_ranks == 1
 
     @model_validator(mode="after")

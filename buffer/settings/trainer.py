@@ -1,9 +1,4 @@
-"""The settings of the optimizer's side.
-
-Owns: names, types, defaults and cross-field rules of `[trainer]`. Does not own: where values come
-from and the rules across sections (settings), upstream options in the raw table. Invariant: frozen;
-cross-field rules refuse and never rewrite.
-"""
+"""The settings `[trainer]`."""
 
 from __future__ import annotations
 
@@ -17,15 +12,15 @@ from outloop.buffer.settings.recipes import EFFECTS, RL_ONLY, Recipe, trainer_de
 
 
 class TrainerSettings(BaseModel):
-    """The optimizer's side."""
+    """The algorithm, the optimizer, and where the trainer runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Literal["rl", "sft"] = "rl"
     """rl, or sft: supervised training on env.conversations, for a warm start."""
     recipe: Recipe | None = None
-    """An algorithm by name: sets the defaults of what its paper's objective needs, here and in
-    [buffer]; whatever is set explicitly wins. See docs/algorithms.md."""
+    """An algorithm by name. It sets the defaults that its paper's objective needs, here and in
+    [buffer]; explicit settings win. See docs/algorithms.md."""
     num_steps: int = Field(40, gt=0)
     """Optimizer steps; a finished run goes on when it is raised."""
     groups_per_step: int = Field(32, gt=0)
@@ -39,11 +34,11 @@ class TrainerSettings(BaseModel):
     learning_rate: float = Field(1e-6, gt=0)
     """For a pretrained model of some billion parameters; one of a million takes 1e-3."""
     warmup_steps: int = Field(0, ge=0)
-    """Over which the learning rate rises from zero."""
+    """Steps over which the learning rate rises from zero."""
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after the warm-up."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """What decay leaves of the learning rate."""
+    """Share of the learning rate that is left when it has decayed."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled, on matrices."""
     adam_beta1: float = 0.9
@@ -73,7 +68,7 @@ class TrainerSettings(BaseModel):
     """package.module:function, `def loss(inputs: LossInputs) -> losses`, float32 [N]; takes the
     place of `loss`."""
     loss_options: dict[str, Any] = {}
-    """Numbers and names for your own loss: its `inputs.options`."""
+    """`inputs.options` of your own loss."""
     clip_low: float = Field(0.2, gt=0)
     """Ratios are clipped below 1 - clip_low; 1 or more: no lower bound. Left out: 0.2 for ppo_clip,
     3e-4 for gspo, 1.0 for cispo."""
@@ -128,9 +123,9 @@ class TrainerSettings(BaseModel):
     entropy_coefficient: float = Field(0.0, ge=0)
     """Bonus per nat of entropy at trained tokens."""
     mask_truncated: bool = False
-    """Leave the tokens of episodes that a limit ended out of the loss (they keep counting in
-    statistics): of turns, time or tokens, or that of an answer (a branch whose last turn has
-    finish_reason "length")."""
+    """Leave the tokens of truncated episodes out of the loss; they still count in statistics.
+    Truncated: a limit of turns, time or tokens ended the episode, or the limit of one answer ended
+    a branch (finish_reason "length" of its last turn)."""
     num_threads: int = Field(1, gt=0)
     """Of each trainer process."""
     num_ranks: int = Field(1, gt=0)
@@ -140,7 +135,7 @@ class TrainerSettings(BaseModel):
     checkpoint_every: int = Field(10, ge=0)
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = Field(2, gt=0)
-    """The newest so many."""
+    """How many of the newest checkpoints are kept."""
     trains_while_saving: bool = True
     """A checkpoint is copied to the host's memory (weights and both moments) and written from there
     while training goes on; false: no copy, and training waits until it is written."""
@@ -167,7 +162,7 @@ class TrainerSettings(BaseModel):
     dump_steps: tuple[int, ...] = ()
     """Steps that are written to dumps/step_N before their updates, for `outloop replay-step`."""
     profile_steps: tuple[int, ...] = ()
-    """Steps whose updates torch.profiler follows, into profile/."""
+    """Steps to profile with torch.profiler; the traces are in profile/."""
     max_grad_spike: float = Field(0.0, ge=0)
     """An update whose gradient norm exceeds this many times the median of the last 20 is refused
     and stops the run, as one that is not finite always does; 0: no limit."""

@@ -1,6 +1,7 @@
-"""What episodes have used, and which of them spent a budget.
+"""What episodes have used, and which budget ended them.
 
-The router refuses and notes; the first note of an episode stays, so that any process may close it.
+The router that refuses a turn leaves a note, so that any process can close the episode with the
+right outcome. The first note of an episode stays.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from outloop.buffer.redis.scripts import AsyncScripts
 
 @dataclass(frozen=True, slots=True)
 class EpisodeUsage:
-    """What an episode has used, over all router processes."""
+    """What an episode has used, in all router processes together."""
 
     num_turns: int
     num_tokens: int
@@ -24,7 +25,7 @@ class EpisodeUsage:
 
 
 class BudgetNotes:
-    """Notes of one run's episodes; part of the async face."""
+    """Notes of one run's episodes."""
 
     def __init__(self, client: redis.asyncio.Redis, scripts: AsyncScripts, prefix: str) -> None:
         self._client = client
@@ -41,7 +42,7 @@ class BudgetNotes:
         await self._scripts.call("note_budget", episode_id, budget, what=what)
 
     async def read(self, episode_id: str) -> str:
-        """The budget that was noted; empty when none was."""
+        """The budget in the note; empty without one."""
         with translated(f"reading the budget of episode_id={episode_id}"):
             found: Any = await self._client.hget(f"{self._prefix}episode:{episode_id}", "budget")
         return "" if found is None else found.decode()

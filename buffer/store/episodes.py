@@ -19,7 +19,7 @@ from outloop.buffer.records import OpenEpisode, Trajectory, Turn, check_turns
 from outloop.buffer.redis.client import translated
 
 EPISODE_FIELDS = ("opening", "closure", "reward", "closed")
-"""What to read from an episode's hash, in this order."""
+"""The fields to read from an episode's hash, in this order."""
 _OPEN_EPISODE_FIELDS = (*EPISODE_FIELDS, "resumes")
 """The same for an episode that may be open."""
 Fields = Sequence[bytes | None]
@@ -28,9 +28,9 @@ Fields = Sequence[bytes | None]
 async def load_async(
     client: redis.asyncio.Redis, prefix: str, episode_id: str
 ) -> OpenEpisode | None:
-    """The episode as it stands; None if unknown.
+    """The episode as it is now; None if unknown.
 
-    `recorded` holds the turns of the lost episodes that it resumes and that it has not replayed.
+    `recorded` holds the turns of the episodes that it resumes and that it has not replayed.
     """
     name = f"{prefix}episode:{episode_id}"
     with translated(f"loading episode_id={episode_id}"):
@@ -51,7 +51,7 @@ async def load_async(
 
 
 def load_sync(client: redis.Redis, prefix: str, episode_id: str) -> OpenEpisode | None:
-    """The episode as it stands, without turns of other episodes; None if unknown."""
+    """The episode as it is now, without turns of other episodes; None if unknown."""
     name = f"{prefix}episode:{episode_id}"
     with (
         translated(f"loading episode_id={episode_id}"),
@@ -66,11 +66,11 @@ def load_sync(client: redis.Redis, prefix: str, episode_id: str) -> OpenEpisode 
 def open_episode_from(
     fields: Fields, turns: Sequence[bytes], earlier: Sequence[Sequence[bytes]] = ()
 ) -> OpenEpisode | None:
-    """The episode as it stands; None without an opening.
+    """The episode from its stored fields; None without an opening.
 
     Args:
         fields: opening, closure, reward, closed, resumes.
-        earlier: the turns of those that it resumes, the newest episode first.
+        earlier: the turns of the episodes that it resumes, the newest episode first.
     """
     if fields[0] is None:
         return None
@@ -114,7 +114,7 @@ def trajectory_from(episode_id: str, fields: Fields, turns: Sequence[bytes]) -> 
 
 @contextmanager
 def named(what: str) -> Iterator[None]:
-    """Inside, an error about bytes that cannot be read begins with `what`."""
+    """Put `what` before the sentence of an error about unreadable bytes."""
     try:
         yield
     except RecordError as error:

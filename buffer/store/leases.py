@@ -1,4 +1,4 @@
-"""Leased groups on their way to the trainer."""
+"""Reads leased groups for the trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outloop.buffer.store.episodes import EPISODE_FIELDS, Fields, trajectory_fro
 LeaseRow = tuple[str, int, int, str, Sequence[str]]
 """group_id, slot, size, task_id, episode ids: as the script take packs it."""
 _BYTES_AT_ONCE = 2 * 2**20
-"""About so much is read in one round trip, and held before it is decoded."""
+"""About how much is read in one round trip and held before it is decoded."""
 _MIN_GROUP_BYTES = 2**16
 
 
@@ -35,7 +35,8 @@ def leased_groups(
         part = rows[first : first + num_groups]
         stored = _read(client, prefix, part)
         for row in part:
-            # Read to the end before anything is decoded: each group needs its own answers.
+            # Collect the group's answers before decoding: an error must not leave some for the
+            # next group.
             episodes = [(episode_id, next(headers), next(stored)) for episode_id in row[4]]
             try:
                 yield row[0], _group_from(row, episodes)

@@ -1,6 +1,6 @@
-"""The ledger of a run: where every attempt that started has ended.
+"""The ledger of a run: how every attempt that started has ended.
 
-The scripts that end attempts write it (`lifecycle.lua`); each attempt is entered in one place.
+The scripts that end attempts write it (`lifecycle.lua`); each attempt is entered once.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from outloop.buffer.redis.scripts import SyncScripts
 from outloop.buffer.telemetry import LEDGER_COLUMNS
 
 REACHED_TRAINER = ("trained", "dropped/no_signal", "dropped/filtered", "dropped/overlong")
-"""Columns of attempts that the trainer saw in time; it left some out for their rewards."""
+"""Columns of attempts that reached the trainer in time, including those that it filtered out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerColumn:
-    """The attempts of one column. Those that are open have no length yet."""
+    """The attempts of one column; open ones have no length yet."""
 
     num_attempts: int = 0
     duration_s: float = 0.0
-    """From the first claim to the score or the loss, all together."""
+    """Sum of the times from the first claim to the score or the loss."""
     num_tokens: int = 0
-    """Sampled in their episodes, all together."""
+    """Sum of the tokens sampled in their episodes."""
     by_duration: Mapping[float, int] = field(default_factory=dict)
-    """Upper bound in seconds, infinity for the last -> number of attempts."""
+    """Upper bound in seconds -> number of attempts; the last bound is infinity."""
     by_tokens: Mapping[float, int] = field(default_factory=dict)
     """Upper bound in sampled tokens -> number of attempts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """How long attempts were on average."""
+    """Mean length of attempts."""
 
     num_attempts: int
     duration_s: float
@@ -72,11 +72,11 @@ class Ledger:
                     )
 
     def length_of_ended(self) -> Length:
-        """Of every training attempt that ended, whatever became of it."""
+        """The mean of all training attempts that ended."""
         return _length([column for name, column in self.training.items() if name != "open"])
 
     def length_of_trained(self) -> Length:
-        """Of those that the trainer saw in time: shorter than the others if slow ones are lost."""
+        """The mean of those that reached the trainer in time: shorter if slow ones are lost."""
         return _length([self.training[name] for name in REACHED_TRAINER if name in self.training])
 
 

@@ -1,6 +1,7 @@
-"""Trajectories for supervised training: staged by plain SETs, then taken over by one script.
+"""Trajectories for supervised training: staged by plain SETs, then stored by one script.
 
-A script would copy each record twice more. What no script takes over expires.
+Passing the records to the script itself would copy each of them twice more, which costs half of the
+speed. Staged records that no script stores expire.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ def put_sync(
     key: str,
     final: bool,
 ) -> None:
-    """Store `records` for supervised training, once per key; they may be made one by one.
+    """Store `records` for supervised training, once per key; an iterator is read in chunks.
 
     Raises:
         BufferUnavailable: Redis is unreachable or full; nothing was stored.
-        Gone: they waited too long between staging and storing.
+        Gone: the staged records expired before they were stored.
     """
     token, number = uuid.uuid4().hex, 0
     with translated(_WHAT), client.pipeline(transaction=False) as pipeline:

@@ -1,7 +1,7 @@
-"""Several lists of tasks played in proportion, with weights that may change while a run goes on.
+"""Several lists of tasks played in proportion to weights, which may change while a run goes on.
 
-The task of a slot depends on the seed, the sizes of the sources and the weights in force at that
-slot only. So every router agrees, and a slot that is played again plays the same task.
+The task of a slot depends only on the seed, the sizes of the sources and the weights at that slot.
+So all routers agree, and a slot that is played again plays the same task.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outloop.buffer.tasks.priorities import Priorities
 
 _BLOCK_SLOTS = 4096
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""Apart by an odd constant, so that sources of equal size are not played in the same order."""
+"""Between the seeds of two sources, so that sources of equal size have different orders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class TaskSource:
     name: str
     num_tasks: int
     weight: float = 1.0
-    """At the beginning of the run."""
+    """When the run begins."""
     priority: int = 0
     """Added to that of each of its tasks."""
 
@@ -43,7 +43,7 @@ class WeightsFrom:
 
 
 def check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
-    """Refuse weights that choose nothing.
+    """Check that the weights can choose a source.
 
     Raises:
         RecordError: one is negative or not finite, or all are 0.
@@ -57,8 +57,8 @@ class Mixture:
     """The task order of a run with one source or several.
 
     Args:
-        schedule: by slot, the first from slot 0; not needed for one source.
-        order: the slot that is played in the place of each; None: itself.
+        schedule: sorted by slot, the first from slot 0; not needed for one source.
+        order: permutes the slots by priority; None: no priorities.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Tasks that are played before others.
+"""Plays tasks with a higher priority first.
 
-The slots of a window are permuted among themselves, as a function of the priorities alone: every
-router agrees, a slot that is played again plays the same task, and no task waits longer than a
+The slots of a window are permuted among themselves. The permutation depends on the priorities only:
+all routers agree, a slot that is played again plays the same task, and no task waits longer than a
 window.
 """
 

@@ -1,7 +1,7 @@
-"""The weights of a run's task sources, as they are stored and changed.
+"""The weights of a run's task sources: how they are stored, and how they change.
 
-A change holds from the first slot that nobody has claimed (with priorities: from the first window
-of slots that nobody has started), so no claimed slot changes its task.
+A change holds from the first unclaimed slot (with priorities: from the first window without a
+claimed slot), so no claimed slot changes its task.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ async def load_mixture(client: redis.asyncio.Redis, prefix: str, seed: int) -> t
 
 
 class TaskWeights:
-    """The weights of one run; the sync face."""
+    """The weights of one run."""
 
     def __init__(self, client: redis.Redis, prefix: str, scripts: SyncScripts) -> None:
         self._client = client
@@ -87,7 +87,7 @@ class TaskWeights:
         return decode_sources(sources), decode_schedule(entries)
 
     def change(self, weights: Mapping[str, float]) -> WeightsFrom:
-        """Weights of the sources that are named, from the next slot on; the others keep theirs.
+        """Change the weights of the named sources from the next slot on; others keep theirs.
 
         Raises:
             SettingsError: no such source; the nearest is named.

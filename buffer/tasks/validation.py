@@ -1,4 +1,4 @@
-"""Checks of a run's tasks, and the digest that tells two lists apart.
+"""Checks of a run's tasks, and their digest.
 
 The same tasks in the same order have the same digest in every process.
 """
@@ -67,7 +67,7 @@ def refuse_overlap(tasks: Iterable[Task], eval_tasks: Iterable[Task]) -> None:
 
 
 def check_sources(sources: Sequence[TaskSource], num_tasks: int) -> None:
-    """Check that the sources are the tasks, part by part, with weights that choose something.
+    """Check that the sources make up the tasks, and that their weights can choose one.
 
     Raises:
         RecordError: names what is wrong.
@@ -103,7 +103,7 @@ def encode_priorities(tasks: Sequence[Task], sources: Sequence[TaskSource]) -> b
 
 
 def deadline_of(task: Task, default_s: float) -> float:
-    """Seconds that an episode of the task may take: its own `deadline_s`, or the run's."""
+    """Seconds that an episode of the task may take: the task's `deadline_s`, or the run's."""
     own = task.payload.get("deadline_s")
     if isinstance(own, int | float) and not isinstance(own, bool) and own > 0:
         return float(own)
@@ -125,7 +125,7 @@ def refuse_cut(tasks: Iterable[Task], settings: Settings) -> None:
 
 
 def tasks_digest(lists: Sequence[Sequence[bytes]], priorities: bytes = b"") -> str:
-    """SHA-256 over all encoded tasks, the lengths of their lists, and what orders them."""
+    """SHA-256 over all encoded tasks, the lengths of their lists, and their priorities."""
     digest = hashlib.sha256(priorities)
     for records in lists:
         digest.update(f"{len(records)}:".encode())

@@ -104,7 +104,7 @@ async def test_a_user_with_the_documented_rights_is_enough(
     await loop.play_all()
     loop.reader.acknowledge(loop.train(loop.take(2), 1))
     assert loop.reader.stats()["buffer/acknowledged_groups"] == 2
-    assert loop.reader.dead_letters.list_letters() == ()
+    assert loop.reader.dead_letters.list_all() == ()
     assert list(loop.reader.archive.trajectories()) == []
     listening = asyncio.create_task(loop.writer.channel.listen({"routers": lambda _: None}))
     assert await loop.writer.channel.is_listening(30.0)

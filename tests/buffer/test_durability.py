@@ -112,7 +112,7 @@ async def test_a_full_redis_keeps_dead_letters_and_lets_them_be_resolved(
         for lease in leases:
             loop.reader.drop(lease.group.group_id, "malformed", fence=loop.fence, error="odd")
         letters = loop.reader.dead_letters
-        assert [letter.error for letter in letters.list_letters()] == ["odd"] * 3
+        assert [letter.error for letter in letters.list_all()] == ["odd"] * 3
         assert len(letters.read(leases[0].group.group_id)[1]) == 2
         letters.requeue(leases[0].group.group_id)
         letters.discard(leases[1].group.group_id)

@@ -51,7 +51,7 @@ async def test_an_incomplete_group_is_dropped_with_a_letter(
     await _after_the_deadline(loop, clock)
     with pytest.raises(DeadlineExceeded):
         loop.take(1)
-    (letter,) = loop.reader.dead_letters.list_letters()
+    (letter,) = loop.reader.dead_letters.list_all()
     assert (letter.group_id, letter.num_scored) == (group_id, 2)
     assert "at least 3 are needed" in letter.error
     assert (await loop.claim(99)).claims

@@ -27,7 +27,7 @@ async def test_a_failed_group_leaves_a_letter(
     """The letter says why, what failed last, and holds the episode that was scored."""
     loop = await start(env__max_replacements=0)
     group_id = await fail_group(loop, make_turn)
-    (letter,) = loop.reader.dead_letters.list_letters()
+    (letter,) = loop.reader.dead_letters.list_all()
     assert (letter.group_id, letter.slot, letter.reason) == (group_id, 0, "failed")
     assert letter.error == (
         "scored 1 of 2 attempts (at least 2 are needed), replaced 0, given up 1"
@@ -49,7 +49,7 @@ async def test_a_malformed_group_can_be_read(start: Callable[..., Any]) -> None:
     turns = loop.reader._key("episode:g0-1-0:turns")
     loop.reader._client.lset(turns, 0, b"\x03\0rubbish")
     loop.take(2)
-    (letter,) = loop.reader.dead_letters.list_letters()
+    (letter,) = loop.reader.dead_letters.list_all()
     assert letter.reason == "malformed"
     assert "turn is damaged" in letter.error
     _, (damaged, whole) = loop.reader.dead_letters.read("g0-1")
@@ -69,7 +69,7 @@ async def test_a_requeued_slot_is_played_again_once(
     loop.reader.dead_letters.requeue(group_id)
     with pytest.raises(NotFound, match=group_id):
         loop.reader.dead_letters.requeue(group_id)
-    assert loop.reader.dead_letters.list_letters() == ()
+    assert loop.reader.dead_letters.list_all() == ()
     await loop.play_all(version=1)
     leases = loop.take(version=1)
     assert [lease.group.slot for lease in leases] == [0, 3]
@@ -110,7 +110,7 @@ async def test_a_run_that_begins_anew_plays_the_slot_anyway(
     loop.reader.recover(None, fence=loop.fence)
     with pytest.raises(Conflict, match="anyway"):
         loop.reader.dead_letters.requeue(group_id)
-    (letter,) = loop.reader.dead_letters.list_letters()
+    (letter,) = loop.reader.dead_letters.list_all()
     assert letter.slot is None
     loop.reader.dead_letters.discard(group_id)
 
@@ -126,7 +126,7 @@ async def test_letters_are_bounded(start: Callable[..., Any]) -> None:
             episode_id = await loop.open(claim)
             words = {"failure_kind": "environment", "outcome": "failed"} if number % 2 else {}
             await loop.close(episode_id, None if words else 1.0, **words)
-    letters = loop.reader.dead_letters.list_letters()
+    letters = loop.reader.dead_letters.list_all()
     assert [letter.slot for letter in letters] == list(range(num_groups - 256, num_groups))
     reads = [loop.reader.dead_letters.read(letter.group_id)[1] for letter in letters[-17:]]
     assert [len(episodes) for episodes in reads] == [0] + [1] * 16

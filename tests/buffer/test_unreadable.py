@@ -57,7 +57,7 @@ async def test_a_group_of_another_release_is_a_dead_letter(
     stored = damage(loop.reader, "g0-1-1", name, of_another_release)
     assert [lease.group.slot for lease in loop.take(2)] == [1, 2]
     assert untrained(loop.reader) == loop.reader._client.zcard(loop.reader._key("groups")) == 3
-    (letter,) = loop.reader.dead_letters.list_letters()
+    (letter,) = loop.reader.dead_letters.list_all()
     assert (letter.group_id, letter.slot, letter.reason) == ("g0-1", 0, "malformed")
     assert "episode_id=g0-1-1" in letter.error
     assert OTHER_SCHEMA in letter.error
@@ -89,7 +89,7 @@ async def test_an_unreadable_group_is_replaced_within_its_batch(
         should_stop=lambda: next(rounds),
     )
     assert taken == []
-    assert len(loop.reader.dead_letters.list_letters()) == 2
+    assert len(loop.reader.dead_letters.list_all()) == 2
     await loop.play_all()
     assert [lease.group.slot for lease in loop.take(2)] == [2, 3]
 
@@ -140,7 +140,7 @@ def test_no_bytes_stop_the_reader(
         name = data.draw(st.sampled_from([*RECORDS, "closed"]))
         stored = damage(reader, "g0-1-0", name, any_change(data))
         (lease,) = loop.take(1)
-        letters = reader.dead_letters.list_letters()
+        letters = reader.dead_letters.list_all()
         assert lease.group.slot == len(letters)
         assert untrained(reader) == 2 - len(letters)
         for letter in letters:

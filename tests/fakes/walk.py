@@ -233,7 +233,7 @@ class Walk:
 
     async def resolve(self) -> None:
         """Somebody looks at the dead letters."""
-        letters = self.loop.reader.dead_letters.list_letters()
+        letters = self.loop.reader.dead_letters.list_all()
         if not letters:
             return
         letter = self.choices.choice(letters)
@@ -296,7 +296,7 @@ class Walk:
             for group_id in self.group_ids:
                 pipeline.hmget(f"{prefix}group:{group_id}", "slot", "state")
             dropped = {int(slot) for slot, state in pipeline.execute() if state == b"dropped"}
-        letters = self.loop.reader.dead_letters.list_letters()
+        letters = self.loop.reader.dead_letters.list_all()
         dead = {letter.slot for letter in letters if letter.slot is not None}
         trained = set(self.weights.slots)
         untrained = {slot for slot, state in live.items() if state != b"trained"}

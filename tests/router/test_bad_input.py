@@ -216,7 +216,7 @@ async def test_records_of_another_schema_or_damaged_are_set_aside(whole: Whole) 
         should_stop=iter([False, True, True]).__next__,
     )
     assert taken == []
-    (letter,) = whole.reader.dead_letters.list_letters()
+    (letter,) = whole.reader.dead_letters.list_all()
     assert letter.reason == "malformed"
     _, episodes = whole.reader.dead_letters.read(letter.group_id)
     assert {item.trajectory is None for item in episodes} == {True, False}

@@ -1,7 +1,7 @@
 """The state transitions of the buffer: one Lua script each; its header is its contract.
 
-A script is called by its hash and sent again only when Redis does not have it, which means that
-nothing was executed.
+A script is called by its hash. If Redis does not know it, nothing was executed, and the script is
+sent.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from outloop.buffer.redis.client import translated
 
 Argument = bytes | str | int | float
 Clock = Callable[[], float]
-"""Unix seconds, for tests; production uses the clock of Redis, the only one that all share."""
+"""Unix seconds, for tests. Without one, scripts use the clock of Redis, the same for all."""
 
 
 class Abandoned(Gone):
-    """A turn of a version that a rollback abandoned; its attempt is still to be given up."""
+    """A turn of a version that a rollback abandoned; the caller gives up its attempt."""
 
 
 _REFUSALS: dict[str, type[OutloopError]] = {
@@ -49,12 +49,12 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "append_turn": ("core",),
     "note_budget": ("core",),
 }
-"""What is put before a script, where that is not both of core.lua and lifecycle.lua."""
+"""Scripts that do not have both core.lua and lifecycle.lua in front, and which they have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One script, with what is put before it."""
+    """One script, with the Lua files in front of it."""
 
     name: str
     text: str
@@ -89,7 +89,7 @@ def refusal(code: str, sentence: str, what: str) -> OutloopError | None:
 
 
 class SyncScripts:
-    """Scripts of one run's shard through a blocking client."""
+    """The scripts of one run, through a blocking client."""
 
     def __init__(self, client: redis.Redis, meta_key: str, clock: Clock | None = None) -> None:
         self._client = client
@@ -114,7 +114,7 @@ class SyncScripts:
 
 
 class AsyncScripts:
-    """Scripts of one run's shard through an asyncio client; see SyncScripts."""
+    """The scripts of one run, through an asyncio client; see SyncScripts."""
 
     def __init__(
         self, client: redis.asyncio.Redis, meta_key: str, clock: Clock | None = None

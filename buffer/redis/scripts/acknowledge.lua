@@ -1,4 +1,4 @@
--- A checkpoint is complete on disk: forget the groups that its weights contain.
+-- A checkpoint is complete on disk: free the groups that its weights contain.
 --
 -- ARGV[2]  fence   ARGV[3] policy_version   ARGV[4] next_slot   ARGV[5] marks to remember
 -- ARGV[6..] group ids

@@ -1,4 +1,4 @@
--- Say which weights come next; claims stop until they are acknowledged.
+-- Announce the next weights; claims stop until they are acknowledged.
 --
 -- ARGV[2]  policy_version   ARGV[3] parent or ''
 -- Returns  {'ok'}; conflict: the number was used before, or the parent was abandoned.

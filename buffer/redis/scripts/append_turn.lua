@@ -11,8 +11,8 @@
 -- Keeps    turns in the order of their first recording, each once; a turn that a resumed episode had
 --          recorded counts as replayed, not as sampled.
 --
--- It runs more often than all other scripts together, so it does without lifecycle.lua, which would
--- double what it costs.
+-- It runs more often than all other scripts together, so it does not include lifecycle.lua, which
+-- would double its cost.
 
 local episode_id, turn_id, parent = ARGV[2], ARGV[3], ARGV[4]
 local e = episode_key(episode_id)

@@ -1,4 +1,4 @@
--- Give up the attempt of an open episode, whose next turn holds tokens of an abandoned version.
+-- Give up the attempt of an open episode: its next turn holds tokens of an abandoned version.
 --
 -- ARGV[2]  episode_id
 -- Returns  {'ok'}

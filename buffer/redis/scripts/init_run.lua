@@ -3,8 +3,8 @@
 -- ARGV[2]  run_id   ARGV[3] digest   ARGV[4] schema   ARGV[5] seed
 -- ARGV[6]  number of rule fields, then name, value for each
 -- Returns  {'ok', 1 if created else 0}; conflict: schema or seed differ from the run's.
--- Keeps    everything but the registry of processes and what they had announced: those are gone.
--- It runs without core.lua, whose meta key it writes.
+-- Keeps    all data but the registry of processes and the announced versions, which it clears.
+-- It runs without core.lua, since it writes the meta key that core.lua checks.
 
 local prefix = string.sub(KEYS[1], 1, -5)
 local was = redis.call('HMGET', KEYS[1], 'schema', 'seed', 'run_id')

@@ -1,4 +1,4 @@
--- What became of every attempt that started.
+-- What happened to every attempt that started.
 --
 -- Returns  {'ok', attempts of training, of evaluations that are open, field, number, field, ...}: the
 --          fields of `ledger`, KIND:started and KIND:COLUMN:n, :ms, :tokens, :s:BOUND and :t:BOUND.

@@ -30,7 +30,7 @@ local RETENTION_MS = 3600000
 local MIN_SCORED = 2
 local SWEEP_LIMIT = 256
 -- Dead letters kept, and how many of the newest keep their episodes.
-local MAX_LETTERS, MAX_WHOLE_LETTERS = 256, 16
+local MAX_DEAD_LETTERS, MAX_WHOLE_DEAD_LETTERS = 256, 16
 local MAX_FAILED = 64
 
 local STATE, OPEN, REPLAY = key('state'), key('open'), key('replay')
@@ -240,13 +240,13 @@ end
 
 local function dead_letter_key(group_id) return prefix .. 'dead:' .. group_id end
 
-local function discard_letter(group_id)
+local function discard_dead_letter(group_id)
   discard_episodes(dead_letter_key(group_id) .. ':episodes')
   redis.call('DEL', dead_letter_key(group_id))
 end
 
--- Keep what a group that is about to be dropped holds, for somebody to look at.
-local function write_letter(group_id, reason, sentence)
+-- Keep the data of a group that is about to be dropped, for a person to look at.
+local function write_dead_letter(group_id, reason, sentence)
   local g, letter = group_key(group_id), dead_letter_key(group_id)
   redis.call('HSET', letter, 'reason', reason, 'sentence', sentence, 'at', now)
   for _, field in ipairs({'slot', 'task_id', 'size', 'scored', 'lost', 'replaced',
@@ -256,10 +256,10 @@ local function write_letter(group_id, reason, sentence)
   if redis.call('EXISTS', g .. ':episodes') == 1 then
     redis.call('RENAME', g .. ':episodes', letter .. ':episodes')
   end
-  if redis.call('RPUSH', DEAD, group_id) > MAX_LETTERS then
-    discard_letter(redis.call('LPOP', DEAD))
+  if redis.call('RPUSH', DEAD, group_id) > MAX_DEAD_LETTERS then
+    discard_dead_letter(redis.call('LPOP', DEAD))
   end
-  local shortened = redis.call('LINDEX', DEAD, -1 - MAX_WHOLE_LETTERS)
+  local shortened = redis.call('LINDEX', DEAD, -1 - MAX_WHOLE_DEAD_LETTERS)
   if shortened then discard_episodes(dead_letter_key(shortened) .. ':episodes') end
 end
 
@@ -508,7 +508,7 @@ local function count_attempt(member, episode_id)
     archive_episode(episode_id, 'evaluated', '', {})
   end
   if purpose == 'o' then
-    -- Nobody collects it; it can be read for as long as a repeated call may come.
+    -- It belongs to no evaluation; it can be read for as long as a repeated call may come.
     redis.call('PEXPIRE', e .. ':turns', RETENTION_MS)
     redis.call('PEXPIRE', e, RETENTION_MS)
     return nil
@@ -550,9 +550,9 @@ local function sweep_leases()
   end
 end
 
--- The attempts of a runner that fell silent are lost, as at their deadline. After a time in which
--- nobody looked, Redis may have been away, or its clock may have jumped: then that is no sign
--- of silence, and every runner has its whole time again.
+-- The attempts of a runner that sends no heartbeat are lost, as at their deadline. If this check did
+-- not run for a while, Redis was away or its clock jumped, so old heartbeats mean nothing: then every
+-- runner gets its whole time again.
 local function sweep_runners()
   local limit = rules.max_silence_ms
   if limit == 0 or redis.call('EXISTS', RUNNERS) == 0 then return end

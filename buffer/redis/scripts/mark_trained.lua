@@ -3,7 +3,7 @@
 -- ARGV[2]  fence   ARGV[3] the published policy_version   ARGV[4..] group ids
 -- Returns  {'ok'}; fence: not, or no longer, leased under this fence; conflict: policy_version is
 --          not acknowledged by the servers, so the credit would start episodes too early.
--- Keeps    a group's credit returns once; a group already marked or acknowledged is passed over.
+-- Keeps    a group's credit returns once; a group already marked or acknowledged is skipped.
 
 allow_when_full()
 sweep_leases()

@@ -1,4 +1,4 @@
--- Reconcile the buffer to the checkpoint from which the trainer resumes.
+-- Bring the buffer to the state of the checkpoint from which the trainer resumes.
 --
 -- ARGV[2]  fence   ARGV[3] policy_version of the checkpoint, or '' if there is none
 -- ARGV[4]  its next_slot   ARGV[5..] its group ids

@@ -18,6 +18,6 @@ if ARGV[3] == '1' then
   redis.call('ZADD', REPLAY, slot, slot)
 end
 redis.call('LREM', DEAD, 0, ARGV[2])
-discard_letter(ARGV[2])
+discard_dead_letter(ARGV[2])
 count(ARGV[3] == '1' and 'requeued_dead_letters' or 'discarded_dead_letters')
 return {'ok'}

@@ -2,9 +2,9 @@
 --
 -- ARGV[2]  the weights, one for each source
 -- Returns  {'ok', the slot from which they hold}
--- Keeps    they hold from the first slot that nobody has claimed, or, with priorities, from the first
---          window of slots that nobody has started; weights for later
---          slots, which a restart without a checkpoint may leave, are gone.
+-- Keeps    they hold from the first unclaimed slot, or, with priorities, from the first window without
+--          a claimed slot; weights for later slots, which a restart without a checkpoint may leave,
+--          are removed.
 
 local weights = key('task_weights')
 local slot = number(redis.call('HGET', STATE, 'cursor')) or 0

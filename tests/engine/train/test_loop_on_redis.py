@@ -309,7 +309,7 @@ def test_groups_that_cannot_be_trained_are_dead_letters(
     rows, stats = train(num_steps=6, staleness=staleness)
     assert [r["train/policy_version"] for r in rows if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
     reader = BufferReader.connect(load_run(tmp_path / "run"))
-    letters = reader.dead_letters.list_letters()
+    letters = reader.dead_letters.list_all()
     reader.close()
     assert len(letters) == stats["buffer/dropped/malformed"] == stats["buffer/dead_letters"]
     for said in ("schema=9, this release reads schema=3", "turn is damaged", "vocab_size=400"):
