@@ -269,7 +269,7 @@ local function drop_group(group_id, reason, replay, hold, sentence)
   local f = redis.call('HMGET', group_key(group_id), 'slot', 'state', 'scored')
   local slot, column = f[1], 'dropped/' .. reason
   archive_scored(group_id, 'dropped', reason)
-  if sentence then write_letter(group_id, reason, sentence) end
+  if sentence then write_dead_letter(group_id, reason, sentence) end
   if f[2] == 'trained' then enter_scored(group_id, 'trained', -1) end
   enter_scored(group_id, column, 1)
   end_group(group_id, 'dropped', column)
