@@ -176,7 +176,6 @@ def start_torch_server() -> Iterator[Callable[..., ServerThread]]:
     def start(
         folder: Path,
         *,
-        is_stream_incremental: bool = False,
         max_context_tokens: int = 512,
         port: int = 0,
         key: str | None = None,
@@ -192,7 +191,6 @@ def start_torch_server() -> Iterator[Callable[..., ServerThread]]:
         serve = partial(
             serve_torch,
             build_settings(tree, source="test"),
-            is_stream_incremental=is_stream_incremental,
             port=port,
             key=key,
         )

@@ -109,10 +109,8 @@ def write_bucket(staging: Tensor, places: Sequence[Place], *, num_readers: int =
     return base64.b64encode(file.getvalue()).decode()
 
 
-def read_bucket(payload: str) -> tuple[Tensor, list[tuple[str, Tensor]]]:
-    """The bucket's bytes, and its named tensors as views of them: all in the sender's memory.
-
-    As long as one of them is held, the next payload of the same memory costs no mapping.
+def read_bucket(payload: str) -> list[tuple[str, Tensor]]:
+    """The bucket's named tensors, as views of the sender's memory.
 
     Raises:
         PayloadRefused: not base64, not such a pickle, names outside the list, or offsets that
@@ -130,7 +128,7 @@ def read_bucket(payload: str) -> tuple[Tensor, list[tuple[str, Tensor]]]:
     except (TypeError, ValueError, MemoryError) as error:
         raise PayloadRefused(f"the payload is damaged: {error}") from error
     flat, entries = _parts(content)
-    return flat, [(entry.name, _view(flat, entry)) for entry in entries]
+    return [(entry.name, _view(flat, entry)) for entry in entries]
 
 
 def _parts(content: object) -> tuple[Tensor, list[BucketEntry]]:

@@ -113,7 +113,6 @@ async def serve_torch(
     *,
     stop: asyncio.Event,
     on_bound: Callable[[str], Awaitable[None]],
-    is_stream_incremental: bool = False,
     port: int = 0,
     advertise: str | None = None,
     key: str | None = None,
@@ -142,7 +141,6 @@ async def serve_torch(
     app = ServerApp(
         engine,
         model_path=str(settings.model.path),
-        is_stream_incremental=is_stream_incremental,
         key=key,
     )
     engine.start()

@@ -134,7 +134,7 @@ async def server(started: tuple[str, str, Path]) -> AsyncIterator[Server]:
         server = Server(kind, url, folder, session)
         await server.post("/update_weight_version", new_version="default")
         yield server
-        await server.post("/abort_request", abort_all=True)
+        await server.post("/pause_generation", mode="abort")
         await server.post("/end_weight_update")
         await server.post("/update_weights_from_disk", model_path=str(folder))
         await server.post("/update_weight_version", new_version="default")

@@ -30,7 +30,6 @@ ROUTES = [
     ("POST", "/continue_generation"),
     ("POST", "/destroy_weights_update_group"),
     ("POST", "/end_weight_update"),
-    ("POST", "/flush_cache"),
     ("POST", "/generate"),
     ("POST", "/init_weights_update_group"),
     ("POST", "/pause_generation"),

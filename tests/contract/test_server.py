@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from outloop.engine.serve.logprob_convention import check_logprobs
 
@@ -136,26 +137,18 @@ async def test_a_stop_id_ends_the_answer_and_is_part_of_it(server: Any) -> None:
 
 
 async def test_a_stop_string_ends_the_answer(server: Any) -> None:
-    """The id that completes a stop string is the last; text is cut unless no_stop_trim."""
-    plain = await server.generate(
-        [40, 41, 42], temperature=0, max_new_tokens=40, ignore_eos=True, skip_special_tokens=False
-    )
-    text = plain["text"]
+    """The id that completes a stop string is the last."""
+    tokenizer = Tokenizer.from_file(str(server.folder / "tokenizer.json"))
+    fields = {"temperature": 0, "max_new_tokens": 40}
+    plain = await server.generate([40, 41, 42], ignore_eos=True, **fields)
+    text = tokenizer.decode(plain["output_ids"], skip_special_tokens=False)
     stop = next(c for c in text[1:] if c.isascii() and c.isprintable() and c not in text[:1])
-    for no_trim in (False, True):
-        answer = await server.generate(
-            [40, 41, 42],
-            temperature=0,
-            max_new_tokens=40,
-            ignore_eos=True,
-            stop=[stop],
-            no_stop_trim=no_trim,
-            skip_special_tokens=False,
-        )
-        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
-        num = len(answer["output_ids"])
-        assert answer["output_ids"] == plain["output_ids"][:num]
-        assert answer["text"].endswith(stop) == no_trim
+    answer = await server.generate([40, 41, 42], ignore_eos=True, stop=[stop], **fields)
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    ids = answer["output_ids"]
+    assert ids == plain["output_ids"][: len(ids)]
+    assert stop in tokenizer.decode(ids, skip_special_tokens=False)
+    assert stop not in tokenizer.decode(ids[:-1], skip_special_tokens=False)
 
 
 async def test_streaming_gives_what_plain_gives(server: Any) -> None:
@@ -181,22 +174,6 @@ async def test_streaming_gives_what_plain_gives(server: Any) -> None:
     assert got == pytest.approx(expected, abs=1e-4)
     spans = events[-1]["meta_info"]["weight_versions"]
     assert spans == [{"version": "default", "start": 0, "end": 20}]
-    text = [event["text"] for event in events]
-    assert plain["text"] in (text[-1], "".join(text))
-
-
-async def test_a_batch_gives_a_list(server: Any) -> None:
-    """Lists of ids and n > 1 answer with lists, in order."""
-    fields = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
-    _, answers = await server.post(
-        "/generate", input_ids=[PROMPT, PROMPT[:5]], sampling_params=fields
-    )
-    alone = [await server.generate(ids, **fields) for ids in (PROMPT, PROMPT[:5])]
-    assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in alone]
-    _, choices = await server.post(
-        "/generate", input_ids=PROMPT, sampling_params={"n": 3, "max_new_tokens": 16}
-    )
-    assert len({tuple(choice["output_ids"]) for choice in choices}) == 3
 
 
 @pytest.mark.parametrize(
@@ -296,19 +273,6 @@ async def test_pause_with_requests_in_flight(server: Any, reference: Any, mode: 
     assert got == pytest.approx(expected, abs=1e-4)
 
 
-async def test_flush_cache(server: Any) -> None:
-    """Flushed when nothing is held in place, refused otherwise."""
-    assert (await server.post("/flush_cache"))[0] == 200
-    task = asyncio.create_task(server.generate(PROMPT, max_new_tokens=400, ignore_eos=True))
-    await server.wait_until_running(1)
-    await server.post("/pause_generation", mode="in_place")
-    assert (await server.post("/flush_cache"))[0] == 400
-    await server.post("/pause_generation", mode="retract")
-    assert (await server.post("/flush_cache"))[0] == 200
-    await server.post("/continue_generation")
-    assert len((await task)["output_ids"]) == 400
-
-
 async def test_weights_from_disk(server: Any, make_model: Any) -> None:
     """New weights are served after the call; a bad path is refused and the old ones stay."""
     fields = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True, "extra_key": "k"}
@@ -316,15 +280,11 @@ async def test_weights_from_disk(server: Any, make_model: Any) -> None:
     status, answer = await server.post("/update_weights_from_disk", model_path="/nowhere")
     assert (status, answer["success"]) == (400, False)
     assert (await server.generate(PROMPT, **fields))["output_ids"] == before["output_ids"]
-    status, answer = await server.post(
-        "/update_weights_from_disk",
-        model_path=str(make_model(seed=1)),
-        weight_version="5",
-    )
+    folder = str(make_model(seed=1))
+    status, answer = await server.post("/update_weights_from_disk", model_path=folder)
     assert (status, answer["success"]) == (200, True)
     after = await server.generate(PROMPT, **fields)
     assert after["output_ids"] != before["output_ids"]
-    assert after["meta_info"]["weight_version"] == "5"
     assert after["meta_info"]["cached_tokens"] == 0
 
 

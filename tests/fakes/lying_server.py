@@ -99,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Named tensors of an update, taken as a real server takes them."""
         groups = self.server.groups
         if self.path == PATHS["bucket"]:
-            return read_bucket(body["serialized_named_tensors"][0])[1]
+            return read_bucket(body["serialized_named_tensors"][0])
         if self.path == PATHS["disk"]:
             files = Path(body["model_path"]).glob("*.safetensors")
             return [item for file in files for item in load_file(file).items()]

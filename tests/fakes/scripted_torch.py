@@ -14,6 +14,7 @@ with.
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -80,6 +81,8 @@ class ScriptedServer:
     engine: Engine | None = None
     on_taken: Callable[[int], None] | None = None
     """Called in the engine's thread with the number of ids that a sequence has generated."""
+    paused: Future[None] = field(default_factory=Future)
+    """Done when the engine is paused as `pause_after` asks."""
 
     def pause_after(self, num_ids: int, mode: PauseMode) -> None:
         """Have the next sequence generated up to there, and the engine paused before it goes on."""
@@ -88,8 +91,9 @@ class ScriptedServer:
             engine = self.engine
             if num_drawn == num_ids and engine is not None:
                 self.on_taken = None
-                engine.call(lambda: engine.pause(mode))
+                self.paused = engine.call(lambda: engine.pause(mode))
 
+        self.paused = Future()
         self.on_taken = pause
 
 
@@ -107,10 +111,10 @@ def scripted_server(
             return build(grammars, params, stop_ids)
         return _Line(ids, grammars._vocab_size, server.on_taken)
 
-    def submit_seen(engine: Engine, requests: list[Running]) -> None:
-        server.seen += requests
+    def submit_seen(engine: Engine, request: Running) -> None:
+        server.seen.append(request)
         server.engine = engine
-        submit(engine, requests)
+        submit(engine, request)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Grammars, "build", build_line)

@@ -194,7 +194,7 @@ async def test_a_stream_is_held_while_its_server_is_paused(scene, mode) -> None:
         async with asyncio.timeout(20):
             while len(shown) < 15:
                 shown += (await anext(stream)).choices[0].delta.content or ""
-            while len(scene.server.seen) < num_sequences or not scene.server.engine.is_paused:
+            while len(scene.server.seen) < num_sequences or not scene.server.paused.done():
                 await asyncio.sleep(0.005)
         rest = asyncio.create_task(collect(stream))
         assert sum(len(one.output_ids) for one in scene.server.seen) == 20

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from torch import Tensor
 
 from outloop.engine.publish.flattened_bucket import PayloadRefused, read_bucket
 from outloop.engine.publish.transports.process_group import in_thread
@@ -25,7 +23,6 @@ from outloop.engine.serve.torch_server.generate import GenerateEndpoint
 from outloop.engine.serve.torch_server.scheduler import Engine
 from outloop.engine.serve.torch_server.schemas import (
     AbortBody,
-    BeginBody,
     CheckBody,
     FromDiskBody,
     FromGroupBody,
@@ -41,7 +38,6 @@ from outloop.engine.serve.torch_server.weights import WeightsRefused
 
 PURPOSE = "outloop's torch server: for laptops and tests. Use SGLang to serve at speed."
 _CALL_TIMEOUT_S = 60.0
-_FLUSH_POLL_S = 0.01
 _T = TypeVar("_T")
 
 
@@ -53,7 +49,6 @@ class ServerApp:
         engine: Engine,
         *,
         model_path: str,
-        is_stream_incremental: bool = False,
         key: str | None = None,
     ) -> None:
         """`key`: what every request but for its health must bring as a bearer token."""
@@ -62,7 +57,7 @@ class ServerApp:
         self._model_path = model_path
         self._groups = UpdateGroups(engine.update.live.device)
         self._start_version = engine.weight_version
-        self._generate = GenerateEndpoint(engine, is_incremental=is_stream_incremental)
+        self._generate = GenerateEndpoint(engine)
         self._control = FastAPI(title="outloop torch server", description=PURPOSE)
         self._add_generation_routes()
         self._add_update_routes()
@@ -109,29 +104,14 @@ class ServerApp:
                 f"load_format={body.load_format!r} with {len(payloads)} payloads; the torch server "
                 'takes one payload with load_format "flattened_bucket"'
             )
-        content, named_tensors = read_bucket(payloads[0])
-        self._write(named_tensors, body)
-        self._engine.update.keep_mapped(content)
-
-    def _write(
-        self, named_tensors: list[tuple[str, Tensor]], body: FromTensorBody | FromGroupBody
-    ) -> None:
-        """Stage tensors; in the engine's thread."""
-        if body.abort_all_requests:
-            self._engine.abort_all()
-        self._engine.update.write(named_tensors)
-        if body.weight_version is not None:
-            self._engine.update.pending_version = body.weight_version
+        self._engine.update.write(read_bucket(payloads[0]))
 
     def _add_generation_routes(self) -> None:
         app, engine = self._control, self._engine
 
         @app.post("/abort_request")
         async def abort_request(body: AbortBody) -> Response:
-            if body.abort_all:
-                engine.abort(None)
-            else:
-                self._generate.abort(body.rid)
+            self._generate.abort(body.rid)
             return Response(status_code=200)
 
         @app.post("/pause_generation")
@@ -144,21 +124,11 @@ class ServerApp:
             await self._in_engine(engine.resume)
             return {"message": "Generation continued.", "status": "ok"}
 
-        @app.api_route("/flush_cache", methods=["GET", "POST"])
-        async def flush_cache(timeout: float = 0.0) -> Response:
-            deadline = time.monotonic() + timeout
-            while not await self._in_engine(engine.flush):
-                if time.monotonic() >= deadline:
-                    reason = "Timed out waiting for idle state." if timeout else "requests run"
-                    return PlainTextResponse(f"Flush cache failed. {reason}", 400)
-                await asyncio.sleep(_FLUSH_POLL_S)
-            return PlainTextResponse("Cache flushed.")
-
     def _add_update_routes(self) -> None:
         app, engine = self._control, self._engine
 
         @app.post("/begin_weight_update")
-        async def begin_weight_update(body: BeginBody | None = None) -> Response:
+        async def begin_weight_update() -> Response:
             def begin() -> str:
                 engine.update.begin()
                 return "Weight update begun."
@@ -177,7 +147,7 @@ class ServerApp:
         async def end_weight_update() -> Response:
             def end() -> str:
                 engine.update.end()
-                engine.weights_changed(engine.update.pending_version)
+                engine.weights_changed()
                 return "Weight update ended."
 
             return await self._update(end)
@@ -214,7 +184,7 @@ class ServerApp:
                 await self._in_engine(engine.update.require_open)
                 receive = in_thread(lambda: groups.receive(body))
                 named_tensors = await asyncio.wrap_future(receive)
-                await self._in_engine(lambda: self._write(named_tensors, body))
+                await self._in_engine(lambda: engine.update.write(named_tensors))
                 return "Tensors staged."
 
             return await _answer(update())
@@ -226,23 +196,19 @@ class ServerApp:
         async def update_weights_from_disk(body: FromDiskBody) -> Response:
             def load() -> str:
                 engine.update.load(Path(body.model_path))
-                if body.abort_all_requests:
-                    engine.abort_all()
-                engine.weights_changed(body.weight_version)
+                engine.weights_changed()
                 return "Weights loaded."
 
             return await self._update(load)
 
         @app.post("/update_weight_version")
         async def update_weight_version(body: VersionBody) -> dict[str, Any]:
-            await self._in_engine(
-                lambda: engine.set_version(body.new_version, abort_all=body.abort_all_requests)
-            )
+            await self._in_engine(lambda: engine.set_version(body.new_version))
             return {"success": True, "message": "Version set.", "new_version": body.new_version}
 
         def scramble() -> None:
             engine.update.scramble()
-            engine.weights_changed(None)
+            engine.weights_changed()
 
         @app.post("/weights_checker")
         async def weights_checker(body: CheckBody) -> Response:
@@ -263,7 +229,6 @@ class ServerApp:
         config = engine.update.live.config
 
         @app.get("/health")
-        @app.get("/health_generate")
         async def health() -> Response:
             return Response(status_code=200 if engine.is_alive else 503)
 
@@ -293,33 +258,13 @@ class ServerApp:
 
         @app.get("/v1/loads")
         async def loads() -> dict[str, Any]:
-            return _loads(engine)
-
-
-def _loads(engine: Engine) -> dict[str, Any]:
-    cache = engine.cache
-    num_used = int(cache.length.sum())
-    max_tokens = cache.num_slots * engine.max_tokens
-    load = {
-        "dp_rank": 0,
-        "num_running_reqs": engine.num_running,
-        "num_waiting_reqs": engine.num_waiting,
-        "num_used_tokens": num_used,
-        "max_total_num_tokens": max_tokens,
-        "max_running_requests": cache.max_running,
-        "token_usage": num_used / max_tokens,
-        "gen_throughput": engine.draw_rate if engine.num_running else 0.0,
-        "cache_hit_rate": engine.num_cached_tokens / max(1, engine.num_prompt_tokens),
-        "is_paused": engine.is_paused,
-        "num_sampled_tokens": engine.num_sampled,
-    }
-    return {
-        "timestamp": time.time(),
-        "version": "outloop-torch",
-        "accelerator": str(engine.update.live.device),
-        "num_accelerators": 1,
-        "loads": [load],
-    }
+            load = {
+                "num_running_reqs": engine.num_running,
+                "num_waiting_reqs": engine.num_waiting,
+                "num_used_tokens": int(engine.cache.length.sum()),
+                "num_sampled_tokens": engine.num_sampled,
+            }
+            return {"loads": [load]}
 
 
 async def _answer(done: Awaitable[str]) -> Response:

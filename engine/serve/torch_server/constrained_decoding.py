@@ -1,8 +1,4 @@
-"""Constrained decoding: which ids may come next.
-
-Owns: `json_schema` and `regex` of a request as a state, over `llguidance`. Does not own: sampling,
-stopping. Invariant: a state has taken in every id sampled so far, so it belongs to one sequence.
-"""
+"""Constrained decoding: which ids `json_schema` allows next, by `llguidance`."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from outloop.engine.serve.torch_server.sampling import BadRequest, SamplingParam
 
 
 class Grammar:
-    """What one sequence may still say; `allowed` and `take` alternate."""
+    """What one sequence may still say; it is given every id that is sampled."""
 
     def __init__(self, matcher: Any, vocab_size: int, stop_ids: frozenset[int]) -> None:
         self._matcher = matcher
@@ -56,41 +52,33 @@ class Grammars:
         """By stop ids: reading a tokenizer takes longer than an answer."""
 
     def build(self, params: SamplingParams, stop_ids: Iterable[int]) -> Grammar | None:
-        """The grammar that `params` ask for; None when they ask for none.
+        """The grammar of the request's JSON schema; None without one.
 
         Raises:
-            BadRequest: the schema or the pattern cannot be read, the library is not installed, or
-                the folder has no tokenizer.
+            BadRequest: the schema cannot be read, the library is not installed, or the folder has
+                no tokenizer.
         """
-        name = next((n for n in ("json_schema", "regex") if getattr(params, n) is not None), None)
-        if name is None:
+        source = params.json_schema
+        if source is None:
             return None
         stops = frozenset(stop for stop in stop_ids if stop < self._vocab_size)
         if not stops:
-            raise BadRequest(f"{name} needs an id that ends the answer; send stop_token_ids")
-        matcher_type = self._library(name)
-        try:
-            source = getattr(params, name)
-            if name == "json_schema":
-                schema = json.loads(source) if isinstance(source, str) else source
-                text = matcher_type.grammar_from_json_schema(schema)
-            else:
-                text = matcher_type.grammar_from_regex(source)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise BadRequest(f"{name} cannot be read: {error}") from error
-        matcher = matcher_type(self._tokenizer(stops), text, log_level=0)
-        if matcher.is_error():
-            raise BadRequest(f"{name} is not supported: {matcher.get_error()[:500]}")
-        return Grammar(matcher, self._vocab_size, stops)
-
-    def _library(self, name: str) -> Any:
+            raise BadRequest("json_schema needs an id that ends the answer; send stop_token_ids")
         try:
             from llguidance import LLMatcher
         except ImportError as error:
             raise BadRequest(
-                f"{name} needs llguidance; install outloop[train], or use SGLang"
+                "json_schema needs llguidance; install outloop[train], or use SGLang"
             ) from error
-        return LLMatcher
+        try:
+            schema = json.loads(source) if isinstance(source, str) else source
+            text = LLMatcher.grammar_from_json_schema(schema)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise BadRequest(f"json_schema cannot be read: {error}") from error
+        matcher = LLMatcher(self._tokenizer(stops), text, log_level=0)
+        if matcher.is_error():
+            raise BadRequest(f"json_schema is not supported: {matcher.get_error()[:500]}")
+        return Grammar(matcher, self._vocab_size, stops)
 
     def _tokenizer(self, stops: frozenset[int]) -> Any:
         from llguidance import LLTokenizer

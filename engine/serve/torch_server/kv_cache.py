@@ -61,11 +61,6 @@ class KVCache:
         """Slots in all, running or kept for reuse."""
         return len(self.length)
 
-    @property
-    def num_running(self) -> int:
-        """Slots of running requests."""
-        return int(self._is_running.sum())
-
     def reserve(self, num_tokens: int) -> None:
         """Make room for sequences of `num_tokens`, keeping what is there."""
         if num_tokens < self.capacity:

@@ -7,7 +7,6 @@ request ends once.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +23,7 @@ from outloop.engine.serve.torch_server.tokenizer import Text
 
 _MAX_TOP_LOGPROBS = 32
 _REFUSED = (
+    "text",
     "input_embeds",
     "token_ids_logprob",
     "return_sampling_mask",
@@ -37,16 +37,15 @@ _REFUSED = (
 class GenerateRequest(msgspec.Struct, kw_only=True):
     """Body of POST /generate; unknown top-level fields are ignored, as by SGLang."""
 
-    input_ids: list[int | list[int]] | None = None
-    text: str | list[str] | None = None
+    input_ids: list[int]
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     return_logprob: bool = False
     logprob_start_len: int | None = None
     top_logprobs_num: int = 0
-    return_text_in_logprobs: bool = False
     stream: bool = False
     rid: str | None = None
     extra_key: str | None = None
+    text: Any = None
     input_embeds: Any = None
     token_ids_logprob: Any = None
     return_sampling_mask: bool = False
@@ -76,8 +75,6 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
                 f"top_logprobs_num={self.top_logprobs_num}; allowed by the torch server: "
                 f"0 to {_MAX_TOP_LOGPROBS}"
             )
-        if (self.input_ids is None) == (self.text is None):
-            raise BadRequest("give one of input_ids and text")
 
 
 _decode = msgspec.json.Decoder(GenerateRequest).decode
@@ -105,12 +102,12 @@ class Running:
     prompt_ids: list[int]
     params: SamplingParams
     stop_ids: frozenset[int]
-    stops: tuple[str, ...]
     extra_key: str | None
     is_streamed: bool
     on_progress: Callable[[Running], None]
     """Called in the event loop after tokens were sampled (streamed requests) and at the end."""
-    seed: int | None = None
+    seed: int = 0
+    """Set when it runs for the first time."""
     num_top: int = 0
     """How many of the most probable ids to report for every sampled token."""
     constraint: Constraint | None = None
@@ -128,8 +125,7 @@ class Running:
     num_cached: int = 0
     num_retractions: int = 0
     slot: int = -1
-    arrived_at: float = field(default_factory=time.monotonic)
-    first_run_at: float | None = None
+    has_run: bool = False
 
     def add(self, token: int, logprob: float, version: str, top: Top | None = None) -> None:
         """One more token was sampled under `version`."""
@@ -150,8 +146,8 @@ class Running:
         token = self.output_ids[-1]
         if token in self.stop_ids:
             return {"type": "stop", "matched": token}
-        if self.stops:
-            matched = text.match_stop(self.output_ids, self.stops)
+        if self.params.stops:
+            matched = text.match_stop(self.output_ids, self.params.stops)
             if matched is not None:
                 return {"type": "stop", "matched": matched}
         return None

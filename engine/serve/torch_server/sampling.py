@@ -29,6 +29,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "beam_width": (None, 1),
     "watermark": (None, False),
     "choice": (None, []),
+    "regex": (None,),
+    "n": (1,),
 }
 """Fields of SGLang that this server knows but cannot do, with the values that ask for nothing."""
 
@@ -52,9 +54,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ignore_eos: bool = False
     n: int = 1
     skip_special_tokens: bool = True
+    """Of the answer's text, as the next two are; this server gives none."""
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
-    stream_interval: int | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -88,13 +90,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 or at least 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1"),
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("n", 1 <= self.n <= 128, "1 to 128"),
         )
         for name, is_good, allowed in ranges:
             if not is_good:
                 raise BadRequest(f"{name}={getattr(self, name)!r}; allowed: {allowed}")
-        if self.json_schema is not None and self.regex is not None:
-            raise BadRequest("json_schema and regex are both given; send one")
         for name, neutral in _NEUTRAL.items():
             if getattr(self, name) not in neutral:
                 raise BadRequest(

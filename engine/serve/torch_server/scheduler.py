@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -68,10 +67,6 @@ class Engine:
             device=weights.device,
         )
         self.num_sampled = 0
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.draw_rate = 0.0
-        """Tokens per second over the last passes."""
         self._model = Transformer(weights.config, max_tokens=max_tokens + 1, device=weights.device)
         self._params = RowParams(self.cache.num_slots)
         self._token: npt.NDArray[np.int64] = np.zeros(self.cache.num_slots, dtype=np.int64)
@@ -105,11 +100,6 @@ class Engine:
         return self._thread.is_alive() and self.failure is None
 
     @property
-    def is_paused(self) -> bool:
-        """True between pause and continue."""
-        return self._paused is not None
-
-    @property
     def num_running(self) -> int:
         """Requests that have a slot."""
         return len(self._running)
@@ -119,9 +109,9 @@ class Engine:
         """Requests without a slot."""
         return len(self._waiting)
 
-    def submit(self, requests: list[Running]) -> None:
-        """Queue requests; they end by their `on_progress` with `finish` set."""
-        self._post(lambda: self._waiting.extend(requests))
+    def submit(self, request: Running) -> None:
+        """Queue a request; it ends by its `on_progress` with `finish` set."""
+        self._post(lambda: self._waiting.append(request))
 
     def abort(self, rids: set[str] | None) -> None:
         """End the requests named, or all; they keep what was sampled."""
@@ -161,31 +151,16 @@ class Engine:
                 request.num_retractions += 1
             self._waiting.extendleft(reversed(retracted))
 
-    def abort_all(self) -> None:
-        """End every request; they keep what was sampled."""
-        self._abort(None)
-
     def resume(self) -> None:
         """Sample again."""
         self._paused = None
 
-    def flush(self) -> bool:
-        """Forget every reusable prefix; False, and nothing done, while requests hold slots."""
-        if self._running:
-            return False
+    def weights_changed(self) -> None:
+        """New weights are in place: cached prefixes are of use to their owners alone."""
         self.cache.forget()
-        return True
 
-    def weights_changed(self, weight_version: str | None) -> None:
-        """New weights are in place: cached prefixes are of no use to anybody but their owners."""
-        self.cache.forget()
-        if weight_version is not None:
-            self.weight_version = weight_version
-
-    def set_version(self, weight_version: str, *, abort_all: bool) -> None:
+    def set_version(self, weight_version: str) -> None:
         """Name the weights in place; tokens sampled from now on carry the name."""
-        if abort_all:
-            self._abort(None)
         self.weight_version = weight_version
 
     # -- the engine's thread --------------------------------------------------------------------
@@ -240,15 +215,10 @@ class Engine:
                 break
             self._waiting.popleft()
             request.slot = slot
-            if request.first_run_at is None:
-                request.first_run_at = time.monotonic()
-                request.num_cached = num_cached
-                self.num_prompt_tokens += len(request.prompt_ids)
-                self.num_cached_tokens += num_cached
-            if request.seed is None:
-                request.seed = request.params.sampling_seed
-                if request.seed is None:
-                    request.seed = self._random.getrandbits(64)
+            if not request.has_run:
+                request.has_run, request.num_cached = True, num_cached
+                seed = request.params.sampling_seed
+                request.seed = self._random.getrandbits(64) if seed is None else seed
             self._params.set(
                 slot,
                 request.params,
@@ -286,7 +256,6 @@ class Engine:
         """Sample one more token of every running request."""
         if not self._running:
             return []
-        began_at = time.perf_counter()
         slots = np.fromiter(self._running, dtype=np.int64, count=len(self._running))
         requests = list(self._running.values())
         starts = self.cache.length[slots]
@@ -294,10 +263,7 @@ class Engine:
         tokens = self._token[slots]
         sampled, logprobs = self._pass(tokens[:, None], slots, starts, np.ones_like(starts))
         self.cache.append(slots, tokens)
-        progressed = self._take(requests, slots, sampled, logprobs)
-        rate = len(requests) / (time.perf_counter() - began_at)
-        self.draw_rate += 0.1 * (rate - self.draw_rate)
-        return progressed
+        return self._take(requests, slots, sampled, logprobs)
 
     def _pass(
         self,

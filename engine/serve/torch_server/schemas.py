@@ -16,8 +16,7 @@ from outloop.engine.publish.verification.checksum import Algorithm
 class AbortBody(BaseModel):
     """/abort_request"""
 
-    rid: str = ""
-    abort_all: bool = False
+    rid: str
 
 
 class PauseBody(BaseModel):
@@ -26,36 +25,23 @@ class PauseBody(BaseModel):
     mode: Literal["abort", "in_place", "retract"] = "abort"
 
 
-class BeginBody(BaseModel):
-    """/begin_weight_update"""
-
-    selector: Literal["all", "target"] = "all"
-
-
 class FromTensorBody(BaseModel):
     """/update_weights_from_tensor"""
 
     serialized_named_tensors: list[str]
     load_format: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: str | None = None
 
 
 class FromDiskBody(BaseModel):
     """/update_weights_from_disk"""
 
     model_path: str
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-    flush_cache: bool = True
 
 
 class VersionBody(BaseModel):
     """/update_weight_version"""
 
     new_version: str
-    abort_all_requests: bool = True
 
 
 class CheckBody(BaseModel):
@@ -74,9 +60,6 @@ class FromGroupBody(BaseModel):
     shapes: list[list[int]]
     group_name: str = "weight_update_group"
     load_format: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: str | None = None
 
 
 class JoinGroupBody(BaseModel):

@@ -14,9 +14,6 @@ from torch import Tensor
 
 from outloop.engine.serve.torch_server.weights import Weights, WeightsRefused, read_folder
 
-_MAX_MAPPED = 2
-"""Senders use two buffers in turn."""
-
 
 class UpdateRefused(Exception):
     """The call does not fit the session's state; HTTP 400."""
@@ -30,9 +27,6 @@ class UpdateSession:
         self._spare: Weights | None = None
         self._staged: Weights | None = None
         self._written: set[str] = set()
-        self._mapped: list[Tensor] = []
-        self.pending_version: str | None = None
-        """Named by an update of the open session; holds from its end."""
 
     def begin(self) -> None:
         """Open a session; tensors it does not bring keep their values.
@@ -46,7 +40,6 @@ class UpdateSession:
             )
         self._staged = self._fresh()
         self._written = set()
-        self.pending_version = None
 
     def require_open(self) -> None:
         """Refuse what needs a session.
@@ -74,10 +67,6 @@ class UpdateSession:
         if self.live.device.type == "cuda":
             # The answer says that the sender may write there again: the copies must be over.
             torch.cuda.current_stream(self.live.device).synchronize()
-
-    def keep_mapped(self, content: Tensor) -> None:
-        """Keep a sender's memory mapped: it comes again, with other bytes; the next session too."""
-        self._mapped = [content, *self._mapped[: _MAX_MAPPED - 1]]
 
     def end(self) -> None:
         """Make the staged set live.

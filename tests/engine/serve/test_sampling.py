@@ -73,7 +73,7 @@ def test_a_row_does_not_depend_on_the_others(seed: int, num_sampled: int, num_ro
         ('"temperature": "hot"', "Expected `float`"),
         ('"repetition_penalty": 1.1', "repetition_penalty=1.1"),
         ('"ebnf": "a+"', "ebnf='a[+]'"),
-        ('"regex": "a", "json_schema": "{}"', "json_schema and regex"),
+        ('"regex": "a"', "regex='a'"),
         ('"max_new_tokens": 0', "max_new_tokens=0"),
     ],
 )
