@@ -86,10 +86,13 @@ class EmbeddedRedis:
         *,
         fsync: Literal["always", "everysec", "no"] = "everysec",
         max_memory_mb: int = 1024,
+        lock_timeout_s: float = _LOCK_TIMEOUT_S,
     ) -> None:
+        """`lock_timeout_s`: how long to wait for another server to leave the folder."""
         self._data_dir = data_dir.absolute()
         self._fsync = fsync
         self._max_memory_mb = max_memory_mb
+        self._lock_timeout_s = lock_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._socket_dir: Path | None = None
         self._lock: int | None = None
@@ -193,7 +196,7 @@ class EmbeddedRedis:
     def _take_lock(self) -> int:
         path = self._data_dir / "lock"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        deadline = time.monotonic() + self._lock_timeout_s
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -35,10 +35,24 @@ from outloop.buffer.records import (
 )
 from outloop.buffer.redis.client import connect_async, connect_sync
 from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.keys import prefix
 from outloop.buffer.redis.run_meta import init_run
+from outloop.buffer.redis.scripts import Clock
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import build_settings
 from outloop.buffer.writer import BufferWriter
+
+
+class OpenReader(BufferReader):
+    """A BufferReader whose run and client a test may use, to look at Redis or to damage it."""
+
+    def __init__(self, run: Run, client: redis.Redis, clock: Clock | None) -> None:
+        super().__init__(run, client, clock)
+        self.run, self.client, self.prefix = run, client, prefix(run.run_id)
+
+    def key(self, name: str) -> str:
+        """The key of this name in the run."""
+        return self.prefix + name
 
 
 class FakeClock:
@@ -136,7 +150,7 @@ def connect_faces(
 
     async def connect(run: Run) -> tuple[BufferWriter, BufferReader]:
         writer = await BufferWriter.connect(run, clock=clock, connect_client=clients.asynchronous)
-        readers.append(BufferReader.connect(run, clock=clock, connect_client=clients.sync))
+        readers.append(OpenReader.connect(run, clock=clock, connect_client=clients.sync))
         return writer, readers[-1]
 
     yield connect
@@ -218,7 +232,7 @@ class Loop:
         self.writer = writer
         self.reader = reader
         self.fence = 0
-        self._num_claims = 0
+        self.num_claims = 0
 
     async def start(self, num_tasks: int = 10, *, num_eval_tasks: int = 2) -> None:
         """Register tasks, become the trainer, publish version 0."""
@@ -237,8 +251,8 @@ class Loop:
 
     async def claim(self, count: int = 100, runner_id: str = "") -> ClaimResult:
         """Claim under a fresh key."""
-        self._num_claims += 1
-        key = f"k{self._num_claims}"
+        self.num_claims += 1
+        key = f"k{self.num_claims}"
         return await self.writer.claim(key=key, count=count, runner_id=runner_id)
 
     @staticmethod

@@ -111,7 +111,7 @@ async def test_a_user_with_the_documented_rights_is_enough(
     assert await loop.writer.channel.publish("routers", b"") == 1
     listening.cancel()
     with pytest.raises(Exception, match="no permissions"):
-        loop.reader._client.flushall()
+        loop.reader.client.flushall()
 
 
 def test_a_wrong_password_is_a_sentence_without_it(

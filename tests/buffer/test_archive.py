@@ -312,8 +312,8 @@ async def test_damaged_episodes_are_left_out_of_an_export(
     """They are counted; the others are written."""
     loop = await start()
     await loop.play_all()
-    turns = loop.reader._key("episode:g0-1-0:turns")
-    loop.reader._client.lset(turns, 0, b"\x01\x00" + struct.pack("<I", 7))
+    turns = loop.reader.key("episode:g0-1-0:turns")
+    loop.reader.client.lset(turns, 0, b"\x01\x00" + struct.pack("<I", 7))
     assert loop.reader.archive.write(tmp_path / "a.jsonl") == (3, 1)
 
 

@@ -132,8 +132,8 @@ async def test_purge_on_a_shared_redis_leaves_other_runs(
     clock.now -= 1000
     loop.reader.renew(loop.fence)
     assert "keys removed" in outloop("purge", "--yes", "--run", tmp_path / "t")
-    client = other.reader._client
-    assert not list(client.scan_iter(match=f"{loop.reader._prefix}*", count=1000))
+    client = other.reader.client
+    assert not list(client.scan_iter(match=f"{loop.reader.prefix}*", count=1000))
     other.reader.stats()
     assert len((await other.claim()).claims) == 4
 

@@ -69,7 +69,7 @@ async def test_a_full_redis_holds_producers_and_lets_the_trainer_free_memory(
             await loop.writer.append_turn(make_turn(episode_id))
         with pytest.raises(BufferUnavailable, match="Nothing was evicted"):
             await fill()
-        loop.reader._client.config_set("maxmemory", "1mb")
+        loop.reader.client.config_set("maxmemory", "1mb")
         num_turns = len((await loop.writer.load_episode(episodes[5])).turns)
         for episode_id in episodes:
             assert (await loop.close(episode_id)).counted
@@ -78,7 +78,7 @@ async def test_a_full_redis_holds_producers_and_lets_the_trainer_free_memory(
         loop.reader.renew(loop.fence)
         assert await loop.writer.heartbeat("runner") == 20
         loop.reader.acknowledge(loop.train(leases, 1))
-        redis = loop.reader._client
+        redis = loop.reader.client
         redis.config_set("maxmemory", "8mb")
         # Large values are freed by a thread of Redis' own.
         async with asyncio.timeout(30):
@@ -91,9 +91,9 @@ async def test_a_forgotten_script_is_sent_again(start: Callable[..., Any]) -> No
     """A restarted Redis has no scripts; both faces send them when asked for."""
     loop = await start()
     for _ in range(2):
-        loop.reader._client.script_flush()
+        loop.reader.client.script_flush()
         await loop.play_all()
-        loop.reader._client.script_flush()
+        loop.reader.client.script_flush()
     assert len(loop.take()) == 2
 
 
@@ -104,7 +104,7 @@ async def test_a_full_redis_keeps_dead_letters_and_lets_them_be_resolved(
     with EmbeddedRedis(tmp_path / "redis", max_memory_mb=8) as server:
         loop = await loop_on(server.url, trainer__groups_per_step=3)
         await loop.play_all()
-        client = loop.reader._client
+        client = loop.reader.client
         client.config_set("maxmemory", "1mb")
         with pytest.raises(BufferUnavailable, match="Nothing was evicted"):
             await loop.writer.put_trajectories([], key="k", final=True)
@@ -130,7 +130,7 @@ async def test_an_import_into_a_full_redis_is_refused_and_may_be_repeated(
         loop = await loop_on(server.url, trainer__mode="sft")
         lines = [format_line(make_trajectory(f"s{index}")) for index in range(200)]
         (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
-        client = loop.reader._client
+        client = loop.reader.client
         client.config_set("maxmemory", "1mb")
         with pytest.raises(BufferUnavailable, match="Nothing was evicted"):
             loop.reader.archive.read(tmp_path / "a.jsonl")

@@ -48,14 +48,13 @@ def test_data_survives_an_orderly_stop_and_a_kill(tmp_path: Path) -> None:
         client.close()
 
 
-def test_two_servers_never_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_servers_never_share_a_folder(tmp_path: Path) -> None:
     """The second start is refused while the first server lives, even without its parent."""
-    monkeypatch.setattr("outloop.buffer.redis.embedded._LOCK_TIMEOUT_S", 0.2)
     with (
         EmbeddedRedis(tmp_path),
         pytest.raises(BufferUnavailable, match="in use by another server"),
     ):
-        EmbeddedRedis(tmp_path).start()
+        EmbeddedRedis(tmp_path, lock_timeout_s=0.2).start()
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:

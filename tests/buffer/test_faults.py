@@ -144,7 +144,7 @@ async def test_a_server_that_may_not_write_is_reported_and_survived(
         loop = await loop_on(server.url)
         claims = (await loop.claim()).claims
         episode_id = await loop.open(claims[0])
-        client = loop.reader._client
+        client = loop.reader.client
         client.execute_command(*command)
         with pytest.raises(BufferUnavailable, match=advice):
             loop.reader.registry.register_part("router", {"url": "x"})
@@ -215,7 +215,7 @@ async def test_a_server_that_comes_back_empty_is_refused_by_whoever_is_connected
         ):
             with pytest.raises(BufferUnavailable, match=r"emptied|did not answer"):
                 await post()
-        assert loop.reader._client.dbsize() == 0
+        assert loop.reader.client.dbsize() == 0
 
 
 async def test_posts_in_any_order_record_a_prefix_of_the_episode(

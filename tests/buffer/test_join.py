@@ -36,9 +36,9 @@ async def test_an_empty_redis_is_noticed_when_joining_and_at_every_call(
 ) -> None:
     """Data that vanished is never trained through."""
     loop = await start()
-    client = loop.reader._client
+    client = loop.reader.client
     claims = (await loop.claim()).claims
-    for name in client.scan_iter(match=f"{loop.reader._prefix}*", count=1000):
+    for name in client.scan_iter(match=f"{loop.reader.prefix}*", count=1000):
         client.delete(name)
     with pytest.raises(BufferUnavailable, match="emptied"):
         await loop.claim()
@@ -49,9 +49,9 @@ async def test_an_empty_redis_is_noticed_when_joining_and_at_every_call(
     with pytest.raises(BufferUnavailable, match="emptied"):
         await loop.writer.policy_state()
     with pytest.raises(BufferUnavailable, match="holds nothing of this run"):
-        BufferReader.connect(loop.writer._run, connect_client=clients.sync)
+        BufferReader.connect(loop.reader.run, connect_client=clients.sync)
     with pytest.raises(BufferUnavailable, match="holds nothing of this run"):
-        await BufferWriter.connect(loop.writer._run, connect_client=clients.asynchronous)
+        await BufferWriter.connect(loop.reader.run, connect_client=clients.asynchronous)
 
 
 def test_an_unreachable_redis_is_a_sentence(make_run: Callable[..., Run], tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ async def test_a_malformed_group_can_be_read(start: Callable[..., Any]) -> None:
     """Damaged records stay where they are, with what is wrong with them."""
     loop = await start(buffer__max_staleness=1)
     await loop.play_all()
-    turns = loop.reader._key("episode:g0-1-0:turns")
-    loop.reader._client.lset(turns, 0, b"\x03\0rubbish")
+    turns = loop.reader.key("episode:g0-1-0:turns")
+    loop.reader.client.lset(turns, 0, b"\x03\0rubbish")
     loop.take(2)
     (letter,) = loop.reader.dead_letters.list_all()
     assert letter.reason == "malformed"
@@ -86,10 +86,10 @@ async def test_a_discarded_letter_frees_its_data(
     loop.reader.dead_letters.discard(group_id)
     with pytest.raises(NotFound):
         loop.reader.dead_letters.read(group_id)
-    client = loop.reader._client
-    names = list(client.scan_iter(match=f"{loop.reader._prefix}*", count=1000))
+    client = loop.reader.client
+    names = list(client.scan_iter(match=f"{loop.reader.prefix}*", count=1000))
     # The last episodes that failed stay for whoever asks why.
-    failed = client.lrange(f"{loop.reader._prefix}failed", 0, -1)
+    failed = client.lrange(f"{loop.reader.prefix}failed", 0, -1)
     own = [
         name
         for name in names
@@ -130,5 +130,5 @@ async def test_letters_are_bounded(start: Callable[..., Any]) -> None:
     assert [letter.slot for letter in letters] == list(range(num_groups - 256, num_groups))
     reads = [loop.reader.dead_letters.read(letter.group_id)[1] for letter in letters[-17:]]
     assert [len(episodes) for episodes in reads] == [0] + [1] * 16
-    names = loop.reader._client.scan_iter(match=f"{loop.reader._prefix}dead:*", count=1000)
+    names = loop.reader.client.scan_iter(match=f"{loop.reader.prefix}dead:*", count=1000)
     assert len(list(names)) == 256 + 16

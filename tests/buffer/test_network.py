@@ -94,7 +94,7 @@ async def test_a_take_that_ends_halfway_gives_its_groups_to_the_next(
     """One of two groups is damaged and nothing replaces it in time: the other is not stranded."""
     loop = await loop_on(wire.url)
     claims = await loop.play_all()
-    client, prefix = loop.reader._client, loop.reader._prefix
+    client, prefix = loop.reader.client, loop.reader.prefix
     client.lset(f"{prefix}episode:{claims[0].group_id}-0:turns", 0, b"rubbish")
     with pytest.raises(DeadlineExceeded, match="ready groups 1/2"):
         loop.take(2)

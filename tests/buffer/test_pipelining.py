@@ -39,7 +39,7 @@ async def test_a_server_that_forgot_the_scripts_gets_them_again(loop_on, make_tu
     """No call of a group is lost for want of its script."""
     loop = await loop_on(server.url)
     episodes = await open_all(loop)
-    loop.reader._client.script_flush()
+    loop.reader.client.script_flush()
     await asyncio.gather(*(loop.writer.append_turn(make_turn(one)) for one in episodes))
     for episode_id in episodes:
         assert len((await loop.writer.load_episode(episode_id)).turns) == 1

@@ -40,7 +40,7 @@ async def test_what_came_after_the_last_fsync_is_lost_whole(
     with server:
         again = await loop_on(server.url, again=True, buffer__max_staleness=1)
         # A claim under an old key would be answered with the old claims.
-        again._num_claims = 1000
+        again.num_claims = 1000
         assert again.reader.stats()["buffer/scored_episodes"] >= before["buffer/scored_episodes"]
         again.fence = again.reader.acquire_fence()
         version = again.reader.recover(mark, fence=again.fence) + 1

@@ -38,7 +38,7 @@ async def record(
 
 def keys_of(loop: Any, pattern: str) -> list[bytes]:
     """Keys of the run that match."""
-    return list(loop.reader._client.scan_iter(match=f"{loop.reader._prefix}{pattern}"))
+    return list(loop.reader.client.scan_iter(match=f"{loop.reader.prefix}{pattern}"))
 
 
 async def test_the_next_claim_resumes_a_lost_attempt(

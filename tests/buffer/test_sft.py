@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.asyncio
 
+from outloop.buffer.codec.records_codec import MAX_RECORD_BYTES
 from outloop.buffer.errors import Gone, RecordError
 from outloop.buffer.records import Trajectory
+from outloop.buffer.writer import BufferWriter
 
 MakeTrajectory = Callable[..., Trajectory]
 
@@ -43,14 +46,13 @@ async def test_other_purposes_are_refused(
 
 
 async def test_a_record_that_is_refused_midway_stores_none(
-    start: Callable[..., Any], make_trajectory: MakeTrajectory, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Any], make_trajectory: MakeTrajectory
 ) -> None:
     """Others of the call were on their way already; the next call gets its own answers."""
     loop = await start(trainer__mode="sft")
     small = [make_trajectory(f"s{index}") for index in range(3)]
-    large = make_trajectory("s3", num_output=9000)
-    monkeypatch.setattr("outloop.buffer.codec.records_codec.MAX_RECORD_BYTES", 20_000)
-    with pytest.raises(RecordError, match="at most 20000 are allowed"):
+    large = make_trajectory("s3", num_output=MAX_RECORD_BYTES // 8)
+    with pytest.raises(RecordError, match=f"at most {MAX_RECORD_BYTES} are allowed"):
         await loop.writer.put_trajectories([*small, large], key="k", final=True)
     assert loop.reader.sft_progress() == (0, False)
     await loop.writer.put_trajectories(small, key="k", final=True)
@@ -74,21 +76,29 @@ async def test_large_and_small_words_arrive_as_they_are(
 
 
 async def test_records_of_which_one_expired_on_the_way_are_not_stored(
-    start: Callable[..., Any], make_trajectory: MakeTrajectory, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Any], make_trajectory: MakeTrajectory, clients: Any
 ) -> None:
     """More than the script can ask about at once, the last one gone: none is kept, nor the key."""
     loop = await start(trainer__mode="sft")
     everything = [make_trajectory(f"s{index}", num_output=1) for index in range(1002)]
-    call = loop.writer._scripts.call
+    reader = loop.reader
 
-    async def late(name: str, key: str, final: int, token: str, number: int, **named: Any) -> Any:
-        loop.reader._client.delete(loop.reader._key(f"staged:{token}:{number - 1}"))
-        return await call(name, key, final, token, number, **named)
+    class LateClient(redis.asyncio.Redis):
+        """Its scripts arrive when the last staged record has expired."""
 
-    with monkeypatch.context() as patch:
-        patch.setattr(loop.writer._scripts, "call", late)
-        with pytest.raises(Gone, match="staged too long ago"):
-            await loop.writer.put_trajectories(everything, key="k", final=True)
+        async def execute_command(self, *args: Any, **options: Any) -> Any:
+            if args[0] == "EVALSHA":
+                token, number = args[-2:]
+                reader.client.delete(reader.key(f"staged:{token}:{number - 1}"))
+            return await super().execute_command(*args, **options)
+
+    late = await BufferWriter.connect(
+        reader.run,
+        connect_client=lambda url: LateClient.from_pool(clients.asynchronous(url).connection_pool),
+    )
+    with pytest.raises(Gone, match="staged too long ago"):
+        await late.put_trajectories(everything, key="k", final=True)
+    await late.close()
     assert loop.reader.sft_progress() == (0, False)
     await loop.writer.put_trajectories(everything, key="k", final=True)
     assert loop.reader.sft_progress() == (1002, True)
@@ -102,7 +112,7 @@ async def test_what_cannot_be_read_is_left_out_and_kept(
     loop = await start(trainer__mode="sft")
     everything = [make_trajectory(f"s{index}") for index in range(5)]
     await loop.writer.put_trajectories(everything, key="k", final=True)
-    client, key = loop.reader._client, loop.reader._key
+    client, key = loop.reader.client, loop.reader.key
     client.set(key("sft:1"), b"rubbish")
     client.set(key("sft:3"), b"\x09\x00" + client.get(key("sft:3"))[2:])
     stored = list(loop.reader.sft_trajectories())

@@ -21,13 +21,13 @@ class Runner:
         self._loop = loop
         self._clock = clock
         self.runner_id = runner_id
-        self._num_claims = 0
+        self.num_claims = 0
 
     async def claim(self, count: int = 100) -> tuple[Claim, ...]:
         """Claim under a fresh key and this runner's id."""
-        self._num_claims += 1
+        self.num_claims += 1
         result = await self._loop.writer.claim(
-            key=f"{self.runner_id}-{self._num_claims}", count=count, runner_id=self.runner_id
+            key=f"{self.runner_id}-{self.num_claims}", count=count, runner_id=self.runner_id
         )
         return tuple(result.claims)
 
@@ -171,7 +171,7 @@ async def test_nothing_of_a_runner_stays(start: Callable[..., Any], clock: Any) 
     loop, first, second = await start_two(start, clock)
     for claim in await first.claim():
         await loop.play(claim)
-    client, prefix = loop.reader._client, loop.reader._prefix
+    client, prefix = loop.reader.client, loop.reader.prefix
     assert client.hgetall(f"{prefix}attempt_runners") == {}
     await second.beat_for(2 * SILENCE_S)
     assert client.zrange(f"{prefix}runners", 0, -1) == [b"second"]

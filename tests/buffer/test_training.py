@@ -193,8 +193,8 @@ async def test_acknowledged_data_is_freed(start: Callable[..., Any]) -> None:
     loop = await start()
     await loop.play_all()
     loop.reader.acknowledge(loop.train(loop.take(), 1))
-    client = loop.reader._client
-    names = client.scan_iter(match=f"{loop.reader._prefix}*", count=1000)
+    client = loop.reader.client
+    names = client.scan_iter(match=f"{loop.reader.prefix}*", count=1000)
     own = [name for name in names if b"episode:" in name or b"group:" in name]
     assert own
     assert not [name for name in own if name.endswith((b":turns", b":episodes"))]
@@ -207,8 +207,8 @@ async def test_a_damaged_group_is_dropped_and_the_next_one_taken(
     """Rubbish in Redis costs its group, never the reader."""
     loop = await start(buffer__max_staleness=1)
     await loop.play_all()
-    client = loop.reader._client
-    client.lset(loop.reader._key("episode:g0-1-0:turns"), 0, b"\x02\x00rubbish")
+    client = loop.reader.client
+    client.lset(loop.reader.key("episode:g0-1-0:turns"), 0, b"\x02\x00rubbish")
     assert [lease.group.slot for lease in loop.take(2)] == [1, 2]
     assert loop.reader.stats()["buffer/dropped/malformed"] == 1
 

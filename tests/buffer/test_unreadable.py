@@ -29,7 +29,7 @@ def of_another_release(record: bytes) -> bytes:
 
 def damage(reader: BufferReader, episode_id: str, name: str, change: Callable[..., bytes]) -> bytes:
     """Change one stored record of an episode in place; returns what stands there now."""
-    client, key = reader._client, reader._key(f"episode:{episode_id}")
+    client, key = reader.client, reader.key(f"episode:{episode_id}")
     old: Any = client.lindex(f"{key}:turns", 0) if name == "turn" else client.hget(key, name)
     new = change(old)
     if name == "turn":
@@ -41,7 +41,7 @@ def damage(reader: BufferReader, episode_id: str, name: str, change: Callable[..
 
 def untrained(reader: BufferReader) -> int:
     """Groups that admission counts and that are not trained yet; nothing is held besides."""
-    state: Any = reader._client.hmget(reader._key("state"), "admitted", "trained", "held")
+    state: Any = reader.client.hmget(reader.key("state"), "admitted", "trained", "held")
     assert int(state[2] or 0) == 0
     return int(state[0]) - int(state[1] or 0)
 
@@ -56,7 +56,7 @@ async def test_a_group_of_another_release_is_a_dead_letter(
     await loop.play_all()
     stored = damage(loop.reader, "g0-1-1", name, of_another_release)
     assert [lease.group.slot for lease in loop.take(2)] == [1, 2]
-    assert untrained(loop.reader) == loop.reader._client.zcard(loop.reader._key("groups")) == 3
+    assert untrained(loop.reader) == loop.reader.client.zcard(loop.reader.key("groups")) == 3
     (letter,) = loop.reader.dead_letters.list_all()
     assert (letter.group_id, letter.slot, letter.reason) == ("g0-1", 0, "malformed")
     assert "episode_id=g0-1-1" in letter.error
@@ -180,7 +180,7 @@ async def test_recorded_turns_that_cannot_be_read_are_drawn_anew(
     for index, parent in ((0, None), (1, 0), (2, 1), (3, 0)):
         await loop.writer.append_turn(make_turn(lost, index, parent=parent))
     await loop.close(lost, None, failure_kind="infrastructure", outcome="failed")
-    loop.reader._client.lset(loop.reader._key(f"episode:{lost}:turns"), 1, b"rubbish")
+    loop.reader.client.lset(loop.reader.key(f"episode:{lost}:turns"), 1, b"rubbish")
     (claim,) = (await loop.claim(1)).claims
     resumed = await loop.open(claim, "again")
     recorded = (await loop.writer.load_episode(resumed)).recorded
@@ -192,9 +192,9 @@ async def test_recorded_turns_that_cannot_be_read_are_drawn_anew(
 async def test_a_task_that_cannot_be_read_is_named(start: Callable[..., Any]) -> None:
     """Whoever claims it is told which one it is, by both schema numbers."""
     loop = await start()
-    tasks = loop.reader._key("tasks")
-    for field, record in loop.reader._client.hgetall(tasks).items():
-        loop.reader._client.hset(tasks, field, of_another_release(record))
+    tasks = loop.reader.key("tasks")
+    for field, record in loop.reader.client.hgetall(tasks).items():
+        loop.reader.client.hset(tasks, field, of_another_release(record))
     with pytest.raises(SchemaMismatch, match=rf"^tasks \d+: task {OTHER_SCHEMA}"):
         await loop.claim(1)
 

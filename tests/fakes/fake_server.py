@@ -55,7 +55,7 @@ class FakeServer:
                 break
         if scope["path"] == "/abort_request":
             self.aborted.append(json.loads(body)["rid"])
-            await self._send(send, 200, b"")
+            await self.answer_whole(send, 200, b"")
             return
         assert scope["path"] == "/generate", scope["path"]
         request = json.loads(body)
@@ -67,13 +67,13 @@ class FakeServer:
         if script.fail == "drop":
             raise _Drop
         if script.fail is not None:
-            await self._send(send, script.fail, b'{"error": {"message": "scripted"}}')
+            await self.answer_whole(send, script.fail, b'{"error": {"message": "scripted"}}')
             return
         if request["stream"]:
             await self._stream(send, script)
         else:
             piece = self._piece(script, 0, len(script.ids), last=True)
-            await self._send(send, 200, json.dumps(piece).encode())
+            await self.answer_whole(send, 200, json.dumps(piece).encode())
 
     def _piece(self, script: Script, start: int, end: int, *, last: bool) -> dict:
         logprobs = script.logprobs or [-0.125 * (1 + i % 7) for i in range(len(script.ids))]
@@ -123,7 +123,7 @@ class FakeServer:
                 await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    async def _send(self, send, status: int, body: bytes) -> None:
+    async def answer_whole(self, send, status: int, body: bytes) -> None:
         headers = [(b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})

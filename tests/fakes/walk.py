@@ -59,7 +59,7 @@ class Walk:
         for _ in range(4):
             self.clock.advance(4.0)
             await self.loop.writer.heartbeat("heard")
-        client, prefix = self.loop.reader._client, self.loop.reader._prefix
+        client, prefix = self.loop.reader.client, self.loop.reader.prefix
         assert b"silent" not in client.hgetall(f"{prefix}attempt_runners").values()
 
     async def open_one(self) -> None:
@@ -167,7 +167,7 @@ class Walk:
                     assert turn.version_spans[0].policy_version in self.weights.lineage
 
     def _holds_leases(self) -> bool:
-        client, prefix = self.loop.reader._client, self.loop.reader._prefix
+        client, prefix = self.loop.reader.client, self.loop.reader.prefix
         groups = [name.decode() for name in client.zrange(f"{prefix}leases", 0, -1)]
         return any(client.hget(f"{prefix}group:{name}", "state") == b"leased" for name in groups)
 
@@ -244,7 +244,7 @@ class Walk:
 
     async def damage(self) -> None:
         """Bytes of some recorded turn become others."""
-        client, prefix = self.loop.reader._client, self.loop.reader._prefix
+        client, prefix = self.loop.reader.client, self.loop.reader.prefix
         number = self.choices.randint(1, max(1, self.num_ids))
         turns = f"{prefix}episode:ep{number}:turns"
         if client.llen(turns):
@@ -256,7 +256,7 @@ class Walk:
 
     def check(self, limit: int) -> None:
         """What must hold after every step."""
-        client, prefix = self.loop.reader._client, self.loop.reader._prefix
+        client, prefix = self.loop.reader.client, self.loop.reader.prefix
         state = client.hgetall(f"{prefix}state")
         number = {name.decode(): int(state.get(name, 0)) for name in (b"admitted", b"trained")}
         held = int(state.get(b"held", 0))
@@ -280,7 +280,7 @@ class Walk:
 
     def _check_places(self, group_id: str) -> None:
         """Every place of an open group is scored, given up, to be claimed, or in flight."""
-        client, prefix = self.loop.reader._client, self.loop.reader._prefix
+        client, prefix = self.loop.reader.client, self.loop.reader.prefix
         names = ("size", "scored", "lost", "pending", "next_attempt")
         size, scored, lost, pending, last = map(
             int, client.hmget(f"{prefix}group:{group_id}", *names)
@@ -290,7 +290,7 @@ class Walk:
         assert size == scored + lost + pending + len(flying)
 
     def _check_slots(self, live: dict[int, bytes], cursor: int) -> None:
-        client, prefix = self.loop.reader._client, self.loop.reader._prefix
+        client, prefix = self.loop.reader.client, self.loop.reader.prefix
         replay = {int(slot) for slot in client.zrange(f"{prefix}replay", 0, -1)}
         with client.pipeline(transaction=False) as pipeline:
             for group_id in self.group_ids:

@@ -54,7 +54,7 @@ async def test_choices_of_a_turn_that_fails_are_given_up(make_stage) -> None:
             return
         paths.append(scope["path"])
         if paths.count("/generate") == 2 and scope["path"] == "/generate":
-            await stage.server._send(send, 400, b'{"error": {"message": "no"}}')
+            await stage.server.answer_whole(send, 400, b'{"error": {"message": "no"}}')
             return
         await stage.server(scope, receive, send)
 
