@@ -26,6 +26,7 @@ from outloop.buffer.errors import (
     OutloopError,
     RecordError,
 )
+from outloop.buffer.limits import AdmissionLimits
 from outloop.buffer.records import (
     CheckpointMark,
     DropReason,
@@ -75,6 +76,8 @@ class BufferReader:
         self._taken: list[Lease] = []
         """Leases of a take that failed; the next take returns them first."""
         self.task_weights = TaskWeights(client, self._prefix, self._scripts)
+        self.limits = AdmissionLimits(self._scripts)
+        """How far ahead of the trainer episodes start, and how old a trained token may be."""
         self.archive = Archive(client, self._prefix, self._scripts)
         """Whole trajectories, to and from files."""
         self.trajectories = TrajectoryQueue(client, self._prefix, self._scripts)
@@ -125,17 +128,20 @@ class BufferReader:
         on_wait: Callable[[str], None],
         should_stop: Callable[[], bool],
     ) -> list[Lease]:
-        """Lease the `num_groups` oldest ready groups, all at once, waiting until they are ready.
+        """Lease `num_groups` ready groups, all at once, waiting until so many are ready.
 
-        Groups staler than buffer.max_staleness publishes before `policy_version` are dropped on the
-        way. A group with records that are damaged, or of another release, is dropped as malformed:
-        it becomes a dead letter with its bytes unchanged, and the call waits for another group.
-        `on_wait` gets a sentence about twice a second. If `should_stop` is true, the call returns
-        the groups that it has, mostly none. The next call returns what a failed one had leased,
-        also if only the answer of Redis was lost.
+        Those that become too old first are taken first. While it takes an open group in time to
+        keep every group that was started within buffer.max_staleness, the call waits for that
+        group. Attempts with tokens that are older than buffer.max_staleness publishes before
+        `policy_version` leave their groups and are played again. A group with records that are
+        damaged, or of another release, is dropped as malformed: it becomes a dead letter with its
+        bytes unchanged, and the call waits for another group. `on_wait` gets a sentence about twice
+        a second. If `should_stop` is true, the call returns the groups that it has, mostly none.
+        The next call returns what a failed one had leased, also if only the answer of Redis was
+        lost.
 
         Raises:
-            DeadlineExceeded: `timeout_s` passed.
+            DeadlineExceeded: `timeout_s` passed in which no attempt was in flight.
             BufferUnavailable: Redis did not answer, or lost the run.
             FenceExpired: another trainer took over, or the leases expired.
             TooManyReplaced: of at least 200 attempts since `recover`, a larger share than
@@ -161,12 +167,16 @@ class BufferReader:
             self._take_token = ""
             if taken:
                 continue
-            ready, in_flight, num_open = answer
+            ready, in_flight, num_open, is_held = answer
             sentence = (
                 f"ready groups {ready + len(leases)}/{num_groups}, {num_open} open, "
                 f"{in_flight} attempts in flight"
             )
+            if is_held:
+                sentence += "; slow groups would become too old"
             on_wait(sentence)
+            if in_flight:
+                deadline = time.monotonic() + timeout_s
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 raise DeadlineExceeded(
@@ -360,6 +370,11 @@ class BufferReader:
             else:
                 yield trajectory
 
+    def set_steps_left(self, num_steps: int) -> None:
+        """No more groups are started than `num_steps` more steps will train."""
+        with translated("setting the number of steps left"):
+            self._client.hset(self._key("state"), "steps_left", num_steps)
+
     def set_run_state(self, state: Literal["running", "finished", "failed"]) -> None:
         """Set the run's state; only a running run gives out claims."""
         with translated("setting the run state"):
@@ -367,7 +382,7 @@ class BufferReader:
 
     def stats(self) -> dict[str, float]:
         """Counters since the run began and sizes now; names as in `outloop.buffer.stats.STATS`."""
-        return stats_from(self._client, self._prefix, self.ledger())
+        return stats_from(self._client, self._prefix, self.ledger(), self.limits.read())
 
     def ledger(self) -> Ledger:
         """What happened to every attempt that started since the run began."""
@@ -404,11 +419,13 @@ class BufferReader:
         leases: list[Lease] = []
         damaged: dict[str, OutloopError] = {}
         with translated("reading leased groups"):
-            for group_id, group in leased_groups(self._client, self._prefix, rows, fields):
+            groups = leased_groups(self._client, self._prefix, rows, fields)
+            for row, (group_id, group) in zip(rows, groups, strict=True):
                 if isinstance(group, OutloopError):
                     damaged[group_id] = group
                 else:
-                    leases.append(Lease(group=group, fence=fence, deadline=deadline))
+                    lease = Lease(group=group, fence=fence, deadline=deadline, max_age=row[5])
+                    leases.append(lease)
         for group_id, problem in damaged.items():
             _log.error("group_dropped", group_id=group_id, reason="malformed", error=str(problem))
             # Its replacement belongs to this batch, so no episode starts too early.

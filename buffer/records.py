@@ -329,6 +329,9 @@ class Lease:
     fence: int
     deadline: float
     """Unix seconds."""
+    max_age: int | None = None
+    """How many publishes old its tokens may be, as it was when the group was taken; None: as the
+    settings say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,10 +10,11 @@ from typing import get_args
 
 import redis
 
+from outloop.buffer.limits import Limits
 from outloop.buffer.records import DropReason
 from outloop.buffer.redis.client import translated
 from outloop.buffer.store.ledger import Ledger
-from outloop.buffer.telemetry import LEDGER_COLUMNS, LEDGER_METRICS
+from outloop.buffer.telemetry import ADMISSION_METRICS, DEPTH_CAUSES, LEDGER_COLUMNS, LEDGER_METRICS
 
 _COUNTERS: dict[str, tuple[str, str]] = {
     "buffer/groups": ("groups", "groups started since the run began"),
@@ -59,6 +60,10 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "ended episodes that waited for the archiver in vain: more than "
         "trajectories.max_waiting_tokens did",
     ),
+    "buffer/reopened_groups": (
+        "reopened",
+        "complete groups that were too old and play some of their attempts again",
+    ),
     "buffer/silent_attempts": (
         "silent_attempts",
         "attempts lost because their runner fell silent",
@@ -84,6 +89,7 @@ _COUNTERS: dict[str, tuple[str, str]] = {
         "dead letters whose slot is played again",
     ),
     "buffer/discarded_dead_letters": ("discarded_dead_letters", "dead letters dropped for good"),
+    **{f"buffer/depth/{cause}": (f"depth:{cause}", text) for cause, text in DEPTH_CAUSES.items()},
     **{
         f"buffer/dropped/{reason}": (f"dropped:{reason}", f"groups dropped as {reason}")
         for reason in get_args(DropReason)
@@ -120,12 +126,15 @@ STATS: dict[str, str] = (
     | {name: text for name, (_, text) in _SUMS.items()}
     | {name: text for name, (_, _, text) in _SHARES.items()}
     | LEDGER_METRICS
+    | ADMISSION_METRICS
 )
 """Every name in the answer of stats(), with its meaning."""
 
 
-def stats_from(client: redis.Redis, prefix: str, ledger: Ledger) -> dict[str, float]:
-    """Read all of STATS that is not in `ledger` in one round trip."""
+def stats_from(
+    client: redis.Redis, prefix: str, ledger: Ledger, limits: Limits
+) -> dict[str, float]:
+    """Read all of STATS that is not in `ledger` or `limits` in one round trip."""
     with translated("reading stats"), client.pipeline(transaction=False) as pipeline:
         pipeline.hgetall(f"{prefix}counters")
         for command, name, _ in _SIZES.values():
@@ -135,6 +144,10 @@ def stats_from(client: redis.Redis, prefix: str, ledger: Ledger) -> dict[str, fl
     stats |= {name: float(size) for name, size in zip(_SIZES, sizes, strict=True)}
     for name, (beginning, _) in _SUMS.items():
         stats[name] = sum(value for part, value in stats.items() if part.startswith(beginning))
+    stats["buffer/wait/short_s"] = float(counters.get(b"wait_ms:short", 0)) / 1000
+    stats["buffer/wait/slow_groups_s"] = float(counters.get(b"wait_ms:slow", 0)) / 1000
+    stats["buffer/pipeline_depth"] = limits.num_beyond / limits.groups_per_step
+    stats["buffer/live_groups"] = float(limits.num_live)
     for name, (part, whole, _) in _SHARES.items():
         stats[name] = stats[part] / max(1.0, stats[whole])
     stats["buffer/ledger/started"] = float(ledger.num_started)

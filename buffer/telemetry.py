@@ -39,6 +39,23 @@ LEDGER_METRICS: dict[str, str] = {
     "buffer/length/trained_tokens": "mean number of tokens sampled in those that it saw in time",
     "buffer/length/ended_tokens": "mean number of tokens sampled in all that ended",
 }
+DEPTH_CAUSES: dict[str, str] = {
+    "raised": "takes at which the controller had more groups started: too few were ready",
+    "lowered": "takes at which it had fewer started: groups were left over, or slow ones were what "
+    "the trainer waited for",
+    "kept": "takes at which it left the depth as it was",
+    "limited_by_age": "takes at which too few were ready, and max_staleness allowed no more",
+    "limited_by_places": "takes at which too few were ready, and runners had no place for more",
+}
+"""What the controller of pipeline_depth = "auto" decides."""
+ADMISSION_METRICS: dict[str, str] = {
+    "buffer/pipeline_depth": "steps ahead of the trainer that groups may start, as it is in force",
+    "buffer/live_groups": "groups started and not trained or dropped",
+    "buffer/wait/short_s": "seconds that the trainer waited for too few ready groups, all together",
+    "buffer/wait/slow_groups_s": "seconds that it waited, with enough groups ready, for slow ones "
+    "that would have become too old",
+    **{f"buffer/depth/{cause}": text for cause, text in DEPTH_CAUSES.items()},
+}
 
 METRICS: dict[str, str] = {
     "train/reward_mean": "mean reward of the taken episodes, before filters",
@@ -124,6 +141,7 @@ METRICS: dict[str, str] = {
         for why in _DROP_REASONS
     },
     **LEDGER_METRICS,
+    **ADMISSION_METRICS,
 }
 
 METRIC_PREFIXES: dict[str, str] = {

@@ -101,7 +101,7 @@ class Parts:
                 self.pool,
                 tasks,
                 timeout_s=turn_s,
-                may_mix_versions=settings.buffer.max_staleness > 0,
+                may_mix_versions=settings.buffer.max_age > 0,
                 server_key=run.server_key,
             ),
             self.metrics,

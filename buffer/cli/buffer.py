@@ -6,7 +6,7 @@ Importing this module loads neither redis nor numpy.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -45,6 +45,38 @@ def stats(run_dir: Path) -> None:
     rows = [(name, f"{numbers[name]:g}", text) for name, text in STATS.items()]
     _print_table("buffer", ("name", "value", "meaning"), rows)
     _print_ledger(ledger)
+
+
+@buffer.command()
+@_RUN
+@click.option("--pipeline-depth", help="Steps ahead of the trainer, or auto.")
+@click.option("--max-staleness", type=int, help="Publishes that a trained token may be old.")
+def limits(run_dir: Path, pipeline_depth: str | None, max_staleness: int | None) -> None:
+    """Show how many groups may be started, or change it until the run is started again.
+
+    What is too old under a lower --max-staleness is played again.
+    """
+    from outloop.buffer.cli.open_run import joined
+
+    with joined(run_dir) as reader:
+        now = reader.limits.change(
+            pipeline_depth=_depth(pipeline_depth), max_staleness=max_staleness
+        )
+    depth = now.num_beyond / now.groups_per_step
+    decided = f"; at the last take the controller said: {now.cause}" if now.cause else ""
+    click.echo(
+        f"pipeline_depth={now.pipeline_depth} max_staleness={now.max_staleness} "
+        f"over_provision={now.over_provision:g}: {now.num_for_step} groups for a step and "
+        f"{now.num_beyond} beyond them ({depth:g} steps) may be live, {now.num_live} are{decided}"
+    )
+
+
+def _depth(text: str | None) -> Any:
+    """A number, or what the limits refuse if it is not "auto"."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
 
 
 @buffer.command()

@@ -58,6 +58,9 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("group:GROUP:resumable", "list", "until it seals", "scripts", "lost, to be resumed"),
     KeySpec("groups", "zset", _RUN, "claim", "live groups by slot"),
     KeySpec("open", "zset", _RUN, "claim", "open groups by slot"),
+    KeySpec(
+        "open_depths", "zset", _RUN, "claim", "by depth of the version they began under, then slot"
+    ),
     KeySpec("fill", "zset", _RUN, "scripts", "open groups with places to claim, by slot"),
     KeySpec("group_deadlines", "zset", _RUN, "claim", "open groups by deadline, Unix ms"),
     KeySpec("attempts", "hash", _RUN, "claim, open", "attempt in flight -> its episode or empty"),

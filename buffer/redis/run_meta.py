@@ -98,7 +98,9 @@ def script_rules(settings: Settings) -> dict[str, int | str]:
     buffer, env = settings.buffer, settings.env
     return {
         "group_size": buffer.group_size,
-        "admission_limit": (buffer.depth + 1) * settings.trainer.groups_per_step,
+        "groups_per_step": settings.trainer.groups_per_step,
+        "pipeline_depth": str(buffer.pipeline_depth),
+        "over_provision_ppm": round(buffer.over_provision * 1e6),
         "max_staleness": buffer.max_staleness,
         "max_replacements": env.max_replacements,
         "max_resumptions": env.max_resumptions,
@@ -108,7 +110,6 @@ def script_rules(settings: Settings) -> dict[str, int | str]:
         "group_ms": int((buffer.group_deadline_s or 0.0) * 1000),
         "lease_ms": int(buffer.lease_s * 1000),
         "incomplete": buffer.incomplete,
-        "take_window": buffer.window(settings.trainer.groups_per_step),
         "gives_claims": int(settings.trainer.mode == "rl"),
     }
 

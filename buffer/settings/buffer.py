@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-_ROUNDING = 1e-9
-"""Of a share in binary: 0.3 of 10 groups is 3."""
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class BufferSettings(BaseModel):
@@ -38,12 +36,20 @@ class BufferSettings(BaseModel):
     group_size: int = Field(8, ge=1)
     """Episodes of one task that are compared with each other."""
     max_staleness: int = Field(1, ge=0)
-    """0: synchronous. 1: one step off-policy. More: fully asynchronous."""
+    """How many publishes old a trained token may be. 0: synchronous. 1: one step off-policy. More:
+    fully asynchronous. The trainer waits for groups that would become older. May be changed while
+    the run goes on."""
     lease_s: float = Field(120.0, gt=0)
     """A trainer that does not renew for so long loses the groups it took."""
-    pipeline_depth: int | None = Field(None, ge=0)
-    """How many steps ahead of the trainer episodes may start: at most (pipeline_depth + 1) *
-    groups_per_step groups are in flight. Left out: max_staleness; more is refused."""
+    pipeline_depth: float | Literal["auto"] = "auto"
+    """How many steps ahead of the trainer episodes may start: beyond those for the step that comes
+    next, pipeline_depth * groups_per_step groups are in flight or ready. 0: none. auto: as few as
+    keep the trainer from waiting. Of both limits the narrower holds: where max_staleness leaves
+    room for fewer groups, fewer are started. May be changed while the run goes on."""
+    over_provision: float = Field(1.0, ge=1, allow_inf_nan=False)
+    """Partial rollouts: so many times groups_per_step groups are started for a step, which takes
+    those that are complete first; the others go on and belong to the next. At max_staleness 0 their
+    tokens are then one publish old when they are trained."""
     group_deadline_s: float | None = Field(None, gt=0)
     """How long after its first claim a group seals that is not complete; see `incomplete`. Left
     out: when each of its attempts has ended, at the attempt's own deadline at the latest."""
@@ -53,10 +59,6 @@ class BufferSettings(BaseModel):
     incomplete: Literal["train", "drop"] = "train"
     """A group that lacks scored attempts when it seals. train: with what it has, two at least.
     drop: as failed, with a dead letter."""
-    take_window: int | None = Field(None, ge=0)
-    """A group is taken only if its slot is less than oldest open slot + take_window. Left out: the
-    largest window with which no slow group becomes too old while faster ones are trained,
-    (max_staleness - pipeline_depth) * groups_per_step + 1. 0: whatever is ready is taken."""
     priority_window: int = Field(64, ge=1, le=4096)
     """Of so many consecutive slots, those of tasks with a higher priority are played first, so that
     none waits longer than a window; 1: in task order."""
@@ -70,30 +72,20 @@ class BufferSettings(BaseModel):
     trains a smaller batch; 0: never."""
 
     @property
-    def depth(self) -> int:
-        """`pipeline_depth`, or what it is when it is left out."""
-        return self.max_staleness if self.pipeline_depth is None else self.pipeline_depth
+    def max_age(self) -> int:
+        """How many publishes old a trained token may be: max_staleness, and one more than 0 where
+        over_provision carries groups into the next step."""
+        return max(self.max_staleness, int(self.over_provision > 1))
 
-    def window(self, groups_per_step: int) -> int:
-        """`take_window`, or the largest one that loses no slow group; 0: no window.
-
-        With (depth + 1) * groups_per_step groups in flight and groups taken by slot, a group is
-        taken `depth` steps after it began at the latest. Each step of max_staleness beyond that
-        leaves room for one batch of younger groups in front of it.
-        """
-        if self.take_window is not None:
-            return self.take_window
-        return (self.max_staleness - self.depth) * groups_per_step + 1
+    @field_validator("pipeline_depth", mode="before")
+    @classmethod
+    def _check_depth(cls, value: object) -> object:
+        return checked_depth(value)
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> BufferSettings:
         self._refuse_what_has_no_effect()
-        if self.depth > self.max_staleness:
-            raise ValueError(
-                f"buffer.pipeline_depth={self.depth} exceeds buffer.max_staleness="
-                f"{self.max_staleness}: groups that start so far ahead are too old when their turn "
-                "comes; lower pipeline_depth, or raise max_staleness"
-            )
+        refuse_over_provision(self.over_provision, self.max_staleness)
         if self.cuts_slow_episodes and self.group_deadline_s is None:
             raise ValueError(
                 "buffer.cuts_slow_episodes=true without buffer.group_deadline_s has no effect; set "
@@ -133,6 +125,36 @@ class BufferSettings(BaseModel):
                 f"buffer.max_refills={self.max_refills} has no effect: it needs "
                 "buffer.drop_zero_signal = true or buffer.filter_path; leave it out, or set one"
             )
+
+
+def checked_depth(value: object) -> object:
+    """`value` as it is, if it is "auto" or a number of steps.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value != "auto" and not (is_number and 0 <= float(str(value)) < math.inf):
+        raise ValueError(
+            f'buffer.pipeline_depth={value!r}: a number of steps from 0 on, or "auto", is allowed'
+        )
+    return value
+
+
+def refuse_over_provision(over_provision: float, max_staleness: int) -> None:
+    """Refuse to start more groups for a step than can be trained before they are too old.
+
+    Raises:
+        ValueError: it would.
+    """
+    most = max(max_staleness, 1) + 1
+    if over_provision > most:
+        raise ValueError(
+            f"buffer.over_provision={over_provision:g} with buffer.max_staleness={max_staleness}: "
+            f"of {over_provision:g} batches started together one is trained a step, and the last "
+            f"would be older than {most - 1}; 1 to {most} is allowed, or raise max_staleness to "
+            f"{math.ceil(over_provision) - 1}"
+        )
 
 
 def holds_password(url: str) -> bool:

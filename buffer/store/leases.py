@@ -11,8 +11,8 @@ from outloop.buffer.errors import UNREADABLE, OutloopError, RecordError
 from outloop.buffer.records import Group
 from outloop.buffer.store.episodes import EPISODE_FIELDS, Fields, trajectory_from
 
-LeaseRow = tuple[str, int, int, str, Sequence[str]]
-"""group_id, slot, size, task_id, episode ids: as the script take packs it."""
+LeaseRow = tuple[str, int, int, str, Sequence[str], int]
+"""group_id, slot, size, task_id, episode ids, age limit: as the script take packs it."""
 _BYTES_AT_ONCE = 2 * 2**20
 """About how much is read in one round trip and held before it is decoded."""
 _MIN_GROUP_BYTES = 2**16
@@ -50,8 +50,8 @@ def leased_groups(
 def _read(client: redis.Redis, prefix: str, rows: Sequence[LeaseRow]) -> Iterator[Any]:
     """The stored turns of every episode, in turn."""
     with client.pipeline(transaction=False) as pipeline:
-        for *_, episode_ids in rows:
-            for episode_id in episode_ids:
+        for row in rows:
+            for episode_id in row[4]:
                 pipeline.lrange(f"{prefix}episode:{episode_id}:turns", 0, -1)
         return iter(pipeline.execute())
 
@@ -62,7 +62,7 @@ def _batched(fields: Fields, size: int) -> Iterator[Fields]:
 
 
 def _group_from(row: LeaseRow, episodes: Sequence[tuple[str, Fields, Sequence[bytes]]]) -> Group:
-    group_id, slot, size, task_id, _ = row
+    group_id, slot, size, task_id, *_ = row
     trajectories = [trajectory_from(*episode) for episode in episodes]
     if any(trajectory.episode.reward is None for trajectory in trajectories):
         raise RecordError(f"group_id={group_id}: an episode lacks its reward")

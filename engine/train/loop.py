@@ -36,6 +36,10 @@ _RECORDED_STATS = (
     "buffer/dropped/",
     "buffer/ledger/",
     "buffer/length/",
+    "buffer/depth/",
+    "buffer/wait/",
+    "buffer/pipeline_depth",
+    "buffer/live_groups",
 )
 """Entries of the buffer's stats() in a step's row, by what their names begin with."""
 _MAX_REFILLS_OF_LOST = 8
@@ -150,6 +154,7 @@ class RlLoop:
                 RankWorker.load_reference, pinned_hash=self._reference_hash
             )
         highest = self._reader.recover(mark, fence=self._fence)
+        self._reader.set_steps_left(self._settings.trainer.num_steps - self._step)
         self._reader.set_run_state("running")
         self._publish(parent=parent, policy_version=highest + 1)
         if checkpoint is None:
@@ -246,6 +251,7 @@ class RlLoop:
             policy_version=self._version,
             vocab_size=self._ranks.config.vocab_size,
             staleness_of=self._staleness_in(leases),
+            max_age=max((x.max_age for x in leases if x.max_age is not None), default=None),
             filtered=self._filtered,
         )
         reward = f"{batch.metrics['train/reward_mean']:.3f}"
@@ -332,6 +338,7 @@ class RlLoop:
         """Return admission credit; earlier, episodes would start under the old version."""
         fence = self._fence
         self._drop(batch)
+        self._reader.set_steps_left(self._settings.trainer.num_steps - self._step - 1)
         self._reader.mark_trained(batch.group_ids, fence=fence, policy_version=self._version)
         self._acknowledgements.add(batch.group_ids)
 

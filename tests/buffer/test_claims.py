@@ -9,13 +9,16 @@ from outloop.buffer.errors import Conflict, DeadlineExceeded, NotFound, RecordEr
 from outloop.buffer.records import Task
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("max_staleness", "depth", "limit"),
+    [(0, 0, 2), (1, 1, 4), (2, 2, 6), (2, 0, 2), (2, 0.5, 3), (1, 4, 4), (0, 4, 2)],
+)
 async def test_admission_bounds_the_groups_in_flight(
-    start: Callable[..., Any], max_staleness: int
+    start: Callable[..., Any], max_staleness: int, depth: float, limit: int
 ) -> None:
-    """At most (max_staleness + 1) * groups_per_step groups are started and not trained."""
-    loop = await start(buffer__max_staleness=max_staleness)
-    limit = (max_staleness + 1) * 2
+    """At most (1 + pipeline_depth) * groups_per_step groups are started and not trained, and no
+    more than max_staleness leaves time for."""
+    loop = await start(buffer__max_staleness=max_staleness, buffer__pipeline_depth=depth)
     claims = await loop.play_all()
     assert {claim.group_id for claim in claims} == {f"g{i}-{i + 1}" for i in range(limit)}
     assert (await loop.claim()).reason == "admission"

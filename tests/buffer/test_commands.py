@@ -95,6 +95,24 @@ async def test_a_run_that_is_not_up_is_looked_at(
         outloop("show", "g9", *run)
 
 
+async def test_the_limits_of_a_run_are_changed(
+    redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path, outloop: Outloop
+) -> None:
+    """While it goes on: the next claim goes by them."""
+    loop = await loop_on(redis.url, buffer__max_staleness=2, buffer__pipeline_depth=0)
+    run = ("--run", tmp_path / "t")
+    assert len(await loop.play_all()) == 4
+    shown = outloop("limits", *run)
+    assert "2 groups for a step and 0 beyond them (0 steps) may be live, 2 are" in shown
+    shown = outloop("limits", "--pipeline-depth", "1.5", *run)
+    assert "pipeline_depth=1.5 max_staleness=2" in shown
+    assert len(await loop.play_all()) == 6
+    shown = outloop("limits", "--pipeline-depth", "auto", "--max-staleness", "0", *run)
+    assert "pipeline_depth=auto max_staleness=0" in shown
+    with pytest.raises(SettingsError, match="pipeline_depth='deep'"):
+        outloop("limits", "--pipeline-depth", "deep", *run)
+
+
 async def test_purge_removes_a_stopped_run_only(
     redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path, outloop: Outloop
 ) -> None:

@@ -133,6 +133,7 @@ async def everything(
     look()
     reader.dead_letters.requeue(first.group.group_id)
     reader.task_weights.change({"tasks": 2.0})
+    reader.limits.change(pipeline_depth="auto", max_staleness=1)
     sft = make_trajectory("sft-1")
     await writer.put_trajectories([sft], key="k", final=True)
     path = folder / "file.jsonl"

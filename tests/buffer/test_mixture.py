@@ -87,7 +87,7 @@ async def claim_slots(writer: Any, reader: Any, num_groups: int, key: str) -> di
 
 async def test_weights_change_for_slots_that_nobody_claimed(join: Callable[..., Any]) -> None:
     """On every router at once; claimed slots and repeated claims keep their tasks."""
-    writer, reader = await join(buffer__max_staleness=100)
+    writer, reader = await join(buffer__max_staleness=100, buffer__pipeline_depth=100)
     with pytest.raises(NotFound, match="no tasks yet"):
         reader.task_weights.read()
     sources = (TaskSource("easy", 3, 1.0), TaskSource("hard", 5, 0.0))

@@ -87,7 +87,13 @@ async def test_open_groups_go_on_without_their_abandoned_attempts(
     start: Callable[..., Any], make_turn: Callable[..., Turn]
 ) -> None:
     """Only attempts that hold abandoned tokens are replaced, at no cost to max_replacements."""
-    loop = await start(buffer__group_size=3, trainer__groups_per_step=1, env__max_replacements=0)
+    loop = await start(
+        buffer__group_size=3,
+        buffer__max_staleness=1,
+        buffer__pipeline_depth=0,
+        trainer__groups_per_step=1,
+        env__max_replacements=0,
+    )
     await loop.play_all()
     mark = loop.train(loop.take(1), 1)
     loop.reader.acknowledge(mark)

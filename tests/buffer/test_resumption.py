@@ -186,7 +186,7 @@ async def test_too_stale_a_record_is_replaced(
     assert [claim.resumes for claim in again] == [None, None]
     assert {claim.group_id for claim in again} == {claim.group_id for claim in claims}
     stats = loop.reader.stats()
-    assert stats["buffer/replaced/infrastructure"] == 2
+    assert stats["buffer/replaced/stale"] == stats["buffer/resultless_attempts"] == 2
     assert not keys_of(loop, "episode:*:turns")
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from outloop.buffer.errors import Conflict, DeadlineExceeded, FenceExpired
+from outloop.buffer.errors import Conflict, DeadlineExceeded, FenceExpired, Gone
 from outloop.buffer.records import ServerEntry, Turn
 
 
 async def test_groups_are_taken_oldest_first_and_whole(start: Callable[..., Any]) -> None:
-    """Without a window: whatever is ready, by slot and not by when it was ready."""
-    loop = await start(buffer__max_staleness=1, buffer__take_window=0)
+    """Of one version: by slot and not by when it was ready."""
+    loop = await start(buffer__max_staleness=2, buffer__pipeline_depth=1)
     claims = (await loop.claim()).claims
     for claim in reversed(claims[2:]):
         await loop.play(claim)
@@ -77,10 +77,11 @@ async def test_take_ends_at_its_deadline_or_when_told(start: Callable[..., Any])
     assert leases == []
 
 
-async def test_a_stale_group_is_dropped_when_taken(
+async def test_a_stale_group_is_repaired(
     start: Callable[..., Any], make_turn: Callable[..., Turn]
 ) -> None:
-    """Staleness goes by the oldest trained token of any episode of the group."""
+    """Only the attempts whose oldest trained token is too old are played again, at the publish that
+    makes them so; the group keeps its slot and the others."""
     loop = await start(buffer__max_staleness=1, buffer__group_size=2, trainer__groups_per_step=1)
     first, second, third, fourth = (await loop.claim()).claims
     oldest = await loop.open(first)
@@ -93,12 +94,49 @@ async def test_a_stale_group_is_dropped_when_taken(
     await loop.writer.append_turn(make_turn(early, 1, parent=0, version=1))
     await loop.close(early)
     await loop.play(fourth, version=1)
+    assert loop.reader.stats()["buffer/ready_groups"] == 2
     loop.publish(2, 1)
-    (lease,) = loop.take(1, version=2)
-    assert lease.group.slot == 1
     stats = loop.reader.stats()
-    assert stats["buffer/dropped/stale"] == stats["buffer/dropped_groups"] == 1
-    assert (await loop.claim()).claims[0].group_id == "g2-3"
+    assert (stats["buffer/ready_groups"], stats["buffer/reopened_groups"]) == (1, 1)
+    assert (stats["buffer/replaced/stale"], stats["buffer/dropped/stale"]) == (1, 0)
+    (again,) = (await loop.claim()).claims
+    assert (again.group_id, again.attempt, again.task) == (first.group_id, 2, first.task)
+    await loop.play(again, version=2)
+    leases = [loop.take(1, version=2)[0], loop.take(1, version=2)[0]]
+    assert [lease.group.slot for lease in leases] == [0, 1]
+    assert [t.episode.attempt for t in leases[0].group.trajectories] == [1, 2]
+    loop.reader.ledger().check()
+
+
+async def test_doomed_attempts_end_at_the_publish(
+    start: Callable[..., Any], make_turn: Callable[..., Turn]
+) -> None:
+    """In flight, or waiting to be resumed, with a first turn that is too old: not played on. One
+    without turns goes on, and is looked at when it is scored."""
+    loop = await start(buffer__max_staleness=1, buffer__group_size=4, trainer__groups_per_step=1)
+    claims = (await loop.claim(4)).claims
+    doomed, lost, silent, fine = [await loop.open(claim) for claim in claims]
+    for episode_id in (doomed, lost):
+        await loop.writer.append_turn(make_turn(episode_id, version=0))
+    await loop.close(lost, None, failure_kind="infrastructure", outcome="failed")
+    loop.publish(1, 0)
+    await loop.writer.append_turn(make_turn(fine, version=1))
+    loop.publish(2, 1)
+    with pytest.raises(Gone, match="replaced"):
+        await loop.writer.append_turn(make_turn(doomed, 1, parent=0, version=2))
+    assert loop.reader.stats()["buffer/replaced/stale"] == 2
+    await loop.writer.append_turn(make_turn(silent, version=0))
+    assert not (await loop.close(silent)).counted
+    assert (await loop.close(fine)).counted
+    assert loop.reader.stats()["buffer/replaced/stale"] == 3
+    again = (await loop.claim(3)).claims
+    assert {claim.group_id for claim in again} == {claims[0].group_id}
+    for claim in again:
+        assert claim.resumes is None
+        await loop.play(claim, version=2)
+    (lease,) = loop.take(1, version=2)
+    assert {t.turns[0].version_spans[0].policy_version for t in lease.group.trajectories} == {1, 2}
+    loop.reader.ledger().check()
 
 
 async def test_a_group_without_turns_is_never_stale(start: Callable[..., Any]) -> None:

@@ -257,6 +257,9 @@ class MemoryBuffer:
     def sft_trajectories(self) -> Iterator[Trajectory]:
         raise NotImplementedError
 
+    def set_steps_left(self, num_steps: int) -> None:
+        self.events.append(("steps_left", num_steps))
+
     def set_run_state(self, state: str) -> None:
         self.states.append(state)
 

@@ -262,6 +262,9 @@ class Keyspace:
     def _zcard(self, key: bytes) -> int:
         return len(self._typed(key, Sorted))
 
+    def _zcount(self, key: bytes, low: bytes, high: bytes) -> int:
+        return len(list(self._typed(key, Sorted).between(low, high)))
+
     def _zrange(self, key: bytes, start: bytes, stop: bytes, *options: bytes) -> list[bytes]:
         ordered = self._typed(key, Sorted).ordered()
         return _with_scores(ordered[_span(start, stop, len(ordered))], options)

@@ -7,8 +7,8 @@
 --          [[purpose, group_id or eval name, attempt, slot or index of the evaluation task,
 --          sampling JSON or '', episode that the attempt resumes or ''], ...];
 --          reason is empty if there are claims.
--- Keeps    admitted - trained <= admission_limit; one slot per live group; the same key returns the
---          same claims. An empty answer is not remembered, and sweeps what passed its deadline.
+-- Keeps    no more live groups than buffer.pipeline_depth and buffer.max_staleness allow, nor than the
+--          steps to come will train; one slot per live group; the same key returns the same claims. An empty answer is not remembered, and sweeps what passed its deadline.
 
 local done_key = key('claim:' .. ARGV[2])
 local revision = number(redis.call('HGET', STATE, 'weights_revision')) or 0
@@ -67,9 +67,14 @@ local function next_eval()
 end
 
 local function mint_group()
-  local s = redis.call('HMGET', STATE, 'admitted', 'trained', 'num_tasks')
+  local s = redis.call('HMGET', STATE, 'admitted', 'trained', 'num_tasks', 'steps_left')
   if tonumber(s[3]) == 0 then return nil, 'no_tasks' end
-  if (number(s[1]) or 0) - (number(s[2]) or 0) >= rules.admission_limit then
+  local num_live = (number(s[1]) or 0) - (number(s[2]) or 0)
+  if s[4] and num_live >= tonumber(s[4]) * rules.groups_per_step then return nil, 'admission' end
+  local provided, beyond = admission()
+  if num_live >= provided + beyond then
+    -- So the controller sees that the depth is what limits.
+    redis.call('HSET', STATE, 'is_depth_reached', 1)
     return nil, 'admission'
   end
   local slot = redis.call('ZRANGE', REPLAY, 0, 0)[1]
@@ -80,11 +85,14 @@ local function mint_group()
   end
   redis.call('HINCRBY', STATE, 'admitted', 1)
   local group_id = 'g' .. slot .. '-' .. redis.call('HINCRBY', STATE, 'minted', 1)
+  local begin = depth_of(redis.call('HGET', STATE, 'acknowledged'))
   redis.call('HSET', group_key(group_id), 'slot', slot, 'size', rules.group_size, 'state', 'open',
-    'pending', rules.group_size, 'next_attempt', 0, 'scored', 0, 'lost', 0, 'replaced', 0)
+    'pending', rules.group_size, 'next_attempt', 0, 'scored', 0, 'lost', 0, 'replaced', 0,
+    'begin_depth', begin)
   redis.call('ZADD', GROUPS, slot, group_id)
   redis.call('ZADD', FILL, slot, group_id)
   redis.call('ZADD', OPEN, slot, group_id)
+  redis.call('ZADD', OPEN_DEPTHS, depth_score(begin, tonumber(slot)), group_id)
   if rules.group_ms > 0 then
     redis.call('ZADD', GROUP_DEADLINES, now + rules.group_ms, group_id)
   end

@@ -43,6 +43,8 @@ if ARGV[5] ~= '' then redis.call('HSET', e, 'reward', ARGV[5], 'value', ARGV[6])
 if not has_reward then
   return {'ok', 0, ''}
 end
-local sealed = count_attempt(f[1], episode_id) or ''
+local sealed = count_attempt(f[1], episode_id)
+if sealed == false then return {'ok', 0, ''} end
+sealed = sealed or ''
 redis.call('HSET', e, 'sealed', sealed)
 return {'ok', 1, sealed}

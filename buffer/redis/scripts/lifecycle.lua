@@ -7,17 +7,19 @@
 --   attempts started = attempts in the columns of `ledger` + attempts that are open: in flight,
 --   waiting to be resumed, or scored in a group that is neither trained nor dropped.
 
-local given = redis.call('HMGET', KEYS[1], 'group_size', 'admission_limit', 'max_staleness',
+local given = redis.call('HMGET', KEYS[1], 'group_size', 'groups_per_step', 'max_staleness',
   'max_replacements', 'attempt_ms', 'group_ms', 'lease_ms', 'gives_claims',
-  'max_replaced_ppm', 'incomplete', 'take_window', 'max_resumptions', 'max_silence_ms')
+  'max_replaced_ppm', 'incomplete', 'pipeline_depth', 'max_resumptions', 'max_silence_ms',
+  'over_provision_ppm')
 local rules = {
-  group_size = tonumber(given[1]), admission_limit = tonumber(given[2]),
+  group_size = tonumber(given[1]), groups_per_step = tonumber(given[2]),
   max_staleness = tonumber(given[3]), max_replacements = tonumber(given[4]),
   attempt_ms = tonumber(given[5]), group_ms = tonumber(given[6]),
   lease_ms = tonumber(given[7]), gives_claims = given[8] == '1',
   max_replaced_share = (tonumber(given[9]) or 1000000) / 1000000,
-  incomplete = given[10] or 'train', take_window = tonumber(given[11]) or 0,
+  incomplete = given[10] or 'train', pipeline_depth = given[11],
   max_resumptions = tonumber(given[12]) or 0, max_silence_ms = tonumber(given[13]) or 0,
+  over_provision_ppm = tonumber(given[14]),
 }
 local now = tonumber(ARGV[1])
 if now == 0 then
@@ -36,6 +38,7 @@ local MAX_FAILED = 64
 local STATE, OPEN, REPLAY = key('state'), key('open'), key('replay')
 local GROUPS, FILL, GROUP_DEADLINES = key('groups'), key('fill'), key('group_deadlines')
 local READY, READY_DEPTHS, LEASES = key('ready'), key('ready_depths'), key('leases')
+local OPEN_DEPTHS = key('open_depths')
 local ATTEMPT_DEADLINES, ATTEMPT_RUNNERS = key('attempt_deadlines'), key('attempt_runners')
 local ATTEMPT_STARTS, LEDGER = key('attempt_starts'), key('ledger')
 local RUNNERS, WAKE, DEAD = key('runners'), key('wake'), key('dead')
@@ -148,19 +151,20 @@ local function bound_of(value, bounds)
   return 'inf'
 end
 
--- Count one attempt in a hash: their number, total duration and tokens, and a bucket of each.
-local function add_to(hash, beginning, ms, tokens)
-  redis.call('HINCRBY', hash, beginning .. ':n', 1)
-  redis.call('HINCRBY', hash, beginning .. ':ms', ms)
-  redis.call('HINCRBY', hash, beginning .. ':tokens', tokens)
-  redis.call('HINCRBY', hash, beginning .. ':s:' .. bound_of(ms / 1000, DURATION_BOUNDS_S), 1)
-  redis.call('HINCRBY', hash, beginning .. ':t:' .. bound_of(tokens, TOKEN_BOUNDS), 1)
+-- Count one attempt in a hash: their number, total duration and tokens, and a bucket of each; or
+-- take it out again (`sign` is -1).
+local function add_to(hash, beginning, ms, tokens, sign)
+  redis.call('HINCRBY', hash, beginning .. ':n', sign)
+  redis.call('HINCRBY', hash, beginning .. ':ms', sign * ms)
+  redis.call('HINCRBY', hash, beginning .. ':tokens', sign * tokens)
+  redis.call('HINCRBY', hash, beginning .. ':s:' .. bound_of(ms / 1000, DURATION_BOUNDS_S), sign)
+  redis.call('HINCRBY', hash, beginning .. ':t:' .. bound_of(tokens, TOKEN_BOUNDS), sign)
 end
 
 -- An attempt ended: enter it into its column.
 local function enter(purpose, column, ms, tokens)
   local kind = purpose == 't' and 'train' or 'eval'
-  add_to(LEDGER, kind .. ':' .. column, ms, tokens)
+  add_to(LEDGER, kind .. ':' .. column, ms, tokens, 1)
 end
 
 -- Enter a group's scored attempts into a column, or take them out again (`sign` is -1).
@@ -231,7 +235,8 @@ local function end_group(group_id, state, column)
   local g = group_key(group_id)
   release_attempts_of(group_id, column)
   discard_episodes(g .. ':episodes')
-  for _, index in ipairs({GROUPS, OPEN, FILL, GROUP_DEADLINES, READY, READY_DEPTHS, LEASES}) do
+  for _, index in ipairs({GROUPS, OPEN, OPEN_DEPTHS, FILL, GROUP_DEADLINES, READY, READY_DEPTHS,
+      LEASES}) do
     redis.call('ZREM', index, group_id)
   end
   redis.call('HSET', g, 'state', state)
@@ -297,20 +302,41 @@ end
 
 -- By depth, then by slot: what is taken next stands at the front, where few nodes are visited.
 -- Exact below 2^21 publishes of 2^32 slots.
+local SLOTS = 4294967296
 local function depth_score(depth, slot)
-  return string.format('%.0f', depth * 4294967296 + slot)
+  return string.format('%.0f', depth * SLOTS + slot)
+end
+
+-- How old a trained token may be, in publishes. Groups that over-provision carries into the next
+-- step are one publish old there, also in a run that is synchronous otherwise.
+local function max_age()
+  return math.max(rules.max_staleness, rules.over_provision_ppm > 1000000 and 1 or 0)
+end
+
+-- The groups that are started for a step, those that are started beyond them, and all that may be
+-- live: with one batch taken a step, what is more becomes too old before its turn.
+local function admission()
+  local batch = rules.groups_per_step
+  local limit = (max_age() + 1) * batch
+  local provided = math.min(math.ceil(batch * rules.over_provision_ppm / 1000000), limit)
+  local beyond
+  if rules.pipeline_depth == 'auto' then
+    beyond = number(redis.call('HGET', STATE, 'groups_beyond')) or batch
+  else
+    beyond = math.ceil(tonumber(rules.pipeline_depth) * batch)
+  end
+  return provided, math.min(beyond, limit - provided), limit
 end
 
 local function make_ready(group_id)
   local g = group_key(group_id)
-  local fields = redis.call('HMGET', g, 'slot', 'min_depth', 'state')
+  local fields = redis.call('HMGET', g, 'slot', 'min_depth', 'state', 'begin_depth')
   if fields[3] == 'trained' then enter_scored(group_id, 'trained', -1) end
   redis.call('HSET', g, 'state', 'ready')
   redis.call('ZREM', LEASES, group_id)
   redis.call('ZADD', READY, fields[1], group_id)
-  if fields[2] then
-    redis.call('ZADD', READY_DEPTHS, depth_score(tonumber(fields[2]), tonumber(fields[1])), group_id)
-  end
+  redis.call('ZADD', READY_DEPTHS, depth_score(tonumber(fields[2] or fields[4]),
+    tonumber(fields[1])), group_id)
   local wanted = number(redis.call('HGET', STATE, 'wanted')) or 1
   if redis.call('ZCARD', READY) >= wanted then
     redis.call('LPUSH', WAKE, '1')
@@ -328,6 +354,7 @@ local function seal_group(group_id)
   end
   redis.call('ZREM', FILL, group_id)
   redis.call('ZREM', OPEN, group_id)
+  redis.call('ZREM', OPEN_DEPTHS, group_id)
   redis.call('ZREM', GROUP_DEADLINES, group_id)
   local f = redis.call('HMGET', g, 'scored', 'size', 'replaced', 'lost')
   -- A group of one is compared with other groups.
@@ -371,7 +398,7 @@ local function is_fresh(episode_id)
   local depth = extent_of(episode_id)
   local served = redis.call('HGET', STATE, 'acknowledged')
   if not depth or not served then return true end
-  return (depth_of(served) or tonumber(served)) - depth <= rules.max_staleness
+  return (depth_of(served) or tonumber(served)) - depth <= max_age()
 end
 
 -- The place of a lost attempt is played again from the start, or given up.
@@ -473,6 +500,13 @@ local function replace_resumable(group_id, episode_id, kind)
   replace_attempt('t', group_id, '', kind, ms, tokens)
 end
 
+-- An attempt whose tokens are too old for every step to come is played again. Slow attempts meet
+-- this more often than others, so it counts against env.max_replaced_share.
+local function count_too_old()
+  count('resultless_attempts')
+  count('resultless:stale')
+end
+
 -- A resumed attempt is over: what its earlier episodes recorded is not needed any more. What was
 -- not replayed belongs to no episode that counts.
 local function discard_sources(episode_id)
@@ -494,14 +528,32 @@ local function discard_sources(episode_id)
   end
 end
 
--- A closed episode has its reward: enter it into its group or evaluation.
+-- A group holds the tokens of one more scored episode.
+local function extend_group(group_id, min_depth, max_version)
+  local g = group_key(group_id)
+  local seen = redis.call('HMGET', g, 'min_depth', 'max_version')
+  if min_depth and (not seen[1] or tonumber(min_depth) < tonumber(seen[1])) then
+    redis.call('HSET', g, 'min_depth', min_depth)
+  end
+  if max_version and (not seen[2] or tonumber(max_version) > tonumber(seen[2])) then
+    redis.call('HSET', g, 'max_version', max_version)
+  end
+end
+
+-- A closed episode has its reward: enter it into its group or evaluation. Returns the group's id if
+-- that sealed it, false if the episode is too old and is played again.
 local function count_attempt(member, episode_id)
   local purpose, owner, attempt = split_member(member)
   local e = episode_key(episode_id)
+  if purpose == 't' and not is_fresh(episode_id) then
+    count_too_old()
+    lose_attempt(member, 'stale')
+    return false
+  end
   local f = redis.call('HMGET', e, 'value', 'min_depth', 'max_version')
   local _, started = release_attempt(member)
   local ms, tokens = length_of(started, episode_id)
-  redis.call('HSET', e, 'counted', 1)
+  redis.call('HSET', e, 'counted', 1, 'ms', ms)
   discard_sources(episode_id)
   if purpose ~= 't' then
     enter(purpose, 'evaluated', ms, tokens)
@@ -522,16 +574,88 @@ local function count_attempt(member, episode_id)
   local g = group_key(owner)
   redis.call('RPUSH', g .. ':episodes', episode_id)
   redis.call('HINCRBY', g, 'scored', 1)
-  add_to(g, 'ledger', ms, tokens)
-  local seen = redis.call('HMGET', g, 'min_depth', 'max_version')
-  if f[2] and (not seen[1] or tonumber(f[2]) < tonumber(seen[1])) then
-    redis.call('HSET', g, 'min_depth', f[2])
-  end
-  if f[3] and (not seen[2] or tonumber(f[3]) > tonumber(seen[2])) then
-    redis.call('HSET', g, 'max_version', f[3])
-  end
+  add_to(g, 'ledger', ms, tokens, 1)
+  extend_group(owner, f[2], f[3])
   count('scored')
   return seal_if_complete(owner)
+end
+
+-- A scored attempt leaves its group, to be played again.
+local function remove_scored(group_id, episode_id)
+  local g, e = group_key(group_id), episode_key(episode_id)
+  local f = redis.call('HMGET', e, 'ms', 'num_tokens')
+  local ms, tokens = number(f[1]) or 0, number(f[2]) or 0
+  redis.call('LREM', g .. ':episodes', 0, episode_id)
+  redis.call('HINCRBY', g, 'scored', -1)
+  add_to(g, 'ledger', ms, tokens, -1)
+  discard_lost(episode_id, group_id)
+  replace_attempt('t', group_id, '', 'stale', ms, tokens)
+end
+
+-- Play those attempts of an open or ready group again whose tokens are too old for a trainer at
+-- `depth`; the others stay. An attempt that has recorded nothing is looked at when it is scored.
+local function repair_group(group_id, depth)
+  local g, oldest = group_key(group_id), depth - max_age()
+  local begin = depth
+  local function is_too_old(tokens_depth, unknown)
+    if tokens_depth and tokens_depth < oldest then return true end
+    begin = math.min(begin, tokens_depth or unknown)
+    return false
+  end
+  for attempt = 0, tonumber(redis.call('HGET', g, 'next_attempt')) - 1 do
+    local member = 't:' .. group_id .. ':' .. attempt
+    local episode_id = redis.call('HGET', ATTEMPTS, member)
+    if episode_id == '' then episode_id = source_of(group_id, attempt) or '' end
+    if episode_id and is_too_old(extent_of(episode_id), oldest) then
+      count_too_old()
+      lose_attempt(member, 'stale')
+    end
+  end
+  for _, source in ipairs(redis.call('LRANGE', resumable_key(group_id), 0, -1)) do
+    if is_too_old(extent_of(source), depth) then
+      count_too_old()
+      redis.call('LREM', resumable_key(group_id), 0, source)
+      replace_resumable(group_id, source, 'stale')
+    end
+  end
+  redis.call('HDEL', g, 'min_depth', 'max_version')
+  for _, episode_id in ipairs(redis.call('LRANGE', g .. ':episodes', 0, -1)) do
+    local f = redis.call('HMGET', episode_key(episode_id), 'min_depth', 'max_version')
+    if is_too_old(number(f[1]), depth) then
+      count_too_old()
+      remove_scored(group_id, episode_id)
+    else
+      extend_group(group_id, f[1], f[2])
+    end
+  end
+  local f = redis.call('HMGET', g, 'state', 'pending', 'slot')
+  local slot = tonumber(f[3])
+  redis.call('HSET', g, 'begin_depth', begin)
+  if f[1] == 'ready' and tonumber(f[2]) == 0 then
+    redis.call('ZADD', READY_DEPTHS, depth_score(begin, slot), group_id)
+    return
+  end
+  if f[1] == 'ready' then
+    count('reopened')
+    redis.call('HSET', g, 'state', 'open')
+    redis.call('ZREM', READY, group_id)
+    redis.call('ZREM', READY_DEPTHS, group_id)
+    redis.call('ZADD', OPEN, slot, group_id)
+    if rules.group_ms > 0 then
+      redis.call('ZADD', GROUP_DEADLINES, now + rules.group_ms, group_id)
+    end
+  end
+  redis.call('ZADD', OPEN_DEPTHS, depth_score(begin, slot), group_id)
+end
+
+-- Repair every group that would be too old for a trainer at `depth`.
+local function repair_stale(depth)
+  local too_old = '(' .. depth_score(depth - max_age(), 0)
+  for _, index in ipairs({READY_DEPTHS, OPEN_DEPTHS}) do
+    for _, group_id in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', too_old)) do
+      repair_group(group_id, depth)
+    end
+  end
 end
 
 -- Give untrained leases back and fence their holder off.

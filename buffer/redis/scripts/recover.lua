@@ -70,13 +70,19 @@ for _, group_id in ipairs(redis.call('ZRANGE', GROUPS, 0, -1)) do
     drop_group(group_id, 'stale', true, false)
   elseif redis.call('HGET', g, 'state') == 'open' then
     give_up_abandoned_attempts(group_id)
+    -- What it plays from now on may be sampled by weights older than those it began under.
+    local f = redis.call('HMGET', g, 'begin_depth', 'slot')
+    local begin = math.min(tonumber(f[1]), depth_of(ARGV[3]) or mark)
+    redis.call('HSET', g, 'begin_depth', begin)
+    redis.call('ZADD', OPEN_DEPTHS, depth_score(begin, tonumber(f[2])), group_id)
   else
     make_ready(group_id)
   end
 end
 
 -- Groups that are untrained again may exceed what admission allows: the newest are played later.
-local excess = redis.call('ZCARD', GROUPS) - rules.admission_limit
+local provided, beyond = admission()
+local excess = redis.call('ZCARD', GROUPS) - provided - beyond
 if excess > 0 then
   for _, group_id in ipairs(redis.call('ZREVRANGE', GROUPS, 0, excess - 1)) do
     drop_group(group_id, 'stale', true, false)
@@ -116,7 +122,7 @@ redis.call('HSET', STATE, 'base_attempts', number(counts[1]) or 0,
 
 local trained = number(redis.call('HGET', STATE, 'trained')) or 0
 redis.call('HSET', STATE, 'admitted', trained + redis.call('ZCARD', GROUPS), 'held', 0)
-redis.call('HDEL', STATE, 'announced', 'acknowledged')
+redis.call('HDEL', STATE, 'announced', 'acknowledged', 'wait_cause', 'wait_since', 'leased_at')
 local highest = math.max(number(redis.call('HGET', STATE, 'highest')) or -1, newest)
 redis.call('HSET', STATE, 'highest', highest)
 return {'ok', highest}

@@ -1,15 +1,17 @@
--- Lease the `num` oldest ready groups, or none if fewer are ready.
+-- Lease the `num` ready groups that become too old first, or none if fewer are ready, or if without
+-- a group that is still open one of the live groups would become too old before its turn.
 --
 -- ARGV[2]  fence   ARGV[3] num   ARGV[4] policy_version of the trainer   ARGV[5] token of this take
 -- Returns  {'ok', 1, leases, deadline ms, field, field, ...} with leases as MessagePack
---          [[group_id, slot, size, task_id, [episode_id, ...]], ...] and, for every episode in turn, its
+--          [[group_id, slot, size, task_id, [episode_id, ...], age limit], ...] and, for every episode in turn, its
 --          opening, closure, reward and closed, or
---          {'ok', 0, ready groups, attempts in flight, open groups}; fence; replaced: since the
---          trainer's start too large a share of attempts ended without a result.
--- Keeps    no leased group is buffer.take_window slots or more ahead of the oldest open one;
---          a leased group is fresh enough for policy_version; staler ones are dropped on the way and
---          give their credit back; the same token returns the same leases. Sweeps first; credits
---          held since a drop are released, because the trainer needs groups now.
+--          {'ok', 0, ready groups, attempts in flight, open groups, 1 if slow groups are waited
+--          for}; fence; replaced: since the trainer's start too large a share of attempts ended
+--          without a result.
+-- Keeps    every live group can still be trained in time by one batch a step; a leased group is fresh
+--          enough for policy_version, and what is not is played again; the same token returns the
+--          same leases. Sweeps first; credits held since a drop are released, because the trainer
+--          needs groups now. With pipeline_depth = "auto" it adapts how many groups are admitted.
 
 -- With fewer attempts the share means little.
 local MIN_ATTEMPTS = 200
@@ -30,8 +32,7 @@ local function too_many_replaced()
   local num_failed, causes = resultless, {}
   local sentences = {
     '%d were cut by their group\'s deadline: raise buffer.group_deadline_s, or leave it out',
-    '%d were too old when their group was ready: leave buffer.take_window out, so that slow groups '
-      .. 'are waited for, lower buffer.pipeline_depth, or raise buffer.max_staleness',
+    '%d were too old to be trained: lower buffer.pipeline_depth or raise buffer.max_staleness',
     '%d were scored in groups that too few others finished'}
   for i = 1, 3 do
     local part = (number(parts[i]) or 0) - (number(were[i]) or 0)
@@ -75,37 +76,114 @@ release_held_credits()
 local num = tonumber(ARGV[3])
 redis.call('HSET', STATE, 'wanted', num)
 local depth = depth_of(ARGV[4]) or tonumber(ARGV[4])
-for _, group_id in ipairs(redis.call('ZRANGEBYSCORE', READY_DEPTHS, '-inf',
-    '(' .. depth_score(depth - rules.max_staleness, 0))) do
-  drop_group(group_id, 'stale', false, false)
+repair_stale(depth)
+
+-- EDF: with one batch a step, groups that are due within j more steps fit into j batches. What does
+-- not has to be in this one. (Earliest deadline first: Liu and Layland 1973, for equal tasks.)
+local function is_held(ready)
+  local batch, age = rules.groups_per_step, max_age()
+  local num_live = redis.call('ZCARD', READY) + redis.call('ZCARD', OPEN)
+  local steps = 0
+  while steps <= age and steps * batch < num_live do
+    local first_later = (depth - age + steps + 1) * SLOTS
+    local bound = '(' .. depth_score(depth - age + steps + 1, 0)
+    local num_due = redis.call('ZCOUNT', READY_DEPTHS, '-inf', bound)
+      + redis.call('ZCOUNT', OPEN_DEPTHS, '-inf', bound)
+    local num_here = 0
+    for i = 2, #ready, 2 do
+      if tonumber(ready[i]) < first_later then num_here = num_here + 1 end
+    end
+    if num_here < math.min(num, num_due - steps * batch) then return true end
+    steps = steps + 1
+  end
+  return false
 end
--- The oldest open group holds the window: groups far ahead of it wait, however fast they were.
-local function highest_slot()
-  local oldest = redis.call('ZRANGE', OPEN, 0, 0, 'WITHSCORES')[2]
-  if rules.take_window == 0 or not oldest then return '+inf' end
-  return '(' .. (tonumber(oldest) + rules.take_window)
+
+-- How long the trainer waits, and for what: `short` of ready groups, or `slow` groups that may not
+-- become too old. cause is nil when it waits no longer.
+local function note_wait(cause)
+  local s = redis.call('HMGET', STATE, 'wait_cause', 'wait_since')
+  if s[1] then
+    local ms = math.max(now - tonumber(s[2]), 0)
+    count('wait_ms:' .. s[1], ms)
+    redis.call('HINCRBY', STATE, 'waited:' .. s[1], ms)
+  end
+  if cause then
+    redis.call('HSET', STATE, 'wait_cause', cause, 'wait_since', now)
+  else
+    redis.call('HDEL', STATE, 'wait_cause', 'wait_since')
+  end
 end
-local ready = redis.call('ZRANGEBYSCORE', READY, '-inf', highest_slot(), 'WITHSCORES',
-  'LIMIT', 0, num)
-if #ready < 2 * num then
-  return {'ok', 0, #ready / 2, redis.call('HLEN', ATTEMPTS),
-    redis.call('ZCARD', OPEN)}
+
+-- The controller of pipeline_depth = "auto", once for each batch. The trainer's waits are averaged
+-- over about four steps. It starts more groups where the trainer lacks ready ones because admission
+-- ended, and fewer where groups are left over at every take, or where it waits for slow ones, which
+-- more groups would make wait longer.
+local TOLERATED_WAIT, WEIGHT_OF_PAST, TAKES_BEFORE_LOWERING = 0.05, 0.75, 4
+local function adapt_depth()
+  local s = redis.call('HMGET', STATE, 'leased_at', 'waited:short', 'waited:slow', 'mean_period',
+    'mean_short', 'mean_slow', 'least_left', 'takes_since', 'is_depth_reached')
+  redis.call('HSET', STATE, 'leased_at', now, 'waited:short', 0, 'waited:slow', 0)
+  redis.call('HDEL', STATE, 'is_depth_reached')
+  if rules.pipeline_depth ~= 'auto' or not s[1] then return end
+  local function mean(before, value) return WEIGHT_OF_PAST * (number(before) or 0) + value end
+  local period = mean(s[4], math.max(now - tonumber(s[1]), 1))
+  local short, slow = mean(s[5], number(s[2]) or 0), mean(s[6], number(s[3]) or 0)
+  local left = redis.call('ZCARD', READY)
+  local least, takes = math.min(number(s[7]) or left, left), (number(s[8]) or 0) + 1
+  local provided, beyond, limit = admission()
+  local step, change, cause = math.max(1, math.floor(rules.groups_per_step / 8)), 0, 'kept'
+  local is_short, is_slow = short > TOLERATED_WAIT * period, slow > TOLERATED_WAIT * period
+  if is_short and short > slow then
+    if beyond >= limit - provided then
+      cause = 'limited_by_age'
+    elseif s[9] then
+      cause, change = 'raised', math.min(step, limit - provided - beyond)
+    else
+      cause = 'limited_by_places'
+    end
+  elseif takes >= TAKES_BEFORE_LOWERING then
+    if not is_short and not is_slow and least > 0 then
+      change = -math.max(1, math.floor(least / 2))
+    elseif is_slow and short < slow / 4 then
+      change = -step
+    end
+    change = math.max(change, -beyond)
+    if change < 0 then cause = 'lowered' end
+    least, takes = left, 0
+  end
+  if change > 0 then least, takes = left, 0 end
+  count('depth:' .. cause)
+  redis.call('HSET', STATE, 'groups_beyond', beyond + change, 'depth_cause', cause,
+    'mean_period', period, 'mean_short', short, 'mean_slow', slow, 'least_left', least,
+    'takes_since', takes)
 end
+
+local ready = redis.call('ZRANGE', READY_DEPTHS, 0, num - 1, 'WITHSCORES')
+local is_short = #ready < 2 * num
+if is_short or is_held(ready) then
+  note_wait(is_short and 'short' or 'slow')
+  return {'ok', 0, redis.call('ZCARD', READY), redis.call('HLEN', ATTEMPTS),
+    redis.call('ZCARD', OPEN), is_short and 0 or 1}
+end
+note_wait(nil)
 local leases, ids, slots = {}, {}, {}
 for i = 1, #ready, 2 do
-  local group_id, slot = ready[i], ready[i + 1]
+  local group_id = ready[i]
   local g = group_key(group_id)
-  local f = redis.call('HMGET', g, 'size', 'task_id')
+  local f = redis.call('HMGET', g, 'size', 'task_id', 'slot')
+  local slot = f[3]
   redis.call('HSET', g, 'state', 'leased')
   leases[#leases + 1] = {group_id, tonumber(slot), tonumber(f[1]), f[2],
-    redis.call('LRANGE', g .. ':episodes', 0, -1)}
+    redis.call('LRANGE', g .. ':episodes', 0, -1), max_age()}
   ids[#ids + 1] = group_id
   slots[#slots + 1] = slot
   slots[#slots + 1] = group_id
 end
 -- They are the lowest of their scores.
-redis.call('ZREMRANGEBYRANK', READY, 0, num - 1)
-send_all(ids, function(...) redis.call('ZREM', READY_DEPTHS, ...) end)
+redis.call('ZREMRANGEBYRANK', READY_DEPTHS, 0, num - 1)
+send_all(ids, function(...) redis.call('ZREM', READY, ...) end)
+if num >= rules.groups_per_step then adapt_depth() end
 send_all(slots, function(...) redis.call('ZADD', LEASES, ...) end)
 local deadline = now + rules.lease_ms
 redis.call('HSET', STATE, 'fence_deadline', deadline)

@@ -164,11 +164,12 @@ def build_batch(
     policy_version: int,
     vocab_size: int,
     staleness_of: Callable[[int], int] | None = None,
+    max_age: int | None = None,
     filtered: MutableMapping[str, str] | None = None,
 ) -> Batch:
     """Measure `groups`, drop what cannot be trained, and build rows from the rest.
 
-    Drops: stale (a trained token is older than buffer.max_staleness publishes), failed (no scored
+    Drops: stale (a trained token is older than `max_age` publishes), failed (no scored
     episode), no_signal (equal rewards, unless buffer.drop_zero_signal is off), filtered
     (buffer.filter_path said so), overlong (a sample exceeds trainer.max_microbatch_tokens),
     malformed (ids outside the vocabulary, or a record that contradicts itself).
@@ -182,6 +183,7 @@ def build_batch(
 
     Args:
         staleness_of: publishes from a version to `policy_version`; left out: their difference.
+        max_age: left out: that of the settings.
         filtered: what buffer.filter_path said of each group that it was asked about; it is asked
             about no group twice.
     """
@@ -207,6 +209,7 @@ def build_batch(
         settings,
         sentences=sentences,
         staleness_of=staleness_of,
+        max_age=settings.buffer.max_age if max_age is None else max_age,
         vocab_size=vocab_size,
         filtered={} if filtered is None else filtered,
     )
@@ -258,6 +261,7 @@ def _sift(
     *,
     sentences: MutableMapping[str, str],
     staleness_of: Callable[[int], int],
+    max_age: int,
     vocab_size: int,
     filtered: MutableMapping[str, str],
 ) -> tuple[dict[int, Episodes], list[tuple[str, DropReason]]]:
@@ -270,7 +274,9 @@ def _sift(
     episodes: dict[int, Episodes] = {}
     for index, group in enumerate(ordered):
         rows: Episodes = []
-        reason = _reason_to_drop(group, settings, staleness_of, has_signal=signal[index])
+        reason = _reason_to_drop(
+            group, settings, staleness_of, max_age=max_age, has_signal=signal[index]
+        )
         if group.group_id in sentences and reason in (None, "no_signal"):
             reason = "malformed"
         if reason is None and keep is not None:
@@ -311,11 +317,15 @@ def overlong_penalties(group: Group, settings: Settings) -> list[float]:
 
 
 def _reason_to_drop(
-    group: Group, settings: Settings, staleness_of: Callable[[int], int], *, has_signal: bool
+    group: Group,
+    settings: Settings,
+    staleness_of: Callable[[int], int],
+    *,
+    max_age: int,
+    has_signal: bool,
 ) -> DropReason | None:
     versions = [oldest_trained_version(trajectory) for trajectory in group.trajectories]
-    limit = settings.buffer.max_staleness
-    if any(version is not None and staleness_of(version) > limit for version in versions):
+    if any(version is not None and staleness_of(version) > max_age for version in versions):
         return "stale"
     if not scored(group):
         return "failed"

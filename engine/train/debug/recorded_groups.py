@@ -161,6 +161,9 @@ class Recording:
     ) -> None:
         """A recording has no runners."""
 
+    def set_steps_left(self, num_steps: int) -> None:
+        """Nothing is admitted."""
+
     def set_run_state(self, state: Literal["running", "finished", "failed"]) -> None:
         """No other process reads it."""
 

@@ -93,7 +93,8 @@ def rollout(config: Path, out: Path, overrides: tuple[str, ...]) -> None:
     from outloop.engine.launch.collect_rollouts import play_once
 
     check_writable(out, "--out")
-    settings = load_settings(config, ("buffer.max_staleness=0", *overrides))
+    one_step = ("buffer.max_staleness=0", "buffer.over_provision=1")
+    settings = load_settings(config, (*one_step, *overrides))
     configure_logging("launcher", settings.telemetry.log_level)
     launcher.check_before_start(settings)
     with launcher.stop_on_signals() as stop:

@@ -19,6 +19,7 @@ def test_a_step_keeps_its_order(setup: MakeRun) -> None:
     kinds = [(kind, value) for kind, value in made.events if kind != "drop"]
     assert kinds == [
         ("recover", None),
+        ("steps_left", 2),
         ("announce", (0, None)),
         ("publish", 0),
         ("acknowledge", 0),
@@ -26,11 +27,13 @@ def test_a_step_keeps_its_order(setup: MakeRun) -> None:
         ("announce", (1, 0)),
         ("publish", 1),
         ("acknowledge", 1),
+        ("steps_left", 1),
         ("mark_trained", 1),
         ("take", 1),
         ("announce", (2, 1)),
         ("publish", 2),
         ("acknowledge", 2),
+        ("steps_left", 0),
         ("mark_trained", 2),
     ]
 
@@ -66,7 +69,7 @@ def test_a_restart_resumes_and_never_reuses_a_version(setup: MakeRun) -> None:
     again = setup(trainer=FAST | {"num_steps": 4})
     again.buffer.highest = 6
     rows = again.train()
-    assert again.events[:2] == [("recover", 2), ("announce", (7, 2))]
+    assert again.events[:3] == [("recover", 2), ("steps_left", 2), ("announce", (7, 2))]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [row["train/policy_version"] for row in rows] == [1, 2, 8, 9]
 
