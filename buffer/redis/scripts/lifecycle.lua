@@ -588,7 +588,7 @@ local function remove_scored(group_id, episode_id)
   redis.call('LREM', g .. ':episodes', 0, episode_id)
   redis.call('HINCRBY', g, 'scored', -1)
   add_to(g, 'ledger', ms, tokens, -1)
-  discard_lost(episode_id, group_id)
+  discard_lost(episode_id, group_id, 'stale')
   replace_attempt('t', group_id, '', 'stale', ms, tokens)
 end
 
