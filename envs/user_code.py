@@ -1,6 +1,6 @@
-"""Finds and imports the user's code, and tells it when the run ends.
+"""Finds and imports the user's code, and calls its `tear_down` at the end.
 
-Whatever is wrong with a path is a SettingsError of one line that says what to change.
+A wrong path raises a SettingsError with one line that says what to change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outloop.buffer.errors import SettingsError
 
 
 def import_folders(import_dir: Path | None) -> tuple[Path, ...]:
-    """Where user code and task files are looked for: the working directory, then `import_dir`."""
+    """The folders of user code and task files: the working directory, then `import_dir`."""
     folders = [Path.cwd()]
     if import_dir is not None and import_dir.resolve() != folders[0]:
         folders.append(import_dir.resolve())
@@ -25,9 +25,9 @@ def import_folders(import_dir: Path | None) -> tuple[Path, ...]:
 
 
 def import_object(path: str, *, setting: str, import_dir: Path | None) -> Any:
-    """The object that `package.module:name` names.
+    """Import the object `package.module:name`.
 
-    The folders of `import_folders` are put in front of `sys.path`, as Python does for a script.
+    The folders of `import_folders` are put at the start of `sys.path`, as Python does for a script.
 
     Raises:
         SettingsError: no such module or name (the nearest is named), or the import raised.
@@ -67,7 +67,7 @@ def import_object(path: str, *, setting: str, import_dir: Path | None) -> Any:
 
 
 async def tear_down(target: Any) -> None:
-    """Call the object's `tear_down`, or else the function of that name in its module, if any."""
+    """Call the object's `tear_down`, or for a function that of its module, if there is one."""
     method = getattr(target, "tear_down", None)
     if method is None and inspect.isroutine(target):
         method = getattr(sys.modules.get(inspect.unwrap(target).__module__), "tear_down", None)

@@ -1,8 +1,8 @@
-"""Plays episodes by an agent program: `env.agent_command`, one process tree for each episode.
+"""Plays episodes with an agent program (`env.agent_command`): one process tree for each episode.
 
-Owns: the episode's folder and environment, and which failure the program's end is. Does not own:
-running it (command, process_reaper), scoring it (verifier). Invariant: however the program ended,
-its processes and its folder are gone when `play` returns, and its output is in the result.
+It makes the episode's folder and environment, and classifies how the program ended; `command` and
+`process_reaper` run it, `verifier` scores it. When `play` returns, the program's processes and its
+folder are gone, however it ended, and its output is in the result.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def load_player(env: EnvSettings, hidden: Sequence[Path]) -> Rollout:
     """Load what plays the run's episodes: the rollout function, or the agent command.
 
     Args:
-        hidden: what an agent program must not see, of `confinement.hidden_paths`.
+        hidden: what an agent program must not see; see `confinement.hidden_paths`.
 
     Raises:
-        SettingsError: neither or both are given, or the one that is given cannot be used.
+        SettingsError: neither or both are given, or the given one cannot be used.
     """
     if env.agent_command is None:
         return load_rollout(env)
@@ -82,7 +82,7 @@ class CommandAgent:
         self._env = env
 
     async def tear_down(self) -> None:
-        """Have the verifier end what it started."""
+        """End what the verifier started."""
         await self._verifier.tear_down()
 
     def check_tasks(self, tasks: tuple[Task, ...]) -> None:
@@ -97,7 +97,7 @@ class CommandAgent:
         self._line.check([*_OWN_PLACEHOLDERS, *sorted(fields - set(self._env.hidden_task_fields))])
 
     async def play(self, task: Task, episode: Episode) -> EpisodeResult:
-        """Start the program, wait for its end or a limit, and have the verifier score it."""
+        """Run the program to its end or a limit, and score what it left."""
         root = Path(tempfile.mkdtemp(prefix="outloop-episode-"))
         folder, temporary = root / "episode", root / "tmp"
         folder.mkdir()
@@ -212,7 +212,7 @@ def _limit_sentence(ran: command.CompletedProgram, env: EnvSettings) -> str:
 
 
 async def _is_router_ready(base_url: str) -> bool:
-    """Whether the episode's own endpoint is up: if not, the agent is not to blame."""
+    """True if the episode's endpoint is up; if not, the failure is not the agent's."""
     parts = urlsplit(base_url)
     try:
         async with (

@@ -1,9 +1,8 @@
-"""Programs that outloop starts for one episode: the agent, and a verifier that is a command.
+"""Runs the programs of one episode: the agent, and a verifier that is a command.
 
-Owns: command lines with placeholders, the environment that a program gets, running it under its
-reaper. Does not own: limits inside the process tree (process_reaper), what the program can reach
-(confinement), what its end means (agent). Invariant: a program sees the key of its own episode and
-none of outloop's settings; when `run` returns or is cancelled, nothing of it is alive.
+A program gets the key of its own episode and none of outloop's settings. When `run` returns or is
+cancelled, none of its processes is alive. Limits inside the process tree are in `process_reaper`,
+what the program can reach is in `confinement`.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ _REAPER_S = 10.0
 _NOT_INHERITED = re.compile(
     r"OUTLOOP_.*|(OPENAI|ANTHROPIC)_(API_KEY|BASE_URL|AUTH_TOKEN|ORG_ID|PROJECT_ID|ADMIN_KEY)"
 )
-"""Variables that would show a program outloop's settings, or lead it to another endpoint."""
+"""Variables that hold outloop's settings, or lead a program to another endpoint."""
 _INHERITED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TZ")
-"""Variables that an agent program inherits, in addition to PATH and those that are asked for."""
+"""Variables that an agent program inherits, besides PATH and those of env.agent_environment."""
 
 
 class CompletedProgram(msgspec.Struct, frozen=True):
@@ -46,13 +45,13 @@ class CompletedProgram(msgspec.Struct, frozen=True):
     exit_code: int | None
     """Negative for a signal; None if a limit ended it."""
     reason: str
-    """Which limit ended it: time, memory or output; empty for none."""
+    """The limit that ended it: time, memory or output; empty: none."""
     stdout: str
-    """The end of it."""
+    """The end of the program's standard output."""
     stderr: str
     memory_mb: float
     is_started: bool
-    """False: bubblewrap failed before it came to the program."""
+    """False: bubblewrap failed before it started the program."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -93,7 +92,7 @@ class CommandLine:
 
     @property
     def placeholders(self) -> set[str]:
-        """Names in braces."""
+        """The names in braces."""
         return {name for word in self._words for name in _PLACEHOLDER.findall(word)}
 
     def check(self, known: Sequence[str]) -> None:
@@ -112,16 +111,16 @@ class CommandLine:
 
     @property
     def words_given(self) -> tuple[str, ...]:
-        """The words with their placeholders."""
+        """The words, placeholders not filled in."""
         return tuple(self._words)
 
     @property
     def is_module(self) -> bool:
-        """True for `python -m NAME`, which looks for the module in the working directory."""
+        """True for `python -m NAME`, which needs the module's folder in PYTHONPATH."""
         return "-m" in self._words
 
     def at_home(self) -> CommandLine:
-        """The same command for another working directory: files of its own by their full paths."""
+        """The same command for another working directory: its own files have their full paths."""
         line = copy.copy(self)
         line._words = [self._full(word) for word in self._words]
         return line
@@ -150,7 +149,7 @@ class CommandLine:
         return [_PLACEHOLDER.sub(value, word) for word in self._words]
 
     def _refuse_missing_script(self, word: str, folders: Sequence[Path]) -> None:
-        """`python agnet.py` is refused before anything starts, if the word can only be a file."""
+        """Refuse a script that does not exist, if the word can only be a file: `agnet.py`."""
         if word.startswith("-") or "{" in word or not re.search(r"\.(py|js|mjs|ts|sh|rb)$", word):
             return
         if any((folder / word).is_file() for folder in folders):
@@ -164,7 +163,7 @@ class CommandLine:
         raise SettingsError(f"{self._named}: there is no file {word!r} in {where}; {hint}")
 
     def _is_relative_to(self, folders: Sequence[Path]) -> bool:
-        """True if its files are found only in the settings file's folder."""
+        """True if its files exist only in the settings file's folder."""
         files = [word for word in self._words if "/" in word or "." in word]
         return any(
             (folders[-1] / word).is_file() and not (folders[0] / word).is_file() for word in files
@@ -209,7 +208,7 @@ async def run(
     """Run a program to its end or a limit.
 
     Args:
-        is_confined: `words` begin with bubblewrap; when it fails itself, that is no result.
+        is_confined: `words` begin with bubblewrap; a failure of bubblewrap itself is no result.
 
     Raises:
         EnvironmentFailure: it could not be started, or its reaper died.
@@ -239,7 +238,7 @@ async def run(
 async def _reaper(
     words: Sequence[str], options: dict[str, object], env: Mapping[str, str], folder: Path
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.subprocess.Process]]:
-    """The process that runs the program, and what it will say of it; both end with the context."""
+    """The process that runs the program, and a reader of its report; both end with the context."""
     ours, theirs = socket.socketpair()
     with theirs:
         reader, writer = await asyncio.open_unix_connection(sock=ours)

@@ -1,9 +1,8 @@
-"""Puts bubblewrap around an agent program.
+"""Runs an agent program in bubblewrap.
 
-Owns: which folders the program sees, and whether bubblewrap works here. Does not own: the program's
-limits and its end (process_reaper), code that a policy writes (sandbox, which isolates more).
-Invariant: the program cannot read the run folders, the files of tasks and keys, other episodes'
-folders and other processes, and writes only into its episode's folders.
+The program cannot read the run folders, the files of tasks and keys, the folders of other episodes
+and other processes; it writes only into its episode's folders. Code that a policy writes belongs
+into `envs.sandbox`, which isolates more.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from outloop.envs.user_code import import_folders
 _log = structlog.get_logger()
 _PROBE_S = 20.0
 _STATUS_FD = 3
-"""Bubblewrap writes there that the program has ended: it was started, then."""
+"""Bubblewrap reports the program's end on this descriptor, which shows that it was started."""
 _NAMES_OF_SERVERS = Path("/run/systemd/resolve")
 """What /etc/resolv.conf is a link to on many systems."""
 
 
 class Confinement:
-    """Starts programs that see the machine read-only, without what is private to the run.
+    """Starts programs that see the machine read-only, and nothing that is private to the run.
 
     Args:
         project: folders of the user's code, which the program may read.
@@ -75,7 +74,7 @@ class Confinement:
         ]
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Where the program's home and its temporary files are."""
+        """Variables for the program's home and its temporary files."""
         return {"HOME": str(folder), "TMPDIR": "/tmp"}
 
     def _probe(self) -> None:
@@ -98,10 +97,10 @@ class Confinement:
 
 
 def open_confinement(env: EnvSettings, hidden: Iterable[Path]) -> Confinement | None:
-    """Open what `env.agent_sandbox` asks for; None: the program runs with the runner's rights.
+    """The confinement of `env.agent_sandbox`; None: the program runs with the runner's rights.
 
     Raises:
-        SettingsError: bubblewrap is asked for and cannot be had.
+        SettingsError: `env.agent_sandbox` is "bubblewrap", which does not work here.
     """
     if env.agent_sandbox == "none":
         return None
@@ -139,14 +138,14 @@ def hidden_paths(settings: Settings) -> list[Path]:
 
 
 def _covered_folders() -> list[Path]:
-    """Folders of users, of sockets and of temporary files: empty for the program."""
+    """Folders of users, sockets and temporary files; the program sees them empty."""
     names = ("/home", "/root", "/run", "/tmp", "/var/tmp", tempfile.gettempdir(), str(Path.home()))
     found = dict.fromkeys(Path(name).resolve() for name in names if name != "/")
     return [path for path in found if path.is_dir() and path != Path("/")]
 
 
 def _interpreters() -> list[Path]:
-    """Folders of this Python and of PATH, for `X/bin` the whole of X."""
+    """Folders of this Python and of PATH; for `X/bin`, the whole folder X."""
     paths = [Path(sys.prefix), Path(sys.base_prefix)]
     for name in os.environ.get("PATH", os.defpath).split(os.pathsep):
         path = Path(name)

@@ -1,9 +1,8 @@
 """`python -I -S process_reaper.py LIMITS COMMAND...`: runs a program and ends all of its processes.
 
-Owns: the program's process tree, its time, memory and output. It imports the standard library only,
-because one is started for each episode. Invariant: when this process ends, no descendant of the
-program is alive, whichever session it moved to: this process is their reaper. When its runner ends,
-it ends them at once.
+It limits the time, memory and output of the program's process tree. It imports the standard library
+only, because one is started for each episode. It is the reaper of all descendants: when it ends,
+none of them is alive, whichever session they moved to. When its runner ends, it ends them at once.
 
 LIMITS is JSON: control (a socket to the runner), time_s, memory_mb, output_bytes, kept_bytes,
 is_confined (COMMAND begins with bubblewrap, which reports on descriptor 3).
@@ -45,21 +44,21 @@ class StreamTail:
         self._limit = limit
 
     def add(self, data: bytes) -> None:
-        """Take more of it."""
+        """Append data; only the end is kept."""
         self.total += len(data)
         self.data += data
         if len(self.data) > 2 * self._limit:
             del self.data[: -self._limit]
 
     def text(self) -> str:
-        """Its end as text."""
+        """The end of the stream as text."""
         left_out = self.total - min(len(self.data), self._limit)
         text = bytes(self.data[-self._limit :]).decode(errors="replace")
         return f"[{left_out} bytes left out]\n{text}" if left_out else text
 
 
 def start(command: list[str], limits: Limits, outputs: dict[int, int]) -> int:
-    """Fork and execute the program in a process group of its own; returns its pid."""
+    """Start the program in a process group of its own; returns its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -80,7 +79,7 @@ def start(command: list[str], limits: Limits, outputs: dict[int, int]) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Pids of a process's children; of all its threads."""
+    """Pids of the children of all threads of a process."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")
@@ -149,7 +148,7 @@ class Reaper:
             os.set_blocking(descriptor, False)
             self._selector.register(descriptor, selectors.EVENT_READ, kept)
         self._selector.register(int(limits["control"]), selectors.EVENT_READ, None)
-        # A child's end wakes the selector before the next poll.
+        # The end of a child wakes the selector.
         self._selector.register(wake, selectors.EVENT_READ, StreamTail(1))
         self._is_abandoned = False
         self.reason = ""
@@ -157,7 +156,7 @@ class Reaper:
         self.status: int | None = None
 
     def watch(self) -> None:
-        """Until the program ended; `reason` says which limit ended it: time, memory, output."""
+        """Wait until the program ended, or until a limit (`reason`: time, memory, output)."""
         end = time.monotonic() + self._limits["time_s"]
         next_poll = 0.0
         while self.status is None and not self._is_abandoned:
@@ -188,9 +187,9 @@ class Reaper:
             self.reason = "memory"
 
     def _ask_to_end(self) -> None:
-        # Bubblewrap would end at once, and all that it holds with it.
-        asked = set(descendants()) - {self._pid} if self._limits["is_confined"] else {-self._pid}
-        for one in asked:
+        # A signal to bubblewrap itself would kill everything in it at once.
+        targets = set(descendants()) - {self._pid} if self._limits["is_confined"] else {-self._pid}
+        for one in targets:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one, signal.SIGTERM)
         end = time.monotonic() + _TERM_GRACE_S

@@ -1,10 +1,8 @@
-"""Scores what an agent program left: by the user's function, or by a command.
+"""Scores what an agent program left, with `env.verifier`: the user's function, or a command.
 
-Owns: the allowed forms of `env.verifier`, its deadline, repeating it when it fails. Does not own:
-what is right (the verifier), what follows from a reward (buffer). Invariant: a verifier sees the
-task and the result, never the episode's key. An answer that it works on for longer than its
-deadline is the agent's failure. What it raises, and the time that it waits for other verifications,
-are the environment's.
+A verifier gets the task and the result, never the episode's key. If it works longer than its
+deadline on an answer, that is a failure of the agent. If it raises, or waits too long for other
+verifications, that is a failure of the environment; a verifier that raises is called again.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _NUM_TRIES = 3
 _NUM_THREADS = 16
 _MAX_LEFT_BEHIND = 64
-"""Threads in calls that did not return in time; each costs its stack, and the CPU if it spins."""
+"""Limit of threads whose call did not return in time; each costs a stack, and CPU if it spins."""
 _OUTPUT_BYTES = 2**20
 _MARGIN_S = 0.3
-"""Before the episode's deadline: what is not scored by then is cut off without a word."""
+"""Verification ends this long before the episode's deadline, when the episode is cut off."""
 _FILES = ("task_file", "result_file", "episode_dir")
 
 
@@ -51,7 +49,7 @@ class VerifierTimeout(Exception):
 
 
 class TurnTimeout(EnvironmentFailure):
-    """The verifier never got to work on the answer; not asked again, for the time is over."""
+    """The verifier had no turn to work on the answer before the time was over; no second try."""
 
 
 class Verifier(Protocol):
@@ -127,7 +125,7 @@ async def verify(
 
 
 def _hint(error: Exception) -> str:
-    """What to change, for the mistakes that are made with a task."""
+    """What to change, for common mistakes with a task or a result."""
     text = str(error)
     if isinstance(error, TypeError | AttributeError) and "'Task' object" in text:
         return (
@@ -165,15 +163,14 @@ class _FunctionVerifier:
         return as_reward(returned, self._weights)
 
     async def tear_down(self) -> None:
-        """Call the verifier's own `tear_down`, or for a function that of its module."""
+        """Call the verifier's `tear_down`, or for a function that of its module."""
         await tear_down(self._function)
 
 
 class _Threads:
     """Runs each call of a blocking verifier in a thread of its own.
 
-    A call that does not return in time no longer counts; its thread ends
-    with the process.
+    A call that does not return in time is given up; its thread ends with the process.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -216,7 +213,7 @@ class _Threads:
         working: asyncio.Future[Any] = loop.create_future()
 
         def end(returned: Any, error: BaseException | None) -> None:
-            if working.done():  # its episode was given up
+            if working.done():  # the call was given up
                 return
             if error is None:
                 working.set_result(returned)
@@ -244,7 +241,7 @@ class _Threads:
 
 
 def _late(clock: VerifierClock) -> Exception:
-    """Which failure it is that a verification was not over in time."""
+    """The error of a verification that took too long: its own work, or waiting for others."""
     if clock.left_s <= 0:
         return VerifierTimeout(f"the verifier took longer than {clock.limit_s:g} s")
     return TurnTimeout(
@@ -276,7 +273,7 @@ class _CommandVerifier:
         return as_reward(_last_line(ran.stdout), self._env.reward_weights)
 
     async def tear_down(self) -> None:
-        """Nothing outlives a verdict."""
+        """Do nothing: each command has ended with its verdict."""
 
     async def _run(
         self, task: Task, result: Result, folder: Path, limit_s: float
@@ -311,6 +308,6 @@ def _last_line(text: str) -> Any:
 
 
 def deadline_share(env: EnvSettings, deadline: float) -> float:
-    """Seconds that an agent may take, so that its verifier can still finish before `deadline`."""
+    """Seconds that an agent may take, so that its verifier can finish before `deadline`."""
     left_s = max(0.0, deadline - time.time())
     return max(0.0, left_s - min(env.verifier_timeout_s, 0.2 * left_s))

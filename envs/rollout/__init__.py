@@ -1,1 +1,1 @@
-"""A rollout function, the episode it plays, and the result."""
+"""The rollout function, the episode that it plays, and the result."""

@@ -1,7 +1,7 @@
-"""Clients of the model's endpoint, shared by all episodes of a process.
+"""Clients of the policy's endpoint, shared by all episodes of a process.
 
-An episode gets a view of a shared client with its own address and key: a client for each episode
-would cost ten times as much as a call. A library is imported when its client is first used.
+An episode gets a shared client with its own address and key, by `with_options`: to make a client
+takes ten times as long as a call. A library is imported when its client is first used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Clients:
         self._max_connections = max_connections
         self._timeout_s = timeout_s
         self._made: dict[str, Any] = {}
-        # Blocking rollout functions ask from several threads.
+        # Blocking rollout functions use it from several threads.
         self._lock = threading.Lock()
 
     def openai(self, base_url: str, api_key: str) -> AsyncOpenAI:
@@ -54,7 +54,7 @@ class Clients:
         return client.with_options(base_url=base_url, api_key=api_key)
 
     async def close(self) -> None:
-        """Close the pools that were opened."""
+        """Close the connection pools."""
         for name, client in self._made.items():
             closing = client.close()
             if name.startswith("Async"):
@@ -74,7 +74,7 @@ class Clients:
                 f"a ready-made client needs the package {package}, which is not installed; "
                 f"pip install {package}, or use episode.base_url and episode.api_key"
             ) from error
-        # Which HTTP library the limits belong to depends on the client's version.
+        # The type of the limits depends on the client's version.
         limits = type(library.DEFAULT_CONNECTION_LIMITS)(
             max_connections=self._max_connections,
             max_keepalive_connections=self._max_connections,

@@ -1,6 +1,6 @@
 """The episode that a rollout function plays: its task, address, key, deadline and scores.
 
-It holds this episode's key and no other; nothing in it opens the control routes.
+Its key opens this episode only, and no control routes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Episode:
     base_url: str
     """For any OpenAI client; the same as OPENAI_BASE_URL."""
     api_key: str
-    """Opens this episode and nothing else, until it closes; the same as OPENAI_API_KEY."""
+    """Valid for this episode only, until it closes; the same as OPENAI_API_KEY."""
     deadline: float
     """Unix seconds; `play` is cancelled then and the episode counts as truncated."""
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Episode:
         tokens: tuple[int, int] | None = None,
         **components: float,
     ) -> None:
-        """Score the episode, in place of returning a reward; or a part of it.
+        """Score the episode instead of returning a reward, or score a part of it.
 
         `score(1.0)` is the reward. `score(form=0.5)` adds a named component; with components only,
         their sum weighted by env.reward_weights is the reward. `score(0.2, turn=answer)` scores the
@@ -87,7 +87,7 @@ class Episode:
         trained with env.turn_scores="train", and kept with "record".
 
         Raises:
-            RecordError: a number is not finite, or it is not clear what is scored.
+            RecordError: a number is not finite, or the arguments do not name what is scored.
             SettingsError: this run takes no scores of turns, branches and tokens.
         """
         self.scores.add(value, turn, branch, tokens, components)

@@ -1,7 +1,7 @@
-"""How an episode ended, and turning what a verifier returned into a reward.
+"""How an episode ended, and how a returned value becomes a reward.
 
-A reward is never made up: what is not a finite number raises. Which kind of failure it was is
-decided by runner.failures.
+A reward is never made up: a value that is not a finite number raises. `runner.failures` decides the
+kind of a failure.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class EpisodeResult:
     """The end of what an agent program wrote."""
     error_type: str = ""
     place: str = ""
-    """file:line in the user's code where the error came from; empty if it is not known."""
+    """file:line in the user's code at which the error was raised; empty if it is not known."""
     trace: str = ""
     is_refused: bool = False
-    """The settings do not allow what the function wants; the run stops with `error`."""
+    """True: the settings do not allow what the function did; the run stops with `error`."""
     is_bad_reward: bool = False
-    """The agent played, but the verifier gave nothing that can be trained."""
+    """True: the agent played, but the verifier returned no usable reward."""
 
 
 def failed(
@@ -59,7 +59,7 @@ def failed(
     outcome: Outcome = "failed",
     output: str = "",
 ) -> EpisodeResult:
-    """The ending of an episode that `error` ended; `reward` only for failures of the agent."""
+    """The result of an episode that `error` ended; `reward` only for failures of the agent."""
     frames = traceback.extract_tb(error.__traceback__)
     trace = "".join(traceback.format_exception(error)) if frames else ""
     place = _user_place(frames) if frames else _place_in(output)
@@ -77,7 +77,7 @@ def failed(
 
 
 def _user_place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """file:line of the innermost frame that is not of Python, an installed package or outloop."""
+    """file:line of the innermost frame outside Python, installed packages and outloop."""
     for frame in reversed(frames):
         if not frame.filename.startswith(("<", *_NOT_THE_USERS)):
             return f"{frame.filename}:{frame.lineno}"
@@ -85,7 +85,7 @@ def _user_place(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _place_in(output: str) -> str:
-    """The same from what a program wrote: a traceback of Python or a stack of Node.js."""
+    """The same from a program's output: a traceback of Python or a stack of Node.js."""
     inner_last = list(reversed(_PYTHON_FRAME.findall(output)))
     for file, line in inner_last or _NODE_FRAME.findall(output):
         if not file.startswith("<") and not any(part in file for part in _INSTALLED):
@@ -94,7 +94,7 @@ def _place_in(output: str) -> str:
 
 
 def without_reward(error: RecordError, *, output: str = "") -> EpisodeResult:
-    """The result of an episode without a usable score: a failure of the environment."""
+    """The result of an episode without a usable reward: a failure of the environment."""
     return EpisodeResult(
         outcome="failed",
         failure_kind="environment",
@@ -108,10 +108,10 @@ def without_reward(error: RecordError, *, output: str = "") -> EpisodeResult:
 def as_reward(value: Any, weights: Mapping[str, float]) -> Reward:
     """Turn a returned value into a reward; scalars of array libraries count as numbers.
 
-    Named components add up, each times its weight (1 where `weights` does not name it).
+    The value of named components is their sum, each times its weight (1 if `weights` has none).
 
     Raises:
-        RecordError: a sentence for the author of the verifier.
+        RecordError: the value is no number or holds none; written for the verifier's author.
     """
     if isinstance(value, Reward):
         return value

@@ -1,6 +1,6 @@
-"""Collects what a rollout function scores while it plays: `episode.score(...)`.
+"""Collects the scores of an episode while a rollout function plays it: `episode.score(...)`.
 
-A score that this run cannot use is refused where it is given, with what to do.
+A score that this run cannot use is refused at the call, with a sentence that says what to do.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Scores:
         tokens: tuple[int, int] | None,
         components: Mapping[str, float],
     ) -> None:
-        """Remember a score; a later one of the same name replaces it.
+        """Add a score; a later one of the same name replaces it.
 
         Raises:
-            RecordError: a number is not finite, the call says nothing, or spans overlap.
+            RecordError: a number is not finite, the call gives no score, or spans overlap.
             SettingsError: parts of an episode are not scored in this run.
         """
         if turn is not None or branch is not None or tokens is not None:
@@ -49,7 +49,7 @@ class Scores:
             return
         if value is None and not components:
             raise RecordError(
-                "episode.score() says nothing; give a value, components by name, or a turn"
+                "episode.score() without a score; give a value, components by name, or a turn"
             )
         # Checks every number before any is kept.
         checked = Reward(value=0.0 if value is None else value, components=dict(components))
@@ -107,10 +107,10 @@ class Scores:
         )
 
     def reward(self, returned: Any, what: str) -> Reward:
-        """The episode's reward: what was returned, or what was scored.
+        """The episode's reward: the returned value, or else the scores.
 
         Raises:
-            RecordError: neither is there, it is no finite number, or spans of tokens overlap.
+            RecordError: there is neither, it is no finite number, or spans of tokens overlap.
         """
         if returned is not None:
             given = as_reward(returned, self._weights)

@@ -1,6 +1,6 @@
-"""The user's rollout function or class: which signatures are allowed.
+"""Loads the user's rollout function or class, and checks its signature.
 
-What `load_rollout` returns can be called as its kind says; nothing has been called yet.
+Nothing but the constructor of a class is called here.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _BATCH = "`async def rollout(tasks, context) -> None`"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """How episodes are played.
+    """The user's way of playing episodes.
 
     `async`: `await call(task, episode)`. `blocking`: `call(task, episode)`, in a thread. `batch`:
-    `await call(tasks, context)` plays many.
+    `await call(tasks, context)` plays many episodes.
     """
 
     kind: Kind
     call: Callable[..., Any]
     name: str
-    """For sentences."""
+    """How messages name it."""
     owner: Any = None
-    """The instance of the user's class, which may have set_up and tear_down."""
+    """The instance of the user's class, which may have set_up and tear_down; None: a function."""
 
     async def set_up(self) -> None:
         """Call the owner's `set_up`, if it has one."""
@@ -43,7 +43,7 @@ class Rollout:
             await answer
 
     async def tear_down(self) -> None:
-        """Call the owner's `tear_down`, or for a plain function that of its module."""
+        """Call the owner's `tear_down`, or that of a function's module."""
         await tear_down(self.owner if hasattr(self.owner, "tear_down") else self.call)
 
 
@@ -113,7 +113,7 @@ def _kind_of(function: Any, named: str) -> Kind:
     if "rollout_id" in names and "args" in names:
         raise SettingsError(
             f"{named} has slime's signature {signature}; {_BATCH} is allowed, and "
-            "docs/coming-from-slime.md says how one becomes the other"
+            "docs/coming-from-slime.md shows how to change it"
         )
     try:
         signature.bind(None, None)
@@ -135,7 +135,7 @@ def _kind_of(function: Any, named: str) -> Kind:
 
 
 def _is_batch(names: list[str], named: str) -> bool:
-    """By the names of the first two parameters: (tasks, context) plays a batch."""
+    """True if the first two parameters are called (tasks, context)."""
     says_batch = [names[0] == "tasks", len(names) > 1 and names[1] == "context"]
     if any(says_batch) and not all(says_batch):
         raise SettingsError(

@@ -1,8 +1,6 @@
-"""Plays a batch of episodes by a function `async def rollout(tasks, context)`.
+"""Plays a batch of episodes with a function `async def rollout(tasks, context)`.
 
-Owns: handing out the episodes of a batch, and ending each once. Does not own: claiming a batch
-(runner), playing a single episode (player). Invariant: when the function returns, every episode of
-its batch has one result.
+When the function returns, every episode of its batch has exactly one result.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ class Context:
         return self._episodes[job.number]
 
     def close(self, task: Attempt, reward: Any = None) -> None:
-        """End an attempt with a reward, or with what its episode was scored.
+        """End an attempt with a reward, or with the scores of its episode.
 
         Raises:
             RecordError: there is no reward, or it is no finite number.
@@ -76,7 +74,7 @@ class Context:
         self._ended(job, EpisodeResult(outcome="completed", reward=self._reward(task, reward)))
 
     def fail(self, task: Attempt, error: BaseException) -> None:
-        """End an attempt that `error` ended; the error decides the kind of failure."""
+        """End an attempt that failed with `error`, which decides the kind of the failure."""
         self._ended(self._job(task), self._player.ending_of(error, self.open(task)))
 
     async def play_all(
@@ -86,10 +84,10 @@ class Context:
         *,
         max_concurrent: int | None = None,
     ) -> None:
-        """Play attempts by `async def play(task, episode)`, each to its deadline, and close them.
+        """Play attempts with `async def play(task, episode)`, each to its deadline, and close them.
 
         Args:
-            tasks: those of the batch that are not over, if left out.
+            tasks: left out: all attempts of the batch that have not ended.
         """
         places = asyncio.Semaphore(max_concurrent or len(self.tasks))
 
@@ -130,7 +128,7 @@ class Context:
 
 
 async def play_batch(player: Player, jobs: Sequence[Job], num_calls: int, end: End) -> None:
-    """Call the whole-rollout function with one batch; `end` gets each episode's result once.
+    """Call the user's function with one batch; `end` gets each episode's result once.
 
     The function is cancelled when the last deadline of the batch has passed.
     """

@@ -1,7 +1,7 @@
 """Sends conversations for SFT to the router, which renders them.
 
-The same rows are sent under the same keys, so that a runner that is started again, or a second one,
-adds nothing.
+The same rows are sent with the same keys, so a runner that starts again, or a second runner, adds
+nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Which episode's code runs in a worker now, kept in memory that survives the worker.
+"""Memory that a worker shares with its runner: which episodes run now, and the loop's heartbeat.
 
-Owns: memory shared with the runner, which holds the loop's heartbeat and the numbers of running
-episodes, and the task factory that writes them. Invariant: while a step of an episode's coroutine
-or thread runs, its number is in a cell, so that a crash or a stall is attributed to its episode.
+While a step of an episode's coroutine or thread runs, the episode's number is in a cell. The memory
+survives the worker, so the runner knows which episode crashed it, or blocks its event loop.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _NUM_CELLS = 512
 _SIZE = 8 * _NUM_CELLS
 
 episode_number: ContextVar[int] = ContextVar("episode_number", default=0)
-"""Of the task or thread that runs; 0: none."""
+"""The episode of the task or thread that runs; 0: none."""
 
 
 class Marker:
@@ -35,7 +34,7 @@ class Marker:
 
     @classmethod
     def create(cls) -> Marker:
-        """Make new cells, all zero; give `descriptor` to the worker."""
+        """Make new cells, all zero; the worker inherits `descriptor`."""
         with tempfile.TemporaryFile(prefix="outloop-marker-") as file:
             file.truncate(_SIZE)
             return cls(os.dup(file.fileno()))
@@ -56,15 +55,15 @@ class Marker:
         self._cells[_BEAT] += 1
 
     def running(self) -> frozenset[int]:
-        """Numbers of the episodes with code running now."""
+        """Numbers of the episodes that run code now."""
         return frozenset(self._cells[_LOOP_CELL:].tolist()) - {0}
 
     def running_in_loop(self) -> int:
-        """Number of the episode with a coroutine running now; 0: none."""
+        """Number of the episode that runs a coroutine now; 0: none."""
         return self._cells[_LOOP_CELL]
 
     def in_thread(self, index: int, number: int) -> None:
-        """Thread `index` runs the episode `number`; 0: none."""
+        """Note that thread `index` runs the episode `number`; 0: none."""
         self._cells[_FIRST_THREAD_CELL + index] = number
 
     def task_factory(self) -> Callable[..., asyncio.Task[Any]]:

@@ -1,9 +1,7 @@
-"""Kinds of failures, and reporting them.
+"""Classifies failures, logs each sort once, and stops a run in which everything fails.
 
-Owns: which kind an exception is, logging each sort of failure once, and stopping a run in which
-everything fails. Does not own: what follows from a kind (buffer), closing episodes (runner).
-Invariant: a failure that may depend on what the policy did is `agent`; only a lost connection to
-the run's own router, or its 5xx, is `infrastructure`.
+A failure that may depend on what the policy did is `agent`. Only a lost connection to the run's own
+router, or a 5xx from it, is `infrastructure`. The buffer decides what follows from a kind.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ _NUM_LAST_EPISODES = 200
 _MIN_EPISODES = 32
 """Before the share of failures may stop a run."""
 _MIN_FAILURES = 4
-"""Before a warning, if they are at least half of all episodes; then whenever they are four times
-as many."""
+"""Failures before the first warning, if they are at least half of all episodes; the next warning
+comes when there are four times as many."""
 _MAX_CHAIN = 8
 _Signature = tuple[str, str, str]
 """Failure kind, type of the exception, place."""
@@ -35,8 +33,8 @@ _Signature = tuple[str, str, str]
 def kind_of(error: BaseException, base_url: str) -> FailureKind:
     """The kind of an exception that `play` raised for the episode at `base_url`.
 
-    HTTP errors are recognised by their attributes (`request`, `response`, `status_code`), in any
-    client library. A request that the agent itself gave too little time is the agent's failure.
+    HTTP errors of any client library are recognised by their attributes (`request`, `response`,
+    `status_code`). If the agent gave its request too little time, that is the agent's failure.
     """
     for link in _chain(error):
         if isinstance(link, EnvironmentFailure):

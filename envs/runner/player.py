@@ -1,8 +1,7 @@
-"""Plays episodes by the user's function, in the runner or in a worker process.
+"""Plays episodes with the user's function, in the runner or in a worker process.
 
-Owns: deadlines, threads for functions that block, and turning an outcome into a result. Does not
-own: claiming and closing (runner), processes (worker_main). Invariant: every job given to `play` or
-`play_batch` gets exactly one result.
+It keeps deadlines, runs blocking functions in threads, and turns outcomes into results. Every job
+gets exactly one result.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Player:
     """Plays the episodes of one process.
 
     Args:
-        marker: where running episodes are marked; None: nowhere.
-        on_stuck: called with how many threads are in blocking calls past their deadline.
+        marker: where running episodes are marked; None: they are not.
+        on_stuck: called with the number of threads in blocking calls past their deadline.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Player:
         self._on_stuck = on_stuck
 
     async def close(self) -> None:
-        """Close clients; threads that hang stay until the process ends."""
+        """Close the clients; threads that hang live until the process ends."""
         self._threads.close()
         await self._clients.close()
 
@@ -96,10 +95,10 @@ class Player:
     async def play_by(
         self, function: Callable[..., Any], episode: Episode, number: int
     ) -> EpisodeResult:
-        """Play `episode` by `function(task, episode)`, a coroutine function or one that blocks."""
+        """Play `episode` with `function(task, episode)`, a coroutine function or a blocking one."""
         episode_number.set(number)
         limit_s = max(0.0, episode.deadline - time.time())
-        # The function gets a copy: what it writes into the payload stays in its episode.
+        # A copy, so that changes to the payload stay in this episode.
         task = replace(episode.task, payload=dict(episode.task.payload))
         playing = self._start(function, task, episode, number)
         try:
@@ -120,7 +119,7 @@ class Player:
         return self.scored(playing.result(), episode)
 
     def scored(self, returned: Any, episode: Episode) -> EpisodeResult:
-        """The result of an episode that ended by itself; an EpisodeResult is returned as it is."""
+        """The result of an episode from what `play` returned; an EpisodeResult stays as it is."""
         if isinstance(returned, EpisodeResult):
             return returned
         try:
@@ -150,7 +149,7 @@ class Player:
         return self._threads.start(function, task, episode, number)
 
     async def _give_up(self, playing: asyncio.Future[Any], episode_id: str) -> None:
-        """Cancel an attempt; one that ignores cancellation goes on in the background."""
+        """Cancel an attempt; if it ignores that, it goes on in the background."""
         if self.rollout.kind == "blocking":
             self._num_stuck += 1
             playing.add_done_callback(self._came_back)

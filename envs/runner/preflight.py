@@ -1,7 +1,7 @@
-"""`python -m outloop.envs.runner.preflight SETTINGS_JSON`: can the user's side of a run work?
+"""`python -m outloop.envs.runner.preflight SETTINGS_JSON`: checks the user's code and tasks.
 
-Exits with 0 or 2; the last line of stderr is the sentence to show. It starts nothing, and runs as a
-process of its own so that importing the user's code disturbs no other part.
+Exits with 0 or 2; the last line of stderr is the sentence to show. It starts nothing. It runs as a
+process of its own, so that importing the user's code does not affect other parts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outloop.envs.tasks.task_files import load_run_tasks
 
 
 def check_rollout(settings: Settings) -> None:
-    """Load everything that the runner will load, and drop it again.
+    """Load everything that the runner will load.
 
     Raises:
         SettingsError: one line that says what to change.

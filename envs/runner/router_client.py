@@ -1,7 +1,6 @@
 """A client of the router's control routes.
 
-Owns: requests, idempotency keys, retries, and which error an answer becomes. Invariant: a call
-returns after a 2xx or raises. It is repeated only with the same body and its idempotency key.
+A call returns after a 2xx, or raises. It is repeated only with the same body and idempotency key.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class RouterClient:
         *,
         num_test_tasks: int = 0,
     ) -> None:
-        """Make the run's tasks known; the same tasks again change nothing."""
+        """Register the run's tasks; the same tasks again change nothing."""
         await self._post(
             "/tasks",
             {
@@ -137,8 +136,10 @@ class RouterClient:
     async def claim(self, *, key: str, count: int, runner_id: str = "") -> Claimed:
         """Claim up to `count` attempts and open their episodes, in one call.
 
-        `runner_id`: of a runner that sends heartbeats; without them it loses its attempts.
-        A router that is not ready yet is an empty answer with reason "not_ready", not an error.
+        If the router is not ready yet, the answer is empty, with reason "not_ready".
+
+        Args:
+            runner_id: of a runner that sends heartbeats; without heartbeats it loses its attempts.
         """
         try:
             answer = await self._post(
@@ -149,7 +150,7 @@ class RouterClient:
         except _NotNow as busy:
             return Claimed(claims=(), reason="not_ready", retry_after_s=busy.retry_after_s or 0.5)
         return Claimed(
-            # Without an episode: the attempt was replaced between its claim and its opening.
+            # No episode: the attempt was replaced between its claim and its opening.
             claims=tuple(_opened(row) for row in answer["claims"] if row["episode"] is not None),
             reason=answer.get("reason") or "",
             retry_after_s=float(answer.get("retry_after_s") or 0.0),
@@ -165,7 +166,7 @@ class RouterClient:
         error: str,
         output: str = "",
     ) -> bool:
-        """Close an episode with its reward; False when it came too late or will be replaced."""
+        """Close an episode with its reward; False if it was too late or will be replaced."""
         scored = None
         if reward is not None:
             scored = {"value": reward.value, "components": reward.components}
@@ -197,7 +198,7 @@ class RouterClient:
         return bool(answer.get("counted", True))
 
     async def count_turns(self, episode_id: str) -> int | None:
-        """How many model calls an episode has made; None if it is not known any more."""
+        """The number of model calls of an episode; None if the router does not know it."""
         assert self._session is not None, "use `async with RouterClient(...)`"
         try:
             async with self._session.get(f"{self.url}/episodes/{episode_id}") as response:
@@ -208,7 +209,7 @@ class RouterClient:
     async def put_trajectories(
         self, rows: Sequence[dict[str, Any]], *, key: str, final: bool
     ) -> int:
-        """Send conversations; `final`: they are the last."""
+        """Send conversations; `final`: these are the last."""
         answer = await self._post(
             "/trajectories", {"trajectories": list(rows), "key": key, "final": final}
         )

@@ -1,9 +1,7 @@
 """Claims tasks, plays their episodes concurrently, and closes them.
 
-Owns: how many episodes are open, closing each, when to stop. Does not own: playing (worker_pool,
-player), the order of tasks, groups, admission (buffer), scores (verifier). Invariant: every claimed
-episode is closed exactly once, or ends at its deadline; an infrastructure failure never becomes a
-reward.
+Every claimed episode is closed exactly once, or ends at its deadline; an infrastructure failure
+never becomes a reward. The buffer decides the order of tasks, groups and admission.
 """
 
 from __future__ import annotations
@@ -45,16 +43,16 @@ _GATHER_S = 0.01
 _MIN_POLL_S = 0.02
 _MAX_POLL_S = 5.0
 _MAX_BAD_REWARDS = 8
-"""In a row: then the verifier is broken and playing on is a waste."""
+"""So many results in a row without a usable reward stop the run: the verifier is broken."""
 _NUM_SILENT = 32
-"""Completed episodes without any model call at the start of a run: then the agent talks to another
+"""So many completed episodes without a model call at the start stop the run: the agent uses another
 endpoint."""
 _MAX_BACKOFF_S = 2.0
 _PROGRESS_S = 30.0
 _HEARTBEATS = 4
-"""In the time for which a runner may be silent."""
+"""Heartbeats within env.max_runner_silence_s."""
 _LATE_S = 30.0
-"""How long after its deadline an ending may come, beyond env.max_stall_s."""
+"""How long after its deadline an episode's result may come, beyond env.max_stall_s."""
 
 
 async def run(
@@ -70,7 +68,7 @@ async def run(
     """Play until the run is finished or `stop` is set; with trainer.mode "sft", send conversations.
 
     Args:
-        in_process: play in this process, whatever env.num_workers says.
+        in_process: play in this process, whatever env.num_workers is.
         private: files and folders that agent programs must not see, in addition to those that the
             settings name.
         drain_s: how long episodes may go on when `stop` is set.
@@ -137,7 +135,7 @@ class Runner:
             failure_reward=settings.env.failure_reward,
         )
         self._warning = ""
-        """For the user who watches the run; not sent yet."""
+        """A sentence for the user, which the next heartbeat sends."""
         self._has_warning = asyncio.Event()
         self._num_bad_rewards = 0
         self._num_silent: int | None = 0
@@ -191,7 +189,7 @@ class Runner:
             await _first(min(wait_s, _MAX_POLL_S), self._stop)
 
     def _free(self) -> int:
-        """Places for new episodes; a batch is claimed whole."""
+        """Number of episodes that may start; a batch is claimed as a whole."""
         free = self._players.num_free()
         if self._players.kind == "batch":
             return free
@@ -268,7 +266,7 @@ class Runner:
         await self._refuse_silence(ending, opened.episode_id)
 
     async def _close(self, opened: OpenedClaim, ending: EpisodeResult) -> EpisodeResult:
-        """Close an episode; returns how, which differs if the router refuses its scores."""
+        """Close an episode; returns its result, which is a failure if the router refuses it."""
         try:
             await self._router.close_episode(
                 opened.episode_id,
@@ -318,14 +316,14 @@ class Runner:
             )
 
     def _warn(self, event: str, warning: str) -> None:
-        """Log a sentence, if there is one, and have the next heartbeat bring it to the user."""
+        """Log a sentence, if there is one, and send it to the user with the next heartbeat."""
         if warning:
             _log.error(event, warning=warning)
             self._warning = warning
             self._has_warning.set()
 
     async def _refuse_silence(self, ending: EpisodeResult, episode_id: str) -> None:
-        """Notice an agent that never calls the model that is trained.
+        """Stop if the agent never calls the policy.
 
         Raises:
             SettingsError: none of the first completed episodes made a model call.
@@ -340,13 +338,13 @@ class Runner:
         if self._num_silent >= _NUM_SILENT:
             raise SettingsError(
                 f"none of the first {self._num_silent} episodes made a model call through outloop, "
-                "so there is nothing to train: the agent talks to another endpoint or to none. "
+                "so there is nothing to train: the agent uses another endpoint or none. "
                 "Let it use episode.client or episode.base_url with episode.api_key; a program "
                 "reads OPENAI_BASE_URL and OPENAI_API_KEY from its environment"
             )
 
     async def _send_heartbeats(self) -> None:
-        """Heartbeats, for as long as this runner's loop turns; warnings go out at once."""
+        """Send heartbeats while this event loop runs; warnings are sent at once."""
         max_silence_s = self._settings.env.max_runner_silence_s
         timeout_s = max_silence_s / 2 or _MAX_POLL_S
         while True:
@@ -357,7 +355,7 @@ class Runner:
                     async with asyncio.timeout(timeout_s):
                         await self._router.heartbeat(self._runner_id, warning=warning)
                 except (OutloopError, TimeoutError) as error:
-                    # Claims and closes meet the same error, and report it.
+                    # Claims and closes fail with the same error, and report it.
                     _log.debug("heartbeat_failed", error=str(error))
                     self._warning = self._warning or warning
             await _first(max_silence_s / _HEARTBEATS or None, self._has_warning)
@@ -381,7 +379,7 @@ async def _first(timeout_s: float | None, *events: asyncio.Event) -> None:
 
 
 async def _until_stopped(call: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
-    """What `call` returns, or None if `stop` was set first and the call was given up."""
+    """The result of `call`; None if `stop` was set first, which cancels the call."""
     working = asyncio.ensure_future(call)
     stopping = asyncio.ensure_future(stop.wait())
     try:

@@ -1,8 +1,6 @@
 """`python -m outloop.envs.runner.worker_main SOCKET MARKER STACKS`: plays episodes in a process.
 
-Owns: the process: its event loop, limits, heartbeat and reports. Does not own: playing (player,
-batch_player), starting and replacing the process (worker_pool). Invariant: it holds keys of single
-episodes only, and ends when its runner ends.
+It gets keys of single episodes only, and ends when its runner ends.
 """
 
 from __future__ import annotations
@@ -119,7 +117,7 @@ class Worker:
         try:
             self._send(worker_protocol.Ended(number, ending))
         except OutloopError as error:
-            # Numbers above 64 bits, or a component's name that is no text.
+            # A number above 64 bits, or a component's name that is no text.
             self._send(worker_protocol.Ended(number, failed(error, "environment")))
 
     async def _beat(self) -> None:
@@ -132,7 +130,7 @@ class Worker:
 
 
 def _die_with_runner() -> None:
-    """Have the kernel end this process with its runner, also while user code blocks the loop."""
+    """Let the kernel end this process with its runner, also while user code blocks the loop."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -140,7 +138,7 @@ def _die_with_runner() -> None:
 def _limit(memory_mb: float) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    # Data, not address space: libraries reserve far more of the latter than they touch.
+    # Data, not address space: libraries reserve far more address space than they use.
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory_mb * 2**20), resource.RLIM_INFINITY))
 
 
@@ -164,13 +162,13 @@ async def _run(connection: socket.socket, marker: Marker) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run until the socket closes; never waits for threads that hang."""
+    """Run until the socket closes; do not wait for threads that hang."""
     descriptor, marker, stacks = map(int, arguments)
     _die_with_runner()
-    # The loop's thread alone, which is the one that gets the signal: others may have deep stacks.
+    # Only the loop's thread, which gets the signal: others may have deep stacks.
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     faulthandler.enable(file=stacks)
-    # Stopping is the runner's word; a signal to the group must not cut episodes short.
+    # The runner stops its workers; a signal to the process group must not end episodes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:

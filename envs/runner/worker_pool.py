@@ -1,9 +1,8 @@
-"""The worker processes of a runner, or none of them for debuggers.
+"""The worker processes of a runner; or none, for debuggers.
 
-Owns: how many workers there are, which one plays what, replacing those that die, stall or grow.
-Does not own: one process (worker_process), claiming and closing (runner). Invariant: every future
-that `play` returned is resolved; the end of a worker does not end the runner, unless the user's
-code cannot be used at all.
+The pool distributes episodes, and replaces workers that die, stall or grow. Every future of `play`
+is resolved. The death of a worker does not end the runner, unless no worker can load the user's
+code.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ _log = structlog.get_logger()
 
 
 class Players(Protocol):
-    """Where episodes are played."""
+    """Plays episodes, in worker processes or in this one."""
 
     kind: Kind
     failed: asyncio.Future[None]
-    """Fails when no worker can be kept up."""
+    """Gets an exception when no worker can be kept alive."""
 
     def num_free(self) -> int:
-        """Further episodes that can be played now."""
+        """Number of further episodes that can be played now."""
         ...
 
     async def start(self) -> None: ...
@@ -63,8 +62,8 @@ class WorkerPool:
     """`env.num_workers` processes.
 
     Args:
-        on_change: called when there may be places again.
-        hidden: what agent programs must not see.
+        on_change: called when more episodes may be played.
+        hidden: files and folders that agent programs must not see.
     """
 
     def __init__(
@@ -80,8 +79,7 @@ class WorkerPool:
             env.model_dump_json(), tuple(map(str, hidden)), share, settings.telemetry.log_level
         )
         self._workers: list[WorkerProcess] = []
-        """Those that came up; a worker is taken off when it has died, or when it retired and is
-        done."""
+        """Workers that are ready, until they die, or retire and have nothing left to play."""
         self._ending: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._changed = asyncio.Event()
@@ -92,7 +90,7 @@ class WorkerPool:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def num_free(self) -> int:
-        """Places in workers that are up; a batch needs one that plays nothing."""
+        """Free places in all workers; a batch needs a worker that plays nothing."""
         if self.kind == "batch":
             return max((w.num_free for w in self._workers if not w.num_batches), default=0)
         return sum(worker.num_free for worker in self._workers)
@@ -118,7 +116,7 @@ class WorkerPool:
     async def play(
         self, claims: Sequence[OpenedClaim], deadlines: Sequence[float]
     ) -> list[asyncio.Future[EpisodeResult]]:
-        """Hand episodes to the least loaded worker: a batch to one, else each to its own."""
+        """Give each episode, or the whole batch, to the worker with the lowest load."""
         loop = asyncio.get_running_loop()
         endings: list[asyncio.Future[EpisodeResult]] = [loop.create_future() for _ in claims]
         jobs = [
@@ -144,7 +142,7 @@ class WorkerPool:
         """Stop every worker."""
         if self._watching is not None:
             self._watching.cancel()
-        # Those that start a worker end it when they are cancelled.
+        # A task that starts a worker ends it when it is cancelled.
         for task in self._ending:
             task.cancel()
         await asyncio.gather(*self._ending, return_exceptions=True)
@@ -249,7 +247,7 @@ class WorkerPool:
 
 
 class InProcess:
-    """Plays in the runner's own process, for debuggers (`env.num_workers = 0`)."""
+    """Plays in the runner's process, for debuggers (`env.num_workers = 0`)."""
 
     def __init__(self, settings: Settings, hidden: Sequence[Path] = ()) -> None:
         self._settings = settings
@@ -262,7 +260,7 @@ class InProcess:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def num_free(self) -> int:
-        """Places in this process; a batch needs all of them."""
+        """Free places in this process; a batch needs all of them."""
         assert self._player is not None
         if self.kind == "batch" and self._playing:
             return 0
@@ -300,7 +298,7 @@ class InProcess:
         return endings
 
     async def close(self) -> None:
-        """Cancel what plays, and tear down."""
+        """Cancel all episodes, and tear down."""
         for task in self._playing:
             task.cancel()
         await asyncio.gather(*self._playing, return_exceptions=True)

@@ -1,8 +1,7 @@
-"""The runner's side of one worker process: its socket, its jobs, and what its death means.
+"""The runner's side of one worker process: its socket, its jobs, and the cause of its death.
 
-Owns: starting it, sending it jobs, attributing a stall or a crash. Does not own: how many there are
-and when one is replaced (worker_pool). Invariant: every job is resolved once; an episode is blamed
-only if its code was running when the process died of it.
+Every job is resolved once. An episode is blamed for a crash or a stall only if its code was running
+then.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ _MAX_STACK_BYTES = 65536
 _FRAME = re.compile(r'File "([^"]+)", line (\d+).*\n')
 _HEAD = re.compile(r"(?:Current thread \S+|Stack) \(most recent call first\):\n")
 _OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that come from outside; the episode that ran then is not to blame."""
+"""Signals from outside, for which no episode is blamed."""
 _NOT_THEIRS = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[1]))
 _log = structlog.get_logger()
 
 
 class WorkerProcess:
-    """A started process; `ready` before it may be given jobs.
+    """One worker process; `start` it before it gets jobs.
 
     Args:
         on_change: called when it may have become free, or more of its threads hang.
-        num_cores: its share of the machine's, for the verifiers that start processes.
+        num_cores: its share of the machine's cores, for verifiers that start processes.
     """
 
     def __init__(
@@ -88,12 +87,12 @@ class WorkerProcess:
 
     @property
     def num_jobs(self) -> int:
-        """Episodes that it plays now."""
+        """Number of episodes that it plays now."""
         return len(self._jobs)
 
     @property
     def num_free(self) -> int:
-        """Further episodes that it could play."""
+        """Number of further episodes that it could play."""
         if not self.ready_at or self.is_retired or self.died.is_set():
             return 0
         return max(0, self.max_episodes - self.num_jobs - self.num_stuck)
@@ -143,42 +142,42 @@ class WorkerProcess:
     def play(
         self, jobs: tuple[worker_protocol.Job, ...], endings: list[asyncio.Future[EpisodeResult]]
     ) -> None:
-        """Hand it jobs; each ending is set once."""
+        """Send it jobs; each ending is set once."""
         for job, ending in zip(jobs, endings, strict=True):
             self._jobs[job.number] = ending
         self.num_batches += 1
         self._send(worker_protocol.Play(jobs))
 
     def stalled_for(self) -> float:
-        """Seconds since its event loop last turned, as far as this was asked before."""
+        """Seconds since its event loop last ran, counted from the previous call at the latest."""
         beats = self._marker.beats
         if beats != self._beats[0]:
             self._beats = (beats, time.monotonic())
         return time.monotonic() - self._beats[1]
 
     def memory_mb(self) -> float:
-        """Private memory as its limit (RLIMIT_DATA) counts it; 0 after it ended."""
+        """Private memory, counted as for its limit (RLIMIT_DATA); 0 after its end."""
         try:
             return psutil.Process(self.pid).memory_info().data / 2**20
         except psutil.Error:
             return 0.0
 
     async def kill_stalled(self) -> None:
-        """Take its loop's stack, then kill it; the episode that holds its loop is to blame."""
+        """Read the stack of its loop, then kill it; the episode that blocks the loop is blamed."""
         self._stall_s = self.stalled_for()
         self._signal(signal.SIGUSR1)
-        # It writes its stack line by line, and nothing says that it is complete.
+        # The stack comes line by line, without an end mark.
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_place.wait(), _STACKS_S)
         await self.kill()
 
     async def kill(self) -> None:
-        """End it at once."""
+        """Kill it."""
         self._signal(signal.SIGKILL)
         await asyncio.wait_for(self.died.wait(), _KILL_S)
 
     async def stop(self) -> None:
-        """Have it cancel what it plays, tear down and end; killed when it does not."""
+        """Let it cancel its episodes, tear down and end; kill it if it does not."""
         if self._process is None:
             return
         if self._reading is None:  # cancelled while it was being started
@@ -250,7 +249,7 @@ class WorkerProcess:
         self._on_change()
 
     def _settle(self, code: int) -> None:
-        """Resolve what it was playing when it died."""
+        """Resolve the jobs that it had when it died."""
         guilty = self._guilty(code)
         how, place = self._how(code), self._place()
         for number, ending in self._jobs.items():
@@ -315,7 +314,7 @@ class WorkerProcess:
         return frames[0] if frames else ""
 
     def _frames(self, *, are_theirs: bool) -> list[str]:
-        """Where the thread in question stands, innermost first; perhaps only in the user's code."""
+        """file:line of the blocked thread's frames, innermost first; perhaps of user code only."""
         current = ["", *_HEAD.split(self._stack_text())[1:]][-1]
         return [
             f"{file}:{line}"

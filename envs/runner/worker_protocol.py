@@ -1,7 +1,7 @@
 """Messages between a runner and its worker processes.
 
-A frame is four bytes of length and one message in MessagePack. No keys but those of single episodes
-cross.
+A frame is four bytes of length and one message in MessagePack. Keys of single episodes are the only
+keys in them.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ class Job(msgspec.Struct, frozen=True):
     """One episode to play."""
 
     number: int
-    """Above 0; names the episode in the shared marker."""
+    """Above 0; identifies the episode in the shared marker."""
     opened: OpenedClaim
     deadline: float
     """Unix seconds."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """To a worker, first: its settings."""
+    """The first message to a worker: its settings."""
 
     env: str
     """EnvSettings as JSON."""
     hidden: tuple[str, ...]
-    """What agent programs must not see."""
+    """Files and folders that agent programs must not see."""
     max_episodes: int
     log_level: str
 
 
 class Play(msgspec.Struct, frozen=True, tag=True):
-    """To a worker: play these; several are one batch of a whole-rollout function."""
+    """To a worker: play these; several jobs are one batch of a batch function."""
 
     jobs: tuple[Job, ...]
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """To a worker: cancel what is playing, tear down and end."""
+    """To a worker: cancel all episodes, tear down and end."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -64,7 +64,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """From a worker: an episode is over."""
+    """From a worker: an episode has ended."""
 
     number: int
     ending: EpisodeResult
@@ -75,7 +75,7 @@ class Played(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stuck(msgspec.Struct, frozen=True, tag=True):
-    """From a worker: so many of its threads are in blocking calls past their deadline."""
+    """From a worker: the number of its threads in blocking calls past their deadline."""
 
     num_threads: int
 
@@ -101,7 +101,7 @@ def frame(message: ToWorker | FromWorker) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """The next message's bytes; None when the other side closed the socket."""
+    """The bytes of the next message; None if the other side closed the socket."""
     try:
         (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
         return await reader.readexactly(length)

@@ -61,7 +61,7 @@ def test_scores_of_parts_are_a_reward() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        ((None, None, None, None, {}), "says nothing"),
+        ((None, None, None, None, {}), "without a score"),
         ((float("nan"), None, None, None, {}), "reward value=nan"),
         ((1.0, None, None, None, {"form": "good"}), "form='good' is a str"),
         ((None, "a", None, None, {}), "either a turn or a branch"),
