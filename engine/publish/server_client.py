@@ -25,10 +25,6 @@ _CHUNK_BYTES = 1 << 16
 _log = structlog.get_logger()
 
 
-class NotServed(PublishFailed):
-    """The server answered 404: its release does not have this route."""
-
-
 class KeyRefused(PublishFailed):
     """The server wants a key, or another one."""
 
@@ -74,15 +70,10 @@ class ServerClient:
         self._call("POST", "/continue_generation", {}, deadline)
 
     def begin_update(self, deadline: float) -> None:
-        """Open a weight update; one that was left open is closed first.
-
-        A release without this route needs no session.
-        """
+        """Open a weight update; one that was left open is closed first."""
         body = {"selector": "all"}
         try:
             self._call("POST", "/begin_weight_update", body, deadline)
-        except NotServed:
-            return
         except PublishFailed:
             # A trainer that died between begin and end leaves a session; the server is paused and
             # is about to load all weights, so what that session holds is never served.
@@ -91,10 +82,7 @@ class ServerClient:
 
     def end_update(self, deadline: float) -> None:
         """Close the weight update."""
-        try:
-            self._call("POST", "/end_weight_update", {}, deadline)
-        except NotServed:
-            return
+        self._call("POST", "/end_weight_update", {}, deadline)
 
     def update_from_bucket(self, payload: str, deadline: float, *, num_ranks: int = 1) -> None:
         """Hand over one flattened bucket (sglang_wire) to each of the server's ranks."""
@@ -157,7 +145,7 @@ class ServerClient:
         try:
             # Left open by a publish that failed; the folder replaces whatever it staged.
             self._call("POST", "/end_weight_update", {}, deadline)
-        except (NotServed, PublishFailed):
+        except PublishFailed:
             _log.debug("no_update_was_open", server_id=self.server_id)
         body = {"model_path": folder, "flush_cache": False}
         self._call("POST", "/update_weights_from_disk", body, deadline)
@@ -169,14 +157,8 @@ class ServerClient:
         return [rank.get("checksums") or {} for rank in answer.get("ranks") or [{}]]
 
     def scramble(self, deadline: float) -> None:
-        """Fill the weights at random, so that what an update does not bring shows.
-
-        A release that cannot is left as it is.
-        """
-        try:
-            self._call("POST", "/weights_checker", {"action": "reset_tensors"}, deadline)
-        except NotServed:
-            return
+        """Fill the weights at random, so that what an update does not bring shows."""
+        self._call("POST", "/weights_checker", {"action": "reset_tensors"}, deadline)
 
     def set_version(self, version: str, deadline: float) -> None:
         """Name the weights that the server holds."""
@@ -241,8 +223,6 @@ class ServerClient:
     def _judge(self, method: str, path: str, status: int, content: bytes) -> dict[str, Any]:
         where = f"{self.server_id}: {method} {self.url}{path} answered status={status}"
         text = content[:300].decode(errors="replace")
-        if status == 404:
-            raise NotServed(where)
         if status in (401, 403):
             raise KeyRefused(
                 f"{where}: it wants another key; servers of this run take the one in secrets.json, "

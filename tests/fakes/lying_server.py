@@ -4,8 +4,7 @@
 
 Behaviours: `wrong` holds other weights than it was sent; `hang` never answers PHASE; `error`
 answers PHASE with 500; `refuse` answers it with 200 and success=false; `claim` answers it with
-success and does nothing; `old` has no weight update session (404) and otherwise holds what it was
-sent. Prints its URL on one line.
+success and does nothing. Prints its URL on one line.
 """
 
 import contextlib
@@ -75,8 +74,6 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         lie = self.server
         lie.calls.append(self.path)
-        if lie.behaviour == "old" and self.path in (PATHS["begin"], PATHS["end"]):
-            return self._answer(404, {"detail": "Not Found"})
         if self.path == lie.path_of_phase:
             if lie.behaviour == "hang":
                 lie.closing.wait(60)

@@ -10,7 +10,7 @@ checksums, wherever the tensor lies.
 from __future__ import annotations
 
 import hashlib
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ import xxhash
 from torch import Tensor
 
 Algorithm = Literal["xxh3_128", "sha256"]
-ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 _NUM_SHA256_HEX = 16
 
 

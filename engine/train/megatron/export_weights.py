@@ -23,7 +23,6 @@ from outloop.engine.train.megatron.import_weights import Part, local_parts, read
 from outloop.engine.train.megatron.model_and_optimizer import PolicyModel
 from outloop.engine.train.ranks.collectives import gather_bytes
 
-_BUCKET_BYTES = 64 * 2**20
 _MESSAGE_BYTES = 4 * 2**20
 """Bytes of another rank's part that are received at once."""
 

@@ -40,11 +40,6 @@ class Offload:
         """True while the device holds none of the tensors."""
         return bool(self._away)
 
-    @property
-    def num_bytes_away(self) -> int:
-        """What the host holds of them."""
-        return sum(copy.nbytes for _, copy in self._away)
-
     def leave(self) -> None:
         """Copy every storage to the host and free it on the device; does nothing while away."""
         if not self.can_leave:

@@ -230,17 +230,6 @@ def test_a_server_that_enters_again_is_asked_at_once(
     assert registry.state("late") == (2, False)
 
 
-def test_an_older_release_without_sessions_is_fed(
-    lying_server: Callable[..., Any],
-    make_publisher: Callable[..., Any],
-    registry: Any,
-    other_weights: dict[str, torch.Tensor],
-) -> None:
-    """404 on begin and end means that no session is needed."""
-    registry.add("old", lying_server("old").url)
-    assert make_publisher().publish(LocalTensors(other_weights), 1).quarantined == ()
-
-
 def test_a_server_killed_in_the_middle_of_a_publish(
     server_process: Callable[..., Any],
     make_publisher: Callable[..., Any],

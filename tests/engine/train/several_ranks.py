@@ -65,7 +65,7 @@ def weights_after_journeys(
         train(ranks, batch_of(seed), step=10 + seed)
         if is_travelling:
             ranks.leave()
-            assert ranks.worker.placement.num_bytes_away > 0
+            assert ranks.worker.placement.is_away
             with ranks.present():
                 assert not ranks.worker.placement.is_away
             ranks.come_back()
