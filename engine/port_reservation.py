@@ -1,7 +1,7 @@
 """Ports that are reserved until a server listens there.
 
-Owns: holding them. Does not own: who is given which, or listening. Invariant: a held port is given
-to nobody who does not ask for it by its number; the holder gets no connections.
+The system gives a reserved port to a process only if that process asks for it by its number. The
+holder gets no connections.
 """
 
 from __future__ import annotations

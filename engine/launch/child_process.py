@@ -1,8 +1,7 @@
-"""One part of a run as a child process.
+"""One part of a run as a child process with a log file.
 
-Owns: starting, watching and stopping one process and its log file. Does not own: what the part
-does, or the order of parts. Invariant: a child never outlives its parent (PDEATHSIG on Linux) and
-is in its own process group, so that Ctrl-C reaches the launcher alone, which stops parts in order.
+A child ends when its parent does (PDEATHSIG on Linux). It has a process group of its own, so that
+Ctrl-C reaches the launcher alone, which stops the parts in order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Playing without training.
+"""Playing without training: the episodes of one step's groups, written to a file.
 
-Owns: servers, router and runner for one step's groups, and the file they end in. Does not own: the
-parts, the file's format (buffer.archive). Invariant: all episodes are played by the weights of
-model.path; admission ends them, so nothing is played that is not written.
+All episodes are played by the weights of model.path. Admission ends them, so that every episode
+that is played is written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Live progress of a run in the terminal.
+"""Live progress of a run in the terminal, from metrics.jsonl and the parts' statuses.
 
-Owns: what is shown while a run goes on. Does not own: the numbers. Invariant: reads only
-metrics.jsonl and the parts' statuses; on anything but a terminal it prints one line a step.
+On anything but a terminal it prints one line a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""CPU time of each part, for benchmarks and for people who wonder where it goes.
+"""CPU time of each part of a run.
 
-Owns: sampling the processes of a run. Does not own: judging the figures. Invariant: a part that has
-ended keeps the last sample taken of it; restarts add up.
+A part that has ended keeps its last sample; the times of restarts add up.
 """
 
 from __future__ import annotations

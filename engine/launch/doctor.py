@@ -1,7 +1,7 @@
 """`outloop doctor`: what is installed, what is missing, what this machine can run.
 
-Owns: the list of checks. Does not own: installing anything. Invariant: changes nothing, starts no
-server, imports heavy packages only by their metadata; exit code 0 when the laptop loop can run.
+It changes nothing, starts no server and imports heavy packages only by their metadata. The exit
+code is 0 when the laptop loop can run.
 """
 
 from __future__ import annotations

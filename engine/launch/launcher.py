@@ -1,8 +1,8 @@
 """Starts, watches and stops the parts of one run on one machine.
 
-Owns: the order of starting and stopping, restarts of parts that may die, the run's exit code.
-Does not own: what parts do; they meet through Redis and HTTP only. Invariant: when `train` or
-`serve` returns or raises, no process that it started is left.
+Decides the order of starting and stopping, which parts are started again, and the run's exit code.
+Parts meet through Redis and HTTP only. When `train` or `serve` returns or raises, no process that
+it started is left.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What a person looks at when a run is over: a table and a learning-curve picture.
+"""What a person looks at when a run is over: a table and a picture of the learning curve.
 
-Owns: reading metrics.jsonl back into points, drawing them. Does not own: measuring.
-Invariant: plots only what was recorded; a run without points gets no picture.
+Both show what metrics.jsonl holds; a run without points gets no picture.
 """
 
 from __future__ import annotations

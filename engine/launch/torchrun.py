@@ -1,8 +1,7 @@
 """The trainer's ranks on one machine, started by torchrun.
 
-Owns: starting them, and making of the first failure the exit code and sentence of the whole. Does
-not own: what ranks do (engine.train), several machines (torchrun itself, see docs/trainer.md).
-Invariant: when this returns or raises, no rank that it started is left; a rank never outlives it.
+The first failure of a rank becomes the exit code and the sentence of the whole. When `run_ranks`
+returns or raises, no rank that it started is left. For several machines see docs/trainer.md.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Makes a policy from nothing: a small random Qwen3-shaped model and a tokenizer of its own.
+"""Makes a small random Qwen3-shaped policy with a tokenizer and chat template of its own.
 
-Owns: the sizes, weights, tokenizer and chat template of such a folder. Does not own: where the
-conversations come from, training (a warm start by SFT comes next). Invariant: the folder is a
-Hugging Face folder that the torch server, the trainer and transformers load; neither torch nor
-transformers is needed to make it, and nothing is downloaded.
+The result is a Hugging Face folder that the torch server, the trainer and transformers load.
+Neither torch nor transformers is needed to make it, and nothing is downloaded.
 
 The tokenizer is a byte-level BPE trained on whole rendered conversations, the tool preamble
 included: the preamble is sent with every turn, and text that the BPE has not seen costs several

@@ -1,8 +1,7 @@
 """Rotary position frequencies of a Hugging Face configuration.
 
-Owns: which rotary variants are known and their arithmetic. Does not own: rotating (the trainer's
-layers, the torch server). Invariant: trainer and server rotate by the same numbers, because both
-take them from here; a variant that is not known is refused, never ignored.
+Trainer and server rotate by the same numbers, because both take them from here. An unknown variant
+is refused, never ignored.
 """
 
 from __future__ import annotations

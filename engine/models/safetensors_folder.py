@@ -1,8 +1,7 @@
 """Hugging Face folders of safetensors: reading slices, writing shard by shard.
 
-Owns: files, their index, the dtype that config.json names. Does not own: what the tensors mean
-(table). Invariant: nothing is read before it is asked for, and only the slice that is asked for;
-one tensor is in memory while a folder is written, and the folder appears complete or not at all.
+Only the slice that is asked for is read. One tensor is in memory while a folder is written, and the
+folder appears complete or not at all.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The weight table: what each Megatron parameter is called elsewhere, and how it lies and splits.
+"""The weight table: each Megatron parameter's Hugging Face names, layout and split over ranks.
 
-Owns: names on both sides, layouts, shapes and shard dimensions, for every supported family. Does
-not own: reading or moving tensors (weights, exports, convert). Invariant: one table serves import,
-export, publish and convert; a family is rows, never code; a name that is not here is an error that
-lists the nearest.
+One table serves import, export, publish and convert, for every supported family. An unknown name is
+an error that lists the nearest.
 
 Shape letters: V vocabulary, H hidden, Q all query heads, K all key (or value) heads, D head size,
 F intermediate size, E intermediate size of an expert, X experts.

@@ -1,8 +1,7 @@
 """The body of SGLang's update_weights_from_tensor with load_format "flattened_bucket".
 
-Owns: writing and reading that payload. Does not own: what is in the bucket (plan), who gets it
-(transaction). Invariant: what is written names SGLang's own class without importing SGLang; what
-is read is resolved by an exact list of names, so a payload cannot name anything else.
+What is written names SGLang's own class without importing SGLang. What is read is resolved by an
+exact list of names, so that a payload can name nothing else.
 
 This is the one place where pickle is used, because SGLang's wire is a pickle:
 {"flattened_tensor": uint8 tensor in shared or CUDA memory, "metadata":

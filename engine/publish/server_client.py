@@ -1,8 +1,6 @@
 """Control calls to one server.
 
-Owns: the connection, deadlines, what counts as refused. Does not own: the order of calls
-(transaction). Invariant: no call outlasts its deadline, and every answer but an explicit success is
-an error.
+No call outlasts its deadline, and every answer but an explicit success is an error.
 """
 
 from __future__ import annotations

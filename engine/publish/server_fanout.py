@@ -1,8 +1,7 @@
-"""The same phase on every server at once.
+"""The same phase on every server at once, each in a thread, with one deadline.
 
-Owns: threads, the deadline of a phase, who has failed. Does not own: what a phase does
-(transaction). Invariant: a server that failed a phase takes part in none that follow, and the
-others go on; when none is left, PublishFailed names what each of them failed with.
+A server that failed a phase takes part in none that follow, and the others go on. When no server is
+left, PublishFailed names what each of them failed with.
 """
 
 from __future__ import annotations

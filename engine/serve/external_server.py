@@ -1,8 +1,7 @@
 """A server that was started outside of the run.
 
-Owns: noticing that it is there, gone, back, or started again. Does not own: its processes.
-Invariant: it takes part in the run only while it answers, and a server that comes back or was
-started again is entered without a version, so that all weights are loaded before it serves.
+It takes part in the run only while it answers. A server that comes back, or that was started again,
+is entered without a version, so that it loads all weights before it serves.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Whether a server still answers.
-
-Owns: the question, its deadline, the count of those in a row that were left unanswered. Does not
-own: what follows (attach, sglang/supervise). Invariant: one question at a time, none outlasts its
-deadline, and an answer forgets every silence before it.
-"""
+"""Whether a server still answers, and how many probes in a row it has missed."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""What a server's logprobs mean, asked of the server itself.
+"""Whether a server's logprobs are those of the distribution it samples from.
 
-Owns: the question and its judgement. Does not own: when it is asked (the caller).
-Invariant: a server passes only if its logprobs are those of the distribution it samples from,
-log_softmax(logits / T), as behavior_logprobs must be (the convention depends on a server's release
-and environment: SGLang has a switch for it).
-
-The difference of two ids' logprobs is the difference of their logits over T, whatever the sum over
-the vocabulary is; at T = 0.5 it must be twice that at T = 1.
+behavior_logprobs must be log_softmax(logits / T). What a server returns depends on its release and
+environment: SGLang has a switch for it. The difference of two ids' logprobs is the difference of
+their logits over T, whatever the sum over the vocabulary is; at T = 0.5 it must be twice that at
+T = 1.
 """
 
 from __future__ import annotations

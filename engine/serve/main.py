@@ -1,10 +1,7 @@
 """A server process: a torch server or SGLang, started and entered in the run's registry.
 
-Owns: which kind of server a part of the run is, and its life from settings to stop. Does not own:
-HTTP and engine (torch_server), SGLang's processes (sglang). Invariant: a server is entered only
-when it answers, and taken out when it ends.
-
-The torch server is for laptops and tests.
+A server is entered only when it answers, and taken out when it ends. The torch server is for
+laptops and tests.
 """
 
 from __future__ import annotations

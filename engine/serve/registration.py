@@ -1,8 +1,7 @@
 """A server's entry in the run's registry.
 
-Owns: entering a server and taking it out of traffic. Does not own: its versions (the publisher
-decides those). Invariant: a server is entered without a policy_version: what it loaded by itself
-has no version until a publish gives it one.
+A server is entered without a policy_version: the weights that it loaded at its start have no
+version until a publish gives it one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Evaluation on a schedule.
 
-Owns: which versions are evaluated, under which names and on which split, and the metrics of the
-answers.
-Does not own: playing the episodes (runner), pinning them to a version (buffer). Invariant: an
-evaluation is complete before the next version is published, because its episodes are pinned to
-one version.
+The episodes of an evaluation are pinned to one version, so that it is complete before the next
+version is published.
 """
 
 from __future__ import annotations

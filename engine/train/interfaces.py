@@ -1,8 +1,7 @@
 """What the trainer needs from the buffer and from publishing.
 
-Owns: the two protocols. Does not own: their implementations (outloop.buffer.reader,
-outloop.engine.publish), which satisfy them structurally. Invariant: the loops use nothing else of
-either, so a small in-memory program can stand in for both.
+`outloop.buffer.reader` and `outloop.engine.publish` satisfy these protocols structurally. The loops
+use nothing else of either, so that a small in-memory program can replace both.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The RL loop.
+"""The RL loop: the order of a step.
 
-Owns: the order of a step. Does not own: any of its parts. Invariant: a version is announced before
-it is published and acknowledged before anything is admitted under it; a group is acknowledged only
-by a checkpoint that contains its update; one loop serves every max_staleness.
+A version is announced before it is published and acknowledged before anything is admitted under it.
+A group is acknowledged only by a checkpoint that contains its update. One loop serves every
+max_staleness.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The trainer process.
+"""The trainer process, from a run's settings to its end.
 
-Owns: building the trainer from a run's settings, and its boundary to the launcher. Does not own:
-training itself (loop, sft). Invariant: what settings alone can show to be wrong is refused before
-the process group is formed.
+Settings that cannot work are refused before the process group is formed.
 """
 
 from __future__ import annotations

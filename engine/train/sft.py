@@ -1,7 +1,6 @@
 """Supervised fine-tuning on recorded conversations.
 
-Owns: the order of SFT. Does not own: rendering (router), the update. Invariant: every conversation
-is used once per epoch; with the same seed and data the order is the same.
+Every conversation is used once per epoch; with the same seed and data the order is the same.
 """
 
 from __future__ import annotations

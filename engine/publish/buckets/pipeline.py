@@ -1,8 +1,7 @@
-"""Filling buckets from a source, one ahead of the servers.
+"""Filling buckets from a source, one bucket ahead of the servers.
 
-Owns: what is in staging at any time, and the account of what was sent. Does not own: layout
-(plan), memory (staging), who reads it (transports). Invariant: at most two buckets are held; a
-bucket's memory is written again only after `filled` has been asked for the bucket after the next.
+At most two buckets are held. A bucket's memory is written again only after `filled` has been asked
+for the bucket after the next.
 """
 
 from __future__ import annotations

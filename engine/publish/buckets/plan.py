@@ -1,8 +1,7 @@
 """Which tensor goes into which bucket, and where.
 
-Owns: the layout of buckets. Does not own: tensors, bytes, transport. Invariant: tensors keep their
-order, none is split, each starts on an aligned offset, and a bucket exceeds the limit only if it
-holds a single tensor that does.
+Tensors keep their order, none is split, and each starts on an aligned offset. A bucket exceeds the
+limit only if it holds a single tensor that does.
 """
 
 from __future__ import annotations

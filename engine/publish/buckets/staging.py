@@ -1,9 +1,7 @@
 """Memory that buckets are copied into, for others to read.
 
-Owns: buffers in shared memory and on a device, their growth and removal, the count of what they
-hold. Does not own: what lies in them (plan), who reads them (transports). Invariant: after `close`
-nothing of a shared buffer is left in /dev/shm, whatever the readers did, once the last tensor that
-views it is gone; if this process is killed, torch's own memory manager removes it.
+After `close` nothing of a shared buffer is left in /dev/shm, whatever the readers did, once the
+last tensor that views it is gone. If this process is killed, torch's own memory manager removes it.
 
 torch keeps a count of references in the first bytes of the shared file, and removes the file when
 the count falls to zero: one for this process, one for each payload until its reader has opened it,

@@ -1,8 +1,6 @@
-"""Handing a model over in buckets.
+"""Sending a model in buckets: the double-buffered pipeline, and the sender for shared memory.
 
-Owns: the double-buffered pipeline, and the senders whose servers read the trainer's own memory.
-Does not own: the group (collective), folders (disk), phases around it (transaction). Invariant: one
-bucket is filled while the one before is read, and no third is ever held.
+One bucket is filled while servers read the one before; no third bucket is ever held.
 """
 
 from __future__ import annotations

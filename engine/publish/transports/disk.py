@@ -1,8 +1,7 @@
 """A Hugging Face folder that every server reads; for servers that share a file system.
 
-Owns: the folder of a publish, written bucket by bucket. Does not own: phases around it
-(transaction). Invariant: the folder holds the whole model before any server loads it, and is
-removed when the publish is over; one bucket at a time is held in memory.
+The folder holds the whole model before any server loads it, and is removed when the publish is
+over. One bucket at a time is held in memory.
 """
 
 from __future__ import annotations

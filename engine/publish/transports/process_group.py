@@ -1,8 +1,7 @@
-"""A process group beside the default one, that publisher and servers join.
+"""A process group beside the default one, which publisher and servers join.
 
-Owns: rendezvous, broadcast, deadlines of both. Does not own: who is a member (collective), HTTP.
-Invariant: joining and broadcasting end by their deadline; keys and ranks are those of SGLang's
-init_custom_process_group, so its servers and ours are members alike. Rank 0 is the publisher.
+Joining and broadcasting end by their deadline. Keys and ranks are those of SGLang's
+init_custom_process_group, so that its servers and ours are members alike. Rank 0 is the publisher.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Which transport the settings ask for.
-
-Owns: the table of transports. Does not own: how they work. Invariant: every name that
-`publish.transport` allows is built here, and nothing else chooses.
-"""
+"""The transport that `publish.transport` names."""
 
 from __future__ import annotations
 

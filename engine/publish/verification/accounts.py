@@ -1,8 +1,8 @@
 """Whether a server holds what was sent.
 
-Owns: what is kept of a publish to compare with each kind of server. Does not own: how checksums are
-made (checksum, fused), the phases around it (transaction). Invariant: a server passes only if it
-names exactly the parameters that were sent, each with the checksum of the bytes that were sent.
+An account keeps the checksums of what was sent in the form in which one kind of server reports its
+own. A server passes only if it names exactly the parameters that were sent, each with the checksum
+of the bytes that were sent.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The checksums by which publisher and server compare weights.
 
-Owns: their definitions. Does not own: what is compared (verify). Invariant: equal bytes give equal
-checksums, wherever the tensor lies.
-
-`xxh3_128` is the publisher's own: at memory speed it finds every accident, which is what it is for.
-`sha256` is SGLang's on a CPU: the first 8 bytes of the digest.
+Equal bytes give equal checksums, wherever the tensor lies. `xxh3_128` is the publisher's own: it
+finds every accident at memory speed. `sha256` is SGLang's on a CPU: the first 8 bytes of the
+digest.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Whether a server's weights score a fixed text as the trainer's do.
 
-Owns: the probe's prompts, the comparison, its tolerance. Does not own: the trainer's forward
-(source), the phases around it (transaction). Invariant: a server passes only if it scored every id
-of every prompt and the mean difference of logprobs stays within the tolerance.
-
-A probe is coarser than a checksum: it finds weights that change what the model says, not one
-changed element. Servers fill their weights at random before an update, so that what was
-acknowledged and never written is of the first kind.
+A server passes only if it scored every id of every prompt and the mean difference of logprobs stays
+within the tolerance. A probe is coarser than a checksum: it finds weights that change the model's
+output, not one changed element. Servers fill their weights at random before an update, so that a
+bucket that was acknowledged and never written changes the output too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """SGLang's hash of a tensor that lies on a GPU, in plain torch on any device.
 
-Owns: its definition. Does not own: SGLang's hash without a GPU (checksum), which tensors make up a
-parameter (fused). Invariant: the result depends on the bytes alone, not on how they were divided
-among calls of `update`.
+The result depends on the bytes alone, not on how they were divided among calls of `update`.
 
 Restates sglang/kernels/ops/memory/gpu_tensor_hash.py of 0.5.23: two sums of mixed 32-bit words for
 every tile of 8,192 words, the mixer being that of MurmurHash3, and their sum finished as in

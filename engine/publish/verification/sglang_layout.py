@@ -1,13 +1,11 @@
 """Checksums of a model as SGLang holds it: some parameters fused, padded, or cut by rank.
 
-Owns: which Hugging Face tensors make up which of SGLang's parameters. Does not own: SGLang's
-checksums (checksum without a GPU, gpu_hash on one), what is compared (verify).
-Invariant: tensors may come in any order and each is read once; no more is kept than what waits for
-its predecessor inside one fused parameter.
+Tensors may come in any order and each is read once. Only tensors that wait for their predecessor
+inside one fused parameter are kept.
 
-Held for Llama, Qwen2.5, Qwen3 and Qwen3-MoE against SGLang 0.5.23. A parameter of several tensors
-is their rows one after the other, those of all experts of a layer too, so its checksum needs no
-copy of it. Experts that are spread over ranks (SGLang's ep_size) are not known here.
+Compared with SGLang 0.5.23 for Llama, Qwen2.5, Qwen3 and Qwen3-MoE. A parameter of several tensors
+is their rows one after the other, those of all experts of a layer too, so that its checksum needs
+no copy of it. Experts that are spread over ranks (SGLang's ep_size) are not supported.
 """
 
 from __future__ import annotations

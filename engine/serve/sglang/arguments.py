@@ -1,8 +1,7 @@
-"""What one SGLang server of a run is started with.
+"""The command line and environment of one SGLang server of a run.
 
-Owns: the command line and environment of its process. Does not own: what the installed SGLang
-knows (start.py asks it), the process (supervise). Invariant: a setting of ours is never overridden
-by the raw table, and nothing that decides what is sampled is left to SGLang's own choice.
+The raw table never overrides a setting of ours, and nothing that decides what is sampled is left to
+SGLang's defaults. The installed SGLang itself judges the arguments (entrypoint.py).
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""The Python environment that SGLang runs in, apart from the trainer's.
+"""The Python environment in which SGLang runs without a GPU, apart from the trainer's.
 
-Owns: which packages make SGLang run without a GPU, building them into a folder of the cache, and
-finding that folder again. Does not own: SGLang's processes. Invariant: a folder is used only once
-it is complete, and other pins make another folder.
-
-SGLang pins other releases of transformers, openai and more than the trainer does. What it needs
-without a GPU is in requirements-cpu.txt; the four packages below come without their dependencies,
-which would bring CUDA or PyTorch 2.14.1.
+It is a folder in the cache, used only once it is complete; other pins make another folder. SGLang
+pins other releases of transformers, openai and more than the trainer does. What it needs without a
+GPU is in requirements-cpu.txt; the four packages below come without their dependencies, which would
+bring CUDA or PyTorch 2.14.1.
 """
 
 from __future__ import annotations

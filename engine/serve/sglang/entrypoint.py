@@ -1,8 +1,7 @@
 """Checks arguments with SGLang's own parser and becomes its server; runs under SGLang's Python.
 
-Owns: settings table -> command line. Does not own: the process (supervise), what the arguments
-mean. Invariant: an argument that the installed SGLang does not know ends the process with code 2
-and a sentence, before any weight is read; with `--check` nothing is started at all.
+An argument that the installed SGLang does not know ends the process with code 2 and a sentence,
+before any weight is read; with `--check` nothing is started at all.
 
 Called as `python -P entrypoint.py [--check] TABLE`, TABLE being JSON with upstream names. Without
 --check the first line of its standard input is the server's key, or empty: unlike a command line

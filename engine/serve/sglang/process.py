@@ -1,8 +1,7 @@
 """One SGLang server: started, watched, stopped.
 
-Owns: its processes from start to end. Does not own: its arguments (arguments.py), its entry in the
-registry (the caller), starting it again (the launcher, or the user of `outloop server`).
-Invariant: when `serve_sglang` returns or raises, none of its processes is left.
+When `serve_sglang` returns or raises, none of its processes is left. The launcher, or the user of
+`outloop server`, starts it again.
 """
 
 from __future__ import annotations

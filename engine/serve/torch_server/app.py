@@ -1,7 +1,6 @@
-"""The torch server's HTTP surface: the part of SGLang 0.5.23's that the loop uses.
+"""The torch server's HTTP routes: the part of SGLang 0.5.23's that the loop uses.
 
-Owns: control routes and their shapes. Does not own: /generate (generate), behaviour (engine).
-Invariant: routes that change the engine answer after the change, and say what they did.
+Routes that change the engine answer after the change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What the torch server reads out of a Hugging Face folder's JSON files.
+"""A model's shape and stop ids, read from a Hugging Face folder's JSON files.
 
-Owns: the model's shape and its stop ids. Does not own: weights (weights), tokenizer (text).
-Invariant: a feature that the forward pass does not have is refused here, never ignored.
+A feature that the forward pass does not have is refused here, never ignored.
 """
 
 from __future__ import annotations

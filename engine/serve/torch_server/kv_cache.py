@@ -1,8 +1,7 @@
 """Keys and values of the tokens that were computed, and which of them can be used again.
 
-Owns: the padded cache tensors, slots, prefix reuse. Does not own: requests (engine). Invariant: a
-slot's first `length` positions hold the keys and values of `ids[:length]`; a prefix is reused only
-under the same salt and only if one set of weights computed all of it.
+A slot's first `length` positions hold the keys and values of `ids[:length]`. A prefix is reused
+only under the same salt and only if one set of weights computed all of it.
 
 Shape letters: L layers, N slots, K key/value heads, T capacity in tokens, d head size.
 """

@@ -1,8 +1,7 @@
-"""One request of /generate on its way through the engine.
+"""One request of /generate: its wire form, its state in the engine, and how it ends.
 
-Owns: its wire form, its state, how it ends. Does not own: when it runs (engine), HTTP (app).
-Invariant: `output_ids` and `logprobs` are equally long and `spans` cover them without gaps; a
-request ends once.
+`output_ids` and `logprobs` are equally long and `spans` cover them without gaps. A request ends
+once.
 """
 
 from __future__ import annotations

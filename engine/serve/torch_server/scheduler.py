@@ -1,9 +1,7 @@
 """Continuous batching: the thread that owns model, cache and weights.
 
-Owns: which requests run, one pass after the other, pauses, weight updates, versions. Does not own:
-HTTP (app), arithmetic (model), staging of weights (update). Invariant: everything is changed by
-the engine's thread between passes, so a pass sees one set of weights; after weights change, nothing
-computed before is reused for other requests.
+Everything is changed by the engine's thread between passes, so that a pass sees one set of weights.
+After weights change, nothing computed before is reused for other requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Request bodies of the torch server's control routes, as SGLang 0.5.23 has them.
 
-Owns: fields and their defaults. Does not own: what they do (app). Invariant: a default is SGLang's
-own; unknown fields are ignored, as there.
+A default is SGLang's own; unknown fields are ignored, as there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The forward pass of Llama and Qwen models over a slot cache, in plain torch.
 
-Owns: the arithmetic of one pass. Does not own: weights, which rows run, sampling. Invariant: rows
-of a pass do not see each other; a query sees the cached positions up to its own and no others.
+Rows of a pass do not see each other; a query sees the cached positions up to its own and no others.
 
 Shape letters: B rows, S new ids per row (right-padded), D hidden size, H query heads, K key/value
 heads, G = H / K, T cached positions that are looked at, d head size, V vocabulary.

@@ -1,7 +1,6 @@
 """Weight updates of one model: staged apart, then swapped in whole.
 
-Owns: the live and the staged set, the session. Does not own: transport, versions, when a pass
-runs (engine). Invariant: `live` is never written; a session that did not end changed nothing.
+`live` is never written, and a session that did not end changed nothing.
 """
 
 from __future__ import annotations

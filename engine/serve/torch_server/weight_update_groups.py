@@ -1,8 +1,7 @@
-"""The groups that this server has joined to receive weights.
+"""The process groups that this server has joined to receive weights.
 
-Owns: membership by name, receiving a bucket. Does not own: rendezvous (engine.publish.group), what
-becomes of the tensors (update). Invariant: the engine's thread never waits for another process; a
-group that failed is left only when it is destroyed.
+The engine's thread never waits for another process. A group that failed is left only when it is
+destroyed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The weights of one model, under Hugging Face names and in the layout that the forward wants.
+"""The weights of one model, under Hugging Face names and in the layout that the forward needs.
 
-Owns: storage, names, loading from a folder. Does not own: when weights change (update, engine),
-checksums (sums). Invariant: `named` holds views of the fused tensors, so a write under a Hugging
-Face name is a write to what is computed with; derived tensors are refreshed before a set of
-weights is used.
+`named` holds views of the fused tensors, so that a write under a Hugging Face name is a write to
+the tensors of the forward pass. Derived tensors are refreshed before a set of weights is used.
 
 Shape letters: D hidden size, F intermediate size, H query heads, K key/value heads, d head size,
 V vocabulary.

@@ -1,9 +1,7 @@
-"""Which groups the weights contain, and saying so to the buffer once they are on disk.
+"""Which groups the weights contain, acknowledged to the buffer once they are on disk.
 
-Owns: the groups trained since the last checkpoint, the save that is under way, the order between
-both. Does not own: writing (async_writer), when a checkpoint is due (loop). Invariant: a group is
-acknowledged only after a checkpoint that contains its update is complete; at most one save is under
-way; the groups of a save that failed are in the next one.
+A group is acknowledged only after a checkpoint that contains its update is complete. At most one
+save is under way, and the groups of a save that failed are in the next one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Writing checkpoints while training goes on.
 
-Owns: the copy of this rank's shards on the host, the thread that writes it, and what completes the
-folder on rank 0. Does not own: what a checkpoint holds and how it is read (checkpoint), when to
-save and what is acknowledged after it (marks). Invariant: a folder appears under its name only when
-the shards of every rank are on disk; a save that fails leaves the checkpoint before it in use.
+Each rank copies its shards to the host and writes them in a thread; rank 0 completes the folder. A
+folder appears under its name only when the shards of every rank are on disk. After a save that
+fails, the checkpoint before it stays in use.
 """
 
 from __future__ import annotations

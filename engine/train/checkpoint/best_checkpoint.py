@@ -1,8 +1,6 @@
 """The checkpoint that did best on the validation split, on which the test split is reported.
 
-Owns: the folder `best` of a run: a checkpoint, its validation reward, whether test was reported.
-Does not own: when evaluations are made (evaluation), what a checkpoint holds (checkpoint).
-Invariant: `best` is a whole checkpoint of the lineage that the run goes on with, or not there.
+`best` in the run's folder is a whole checkpoint of the lineage that the run continues, or absent.
 """
 
 from __future__ import annotations

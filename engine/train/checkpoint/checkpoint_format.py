@@ -1,10 +1,9 @@
-"""Checkpoints of the trainer.
+"""What `checkpoints/step_N/` holds, and reading it.
 
-Owns: what `checkpoints/step_N/` holds: Megatron's distributed format with weights, moments,
-schedule and random states, and the mark of what the weights contain; reading it. Does not own:
-writing it (async_writer), what Redis makes of the mark (reader). Invariant: a folder named step_N
-is complete or is skipped; an older checkpoint is removed only after a newer one is complete; what
-one layout of ranks wrote, any other reads.
+Megatron's distributed format with weights, optimizer state, schedule and random states, and the
+mark of what the weights contain. A folder named step_N is complete or is skipped. An older
+checkpoint is removed only after a newer one is complete. Any layout of ranks reads what another
+wrote.
 """
 
 from __future__ import annotations

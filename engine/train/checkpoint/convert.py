@@ -1,9 +1,7 @@
-"""Between a Hugging Face folder and a Megatron distributed checkpoint, in both directions.
+"""Converts between a Hugging Face folder and a Megatron distributed checkpoint.
 
-Owns: reading one format and writing the other, a parameter at a time. Does not own: names and
-layouts (table), the formats themselves (hf_folder, saving, Megatron). Invariant: there and back is
-bit-equal, from whatever layout of ranks the checkpoint was written by; the whole model is never in
-memory, only a parameter or two of it; OUT appears complete or not at all.
+There and back is bit-equal, from whatever layout of ranks the checkpoint was written by. Only a
+parameter or two of the model are in memory at once. OUT appears complete or not at all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Which episodes made an update impossible.
 
-Owns: looking at an update's samples when its gradient was refused, and the report. Does not own:
-refusing (mcore), stopping the run (loop). Invariant: the weights are those from before the update,
-so what is computed here is what the update computed.
+The weights are those from before the update, so that what is computed here is what the update
+computed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Groups from a file in place of the buffer, and no servers: the trainer alone.
 
-Owns: reading exported trajectories as groups, and standing in for the reader's and the publisher's
-calls. Does not own: the file's format (buffer.jsonl), the loop. Invariant: groups are taken in the
-order of the file, each once; a resume goes on after the groups that its checkpoint contains.
+Groups are taken in the order of the file, each once. A resume continues after the groups that its
+checkpoint contains.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Making a dumped step again.
+"""Makes a dumped step again and compares the results.
 
-Owns: building the trainer of a dump and comparing what its updates give. Does not own: the dump's
-format (dump). Invariant: the updates run through the same function as in the run that was dumped.
+The updates run through the same function as in the run that was dumped.
 """
 
 from __future__ import annotations

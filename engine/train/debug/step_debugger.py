@@ -1,9 +1,7 @@
-"""Around the updates of a step: dumping, profiling, and saying who made one impossible.
+"""Around the updates of a step: dumps, profiles, and the report of an update that is refused.
 
-Owns: when a step is dumped or profiled, the limit on gradient norms, and what a refused update
-leaves behind. Does not own: the update, the formats (dump, diagnosis). Invariant: with nothing
-asked for, the updates run as if this module were not there; a refused update stops the run with
-the weights as they were before it.
+Where nothing is asked for, the updates run as if this module were not there. A refused update stops
+the run with the weights as they were before it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A step on disk, to be made again elsewhere.
+"""A step on disk, to be made again elsewhere: state before its updates, batch, results.
 
-Owns: the folder of a dumped step: state before its updates, its batch, what they gave.
-Does not own: the checkpoint format (checkpoint), the update itself. Invariant: a replay on the same
-machine and number of threads gives the same loss and gradient norm, bit by bit.
+A replay on the same machine and number of threads gives the same loss and gradient norm, bit by
+bit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Lets megatron-core 0.16.1 run on a machine without CUDA (gloo, CPU tensors).
 
-Owns: every replacement of a name in torch or megatron-core that the CPU path needs; this is the
-only place in the project where an installed package is patched. Does not own: layers (mcore).
-Invariant: where CUDA is, only names that megatron-core uses and lacks are added; refuses any other
-version of megatron-core, because each shim was checked against the lines it stands in for.
+This is the only place in the project where an installed package is patched. Where CUDA is, only
+names that megatron-core uses and lacks are added. Any other version of megatron-core is refused,
+because each replacement was checked against the lines it stands in for.
 """
 
 from __future__ import annotations

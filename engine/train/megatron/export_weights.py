@@ -1,9 +1,8 @@
 """The whole model under Hugging Face names, gathered from the ranks a few tensors at a time.
 
-Owns: who holds which part, and bringing the parts of a tensor to rank 0. Does not own: what
-becomes of them (publisher, folder). Invariant: all ranks call `gather` with the same names in the
-same order. Rank 0 holds at most the tensors requested, or one receive buffer where the destination
-is not contiguous; other ranks allocate nothing.
+All ranks call `gather` with the same names in the same order. Rank 0 holds at most the tensors
+requested, or one receive buffer where the destination is not contiguous; other ranks allocate
+nothing.
 """
 
 from __future__ import annotations

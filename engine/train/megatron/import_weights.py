@@ -1,8 +1,6 @@
 """This rank's part of a model's weights: reading it from a folder, finding it by name.
 
-Owns: which part of which Hugging Face tensor a parameter of this rank holds. Does not own: names
-and layouts (table), gathering over ranks (exports). Invariant: a rank reads only its own parts;
-import then export is bit-equal under every layout.
+A rank reads only its own parts. Import then export is bit-equal under every layout.
 """
 
 from __future__ import annotations

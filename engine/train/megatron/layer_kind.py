@@ -1,8 +1,7 @@
-"""Which of Megatron-core's layers a trainer uses.
+"""Which of Megatron-core's layers a trainer uses: by settings, device and what is installed.
 
-Owns: the choice from the settings, the device and what is installed. Does not own: the layers
-(layers). Invariant: needs no process group and no device, so that a choice that cannot be had is
-refused before either is touched.
+It needs no process group and no device, so that an impossible choice is refused before either is
+touched.
 """
 
 from __future__ import annotations

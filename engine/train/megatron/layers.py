@@ -1,8 +1,6 @@
 """The Megatron-core layers of a policy, Megatron's local ones or Transformer Engine's.
 
-Owns: RMSNorm, rotary position embedding, attention over packed samples, the layer specs.
-Does not own: which of the two (layer_kind), parallel state or the optimizer (mcore). Invariant:
-attention never crosses samples, and a sample's positions start at zero wherever it lies in the row.
+Attention never crosses samples, and a sample's positions start at zero wherever it lies in the row.
 
 Shape letters: T tokens of a row, B samples of a length class, L its padded length, H heads,
 K key/value heads, D head size.

@@ -1,9 +1,8 @@
-"""The only module that touches Megatron-core's process groups, model wrapper and optimizer.
+"""This rank's model, gradient buffers and optimizer, and joining the process group.
 
-Owns: joining the process group, the model of this rank, its gradient buffers and its optimizer.
-Does not own: configuration (config), layers, weights, losses. Invariant: gradients are summed,
-never averaged, over microbatches and data-parallel ranks; the caller divides by one denominator
-that it fixed before the first forward.
+The only module that touches Megatron-core's process groups, model wrapper and optimizer. Gradients
+are summed, never averaged, over microbatches and data-parallel ranks; the caller divides by one
+denominator that it fixed before the first forward.
 """
 
 from __future__ import annotations

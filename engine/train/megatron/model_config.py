@@ -1,8 +1,6 @@
 """The Megatron configuration of a Hugging Face folder.
 
-Owns: which families are supported and what their config.json means, the raw upstream options and
-where each goes. Does not own: parallel sizes (parallel), process groups (mcore). Invariant: needs
-no process group; a feature that the trainer does not have is refused here, never ignored.
+It needs no process group. A feature that the trainer does not have is refused here, never ignored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Whether the trainer's tensors are on its device, for devices that servers use in between.
+"""Taking the trainer's tensors off its device while servers use it, and putting them back.
 
-Owns: taking model, gradients and optimizer state off the device and putting them back. Does not
-own: when (loop), what the servers do meanwhile. Invariant: what comes back is bit-equal and lies in
-the same storages, so every view of them, Megatron's buffers included, stays valid.
+What comes back is bit-equal and lies in the same storages, so that every view of them, Megatron's
+buffers included, stays valid.
 """
 
 from __future__ import annotations

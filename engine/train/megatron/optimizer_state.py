@@ -1,10 +1,8 @@
-"""The optimizer's weights and moments in the shapes of the parameters, whichever optimizer keeps
-them.
+"""The optimizer's weights and moments in the shapes of the parameters, for checkpoints.
 
-Owns: taking them out of Megatron's plain, mixed-precision and distributed optimizers for a
-checkpoint, and putting them back. Does not own: the checkpoint (checkpoint_format). Invariant: all
-optimizers write the same float32 tensors under the same names, so a checkpoint of one is read by
-the others, in any layout and dtype; each parameter counts its own updates.
+Megatron's plain, mixed-precision and distributed optimizers all write the same float32 tensors
+under the same names, so that each reads the checkpoints of the others, in any layout and dtype.
+Each parameter counts its own updates.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Over how many ranks a model is split, in which directions.
 
-Owns: the parallel sizes of a run and what is impossible about them. Does not own: process groups
-(mcore). Invariant: nothing here needs a process group, so that impossible sizes are refused, with
-the sizes that work, before one is formed.
+Nothing here needs a process group, so that impossible sizes are refused, with the sizes that work,
+before one is formed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Where this rank stands among the others.
+"""This rank's coordinates among the others.
 
-Owns: which rank speaks for what. Does not own: the groups (mcore). Invariant: of the ranks that
-computed the same numbers exactly one is asked for them.
+Of the ranks that computed the same numbers exactly one reports them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Running microbatches through the model's stages, forward only or with backward.
 
-Owns: Megatron's schedule for this rank's place, and how a loss that made its own backward passes
-enters it. Does not own: the loss (update), which microbatches (pack). Invariant: every
-data-parallel rank runs the same number of microbatches; `on_hidden` runs on the last pipeline
+Every data-parallel rank runs the same number of microbatches. `on_hidden` runs on the last pipeline
 stage only, once for each.
 
 Shape letters: N trained tokens of a microbatch, H hidden size.

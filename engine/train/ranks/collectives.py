@@ -1,8 +1,7 @@
-"""Bytes between trainer ranks.
+"""Bytes between trainer ranks, and agreement on a failure.
 
-Owns: broadcast and gathering of byte strings over the process group, and agreement on a failure.
-Does not own: what the bytes mean (commands, plan, report). Invariant: no object is pickled; all
-ranks call the same function in the same order; one rank's refusal is every rank's.
+No object is pickled. All ranks call the same function in the same order, and all of them fail where
+one does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Makes torchvision importable beside a CPU build of PyTorch, in every process of SGLang.
-
-Owns: what must happen before two imports. Does not own: those modules. Invariant: it acts once
-per process and finds no module itself.
-"""
+"""Makes torchvision importable beside a CPU build of PyTorch, in every process of SGLang."""
 
 import importlib.abc
 import sys

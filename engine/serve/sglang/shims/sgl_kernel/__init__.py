@@ -1,7 +1,4 @@
-"""Stands for SGLang's compiled kernels where there is no build of them.
-
-Owns: names. Does not own: any kernel. Invariant: whatever is called raises.
-"""
+"""Stands for SGLang's compiled kernels where there is no build of them: every call raises."""
 
 from collections.abc import Callable
 from typing import NoReturn
