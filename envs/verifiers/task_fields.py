@@ -31,19 +31,19 @@ def num_cores() -> int:
     return int(os.environ.get(NUM_CORES_VARIABLE, 0)) or len(os.sched_getaffinity(0))
 
 
-async def next_free(queue: asyncio.Queue[T], what: str) -> T:
+async def next_free(queue: asyncio.Queue[T], what: str, limit_s: float = MAX_QUEUE_S) -> T:
     """Take the next free worker or session from a queue.
 
     Raises:
-        EnvironmentFailure: none was free for MAX_QUEUE_S, which is no answer's fault.
+        EnvironmentFailure: none was free for `limit_s`, which is no answer's fault.
     """
     try:
         with waiting_for_turn():
-            async with asyncio.timeout(MAX_QUEUE_S):
+            async with asyncio.timeout(limit_s):
                 return await queue.get()
     except TimeoutError as error:
         raise EnvironmentFailure(
-            f"no {what} was free to judge for {MAX_QUEUE_S:g} s; give the verifier more cores, a "
+            f"no {what} was free to judge for {limit_s:g} s; give the verifier more cores, a "
             "shorter deadline, or play fewer episodes at once"
         ) from error
 

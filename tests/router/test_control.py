@@ -1,6 +1,5 @@
 """The runner's and the operator's routes."""
 
-import dataclasses
 import json
 
 import pytest
@@ -93,14 +92,16 @@ async def test_pause_gives_out_nothing(stage) -> None:
 
 async def test_a_claimed_episode_knows_its_source(stage) -> None:
     """Which list of tasks it is from, for metrics by source."""
-    easy = dataclasses.replace(claim(0), source="easy")
-    stage.buffer.claims.extend([easy, claim(1)])
-    answer = await stage.post("/tasks/claim", {"key": "k", "count": 2, "open": True})
-    found = [
-        (await stage.get(f"/episodes/{c['episode']['episode_id']}")).json()["opening"]["metadata"]
-        for c in answer.json()["claims"]
-    ]
-    assert found == [{"source": "easy"}, {}]
+    tasks = [{"task_id": name, "payload": {"q": name}} for name in ("easy", "hard")]
+    sources = [{"name": f"{name}.jsonl", "num_tasks": 1} for name in ("easy", "hard")]
+    assert (await stage.post("/tasks", {"tasks": tasks, "sources": sources})).status_code == 200
+    found = {}
+    for claimed in (await claim(stage, count=16, open=True))["claims"]:
+        episode = await stage.get(f"/episodes/{claimed['episode']['episode_id']}")
+        metadata = episode.json()["opening"]["metadata"]
+        found[claimed["task"]["task_id"]] = metadata["source"]
+    assert found
+    assert all(source == f"{task_id}.jsonl" for task_id, source in found.items())
 
 
 async def test_a_claim_whose_group_sealed_meanwhile_is_left_out(stage) -> None:

@@ -64,7 +64,7 @@ async def rollout(tasks, context):
     await context.play_all(play, max_concurrent=2)
 """
     await play_with(router, source, **BATCH)
-    closes = list(router.closes.values())
+    closes = [router.closes[f"ep-{number}"] for number in range(4)]
     assert closes[0]["reward"] == {"value": -1.0, "components": {}}
     assert closes[1]["reward"] == {"value": 1.0, "components": {"form": 0.25}}
     assert (closes[2]["failure_kind"], closes[2]["reward"]["value"]) == ("agent", 0.0)
