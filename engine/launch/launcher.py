@@ -32,6 +32,7 @@ from outloop.buffer.errors import (
     PartFailed,
     SettingsError,
 )
+from outloop.buffer.events import record_event
 from outloop.buffer.reader import BufferReader, init_run
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.run import Run, create_run, make_run_folder
@@ -152,6 +153,7 @@ class Launcher:
             if part in _OPTIONAL and (count >= _MAX_RESTARTS or code == SETTINGS_EXIT_CODE):
                 del self.parts[name]
                 _log.error("part_given_up", name=name, exit_code=code, log=str(process.log_path))
+                record_event(self.run.dir, "part_given_up", part=name, exit_code=code)
                 continue
             if code == SETTINGS_EXIT_CODE:
                 raise SettingsError(process.last_words(1).removeprefix("outloop: "))
@@ -166,6 +168,7 @@ class Launcher:
                 )
             self._restarts[name] = count + 1
             _log.warning("part_restarted", name=name, exit_code=code, restart=count + 1)
+            record_event(self.run.dir, "part_restarted", part=name, exit_code=code)
             self._restart(name, part)
 
     def _restart(self, name: str, part: str) -> None:
@@ -437,6 +440,7 @@ def train(settings: Settings, *, stop: threading.Event, console: Console) -> int
             console.print(recipe, highlight=False, markup=False, soft_wrap=True)
         for line in gpus.lines():
             console.print(line, highlight=False, markup=False)
+        record_event(run.dir, "started")
         launcher.start_archiver()
         if has_servers:
             start_serving(launcher)
@@ -456,6 +460,7 @@ def train(settings: Settings, *, stop: threading.Event, console: Console) -> int
                 launcher.check()
             progress.update({})
         launcher.usage.write(run.dir / "usage.json")
+        record_event(run.dir, "stopped" if stop.is_set() else "finished")
     if stop.is_set():
         draw_curve(run.dir)
         console.print("stopped; start the same command again to resume from the last checkpoint")

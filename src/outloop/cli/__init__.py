@@ -32,10 +32,11 @@ from outloop.cli.server import server
 from outloop.cli.train import train
 from outloop.cli.trainer import trainer
 from outloop.cli.trajectories import trajectories
+from outloop.cli.view import view
 
 GROUPS: dict[str, tuple[click.Command, ...]] = {
     "Run": (train, serve, new_policy, convert, doctor),
-    "Look into a run": (episodes, trajectories, buffer, tasks),
+    "Look into a run": (view, episodes, trajectories, buffer, tasks),
     "Start parts one by one": (init, router, server, runner, trainer, archiver),
     "One side alone, for debugging": (rollout, train_recorded, replay_step),
 }

@@ -1,0 +1,25 @@
+"""What happened to a run as a whole: `events.jsonl` in its folder, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+EventKind = Literal["started", "part_restarted", "part_given_up", "stopped", "finished", "failed"]
+
+
+def record_event(run_dir: Path, kind: EventKind, **fields: str | int) -> None:
+    """Append an event with the time now."""
+    row = {"time": time.time(), "kind": kind, **fields}
+    with (run_dir / "events.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    """Every complete event; none if the run recorded none."""
+    path = run_dir / "events.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1] if line]

@@ -1,0 +1,42 @@
+"""`outloop view`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("runs", nargs=-1, type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.option("--demo", is_flag=True, help="Show a recorded run that comes with outloop.")
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", default=0, show_default=True, help="0: any free one.")
+def view(runs: tuple[Path, ...], demo: bool, host: str, port: int) -> None:
+    """Show RUNS, live or finished, on a page: curves, episodes, turns and tokens.
+
+    Without RUNS: every run in runs/. Nothing is written; who has the printed link may read.
+    """
+    import importlib.util
+
+    from outloop.buffer.errors import SettingsError
+
+    missing = [
+        name
+        for name in ("duckdb", "fastapi", "pyarrow", "uvicorn")
+        if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise SettingsError(
+            f"the page needs {', '.join(missing)}, which is not installed; run "
+            "pip install 'outloop[view]'"
+        )
+    from outloop.view.server import demo_folder, find_runs, serve_page
+
+    if demo:
+        runs = (*runs, demo_folder())
+    elif not runs:
+        runs = (Path("runs"),)
+    found = find_runs(runs)
+    click.echo(f"showing {', '.join(found)}", err=True)
+    serve_page(found, host=host, port=port, on_ready=click.echo)

@@ -1,0 +1,282 @@
+"""What the page asks of one run's folder.
+
+Only files are read: metrics.jsonl, events.jsonl and the trajectory archive. Neither Redis nor the
+run's keys are needed, and settings are not shown.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import psutil
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field
+
+from outloop.buffer.errors import NotFound
+from outloop.buffer.events import read_events
+from outloop.buffer.telemetry import read_metrics
+from outloop.buffer.trajectories.folder import FOLDER, MANIFEST, read_manifest
+from outloop.buffer.trajectories.query import connect
+from outloop.buffer.trajectories.vocabulary import VOCABULARY
+
+LISTED = (
+    "episode_id, group_id, task_id, slot, attempt, purpose, eval_name, fate, reason, "
+    "trained_version, outcome, failure_kind, reward, opened_at, closed_at, ended_at, num_turns, "
+    "num_branches, num_tokens, num_output_tokens, num_trained_tokens, min_version, max_version, "
+    "error"
+)
+"""Columns of a listing: all but the long texts."""
+_SORTS = {
+    "ended": "ended_at",
+    "reward": "reward",
+    "tokens": "num_output_tokens",
+    "turns": "num_turns",
+    "version": "max_version",
+    "duration": "closed_at - opened_at",
+}
+_TURN_TEXTS = (
+    "turn_index, turn_id, parent_turn_id, choice_index, branch_cause, finish_reason, mask_reason, "
+    "sampling, started_at, finished_at, prompt_text, output_text, version_spans, loss_spans, "
+    "len(prompt_ids) AS num_prompt_tokens, len(output_ids) AS num_output_tokens, "
+    "list_avg(behavior_logprobs) AS mean_logprob"
+)
+_TURN_TOKENS = (
+    "turn_index, turn_id, parent_turn_id, prompt_ids, output_ids, behavior_logprobs, "
+    "version_spans, loss_spans, mask_reason, finish_reason, branch_cause"
+)
+
+
+class EpisodeFilter(BaseModel):
+    """Which episodes are listed; None and "" ask for nothing."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    text: str = ""
+    """Somewhere in what was asked and answered, whatever its case, or in the error or output."""
+    task: str = ""
+    group: str = ""
+    outcome: str = ""
+    fate: str = ""
+    purpose: str = ""
+    min_reward: float | None = None
+    max_reward: float | None = None
+    min_version: int | None = None
+    max_version: int | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    sort: str = "ended"
+    descending: bool = True
+    offset: int = Field(0, ge=0)
+    limit: int = Field(50, ge=1, le=500)
+
+    def sql(self) -> tuple[str, list[Any]]:
+        """(condition, its parameters)."""
+        conditions: list[str] = ["true"]
+        parameters: list[Any] = []
+
+        def add(condition: str, value: Any) -> None:
+            conditions.append(condition)
+            parameters.extend([value] * condition.count("?"))
+
+        for column, name in (
+            ("task_id", "task"),
+            ("group_id", "group"),
+            ("outcome", "outcome"),
+            ("purpose", "purpose"),
+        ):
+            if getattr(self, name):
+                add(f"{column} = ?", getattr(self, name))
+        if self.fate:
+            fate, _, reason = self.fate.partition("/")
+            add("fate = ?", fate)
+            if reason:
+                add("reason = ?", reason)
+        for column, low, high in (
+            ("reward", self.min_reward, self.max_reward),
+            ("max_version", self.min_version, self.max_version),
+            ("num_output_tokens", self.min_tokens, self.max_tokens),
+        ):
+            if low is not None:
+                add(f"{column} >= ?", low)
+            if high is not None:
+                add(f"{column} <= ?", high)
+        if self.text:
+            pattern = _like(self.text)
+            add(
+                "(text ILIKE ? ESCAPE '!' OR error ILIKE ? ESCAPE '!' OR output ILIKE ? ESCAPE '!' "
+                "OR episode_id ILIKE ? ESCAPE '!')",
+                pattern,
+            )
+        return " AND ".join(conditions), parameters
+
+
+@dataclass
+class RunFolder:
+    """One run as its folder shows it; may be used from several threads."""
+
+    path: Path
+    name: str
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _connection: duckdb.DuckDBPyConnection | None = None
+    _seen: int = -1
+    _vocabulary: list[str] | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """A launcher on this machine leads it."""
+        try:
+            named = json.loads((self.path / "launcher.json").read_text())
+            return bool(psutil.Process(named["pid"]).create_time() == named["created"])
+        except (OSError, ValueError, KeyError, psutil.Error):
+            return False
+
+    def summary(self) -> dict[str, Any]:
+        """What the list of runs shows."""
+        rows = [row for row in read_metrics(self.path) if "train/loss" in row]
+        manifest = read_manifest(self.path / FOLDER)
+        last = rows[-1] if rows else {}
+        return {
+            "name": self.name,
+            "is_live": self.is_live,
+            "num_steps": last.get("step", 0),
+            "reward": last.get("train/reward_mean"),
+            "num_episodes": sum(part.num_episodes for part in manifest.parts),
+            "num_removed": manifest.num_removed,
+            "num_bytes": sum(part.num_bytes for part in manifest.parts),
+        }
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl."""
+        return read_metrics(self.path)
+
+    def events(self) -> list[dict[str, Any]]:
+        """The rows of events.jsonl."""
+        return read_events(self.path)
+
+    def fates(self) -> list[dict[str, Any]]:
+        """How many episodes there are of each purpose, fate, reason and outcome."""
+        return self._rows(
+            "SELECT purpose, fate, reason, outcome, count(*) AS number, avg(reward) AS reward "
+            "FROM episodes GROUP BY ALL ORDER BY purpose DESC, number DESC"
+        )
+
+    def components(self) -> list[dict[str, Any]]:
+        """Means of the named parts of rewards, by the newest version of an episode."""
+        return self._rows(
+            "SELECT max_version AS version, name, avg(value) AS mean, count(*) AS number FROM ("
+            "SELECT max_version, unnest(json_keys(reward_components)) AS name, "
+            "CAST(json_extract(reward_components, '$.\"' || name || '\"') AS DOUBLE) AS value "
+            "FROM episodes WHERE purpose = 'train' AND reward_components <> '{}') "
+            "GROUP BY ALL ORDER BY version, name"
+        )
+
+    def episodes(self, wanted: EpisodeFilter) -> dict[str, Any]:
+        """A page of the listing, and how many episodes fit in all."""
+        condition, parameters = wanted.sql()
+        order = _SORTS.get(wanted.sort, "ended_at")
+        direction = "DESC" if wanted.descending else "ASC"
+        (total,) = self._rows(
+            f"SELECT count(*) AS number, avg(reward) AS reward FROM episodes WHERE {condition}",
+            parameters,
+        )
+        rows = self._rows(
+            f"SELECT {LISTED} FROM episodes WHERE {condition} "
+            f"ORDER BY {order} {direction} NULLS LAST, episode_id LIMIT ? OFFSET ?",
+            [*parameters, wanted.limit, wanted.offset],
+        )
+        return {"total": total["number"], "mean_reward": total["reward"], "episodes": rows}
+
+    def episode(self, episode_id: str) -> dict[str, Any]:
+        """An episode with the texts of its turns, and its neighbours in its group.
+
+        Raises:
+            NotFound: the archive does not hold it.
+        """
+        found = self._rows(
+            "SELECT * EXCLUDE (text) FROM episodes WHERE episode_id = ?", [episode_id]
+        )
+        if not found:
+            raise NotFound(f"episode_id={episode_id} is not in the archive of run {self.name}")
+        (row,) = found
+        for name in ("reward_components", "reward_turns", "reward_branches", "metadata"):
+            row[name] = json.loads(row[name])
+        row["turns"] = self._turns(_TURN_TEXTS, episode_id)
+        row["group"] = (
+            self._rows(
+                f"SELECT {LISTED} FROM episodes WHERE group_id = ? ORDER BY attempt, ended_at",
+                [row["group_id"]],
+            )
+            if row["group_id"]
+            else []
+        )
+        return row
+
+    def group(self, group_id: str) -> list[dict[str, Any]]:
+        """Every attempt of a group, with the texts of its turns.
+
+        Raises:
+            NotFound: the archive holds none.
+        """
+        ids = self._rows(
+            "SELECT episode_id FROM episodes WHERE group_id = ? ORDER BY attempt, ended_at",
+            [group_id],
+        )
+        if not ids:
+            raise NotFound(f"group_id={group_id} is not in the archive of run {self.name}")
+        return [self.episode(row["episode_id"]) | {"group": []} for row in ids]
+
+    def tokens(self, episode_id: str) -> dict[str, Any]:
+        """The token columns of an episode's turns, and the texts of the ids in them."""
+        turns = self._turns(_TURN_TOKENS, episode_id)
+        if not turns:
+            raise NotFound(f"episode_id={episode_id} has no turns in the archive")
+        used = {one for turn in turns for one in (*turn["prompt_ids"], *turn["output_ids"])}
+        words = self._words()
+        return {
+            "turns": turns,
+            "texts": {one: words[one] for one in sorted(used) if one < len(words)},
+        }
+
+    def _turns(self, columns: str, episode_id: str) -> list[dict[str, Any]]:
+        return self._rows(
+            f"SELECT {columns} FROM turns WHERE episode_id = ? ORDER BY turn_index", [episode_id]
+        )
+
+    def _words(self) -> list[str]:
+        path = self.path / FOLDER / VOCABULARY
+        with self._lock:
+            if self._vocabulary is None and path.exists():
+                self._vocabulary = pq.read_table(path, columns=["text"])[0].to_pylist()
+            return self._vocabulary or []
+
+    def _rows(self, sql: str, parameters: list[Any] | None = None) -> list[dict[str, Any]]:
+        cursor = self._cursor()
+        try:
+            cursor.execute(sql, parameters or [])
+            names = [column[0] for column in cursor.description or ()]
+            return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+        finally:
+            cursor.close()
+
+    def _cursor(self) -> duckdb.DuckDBPyConnection:
+        """A cursor over the archive as its manifest is now."""
+        folder = self.path / FOLDER
+        with self._lock:
+            try:
+                seen = (folder / MANIFEST).stat().st_mtime_ns
+            except FileNotFoundError:
+                seen = 0
+            if self._connection is None or seen != self._seen:
+                # A cursor of the old connection goes on until it is closed.
+                self._connection, self._seen = connect(folder), seen
+            return self._connection.cursor()
+
+
+def _like(text: str) -> str:
+    escaped = text.replace("!", "!!").replace("%", "!%").replace("_", "!_")
+    return f"%{escaped}%"
