@@ -1,6 +1,6 @@
 # Three commands matter: `make demo`, `make check` (a minute) and `make test` (minutes). Each installs what it
 # needs into .venv first.
-.PHONY: demo check test test-slow lock durations docs test-container lint format test-checkout test-wheel test-search install bwrap test-parity test-chaos test-redis bench-loop bench-buffer bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
+.PHONY: demo check test test-slow lock durations docs test-container lint format test-checkout test-wheel test-search install bwrap chromium test-browser test-parity test-chaos test-redis bench-loop bench-buffer bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -17,7 +17,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 LOCKED ?= $(if $(filter Linux.x86_64.python3.11,$(shell uname -s).$(shell uname -m).$(notdir $(PYTHON))),yes,no)
 PYTEST := -m pytest -n 2 --dist worksteal
 # Which tests are slow and medium is in tests/durations.toml.
-HERE := not clients and not sglang and not parity and not gpu and not chaos and not container
+HERE := not clients and not sglang and not parity and not gpu and not chaos and not container and not browser
 LIGHT := "$(HERE) and not e2e and not slow"
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # What a wheel could lack: modules, Lua scripts, settings, programs started by path.
@@ -51,6 +51,16 @@ bwrap:
 	    $(APT_INSTALL) > /dev/null || { apt-get update -qq && $(APT_INSTALL) > /dev/null; }; \
 	  else \
 	    echo "bwrap is not on PATH; install the package bubblewrap, for example: sudo $(APT_INSTALL)" >&2; \
+	    exit 1; \
+	  fi; }
+# The page's tests run in the distribution's browser.
+CHROMIUM_INSTALL := apt-get install -y -qq --no-install-recommends chromium
+chromium:
+	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    $(CHROMIUM_INSTALL) > /dev/null || { apt-get update -qq && $(CHROMIUM_INSTALL) > /dev/null; }; \
+	  else \
+	    echo "no chromium on PATH; install it, for example: sudo $(CHROMIUM_INSTALL)" >&2; \
 	    exit 1; \
 	  fi; }
 # SGLang pins other releases than the trainer, so it lives in an environment of its own, in the user's
@@ -98,8 +108,12 @@ test-checkout: $(STAMP) bwrap
 	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests -m "$(HERE) and not slow"
 
 # Whole runs, kills and layouts of ranks.
-test-slow: $(STAMP) bwrap
+test-slow: $(STAMP) bwrap test-browser
 	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests -m "$(HERE) and slow" -o timeout=600
+
+# The page of `outloop view` in a real browser; under a minute.
+test-browser: $(STAMP) chromium
+	$(BIN)/python -m pytest -m browser tests/view/test_browser.py
 
 # Runs everything once more to see which tests are slow; an idle machine.
 durations: $(STAMP) bwrap

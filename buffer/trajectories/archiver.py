@@ -8,8 +8,6 @@ whose episodes the newest parts hold already.
 from __future__ import annotations
 
 import threading
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +20,8 @@ from outloop.buffer.settings.trajectories import TrajectorySettings
 from outloop.buffer.trajectories.ended import Entry
 from outloop.buffer.trajectories.folder import FOLDER, Folder, Part, part_paths, writing
 from outloop.buffer.trajectories.queue import TrajectoryQueue
-from outloop.buffer.trajectories.tables import Decoder, is_kept, tables_of
+from outloop.buffer.trajectories.tables import Decoder, is_kept, tables_of, write_tables
+from outloop.buffer.trajectories.trained import remove_trained_before
 from outloop.buffer.trajectories.vocabulary import load_tokenizer, write_vocabulary
 
 _MAX_EPISODES = 512
@@ -31,9 +30,8 @@ _MAX_TOKENS = 2_000_000
 _MERGED_PARTS = 8
 """So many neighbours of one level become one part of the next."""
 _MAX_MERGED_BYTES = 64 * 2**20
-_EPISODE_ROWS = 4096
-_TURN_ROWS = 256
-"""Rows of a row group; one episode's turns are found by the statistics of their groups."""
+_TRAINED_S = 3600.0
+"""From an update to the archiving of what it trained, at most: the time between two checkpoints."""
 _log = structlog.get_logger()
 
 
@@ -124,9 +122,7 @@ class Archiver:
             return
         episodes, turns = tables_of(ended, self._decode)
         name = self._folder.new_name(first)
-        num_bytes = self._folder.write_files(
-            name, lambda e, t: _write_tables(episodes, turns, e, t)
-        )
+        num_bytes = self._folder.write_files(name, lambda e, t: write_tables(episodes, turns, e, t))
         times = [one.entry.ended_at_ms / 1000 for one in ended]
         part = Part(
             name=name,
@@ -158,6 +154,9 @@ class Archiver:
             kept.append(part)
         removed = parts[: len(parts) - len(kept)]
         self._folder.commit(kept[::-1], num_removed=sum(part.num_episodes for part in removed))
+        if removed:
+            # An update is published before its episodes are archived.
+            remove_trained_before(self._folder.folder, kept[-1].first_ended_at - _TRAINED_S)
 
     def _merge(self, parts: list[Part]) -> bool:
         """Merge the newest neighbours of one level, if they are enough; True if that was done."""
@@ -181,7 +180,7 @@ class Archiver:
             num_episodes=sum(part.num_episodes for part in tail),
             num_tokens=sum(part.num_tokens for part in tail),
             num_bytes=self._folder.write_files(
-                name, lambda e, t: _write_tables(episodes, turns, e, t)
+                name, lambda e, t: write_tables(episodes, turns, e, t)
             ),
             first_ended_at=min(part.first_ended_at for part in tail),
             last_ended_at=max(part.last_ended_at for part in tail),
@@ -189,9 +188,3 @@ class Archiver:
         where = parts.index(tail[0])
         self._folder.commit([*parts[:where], merged, *parts[where + len(tail) :]])
         return True
-
-
-def _write_tables(episodes: pa.Table, turns: pa.Table, to_episodes: Path, to_turns: Path) -> None:
-    options: dict[str, Any] = {"compression": "zstd", "use_dictionary": False}
-    pq.write_table(turns, to_turns, row_group_size=_TURN_ROWS, **options)
-    pq.write_table(episodes, to_episodes, row_group_size=_EPISODE_ROWS, **options)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from outloop.buffer.records import Reward, Sampling, TokenReward, Turn, VersionSpan
 from outloop.buffer.trajectories.ended import EndedEpisode
@@ -81,6 +83,9 @@ TURNS: pa.Schema = pa.schema(
 )
 """`version_spans`: policy_version, start, end of each span behind each other; `loss_spans`: start,
 end of each."""
+_EPISODE_ROWS = 4096
+_TURN_ROWS = 256
+"""Rows of a row group; one episode's turns are found by the statistics of their groups."""
 
 
 class Decoder:
@@ -202,6 +207,13 @@ def _turn_row(index: int, turn: Turn, prompt_text: str, output_text: str) -> dic
         ],
         "loss_spans": [number for span in turn.loss_spans for number in span],
     }
+
+
+def write_tables(episodes: pa.Table, turns: pa.Table, to_episodes: Path, to_turns: Path) -> None:
+    """Write the files of a part."""
+    options: dict[str, Any] = {"compression": "zstd", "use_dictionary": False}
+    pq.write_table(turns, to_turns, row_group_size=_TURN_ROWS, **options)
+    pq.write_table(episodes, to_episodes, row_group_size=_EPISODE_ROWS, **options)
 
 
 def turn_of(row: dict[str, Any]) -> Turn:

@@ -8,7 +8,6 @@ it started is left.
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import json
 import signal
 import socket
@@ -38,6 +37,7 @@ from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.run import Run, create_run, make_run_folder
 from outloop.buffer.settings import Settings
 from outloop.buffer.settings.recipes import recipe_sentence
+from outloop.buffer.trajectories.trained import keeps_trajectories
 from outloop.engine.launch.child_process import PartProcess, part_command
 from outloop.engine.launch.console import RunProgress
 from outloop.engine.launch.cpu_usage import CpuUsage
@@ -109,17 +109,17 @@ class Launcher:
         Raises:
             SettingsError: trajectories.enabled=true without pyarrow.
         """
-        wanted = self.run.settings.trajectories.enabled
-        has_pyarrow = importlib.util.find_spec("pyarrow") is not None
-        if wanted and not has_pyarrow:
+        settings = self.run.settings.trajectories
+        is_kept = keeps_trajectories(settings)
+        if settings.enabled and not is_kept:
             raise SettingsError(
                 "trajectories.enabled=true needs the package pyarrow, which is not installed; run "
                 "pip install 'outloop[view]', or set it to false"
             )
-        if wanted is False or not has_pyarrow:
+        if not is_kept:
             self.reader.trajectories.abandon()
             return
-        self.reader.trajectories.open(self.run.settings.trajectories.max_waiting_tokens)
+        self.reader.trajectories.open(settings.max_waiting_tokens)
         self.start("archiver", "archiver")
 
     def hold_port(self, host: str, port: int) -> int:

@@ -20,6 +20,7 @@ from outloop.buffer.errors import PublishFailed, UpdateRefused
 from outloop.buffer.records import Lease
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
+from outloop.buffer.trajectories.trained import keeps_trajectories, write_trained
 from outloop.engine.train.checkpoint.acknowledgement import Acknowledgements
 from outloop.engine.train.checkpoint.best_checkpoint import BestCheckpoint
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint
@@ -65,7 +66,9 @@ class RlLoop:
     ) -> None:
         """`leases`: used by a thread of its own; a connection that `reader` does not use."""
         self._settings = run.settings
+        self._run = run
         self._run_dir = run.dir
+        self._keeps_trajectories = keeps_trajectories(run.settings.trajectories)
         self._ranks = ranks
         self._reader = reader
         self._publisher = publisher
@@ -340,7 +343,26 @@ class RlLoop:
         self._drop(batch)
         self._reader.set_steps_left(self._settings.trainer.num_steps - self._step - 1)
         self._reader.mark_trained(batch.group_ids, fence=fence, policy_version=self._version)
+        self._keep_advantages(batch)
         self._acknowledgements.add(batch.group_ids)
+
+    def _keep_advantages(self, batch: Batch) -> None:
+        """For who looks at the tokens later; training goes on without."""
+        if not self._keeps_trajectories:
+            return
+        rows = batch.rows
+        try:
+            write_trained(
+                self._run,
+                self._version,
+                episode_ids=rows.episode_ids,
+                branches=rows.branches,
+                starts=rows.starts.tolist(),
+                trained=rows.loss_mask,
+                advantages=rows.advantages,
+            )
+        except OSError as error:
+            _log.warning("advantages_not_kept", policy_version=self._version, reason=str(error))
 
     def _is_checkpoint_due(self) -> bool:
         every = self._settings.trainer.checkpoint_every

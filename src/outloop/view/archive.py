@@ -22,6 +22,7 @@ from outloop.buffer.events import read_events
 from outloop.buffer.telemetry import read_metrics
 from outloop.buffer.trajectories.folder import FOLDER, MANIFEST, read_manifest
 from outloop.buffer.trajectories.query import connect
+from outloop.buffer.trajectories.trained import read_trained
 from outloop.buffer.trajectories.vocabulary import VOCABULARY
 
 LISTED = (
@@ -233,6 +234,7 @@ class RunFolder:
     def tokens(self, episode_id: str) -> dict[str, Any]:
         """The token columns of an episode's turns, and the texts of the ids in them."""
         turns = self._turns(_TURN_TOKENS, episode_id)
+        self._add_advantages(episode_id, turns)
         if not turns:
             raise NotFound(f"episode_id={episode_id} has no turns in the archive")
         used = {one for turn in turns for one in (*turn["prompt_ids"], *turn["output_ids"])}
@@ -241,6 +243,28 @@ class RunFolder:
             "turns": turns,
             "texts": {one: words[one] for one in sorted(used) if one < len(words)},
         }
+
+    def _add_advantages(self, episode_id: str, turns: list[dict[str, Any]]) -> None:
+        """`advantages` of each turn's output: None for a token that no update trained."""
+        for turn in turns:
+            turn["advantages"] = None
+        found = self._rows(
+            "SELECT trained_version FROM episodes WHERE episode_id = ?", [episode_id]
+        )
+        version = found[0]["trained_version"] if found else None
+        if version is None:
+            return
+        paths = _branches(turns)
+        for row in read_trained(self.path / FOLDER, version, episode_id):
+            at = 0
+            for turn in paths[row["branch"]]:
+                at += len(turn["prompt_ids"])
+                own = turn["advantages"] or [None] * len(turn["output_ids"])
+                for index in range(len(own)):
+                    if row["trained"][at + index]:
+                        own[index] = row["advantages"][at + index]
+                turn["advantages"] = own
+                at += len(own)
 
     def _turns(self, columns: str, episode_id: str) -> list[dict[str, Any]]:
         return self._rows(
@@ -280,3 +304,18 @@ class RunFolder:
 def _like(text: str) -> str:
     escaped = text.replace("!", "!!").replace("%", "!%").replace("_", "!_")
     return f"%{escaped}%"
+
+
+def _branches(turns: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The paths of `Trajectory.branches()`."""
+    by_id = {turn["turn_id"]: turn for turn in turns}
+    parents = {turn["parent_turn_id"] for turn in turns}
+    paths = []
+    for leaf in turns:
+        if leaf["turn_id"] in parents:
+            continue
+        path = [leaf]
+        while path[-1]["parent_turn_id"] is not None:
+            path.append(by_id[path[-1]["parent_turn_id"]])
+        paths.append(path[::-1])
+    return paths

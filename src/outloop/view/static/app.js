@@ -57,7 +57,7 @@ async function show() {
   } catch (error) {
     if (own === number) replace(main, h("p", { class: "empty bad", role: "alert" }, error.message));
   } finally {
-    if (own === number) { main.removeAttribute("aria-busy"); main.dataset.shown = String(own); }
+    if (own === number) { main.removeAttribute("aria-busy"); main.dataset.shown = location.hash; }
   }
   if (!where.query.get("turn")) window.scrollTo(0, 0);
 }
