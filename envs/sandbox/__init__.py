@@ -1,1 +1,1 @@
-"""Where code of the policy runs."""
+"""Sandboxes for code that a policy wrote."""

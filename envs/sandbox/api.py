@@ -1,6 +1,6 @@
-"""What every sandbox can do, and what a call returns.
+"""The interface of every sandbox, and the result of a call.
 
-A result describes what the program did. What the sandbox itself failed at is an EnvironmentFailure,
+A result describes what the program did. A failure of the sandbox itself is an EnvironmentFailure,
 never a result.
 """
 
@@ -24,13 +24,14 @@ Ended = Literal[
     "killed",
     "partner",
 ]
-"""exited, signaled: on its own. wall_time, cpu_time, memory, output: by that limit. refused: its
-files could not be written. killed: from outside. partner: the other of a pair ended first."""
+"""How a program ended. exited, signaled: on its own. wall_time, cpu_time, memory, output: by that
+limit. refused: its files could not be written. killed: from outside. partner: the other program of
+a pair ended first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one call may use. A session is opened with the most that any of its calls may use."""
+    """Limits of one call. A session is opened with the highest limits that its calls may have."""
 
     wall_s: float = 10.0
     cpu_s: int = 10
@@ -43,7 +44,7 @@ class Limits:
     """Limit of all files together, and of each file."""
     max_files: int = 4096
     output_bytes: int = 64 * 2**10
-    """Kept of stdout, and as much of stderr. A program that writes 16 times as much is ended."""
+    """How much of stdout, and of stderr, is kept. A program that writes 16 times as much ends."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -57,7 +58,7 @@ Files = Mapping[str, bytes | str]
 
 
 class Options(TypedDict, total=False):
-    """What else a call may be given; see `Program`."""
+    """Further arguments of a call; see `Program`."""
 
     stdin: bytes
     environ: Mapping[str, str]
@@ -67,23 +68,23 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """One program to run, with everything that it may see."""
+    """One program to run, with everything that it can see."""
 
     command: Sequence[str]
-    """`python` is the session's interpreter; `python script.py` runs in a fork of it, which is
-    already there."""
+    """`python` is the session's interpreter; `python script.py` runs in a fork of it, without a new
+    start."""
     files: Files = field(default_factory=dict)
     stdin: bytes = b""
     environ: Mapping[str, str] = field(default_factory=dict)
     collect: Sequence[str] = ()
     """Files to return: regular files only, links are not followed."""
     keep_files: bool = False
-    """True: run in the folder that stays until the session closes. False: in an empty one."""
+    """True: run in a folder that is kept until the session closes. False: in an empty folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """How a program ended, and what it left."""
+    """How a program ended, its output and its files."""
 
     ended: Ended
     exit_code: int | None
@@ -99,12 +100,12 @@ class RunResult:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the program exited with code 0."""
+        """True if the program exited with code 0."""
         return self.exit_code == 0
 
 
 class Session(Protocol):
-    """Runs the programs of one episode, one call at a time; further calls wait."""
+    """Runs the programs of one episode, one call after the other."""
 
     async def run(
         self,
@@ -124,7 +125,7 @@ class Session(Protocol):
     async def run_pair(
         self, first: Program, second: Program, limits: Limits | None = None
     ) -> tuple[RunResult, RunResult]:
-        """Run two programs that share nothing but a socket, descriptor 3 of each.
+        """Run two programs that share only a socket, which is descriptor 3 of each.
 
         The pair ends when `first` ends.
         """

@@ -1,6 +1,6 @@
-"""The sandboxes there are, by name.
+"""All sandboxes, by name.
 
-What was asked for is what is used, or an error says why not; nothing falls back to less.
+The sandbox that is named is used, or an error says why it cannot be; there is no weaker fallback.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def open_sandbox(name: str = "bubblewrap", limits: Limits | None = None, **optio
     """Open the sandbox of that name; `limits` are the defaults of its sessions.
 
     Raises:
-        SettingsError: no such name, or this machine cannot do it; nothing else is taken instead.
+        SettingsError: no such name, or this machine does not support it.
     """
     if name not in SANDBOXES:
         raise SettingsError(f"sandbox={name!r}; {', '.join(SANDBOXES)} are allowed")

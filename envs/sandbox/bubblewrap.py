@@ -33,8 +33,8 @@ class BubblewrapSandbox(SupervisedSandbox):
         read_only: further files and folders that programs may read.
         links: symbolic links in the root folder, path -> target; a call's folder is /work.
         cgroup_parent: a control group of version 2 that was delegated to this user.
-        uses_cgroups: False: resource limits and the supervisor bound memory and processes, as where
-            no control group can be made.
+        uses_cgroups: False: resource limits and the supervisor bound memory and processes, as they
+            do where no control group can be made.
     """
 
     def __init__(
@@ -116,13 +116,13 @@ class BubblewrapSandbox(SupervisedSandbox):
             *("--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SYS_RESOURCE"),
             *("--setenv", "LANG", "C.UTF-8", "--chdir", "/", "--", *boot),
         ]
-        # Root would be root for the kernel inside too: not bound by the limit on processes.
+        # The kernel's limit on processes does not bind root, inside the namespace neither.
         user = _NOBODY if os.getuid() == 0 else None
         return Launch(argv=argv, user=user, pass_fds=() if events < 0 else (events,))
 
 
 def _system_python() -> str:
-    """A Python that every user can run; the runner's own may be in a private folder."""
+    """A Python that every user can run; the runner's may be in a private folder."""
     found = shutil.which("python3", path="/usr/bin:/usr/local/bin:/bin")
     return os.path.realpath(found or sys.executable)
 

@@ -1,7 +1,7 @@
 """Control groups for sessions, on machines that allow them.
 
-Groups are made below this process's own group, so that its limits bound its sessions too. No other
-group is touched.
+Groups are made below this process's own group, so its limits bound its sessions too. Other groups
+are not changed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Cgroup:
 
     @contextmanager
     def events(self) -> Iterator[int]:
-        """Open the file with the kernel's count of kills; gives its descriptor."""
+        """Open the file with the kernel's count of kills; yields its descriptor."""
         folder = self.folders["memory"]
         name = EVENTS[0] if (folder / EVENTS[0]).exists() else EVENTS[1]
         events = os.open(folder / name, os.O_RDONLY)
@@ -56,7 +56,7 @@ class Cgroup:
             return num_oom_kills(events)
 
     def remove(self) -> None:
-        """Remove it when its last processes have ended; a busy one is removed with the next."""
+        """Remove it when its last processes have ended; a busy one is removed later."""
         with suppress(OSError):
             _wait_for_all(self.folders["memory"])
         self._owner.discard(self.folders.values())

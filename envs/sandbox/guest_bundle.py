@@ -1,6 +1,6 @@
 """The supervisor's code as files that a sandbox can mount.
 
-The folder is readable for all and writable for this user only; closing removes it.
+All users can read the folder, and only this user can write it. `close` removes it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Bundle:
             copy = package / source.name
             shutil.copyfile(source, copy)
             copy.chmod(0o644)
-            # Valid whatever the time stamps: a session may see them otherwise.
+            # Valid for any time stamps: a session may see other ones.
             mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
             py_compile.compile(str(copy), invalidation_mode=mode, doraise=True)
         (package / "__pycache__").chmod(0o755)
@@ -64,8 +64,8 @@ def boot_argv(
     """The command that starts the supervisor, with as little of Python as possible.
 
     `events`: an inherited descriptor of the file in which the kernel counts the processes that it
-    killed in the session's control group; -1 without one. The supervisor reports that it is ready
-    before it imports its modules, so that the host prepares the first call meanwhile.
+    killed in the session's control group; -1 without a group. The supervisor reports that it is
+    ready before it imports its modules, so that the host can prepare the first call meanwhile.
     """
     code = (
         f"import os; os.write(1, {framing.pack([b'ready'])!r})\n"

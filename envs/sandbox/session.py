@@ -1,8 +1,7 @@
-"""Calls into one session of a sandbox: requests out, results back, one at a time.
+"""Calls into one session of a sandbox, one at a time.
 
-Owns: what the messages mean, replacing a lost session, whose fault the loss was. Does not own: the
-supervisor's process, its isolation. Invariant: what a program does is a result; it is an
-EnvironmentFailure only if a fresh session does not start either.
+Whatever a program does is a result. A lost session is replaced; it is an EnvironmentFailure only if
+a new session does not work either.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from outloop.envs.sandbox.guest import framing
 from outloop.envs.sandbox.supervisor_process import ENVIRON, SessionLost, SupervisorProcess
 
 _GRACE_S = 15.0
-"""Beyond the call's wall time, for the supervisor to end the call and to answer."""
+"""Time beyond the call's wall time for the supervisor to end the call and to answer."""
 _OWN_PROCESSES = 5
-"""The session's reaper, the supervisor, its fork for a call and the programs' inits count too."""
+"""The session's reaper, the supervisor, its fork for a call, and the programs' inits."""
 _CONTROL = Program(command=("python", "control.py"), files={"control.py": "print('alive')"})
 
 Bounds = Literal["cgroup", "watched", "each"]
@@ -137,7 +136,7 @@ class SupervisedSession:
         self._placing = None
 
     async def _blame(self, programs: list[Program], error: SessionLost) -> list[RunResult]:
-        """Decide why a session died in a call: if a fresh one works, the program did it.
+        """Decide why a session died in a call: if a new one works, the program did it.
 
         Raises:
             EnvironmentFailure: a control program does not run either.

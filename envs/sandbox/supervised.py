@@ -1,4 +1,4 @@
-"""What the sandboxes share: sessions with a supervisor in them."""
+"""The base of all sandboxes: sessions with a supervisor in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outloop.envs.sandbox.supervisor_process import Launch, SupervisorProcess
 
 
 class SupervisedSandbox:
-    """What the backends share: sessions with a supervisor in them."""
+    """Opens sessions; a backend says how their supervisor is started."""
 
     def __init__(self, limits: Limits | None) -> None:
         self._limits = limits or Limits()
@@ -52,7 +52,7 @@ class SupervisedSandbox:
         return await SupervisorProcess.start(self._launch(limits)), None
 
     def _launch(self, limits: Limits, events: int = -1) -> Launch:
-        """How a session is started; `events`: see `boot_argv`."""
+        """The command that starts a session; `events`: see `boot_argv`."""
         raise NotImplementedError
 
     async def close(self) -> None:

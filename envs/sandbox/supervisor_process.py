@@ -1,7 +1,7 @@
 """One supervisor process and the socket to it.
 
-After `close` the process has ended and is reaped, and with it, where the kernel has namespaces,
-everything in the sandbox.
+After `close` the process has ended and is reaped; in a namespace, everything in the sandbox ends
+with it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Launch:
 
     argv: Sequence[str]
     user: int | None = None
-    """Numeric user and group to become first; None: stay."""
+    """Numeric user and group of the process; None: those of this process."""
     inherits_environ: bool = False
-    """True: the command needs variables that say where its engine is."""
+    """True: the command needs the variables with the address of its engine."""
     pass_fds: Sequence[int] = ()
     """Descriptors that it inherits under the same numbers."""
     end_argv: Sequence[str] = ()
@@ -141,7 +141,7 @@ class SupervisorProcess:
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
-        # The supervisor leaves when its line ends, and takes the session with it.
+        # The supervisor ends when its socket closes, and the session with it.
         try:
             self._process.wait(_LEAVE_S)
         except subprocess.TimeoutExpired:
@@ -155,7 +155,7 @@ class SupervisorProcess:
 
 
 def _popen(launch: Launch, line: socket.socket) -> subprocess.Popen[bytes]:
-    # An extra group of the runner's could open files that the user cannot.
+    # The runner's extra groups could open files that the user cannot.
     groups: list[int] | None = None if launch.user is None else []
     return subprocess.Popen(
         list(launch.argv),

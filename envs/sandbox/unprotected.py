@@ -15,7 +15,7 @@ _log = structlog.get_logger()
 
 
 class SubprocessSandbox(SupervisedSandbox):
-    """No sandbox: programs run with the runner's rights; for code that you wrote yourself."""
+    """No protection: programs run with the runner's rights."""
 
     enforcement = "resource limits bound each process; nothing protects this machine"
 

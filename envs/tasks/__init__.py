@@ -1,1 +1,1 @@
-"""The tasks of a run: files, splits, conversations."""
+"""The tasks of a run: files, splits and conversations."""

@@ -1,6 +1,6 @@
 """Assigns tasks to the train, validation and test splits by the hash of their content.
 
-A content falls into the same split in every run and in whichever source it is.
+A content is in the same split in every run and in every source.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def content_hash(content: object) -> str:
 
 
 def split_of(content: object, shares: Mapping[str, float]) -> str:
-    """Choose the split of `content` by its hash alone, so that no order or seed moves it.
+    """The split of `content`, which depends on its hash and the shares only.
 
     `shares` are relative sizes in a fixed order, e.g. {"train": 8, "validation": 1, "test": 1}.
     """
@@ -42,7 +42,7 @@ def split_of(content: object, shares: Mapping[str, float]) -> str:
 def split_sources(
     lists: dict[str, tuple[Task, ...]], env: EnvSettings
 ) -> tuple[dict[str, tuple[Task, ...]], dict[str, tuple[Task, ...]]]:
-    """The training split of each source, and the others of all together, by name."""
+    """The training split of each source, and the other splits of all sources together, by name."""
     shares: dict[str, float] = {
         name: env.split.get(name, 0.0) if env.split else 0.0
         for name in ("train", "validation", "test")
@@ -68,7 +68,7 @@ def split_sources(
 def validation_and_test(
     held_out: dict[str, tuple[Task, ...]], env: EnvSettings
 ) -> tuple[tuple[Task, ...], int]:
-    """Validation and then test tasks, and how many of the second."""
+    """The validation tasks followed by the test tasks, and the number of the latter."""
     for split, some in held_out.items():
         if not some:
             raise SettingsError(

@@ -1,7 +1,7 @@
 """Reads the tasks of a run from JSONL files and functions.
 
-A task_id names one content, and no task is both trained and evaluated: repeats under another
-content and overlaps are refused. The order in which tasks are played is the buffer's.
+A task_id names one content, and no task is both trained and evaluated; anything else is refused.
+The buffer decides the order in which tasks are played.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _ID_CHARS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunTasks:
-    """What a run plays: its sources one after the other, and what is evaluated."""
+    """The tasks of a run: the sources one after the other, and the evaluation tasks."""
 
     tasks: tuple[Task, ...]
     eval_tasks: tuple[Task, ...]
     sources: tuple[TaskSource, ...]
     num_test_tasks: int = 0
-    """The last of `eval_tasks`: the test split, where the run reports on it."""
+    """How many of the last `eval_tasks` are the test split."""
 
 
 def load_run_tasks(settings: Settings) -> RunTasks:
@@ -54,7 +54,7 @@ def load_run_tasks(settings: Settings) -> RunTasks:
             )
         eval_tasks = load_tasks(env.eval_tasks, setting="env.eval_tasks", import_dir=env.import_dir)
     elif env.split is not None:
-        # Before mixing: a content falls into the same split in whichever source it is.
+        # Before mixing: a content is in the same split in every source.
         lists, held_out = split_sources(lists, env)
         eval_tasks = held_out[env.eval_split]
         if settings.eval.chooses_checkpoint:
@@ -100,7 +100,7 @@ def _load_sources(settings: Settings) -> dict[str, tuple[Task, ...]]:
 
 
 def _refuse_repeats(lists: dict[str, tuple[Task, ...]]) -> None:
-    """Refuse a task in two sources: it would be played twice as often as its weight says."""
+    """Refuse a task in two sources, since it would be played too often."""
     owners: dict[str, str] = {}
     for name, some in lists.items():
         for task in some:

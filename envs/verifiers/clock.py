@@ -1,7 +1,4 @@
-"""Times one verification without the time that it waits for its turn.
-
-What other verifications take is counted against no answer.
-"""
+"""Measures the time that one verification works, without the time that it waits for others."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ class VerifierClock:
 
     Args:
         limit_s: how long it may work.
-        end: monotonic time at which it is over, however long it waited.
+        end: monotonic time at which it must end, even if it only waited.
     """
 
     def __init__(self, limit_s: float, end: float) -> None:
@@ -38,18 +35,18 @@ class VerifierClock:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that it waited for its turn so far."""
+        """Seconds that it has waited for its turn."""
         waiting_s = time.monotonic() - self._waiting_since if self._num_waiting else 0.0
         return self._waited_s + waiting_s
 
     @property
     def until_end_s(self) -> float:
-        """Seconds until it is over, whether it works or waits."""
+        """Seconds until `end`."""
         return self._end - time.monotonic()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The clock stands still within."""
+        """Stop the clock inside the context."""
         if not self._num_waiting:
             self._waiting_since = time.monotonic()
         self._num_waiting += 1
@@ -61,7 +58,7 @@ class VerifierClock:
                 self._waited_s += time.monotonic() - self._waiting_since
 
     async def watch(self, working: asyncio.Future[Any]) -> bool:
-        """Wait until `working` is done (True) or either time has passed (False)."""
+        """Wait until `working` is done (True), or until a time has passed (False)."""
         while not working.done():
             left_s = min(self.left_s, self.until_end_s)
             if left_s <= 0:
@@ -71,7 +68,7 @@ class VerifierClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Tasks that are made within are timed by this clock."""
+        """Let this clock measure the tasks that are created inside the context."""
         token = _current.set(self)
         try:
             yield
@@ -81,7 +78,7 @@ class VerifierClock:
 
 @contextmanager
 def waiting_for_turn() -> Iterator[None]:
-    """Stop the clock of the verification that runs here, if one does."""
+    """Stop the clock of the current verification, if there is one."""
     clock = _current.get()
     if clock is None:
         yield

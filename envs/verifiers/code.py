@@ -1,7 +1,7 @@
-"""Code judged by what it does: unit tests in another process, or input and expected output.
+"""Verifiers that run code: unit tests in another process, or inputs with expected outputs.
 
-The code under test shares no process, no file system and no user id with the tests, the expected
-outputs and the verdict. It can only answer calls (isolated_unit_tests).
+The code under test shares no process, file system or user id with the tests, the expected outputs
+and the verdict. It can only answer calls (isolated_unit_tests).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_CALLS = 500
 
 
 class _Sessions:
-    """Open sessions, one for each core of this process's share, used by turns; made when needed."""
+    """Open sessions, one for each of this process's cores, used in turns and made when needed."""
 
     def __init__(self, make_sandbox: Callable[[], Sandbox], limits: Limits) -> None:
         self._make_sandbox = make_sandbox
@@ -102,12 +102,11 @@ class _JudgesPrograms:
 
 
 class UnitTests(_JudgesPrograms):
-    """Whether the answer's code passes the task's tests.
+    """Scores code by the task's tests.
 
     `field`: source that asserts, or a list of such. A source that defines `check(candidate)`, as
     HumanEval's do, has it called with `entry_point_field`. Code that does not define the entry
-    point is taken as the continuation of `prompt_field`; other definitions there are the tests'
-    too.
+    point continues `prompt_field`; the tests can use other definitions in the prompt too.
     """
 
     def __init__(
@@ -161,22 +160,22 @@ class UnitTests(_JudgesPrograms):
 
 @dataclass(frozen=True, slots=True)
 class NamesRead:
-    """What tests take from outside themselves."""
+    """The names that tests use and do not define."""
 
     names: tuple[str, ...]
-    """Defined neither by them nor by Python: the code's, or the prompt's."""
+    """Names of the code or the prompt: neither the tests nor Python define them."""
     modules: tuple[str, ...]
-    """Python's own modules, used as such and not imported; the code cannot stand in for them."""
+    """Modules of Python that the tests use without an import; the code cannot replace them."""
     define_check: tuple[bool, ...]
-    """Of each test, whether it defines `check`."""
+    """For each test, whether it defines `check`."""
 
 
 @lru_cache(maxsize=1024)
 def names_read(tests: tuple[str, ...], entry_point: str) -> NamesRead:
-    """Find the names that the tests take from outside.
+    """Find the names that the tests use and do not define.
 
-    The code under test may define any name; those that Python or the tests define keep their
-    meaning, whatever it says.
+    The code under test may define any name; names that Python or the tests define keep their
+    meaning.
 
     Raises:
         EnvironmentFailure: the tests are no Python.
@@ -220,7 +219,7 @@ def names_read(tests: tuple[str, ...], entry_point: str) -> NamesRead:
 
 
 def _globals_of(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
-    """Global names that a scope and those within it read, and that they define."""
+    """Global names that a scope and its inner scopes read, and those that they define."""
     is_module = table.get_type() == "module"
     symbols = [one for one in table.get_symbols() if is_module or one.is_global()]
     read = {one.get_name() for one in symbols if one.is_referenced()}
@@ -237,10 +236,10 @@ def _globals_of(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
 
 
 class InputOutput(_JudgesPrograms):
-    """Whether the answer is a program that prints the expected output for each input.
+    """Scores a program by its output for each input.
 
-    `field`: a list of {"input", "output"}; white space at the ends of lines does not count. The
-    expected outputs stay in this process.
+    `field`: a list of {"input", "output"}; white space at the ends of lines is ignored. The
+    expected outputs do not leave this process.
     """
 
     def __init__(

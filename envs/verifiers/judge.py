@@ -1,7 +1,6 @@
 """Scores from another model over HTTP: a judge that writes, or a reward model with a number.
 
-A score comes from the model or there is none: every other outcome is an EnvironmentFailure, never a
-reward.
+Without a score from the model there is no reward: every other outcome is an EnvironmentFailure.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Unusable(Exception):
 
 
 class _Endpoint:
-    """What the two verifiers share: asking until there is a score or the deadline has passed."""
+    """Asks a model until there is a score, or the deadline has passed."""
 
     def __init__(
         self, url: str, *, api_key_env: str | None, timeout_s: float, num_tries: int
@@ -137,7 +136,7 @@ class Judge(_Endpoint):
     async def __call__(self, task: Task, result: Result) -> float:
         """A score from `low` to `high`."""
         asked = task.payload.get(self._field, task.payload)
-        # A fence that the answer cannot have guessed.
+        # A fence that the answer cannot contain.
         fence = f"----{random.SystemRandom().getrandbits(64):016x}----"
         text = self._prompt.format(
             task=asked if isinstance(asked, str) else json.dumps(asked),

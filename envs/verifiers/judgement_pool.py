@@ -1,8 +1,7 @@
 """Worker processes for judgements that may never end: patterns, schemas, mathematics.
 
-Owns: starting workers, giving each one job at a time, deadlines, replacing workers. Does not own:
-what a job computes (judgement_worker). Invariant: a worker past its deadline is killed; the next
-job gets a new one, forked from a process that has imported everything.
+A worker has one job at a time. A worker past its deadline is killed; the next job gets a new one,
+forked from a process that has imported everything.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ _MAX_ANSWER_BYTES = 2**20
 
 
 class Judgement(msgspec.Struct, frozen=True):
-    """What a worker says about one job."""
+    """The result of one job."""
 
     value: str | None = None
     error: str = ""
-    """The job itself is wrong (a pattern, a schema, an expected answer), whatever the answer."""
+    """Set if the job itself is wrong: a pattern, a schema, an expected answer."""
 
 
 class JudgementPool:
-    """A pool of workers, which its first job starts.
+    """A pool of workers, started by the first job.
 
     Args:
         num_workers: jobs at the same time; None: this process's share of the cores.
@@ -55,7 +54,7 @@ class JudgementPool:
         self.num_replaced = 0
 
     async def call(self, job: Sequence[str], *, timeout_s: float) -> str | None:
-        """Compute a job; None also when it takes longer than `timeout_s` or kills its worker.
+        """Run a job; None also if it takes longer than `timeout_s`, or kills its worker.
 
         Raises:
             EnvironmentFailure: the job is wrong, or no worker can be started.
@@ -125,7 +124,7 @@ class JudgementPool:
                 self._idle.put_nowait(None)
 
     def _fork(self) -> socket.socket:
-        """A new worker and the line to it."""
+        """The socket of a new worker."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -150,7 +149,7 @@ class JudgementPool:
             await asyncio.to_thread(process.wait)
 
     def _close_lines(self) -> None:
-        """Give up the template and every idle worker."""
+        """Close the sockets of the template and of every idle worker."""
         while not self._idle.empty():
             line = self._idle.get_nowait()
             if line is not None:

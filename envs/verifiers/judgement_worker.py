@@ -1,8 +1,7 @@
-"""The processes of a JudgementPool: a template that forks, and the workers, which judge.
+"""The processes of a JudgementPool: a template that forks workers, and the workers, which judge.
 
-Owns: what each job computes, the limits of a worker. Deadlines are the pool's: it closes a worker's
-socket, and the template then kills that worker. Invariant: a worker can write no file and, unless
-it runs as root, start no process; no job ends the template.
+A worker can write no file and, unless it runs as root, start no process; no job ends the template.
+The pool keeps deadlines: it closes a worker's socket, and the template then kills that worker.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _WORKER_BYTES = 2 * 2**30
 
 
 def judge_regex(pattern: str, answer: str) -> Judgement:
-    """The first group of the last match, or the whole of it; nothing without a match."""
+    """The first group of the last match, or the whole match; None without a match."""
     last = None
     for match in _compiled(pattern).finditer(answer):
         last = match
@@ -57,7 +56,7 @@ def judge_json_schema(schema: str, answer: str) -> Judgement:
 
 
 def judge_math(expected: str, answer: str) -> Judgement:
-    """Whether the answer is mathematically the expected one."""
+    """Whether the answer is mathematically equal to the expected one."""
     import math_verify
 
     gold = _gold(expected)
@@ -99,7 +98,7 @@ def _gold(expected: str) -> tuple[Any, ...]:
 
 
 def warm_up(modules: list[str]) -> None:
-    """Import, and judge once: the first symbolic comparison costs what a hundred later ones do."""
+    """Import, and judge once: the first symbolic comparison takes as long as a hundred others."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     for name in modules:
         importlib.import_module(name)
@@ -144,7 +143,7 @@ class Template:
         self._poll.register(pidfd, select.POLLIN)
 
     def _end(self, fd: int) -> None:
-        """One of a worker's two descriptors says that it is over."""
+        """End a worker, when its socket closed or its process ended."""
         found = self._workers.get(fd)
         if found is None:
             return

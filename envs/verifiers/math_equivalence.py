@@ -1,7 +1,4 @@
-"""Compares mathematical answers by math-verify, in worker processes.
-
-No answer takes longer than its deadline, or delays another by more.
-"""
+"""Compares mathematical answers with math-verify, in worker processes with a deadline."""
 
 from __future__ import annotations
 
@@ -12,11 +9,10 @@ from outloop.envs.verifiers.task_fields import end_of, text_of
 
 
 class Math:
-    """Whether the answer equals the task's mathematically.
+    """Scores an answer that must be mathematically equal to the task's.
 
-    Fractions and decimals, sets, intervals, expressions and \\boxed are read.
-
-    An answer that cannot be judged within `timeout_s` is wrong.
+    It reads fractions, decimals, sets, intervals, expressions and \\boxed. An answer that cannot be
+    judged within `timeout_s` is wrong.
     """
 
     def __init__(

@@ -11,14 +11,13 @@ class Result:
     """The artefacts of one episode."""
 
     answer: str
-    """What is to be judged: for an agent program, what it wrote to its standard output, without
-    white space around it."""
+    """The text to judge. Of an agent program: its standard output, stripped."""
     exit_code: int | None = None
-    """Of an agent program; None if a limit ended it, or it was none."""
+    """Of an agent program; None if a limit ended it, or if there was no program."""
     reason: str = ""
-    """Which limit ended it: time, memory or output; empty for none."""
+    """The limit that ended it: time, memory or output; empty: none."""
     stdout: str = ""
-    """The end of it, at most env.max_kept_bytes."""
+    """The end of its standard output, at most env.max_kept_bytes."""
     stderr: str = ""
     folder: Path | None = None
-    """The episode's own folder with the files that it left; removed after the verdict."""
+    """The episode's folder with the files that it left; removed after the verdict."""

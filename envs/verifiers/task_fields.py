@@ -1,7 +1,7 @@
 """Reads fields of tasks, and code from answers, for verifiers.
 
-A task without a field that its verifier needs is an EnvironmentFailure. Nothing that a policy
-writes raises here.
+If a task lacks a field that its verifier needs, that is an EnvironmentFailure. No answer of a
+policy raises here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILIN
 
 
 NUM_CORES_VARIABLE = "OUTLOOP_WORKER_CORES"
-"""Set for each worker process to its share of the machine's cores."""
+"""Environment variable with a worker process's share of the machine's cores."""
 
 
 def num_cores() -> int:
@@ -73,12 +73,12 @@ def text_of(task: Task, name: str) -> str:
 
 
 def end_of(answer: str) -> str:
-    """An answer without what is too long to be judged."""
+    """The end of an answer, as long as it can be judged."""
     return answer[-MAX_ANSWER_CHARS:]
 
 
 def code_of(answer: str) -> str:
-    """The code of an answer: its last fenced block (the last one called python, if any is)."""
+    """The code of an answer: its last fenced block (of Python, if there is one), or all of it."""
     blocks: list[tuple[str, str]] = _FENCE.findall(end_of(answer))
     named = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
     if named:

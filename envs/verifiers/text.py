@@ -1,7 +1,7 @@
-"""Compares text: exact, numbers and, in worker processes, patterns and JSON schemas.
+"""Compares text: exactly, as numbers, and in worker processes by patterns and JSON schemas.
 
-The score is 1 or 0 whatever the answer contains. Patterns never run in this process, since an
-answer may be written to make them run without end.
+The score is 1 or 0 for any answer. Patterns never run in this process, since an answer can be
+written so that they never end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_NUMBER_CHARS = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Exact:
-    """The answer is the task's, white space at the ends aside."""
+    """The answer is equal to the task's, except for white space at its ends."""
 
     field: str = "answer"
     ignores_case: bool = False
@@ -38,7 +38,7 @@ class Exact:
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """The last number of the answer is the task's, within a tolerance."""
+    """The last number of the answer equals the task's, within a tolerance."""
 
     field: str = "answer"
     relative: float = 1e-6
@@ -75,7 +75,7 @@ def last_number(text: str) -> float | None:
 
 
 class Regex:
-    """The answer holds the pattern; its first group, if it has one, is the task's answer."""
+    """The answer matches the pattern; its first group, if any, must equal the task's answer."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Regex:
 
 
 class JsonSchema:
-    """The answer is JSON that the schema allows."""
+    """The answer is JSON that fits the schema."""
 
     def __init__(
         self,

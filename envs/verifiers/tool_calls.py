@@ -1,6 +1,6 @@
 """Reads tool calls from an answer and compares them with those that a task allows.
 
-Nothing in an answer raises: what cannot be read is no call.
+No answer raises: text that cannot be read is no call.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Call = tuple[str, Mapping[str, object]]
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCalls:
-    """Whether the answer makes the task's tool calls, and no others.
+    """Scores an answer that must make the task's tool calls, and no others.
 
-    The task's field is a list of {"name", "arguments"}, or of {NAME: {ARGUMENT: [allowed, ...]}} as
-    the Berkeley function calling leaderboard writes its possible answers ("" there allows to leave
-    the argument out).
+    The task's field is a list of {"name", "arguments"}, or of {NAME: {ARGUMENT: [allowed, ...]}},
+    as in the possible answers of the Berkeley function calling leaderboard ("": the argument may
+    be left out).
     """
 
     field: str = "tool_calls"
@@ -46,7 +46,7 @@ class ToolCalls:
 
 
 def read_calls(answer: str) -> list[Call]:
-    """Calls written as JSON (one or a list, in OpenAI's or the plain form) or between tags."""
+    """The calls in an answer: JSON (one or a list, plain or in OpenAI's form), or between tags."""
     text = end_of(answer)
     tagged = _TAGGED.findall(text)
     values = [_json(part) for part in tagged] if tagged else [_json(text)]
@@ -74,7 +74,7 @@ def _call(item: object) -> Call | None:
 
 
 def _num_matched(expected: Sequence[object], made: Sequence[Call]) -> int:
-    """The most calls that can be paired: a call may fit several of the expected."""
+    """The largest number of calls that can be paired; a call may fit several expected ones."""
     partner: dict[int, int] = {}
 
     def place(one: int, seen: set[int]) -> bool:
@@ -107,7 +107,7 @@ def _allows(expected: object, call: Call) -> bool:
 
 
 def _same(one: object, other: object) -> bool:
-    """Equal as JSON: 1 and 1.0 are, 1 and true are not."""
+    """True if both are equal as JSON: 1 equals 1.0, and does not equal true."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, Mapping) and isinstance(other, Mapping):

@@ -1,6 +1,7 @@
-"""Several verifiers as one, with a weight for each.
+"""Several verifiers as one, each with a weight.
 
-The reward is the weighted sum of the parts, which are reported with it. If one part fails, all do.
+The reward is their weighted sum; each score is reported as a component. If one part fails, the
+whole verification fails.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Weighted:
         self._parts = dict(parts)
 
     async def __call__(self, task: Task, result: Result) -> Reward:
-        """The sum, with every part as a component, unweighted.
+        """The weighted sum, with the unweighted score of every part as a component.
 
-        A part that gives components of its own counts with their sum; they are named PART/NAME.
+        A part with components of its own counts with their sum; these are named PART/NAME.
         """
         names = [*self._parts]
         values = await asyncio.gather(
@@ -47,7 +48,7 @@ class Weighted:
         return Reward(value=total, components=components)
 
     async def tear_down(self) -> None:
-        """Tear down the parts that have something to."""
+        """Call `tear_down` of the parts that have one."""
         for verifier, _ in self._parts.values():
             if hasattr(verifier, "tear_down"):
                 await verifier.tear_down()

@@ -1,6 +1,6 @@
 """Messages between a sandbox and the supervisor in it: lists of byte fields.
 
-Imports nothing, so that a session starts quickly. A message that cannot be parsed is a ValueError.
+It imports nothing, so that a session starts quickly. Parsing a malformed message raises ValueError.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What separates one program from the others of a session: namespaces, user ids, or nothing.
+"""Separates the programs of a session: by namespaces, by user ids, or not at all.
 
-After `end` no process of the program is alive, except with NoIsolation, which stops only what
-stayed in its process group.
+After `end` no process of the program is alive, except with NoIsolation, which ends only the
+processes in its process group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from outloop.envs.sandbox.guest import seccomp, syscalls
 
 _BOX = "/box"
 _FIRST_UID, _NUM_UIDS = 20_000, 40_000
-"""Users of containers: below 65,536, which is what engines map, and other ones for each."""
+"""User ids in containers: below 65,536, which engines map; each container has its own."""
 
 
 class NamespaceIsolation:
@@ -30,7 +30,7 @@ class NamespaceIsolation:
             file.write("0")
 
     def open_kept(self) -> None:
-        """In the supervisor: mount what calls that keep files share."""
+        """In the supervisor: mount the folder that calls with kept files share."""
         if not self._is_kept_open:
             self._is_kept_open = True
             syscalls.own_mounts()
@@ -41,7 +41,7 @@ class NamespaceIsolation:
         return syscalls.clone(syscalls.CLONE_NEWPID | syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC)
 
     def enter(self, index: int, is_kept: bool, disk_bytes: int, max_files: int) -> str:
-        """In the init: mount what the program may see; returns the workspace's path."""
+        """In the init: mount what the program can see; returns the path of the workspace."""
         if not is_kept:
             _mount_box(disk_bytes, max_files)
         flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC
@@ -63,7 +63,7 @@ class NamespaceIsolation:
             pass
 
     def clean(self, index: int) -> None:
-        """In the supervisor, after the init ended: do nothing, its mounts ended with it."""
+        """In the supervisor, after the init ended: nothing, its mounts ended with it."""
 
 
 class UserIsolation:

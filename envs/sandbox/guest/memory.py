@@ -1,4 +1,4 @@
-"""How much memory a call's programs hold, and whether the kernel killed one of them for it."""
+"""How much memory the programs of a call use, and whether the kernel killed one of them for it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def num_oom_kills(fd: int) -> int:
 
 
 def resident_bytes() -> int:
-    """Memory of all programs and their inits; what they share with files counts as disk."""
+    """Memory of all programs and their inits, without pages of files, which count as disk."""
     total = 0
     own = {1, os.getpid(), os.getppid()}
     for name in os.listdir("/proc"):

@@ -1,8 +1,8 @@
 """One program of a call: its init, which prepares and reports, and the program itself.
 
-Owns: files in and out, descriptors, limits, the report. Does not own: time and output (supervisor).
-Invariant: the program cannot reach the init's descriptors and memory, so that only the init can
-write the report. It writes it when no process of the program is left to change a file.
+The program cannot reach the init's descriptors and memory, so only the init can write the report.
+It does so when no process of the program is left that could change a file. The supervisor limits
+time and output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Become(BaseException):
 
 
 class Order:
-    """What the sandbox asks of one program; built from the fields of its message."""
+    """The parameters of one program, from the fields of its message."""
 
     def __init__(self, fields: list[bytes]) -> None:
         taken = iter(fields)
@@ -143,7 +143,7 @@ def _become(
             file.write(order.stdin)
         os.lseek(stdin, 0, os.SEEK_SET)
         given = [stdin, out, err] if link is None else [stdin, out, err, link]
-        # First above all the numbers they are to be moved to.
+        # First to numbers above all targets.
         for target, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in given]):
             os.dup2(fd, target)
         os.closerange(len(given), 4096)

@@ -1,6 +1,6 @@
-"""System calls that a program in a sandbox does not need, refused by the kernel.
+"""A filter by which the kernel refuses system calls that a program in a sandbox does not need.
 
-A filter can only take away. What it refuses fails with an error code, as on a kernel without it.
+A refused call fails with an error code, as on a kernel without that call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 _NUMBER, _MACHINE, _FIRST_ARGUMENT = 0, 4, 16
-"""Where these are in what the kernel gives the filter; the argument's lower half comes first."""
+"""Offsets in the data that the kernel gives the filter; the lower half of an argument is first."""
 _X32 = 0x40000000
 """x86-64's second table of system calls begins here: the same calls under other numbers."""
 _NUMBER_OF_CLONE3 = 435
@@ -140,8 +140,8 @@ def build() -> ctypes.Structure | None:
         (_LOAD, 0, 0, _NUMBER),
         (_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _ERROR | _EPERM),
-        # As an older kernel would say it, so that programs take their older way. The flags of
-        # clone3 are in memory, where a filter cannot see them.
+        # The error of an older kernel, so that programs use older calls. The flags of clone3 are in
+        # memory, which a filter cannot read.
         (_AT_LEAST, 1, 0, _FIRST_UNKNOWN),
         (_EQUAL, 0, 1, _NUMBER_OF_CLONE3),
         (_RETURN, 0, 0, _ERROR | _ENOSYS),

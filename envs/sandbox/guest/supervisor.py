@@ -1,8 +1,7 @@
-"""The first process of a session: receives calls, starts a program for each, and answers.
+"""The first process of a session: receives calls, starts their programs, and answers.
 
-Owns: the time, the output and the memory that a call may use, and its end. Does not own: what is
-called (session), how a program is confined (program, isolation). Invariant: it has no rights to
-anything outside its sandbox, and answers every call once, soon after its wall time at the latest.
+It limits the time, output and memory of a call. It has no rights to anything outside its sandbox,
+and answers every call once, soon after the call's wall time at the latest.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ class _Running:
         self.ended = ""
 
     def kill(self, why: str) -> None:
-        """End the program if it runs; the first reason is reported."""
+        """Kill the program if it runs; the first reason is reported."""
         if not self.is_reaped:
             self.ended = self.ended or why
             os.kill(self.pid, syscalls.SIGKILL)
 
     def take(self, fd: int, output_bytes: int) -> None:
-        """Read once from a stream that has something."""
+        """Read once from a stream with data."""
         chunk = os.read(fd, 65536)
         if not chunk:
             self.open.discard(fd)
@@ -65,7 +64,7 @@ class Supervisor:
         self._killed = killed
 
     def serve(self) -> None:
-        """Answer calls; leaves by `Become` in a forked program, otherwise at the end of input."""
+        """Answer calls until the input ends; raises `Become` in a forked program."""
         while True:
             try:
                 head = program.receive(0)
@@ -74,8 +73,7 @@ class Supervisor:
             is_kept, *numbers = (int(field) for field in head)
             if is_kept:
                 self._walls.open_kept()
-            # In a fork: what a program printed or left is never in the memory that later programs
-            # are forked from.
+            # In a fork: later programs must not be forked from memory with data of earlier ones.
             pid = os.fork()
             if pid == 0:
                 self._answer_call(numbers)
@@ -99,7 +97,7 @@ class Supervisor:
     ) -> list[bytes]:
         started = time.monotonic()
         num_killed = self._killed.count()
-        # Bare numbers: an object would close them when a forked program leaves these frames.
+        # Numbers, not sockets, which would close when a forked program leaves these frames.
         link = _socketpair() if num_programs == 2 else []
         running: list[_Running] = []
         for index in range(num_programs):
@@ -111,7 +109,7 @@ class Supervisor:
             os.close(fd)
 
         def is_too_much() -> bool:
-            # The kernel kills one process of those that together took too much; the call is over.
+            # When the kernel kills one process for memory, the call is over.
             return self._killed.count() > num_killed or bool(
                 memory_bytes and memory.resident_bytes() > memory_bytes
             )
@@ -136,7 +134,7 @@ class Supervisor:
         for fd in (its_status, its_out, its_err):
             os.close(fd)
         one = _Running(pid, status, out, err)
-        # Once it has said that it read its message, descriptor 0 is ours again.
+        # When it reports that it has read its message, descriptor 0 is ours again.
         if os.read(status, 1) != b"+":
             one.streams[err] += os.read(status, 2000)
             one.ended = "refused"
@@ -160,7 +158,7 @@ class Supervisor:
             why = "wall_time" if left_ms <= 0 else ""
             for fd, _ in poll.poll(max(1.0, min(_TICK_MS, left_ms))):
                 if fd == 0:
-                    os._exit(0)  # The sandbox closed the session.
+                    os._exit(0)  # The session was closed.
                 owners[fd].take(fd, output_bytes)
                 if fd not in owners[fd].open:
                     poll.unregister(fd)
@@ -175,7 +173,7 @@ class Supervisor:
             self._drain(one, output_bytes)
 
     def _reap(self, one: _Running) -> None:
-        # The status stream ends with the init, so that a wait here is due.
+        # The status stream ends with the init, so this wait is short.
         if not one.is_reaped and one.status not in one.open:
             os.waitpid(one.pid, 0)
             one.is_reaped = True
@@ -194,7 +192,7 @@ class Supervisor:
     def _answer(self, one: _Running, output_bytes: int, wall_s: float) -> list[bytes]:
         report = bytes(one.streams[one.status])
         fields = framing.unpack(report[8:]) if report[:1] == b"\0" else []
-        if report and not fields:  # words: the init itself failed
+        if report and not fields:  # text: the init itself failed
             one.streams[one.err] += report
         ended = one.ended or ("exited" if fields else "killed")
         is_cut = any(number > output_bytes for number in one.num_written.values())
@@ -230,7 +228,7 @@ def main(kind: str, disk_bytes: int, max_files: int, events: int) -> Callable[[]
 
 
 def _run_script(argv: list[str]) -> None:
-    """Do what `python SCRIPT ...` does, in this interpreter."""
+    """Run a script in this interpreter, as `python SCRIPT ...` does."""
     sys.argv = argv
     sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
     module = type(sys)("__main__")

@@ -1,4 +1,4 @@
-"""System calls that Python has no function for, made by ctypes. One that fails raises OSError."""
+"""System calls without a function in Python, by ctypes. A call that fails raises OSError."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import os
 
 SIGKILL, SIGCHLD, SIGPIPE, SIGXFSZ = 9, 17, 13, 25
-"""The module signal takes as long to import as a session's first call."""
+"""Not imported: the module `signal` takes as long to import as the first call of a session."""
 CLONE_NEWNS = 0x00020000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWPID = 0x20000000

@@ -1,7 +1,7 @@
 """Files in a folder that a hostile program may have filled.
 
-No symbolic link is followed, nothing but regular files is read, and no read blocks or returns more
-than was asked for.
+Symbolic links are not followed, only regular files are read, and no read blocks or returns more
+than its limit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def write_file(root: str, path: str, data: bytes, mode: int) -> None:
-    """Write `path` below `root`, replacing links and files that stand in its way.
+    """Write `path` below `root`, replacing links and files on the way.
 
     Raises:
         OSError: the disk is full, or a folder has the file's name.
@@ -40,7 +40,7 @@ def write_file(root: str, path: str, data: bytes, mode: int) -> None:
 
 
 def read_file(root: str, path: str, max_bytes: int) -> bytes | None:
-    """What `path` below `root` holds; None if it is no regular file of at most `max_bytes`."""
+    """The content of `path` below `root`; None if it is no regular file of at most `max_bytes`."""
     parts = _parts(path)
     folder = os.open(root, _FOLDER)
     try:

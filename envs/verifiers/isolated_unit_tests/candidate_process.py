@@ -1,7 +1,7 @@
 """The process of the code under test: it loads the code and answers the tests' calls.
 
-Objects that are not plain data stay here. The code controls this process wholly: whatever it sends
-is a value, and no more.
+Objects that are not plain data stay here. The code controls this whole process, so the other side
+treats whatever it sends as a mere value.
 """
 
 from __future__ import annotations

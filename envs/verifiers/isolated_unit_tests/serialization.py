@@ -1,7 +1,7 @@
 """Python values as messages between the tests and the code under test.
 
-What is read consists of plain data only: nothing that was sent brings behaviour with it, such as an
-`__eq__` that is always true.
+Decoded values are plain data only: nothing in them brings behaviour, such as an `__eq__` that is
+always true.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 MAX_BYTES = 16 * 2**20
 _MAX_PLAIN_INT = 2**63
-"""From here on numbers are hexadecimal: Python refuses to read very long decimal ones."""
+"""Larger numbers are written as hexadecimal: Python refuses to read very long decimal ones."""
 
 
 def encode(value: Any, refer: Callable[[Any], object]) -> object:
-    """Encode a value for JSON; `refer(value)` names one that does not cross.
+    """Encode a value for JSON; `refer(value)` names one that stays on this side.
 
-    A subclass crosses as the built-in class that it is made of, without its methods.
+    A value of a subclass is encoded as its built-in class, without its methods.
     """
     kind = type(value)
     if kind in (bool, str) or value is None:
@@ -102,7 +102,7 @@ _FROM_TEXT: dict[str, Callable[[Any], Any]] = {
 
 
 def _items(value: Any) -> Any:
-    """The items that it holds, whatever a subclass says of them."""
+    """The items of a collection, by the method of its built-in class."""
     kind: Any
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
@@ -111,7 +111,7 @@ def _items(value: Any) -> Any:
 
 
 def _is(value: object, module: str, name: str) -> bool:
-    """Whether it is an instance of a class that need not be imported for the question."""
+    """True for an instance of a class in a module that may not be imported."""
     kind = getattr(sys.modules.get(module), name, None)
     return isinstance(kind, type) and isinstance(value, kind)
 

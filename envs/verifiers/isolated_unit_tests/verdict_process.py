@@ -1,9 +1,8 @@
 """The process that runs the tests: it calls code in another process and writes the verdict.
 
-Owns: stand-ins for what the code under test defines, running the tests, verdict.json. Does not own:
-the code, which never runs here; which names the tests take from the code (job.json lists them).
-Invariant: everything that the code sends is hostile. A test compares plain data, made here; only
-the methods of a stand-in reach the other process; what the code sends is at worst a failed test.
+Everything that the code sends is hostile; the code itself never runs here. Tests compare plain data
+that is made here. Only the methods of a stand-in reach the other process. At worst, what the code
+sends fails a test.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .serialization import MessageSocket, decode, encode
 
 
 class CodeFailed(Exception):
-    """The code under test raised something that is no built-in exception, or went away."""
+    """The code under test raised an exception that is not built in, or its process ended."""
 
 
 class BadTests(BaseException):
@@ -27,7 +26,7 @@ class BadTests(BaseException):
 
 
 _NOT_RAISED = (AssertionError, StopIteration, StopAsyncIteration)
-"""Exceptions that the tests' own statements and loops would take for theirs."""
+"""Exceptions that have a meaning for the tests' own statements and loops."""
 _MADE_BY_TESTS = (
     types.FunctionType,
     types.GeneratorType,
@@ -45,7 +44,7 @@ class Code:
         self._num_answers = 0
 
     def names(self) -> list[str]:
-        """What it defines; nothing when it could not be loaded."""
+        """The names that it defines; none if it could not be loaded."""
         try:
             found = self._line.receive()["names"]
             return [name for name in found if type(name) is str]
@@ -63,8 +62,8 @@ class Code:
         """Ask one question; the answer is plain data or a stand-in.
 
         Raises:
-            CodeFailed, or the built-in exception that it says it raised.
-            BadTests: the arguments cannot be given to another process.
+            CodeFailed, or the built-in exception that the code raised.
+            BadTests: the arguments cannot be sent to another process.
         """
         message = {
             "on": on,
@@ -100,8 +99,8 @@ class Code:
         if type(value) is StandIn:
             _, on, path = value._where
             return [on, path]
-        # Whatever a wrong answer makes the tests hand over is the answer's failure. What only the
-        # tests can have made, or made before any answer, is the tests'.
+        # An argument that the code's answers produced is a failure of the code. One that only the
+        # tests can have made, or that came before any answer, is a mistake in the tests.
         if isinstance(value, _MADE_BY_TESTS) or not self._num_answers:
             raise BadTests(
                 f"they give the code a {type(value).__name__}, and only plain data can be given to "
@@ -139,7 +138,7 @@ class StandIn:
         return item in list(self)
 
     def __bool__(self) -> bool:
-        # Not asked of the other side, which could say yes now and no later.
+        # Decided here: the other side could give another answer each time.
         return True
 
     def __len__(self) -> int:
@@ -159,7 +158,7 @@ class StandIn:
         try:
             return code.ask(on, (*path, name), "call", list(arguments), {})
         except AttributeError as error:
-            # What Python itself raises for an object without that method.
+            # The error of Python for an object without that method.
             raise TypeError(str(error)) from None
 
 
@@ -175,7 +174,7 @@ def _exception(name: object, text: object) -> Exception:
 
 
 def _change(mine: list[Any], theirs: list[Any]) -> None:
-    """What the code did to its arguments, done to the tests' own."""
+    """Change the tests' arguments as the code changed its copies."""
     for old, new in zip(mine, theirs, strict=False):
         if type(old) is not type(new):
             continue
@@ -192,7 +191,7 @@ def run(job: dict[str, Any], code: Code) -> dict[str, Any]:
     Raises:
         BadTests: they cannot be run, whatever the code is.
     """
-    # First, so that nothing can stand in its place.
+    # First, so that nothing can replace it.
     space: dict[str, Any] = {"__builtins__": vars(builtins), "__name__": "tests"}
     for source in job["before"]:
         try:
@@ -227,7 +226,7 @@ def run(job: dict[str, Any], code: Code) -> dict[str, Any]:
 
 
 def _compile_stub(source: str) -> types.CodeType:
-    """Code that may end in the head of a function without its body."""
+    """Compile code that may end with the head of a function, without its body."""
     try:
         return compile(source, "before.py", "exec")
     except IndentationError:
