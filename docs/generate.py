@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 import outloop
 from outloop.buffer.settings import Settings, UpstreamSettings
 from outloop.buffer.settings.env import TaskSourceSettings
+from outloop.buffer.settings.trainer import CriticSettings
 from outloop.buffer.stats import STATS
 from outloop.buffer.telemetry import METRIC_PREFIXES, METRICS
 from outloop.buffer.transcripts import Transcript, TurnText
@@ -29,6 +30,7 @@ from outloop.router.metrics import RouterMetrics
 DOCS = Path(__file__).resolve().parent
 NAMED_TABLES: dict[str, type[BaseModel]] = {
     "env.tasks.NAME": TaskSourceSettings,
+    "trainer.critic": CriticSettings,
     "router.upstreams.NAME": UpstreamSettings,
 }
 SETTINGS_HEAD = """\

@@ -223,9 +223,8 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Settings:
-        has_take_baseline = (
-            self.trainer.advantage == "reinforce_pp" and self.trainer.advantage_path is None
-        )
+        own = self.trainer.advantage_path is not None
+        has_take_baseline = self.trainer.advantage in ("reinforce_pp", "gae") and not own
         if self.trainer.mode == "rl" and self.buffer.group_size < 2 and not has_take_baseline:
             raise ValueError(
                 f"buffer.group_size={self.buffer.group_size} with "

@@ -20,11 +20,12 @@ Recipe = Literal[
     "reinforce_pp",
     "reinforce_pp_baseline",
     "decoupled_ppo",
+    "ppo",
 ]
 Tree = dict[str, Any]
 DEFAULT_MAX_NEW_TOKENS = 256
 """sampling.max_new_tokens where it is left out."""
-USES_PARTS = ("reward_to_go",)
+USES_PARTS = ("reward_to_go", "gae")
 """Values of trainer.advantage that look at scores of turns, branches and tokens."""
 _CLIPPED = ("ppo_clip", "gspo")
 
@@ -118,6 +119,11 @@ RECIPES: dict[str, dict[str, Tree]] = {
         },
         "buffer": {},
     },
+    # arXiv:1707.06347, equation 7; arXiv:1506.02438, equation 16; for language arXiv:2203.02155.
+    "ppo": {
+        "trainer": _PPO | {"advantage": "gae", "denominator": "tokens"},
+        "buffer": _EVERY_GROUP,
+    },
 }
 
 LOSS_DEFAULTS: dict[str, Tree] = {
@@ -168,6 +174,10 @@ EFFECTS: dict[str, tuple[Callable[[Values], bool], str]] = {
         lambda v: v.get("advantage_path") is None,
         "no trainer.advantage_path, which takes its place",
     ),
+    "critic": (
+        lambda v: v.get("advantage") == "gae" and v.get("advantage_path") is None,
+        'trainer.advantage = "gae"',
+    ),
     "overlong_max_tokens": (lambda v: bool(v.get("overlong_penalty")), "trainer.overlong_penalty"),
     "overlong_buffer_tokens": (
         lambda v: bool(v.get("overlong_penalty")),
@@ -182,7 +192,8 @@ EFFECTS: dict[str, tuple[Callable[[Values], bool], str]] = {
 """Settings of [trainer] that depend on others: when they have an effect, and what they need."""
 
 RL_ONLY = (
-    *("recipe", "num_updates_per_take", "advantage", "advantage_path", "overlong_penalty"),
+    *("recipe", "num_updates_per_take", "advantage", "advantage_path", "critic"),
+    "overlong_penalty",
     *("loss", "loss_path", "denominator", "proximal", "correction", "opsm_delta", "kl"),
     *("entropy_coefficient", "mask_truncated"),
 )

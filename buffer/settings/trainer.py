@@ -11,6 +11,41 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from outloop.buffer.settings.recipes import EFFECTS, RL_ONLY, Recipe, trainer_defaults
 
 
+class CriticSettings(BaseModel):
+    """The value model of `advantage = "gae"`, and what advantages are made of its values.
+
+    It is a model of its own on the trainer's ranks, split as the policy is.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Path | None = None
+    """Hugging Face folder that its layers begin with, of the policy's vocabulary; left out:
+    model.path. Its head begins at zero."""
+    learning_rate: float = Field(1e-5, gt=0)
+    """Of its own optimizer; betas, decay and weight decay are the trainer's."""
+    warmup_steps: int = Field(0, ge=0)
+    """Updates over which its learning rate rises from zero."""
+    steps_alone: int = Field(0, ge=0)
+    """Steps at the beginning in which it is trained and the policy is not."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Its gradients are clipped to it."""
+    value_clip: float = Field(0.2, ge=0)
+    """A value that went further than this from what it was when the batch was taken, towards its
+    target or away, is not pulled further; 0: no limit."""
+    over: Literal["tokens", "turns"] = "tokens"
+    """What a step of time is: a trained token, or a turn, whose tokens share one advantage and
+    whose value is that before its first trained token."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of what is earned a step of time later."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """Of advantages: 1 trusts rewards alone, 0 the critic after one step of time."""
+    value_lambda: float | None = Field(None, ge=0, le=1)
+    """Of the critic's targets; left out: gae_lambda."""
+    normalizes_advantages: bool = True
+    """Advantages of a take get mean 0 and deviation 1 over its trained tokens."""
+
+
 class TrainerSettings(BaseModel):
     """The algorithm, the optimizer, and where the trainer runs."""
 
@@ -48,10 +83,12 @@ class TrainerSettings(BaseModel):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to it."""
     advantage: Literal[
-        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "reward_to_go"
+        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "reward_to_go", "gae"
     ] = "grpo"
     """How rewards of a group become advantages; see algorithms.md. reward_to_go: of single turns
-    and tokens, by what was earned from there on (env.turn_scores = "train")."""
+    and tokens, by what was earned from there on (env.turn_scores = "train"). gae: by a critic."""
+    critic: CriticSettings = CriticSettings()  # type: ignore[call-arg]
+    """Of advantage = "gae"."""
     advantage_path: str | None = None
     """package.module:function, `def advantage(group: ScoredGroup) -> advantages`: for each episode
     a number, one for each of its turns, or for each turn one for each token; takes the place of
@@ -232,7 +269,7 @@ class TrainerSettings(BaseModel):
     def _refuse_what_has_no_effect(self) -> None:
         values = {name: getattr(self, name) for name in type(self).model_fields}
         fields = type(self).model_fields
-        changed = [name for name in fields if values[name] != fields[name].default]
+        changed = [n for n in fields if values[n] != fields[n].default]
         for name in changed:
             has_effect, needed = EFFECTS.get(name, _ALWAYS)
             if not has_effect(values):

@@ -21,8 +21,13 @@ from outloop.buffer.settings import Settings
 from outloop.buffer.settings.recipes import recipe_sentence
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.publish.publisher import Publisher as TransactionalPublisher
+from outloop.engine.train.algorithms.credit import VALUE_ADVANTAGES
 from outloop.engine.train.algorithms.user_functions import check_custom
-from outloop.engine.train.checkpoint.checkpoint_format import check_model, latest_checkpoint
+from outloop.engine.train.checkpoint.checkpoint_format import (
+    check_critic,
+    check_model,
+    latest_checkpoint,
+)
 from outloop.engine.train.debug.recorded_groups import NoServers, Recording, read_groups
 from outloop.engine.train.interfaces import LeaseRenewer, Publisher, Reader
 from outloop.engine.train.loop import RlLoop
@@ -34,6 +39,7 @@ from outloop.engine.train.ranks.controller import RankController, follow
 from outloop.engine.train.ranks.rank_worker import RankWorker
 from outloop.engine.train.ranks.watchdog import Watchdog
 from outloop.engine.train.sft import run_sft
+from outloop.engine.train.step.critic_update import read_critic_config
 from outloop.engine.train.step.reference_model import read_reference_config
 
 _log = structlog.get_logger()
@@ -139,10 +145,14 @@ def _check_files(run: Run, config: model_and_optimizer.PolicyConfig) -> None:
     trainer = run.settings.trainer
     if trainer.kl != "none":
         read_reference_config(run.settings, config)
+    if trainer.mode == "rl" and trainer.advantage in VALUE_ADVANTAGES:
+        read_critic_config(run.settings, config)
     if trainer.resume and trainer.mode == "rl":
         found = latest_checkpoint(run.dir / "checkpoints")
         if found is not None:
             check_model(found, config)
+            if trainer.advantage in VALUE_ADVANTAGES:
+                check_critic(found, read_critic_config(run.settings, config))
 
 
 def _lead(

@@ -270,6 +270,7 @@ def begin_save(
     step: int,
     mark: CheckpointMark,
     keep: int,
+    critic: Policy | None = None,
     reference_hash: str = "",
     timeout_s: float = 600.0,
     is_copied: bool = True,
@@ -279,6 +280,7 @@ def begin_save(
     When it returns, training may go on: what is written is what was there now.
 
     Args:
+        critic: written beside the policy, with its own moments.
         is_copied: false: nothing is copied, and training must wait for `run`.
         keep: older checkpoints than the newest `keep` are removed when this one is complete.
         timeout_s: how long rank 0 waits for another rank's shards.
@@ -288,9 +290,14 @@ def begin_save(
     agree("save", lambda: _make_room(temporary))
     num_updates = policy.scheduler.num_steps
     shards = Shards(temporary / "shards", is_copied=is_copied)
+    state = state_to_save(policy, has_moments=num_updates > 0)
+    num_critic_updates = 0
+    if critic is not None:
+        num_critic_updates = critic.scheduler.num_steps
+        own = state_to_save(critic, has_moments=num_critic_updates > 0)
+        state["critic"] = checkpoint_format.critic_state(own)
     dist_checkpointing.save(
-        state_to_save(policy, has_moments=num_updates > 0)
-        | {"random": checkpoint_format.random_states()},
+        state | {"random": checkpoint_format.random_states()},
         str(temporary / "shards"),
         sharded_strategy=ShardStrategy(shards),
     )
@@ -302,6 +309,8 @@ def begin_save(
         "model": policy.config.described,
         "reference_hash": reference_hash,
         "layout": dataclasses.asdict(policy.config.sizes),
+        "critic": None if critic is None else critic.config.described,
+        "num_critic_updates": num_critic_updates,
     }
     return Saving(shards, final, facts, keep=keep, timeout_s=timeout_s)
 
@@ -313,6 +322,7 @@ def save_checkpoint(
     step: int,
     mark: CheckpointMark,
     keep: int,
+    critic: Policy | None = None,
     reference_hash: str = "",
 ) -> Path:
     """`begin_save`, and wait until it is complete.
@@ -326,6 +336,7 @@ def save_checkpoint(
         step=step,
         mark=mark,
         keep=keep,
+        critic=critic,
         reference_hash=reference_hash,
         is_copied=False,
     )

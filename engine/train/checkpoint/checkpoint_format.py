@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from outloop.buffer.errors import SettingsError
@@ -50,6 +51,10 @@ class Checkpoint:
     """Content hash of the reference model that the run is pinned to; empty: none yet."""
     layout: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Parallel sizes of the ranks that wrote it."""
+    critic: dict[str, Any] | None = None
+    """What the critic's folder said of it; None: it holds none."""
+    num_critic_updates: int = 0
+    """Optimizer updates of the critic."""
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
@@ -87,6 +92,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         model=state["model"],
         reference_hash=state["reference_hash"],
         layout=state["layout"],
+        critic=state.get("critic"),
+        num_critic_updates=state.get("num_critic_updates", 0),
     )
 
 
@@ -96,33 +103,69 @@ def check_model(checkpoint: Checkpoint, config: PolicyConfig) -> None:
     Raises:
         SettingsError: names what differs.
     """
-    described = config.described
-    names = checkpoint.model.keys() | described.keys()
-    other = {
-        name: (checkpoint.model.get(name), described.get(name))
-        for name in sorted(names)
-        if checkpoint.model.get(name) != described.get(name)
-    }
-    if other:
+    if other := _differing(checkpoint.model, config):
         raise SettingsError(
             f"checkpoint {checkpoint.path} is of another model (checkpoint, model.path): {other}; "
             "start a new run.name, or give the model folder that this run began with"
         )
 
 
-def load_checkpoint(policy: Policy, checkpoint: Checkpoint) -> None:
+def check_critic(checkpoint: Checkpoint, config: PolicyConfig) -> None:
+    """Refuse a checkpoint without a critic, or with one of another size; needs no process group.
+
+    Raises:
+        SettingsError: names what differs.
+    """
+    if checkpoint.critic is None:
+        raise SettingsError(
+            f'checkpoint {checkpoint.path} holds no critic, which trainer.advantage="gae" needs: '
+            "it was written with another advantage. Start a new run.name from its weights, or go "
+            "on with that advantage"
+        )
+    if other := _differing(checkpoint.critic, config):
+        raise SettingsError(
+            f"checkpoint {checkpoint.path} holds a critic of another model (checkpoint, "
+            f"trainer.critic.path): {other}; start a new run.name, or give the folder that its "
+            "critic began with"
+        )
+
+
+def _differing(written: dict[str, Any], config: PolicyConfig) -> dict[str, tuple[Any, Any]]:
+    described = config.described
+    names = sorted(written.keys() | described.keys())
+    pairs = {name: (written.get(name), described.get(name)) for name in names}
+    return {name: (before, now) for name, (before, now) in pairs.items() if before != now}
+
+
+def critic_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A critic's sharded state under names of its own, beside the policy's."""
+    add_prefix_for_sharding(state, "critic.")
+    return state
+
+
+def load_checkpoint(
+    policy: Policy, checkpoint: Checkpoint, *, critic: Policy | None = None
+) -> None:
     """Put a checkpoint's weights, moments, schedule position and random states in place.
 
     Learning rate, decay and betas stay as the settings of this start say. Random states are those
     of the rank's place, so they come back in the layout that wrote them; in another layout they
     stay as this start seeded them.
 
+    Args:
+        critic: to be loaded too; None: one that the checkpoint holds is left out.
+
     Raises:
-        SettingsError: the checkpoint is of another model.
+        SettingsError: the checkpoint is of another model, or holds no critic, or another.
     """
     check_model(checkpoint, policy.config)
+    if critic is not None:
+        check_critic(checkpoint, critic.config)
     is_same_layout = checkpoint.layout == dataclasses.asdict(policy.config.sizes)
     wanted = state_to_fill(policy, has_moments=checkpoint.num_updates > 0)
+    if critic is not None:
+        has_moments = checkpoint.num_critic_updates > 0
+        wanted["critic"] = critic_state(state_to_fill(critic, has_moments=has_moments))
     if is_same_layout:
         wanted["random"] = random_states()
     with warnings.catch_warnings():
@@ -132,6 +175,10 @@ def load_checkpoint(policy: Policy, checkpoint: Checkpoint) -> None:
     put_state(policy, state, num_updates=checkpoint.num_updates)
     policy.scheduler.num_steps = 0
     policy.scheduler.step(increment=checkpoint.num_updates)
+    if critic is not None:
+        put_state(critic, state["critic"], num_updates=checkpoint.num_critic_updates)
+        critic.scheduler.num_steps = 0
+        critic.scheduler.step(increment=checkpoint.num_critic_updates)
     if is_same_layout:
         torch.set_rng_state(state["random"]["torch"])
         get_cuda_rng_tracker().set_states(state["random"]["megatron"])

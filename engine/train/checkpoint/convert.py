@@ -86,7 +86,10 @@ _INDEX_TYPES: dict[tuple[str, str], Any] = {
     )
 }
 """What an index is made of, beside torch's dtypes."""
-_NO_WEIGHTS = ("optimizer.", "random", "rng_state", "rerun_state", "opt_param_scheduler")
+_NO_WEIGHTS = (
+    *("optimizer.", "random", "rng_state", "rerun_state", "opt_param_scheduler"),
+    "critic.",
+)
 """Beginnings of keys that are not of the model."""
 
 

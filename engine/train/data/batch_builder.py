@@ -21,6 +21,7 @@ from outloop.buffer.records import DropReason, Float32, Group, Int32, Trajectory
 from outloop.buffer.settings import Settings
 from outloop.engine.train.algorithms.advantages import Float64
 from outloop.engine.train.algorithms.credit import (
+    VALUE_ADVANTAGES,
     GroupAdvantage,
     ScoredGroup,
     divides_by_group,
@@ -134,7 +135,8 @@ def with_reference(
     gaps = k1(behavior, reference)
     mask = rows.loss_mask
     metrics = {"train/kl": _mean(gaps[mask])}
-    if trainer.kl != "k1":
+    if trainer.kl != "k1" or advantage_of(settings) in VALUE_ADVANTAGES:
+        # With a critic each token pays for itself (step/critic_update).
         return rows, metrics
     by_row = [float(gaps[a:b][mask[a:b]].sum()) for a, b in pairwise(rows.starts.tolist())]
     rewards = [group.rewards.tolist() for group in credit.groups]

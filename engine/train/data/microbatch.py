@@ -46,6 +46,10 @@ class Targets:
     """[N] float32."""
     correction_N: Tensor | None = None
     """[N] float32; None: all 1."""
+    values_N: Tensor | None = None
+    """[N] float32; None without a critic."""
+    returns_N: Tensor | None = None
+    """[N] float32; None without a critic."""
 
     def part(self, where: slice) -> Targets:
         """The same for some of the tokens."""
@@ -141,6 +145,8 @@ def build_microbatch(
             proximal_logprobs_N=known(batch.proximal_logprobs),
             reference_logprobs_N=known(batch.reference_logprobs),
             correction_N=known(batch.correction),
+            values_N=known(batch.values),
+            returns_N=known(batch.returns),
         ),
     )
 

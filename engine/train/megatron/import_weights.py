@@ -16,7 +16,11 @@ from torch import Tensor
 
 from outloop.engine.models.safetensors_folder import HuggingFaceFolder
 from outloop.engine.models.weight_map import check_tensors, find_row, merge, sizes, split
-from outloop.engine.train.megatron.model_and_optimizer import PolicyConfig, PolicyModel
+from outloop.engine.train.megatron.model_and_optimizer import (
+    PolicyConfig,
+    PolicyModel,
+    ValueModel,
+)
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
 _EXPERT = re.compile(r"(.+\.local_experts\.)(\d+)(\..+)")
@@ -44,7 +48,8 @@ def local_parts(model: PolicyModel) -> list[Part]:
     found: list[Part] = []
     letters = sizes(model.config)
     for local_name, _ in model.named_parameters():
-        if _is_copy(model, local_name):
+        is_head = isinstance(model, ValueModel) and local_name.startswith("output_layer.")
+        if is_head or _is_copy(model, local_name):
             continue
         tensors = find_row(global_name(model, local_name))
         rank, size = _place(is_expert=tensors.row.is_expert)
@@ -115,7 +120,8 @@ def load_huggingface(model: PolicyModel, folder: Path) -> None:
             whole = merge(read, row.layout, num_groups=groups)
             parameter[: len(whole)].copy_(whole)
             parameter[len(whole) :].zero_()
-        if config.is_tied and model.post_process and not model.pre_process:
+        is_shared = model.share_embeddings_and_output_weights
+        if is_shared and model.post_process and not model.pre_process:
             _copy_head(model, source)
 
 

@@ -45,6 +45,8 @@ __all__ = [
     "Policy",
     "PolicyConfig",
     "PolicyModel",
+    "ValueModel",
+    "build_critic",
     "build_policy",
     "join_process_group",
     "leave_process_group",
@@ -105,7 +107,11 @@ def leave_process_group() -> None:
 class PolicyModel(GPTModel):
     """This rank's part of a GPTModel over packed rows; logits only where they are asked for."""
 
-    def __init__(self, config: PolicyConfig) -> None:
+    _has_partial_gradient = True
+    """Each tensor-parallel rank knows its own columns' share of the hidden states' gradient."""
+
+    def __init__(self, config: PolicyConfig, *, is_tied: bool | None = None) -> None:
+        """`is_tied`: whether input and output embedding are one; None: as the folder says."""
         size = config.tensor_model_parallel_size
         super().__init__(
             config=config,
@@ -116,7 +122,7 @@ class PolicyModel(GPTModel):
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             parallel_output=True,
-            share_embeddings_and_output_weights=config.is_tied,
+            share_embeddings_and_output_weights=config.is_tied if is_tied is None else is_tied,
             position_embedding_type="none",
         )
 
@@ -151,11 +157,11 @@ class PolicyModel(GPTModel):
             return hidden_T1H
         if self.config.sequence_parallel:
             hidden_T1H = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden_T1H, tensor_parallel_output_grad=True
+                hidden_T1H, tensor_parallel_output_grad=self._has_partial_gradient
             )
             return hidden_T1H[positions_N, 0]
         hidden_NH = hidden_T1H[positions_N, 0]
-        if self.config.tensor_model_parallel_size > 1:
+        if self.config.tensor_model_parallel_size > 1 and self._has_partial_gradient:
             hidden_NH = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_NH)
         return hidden_NH
 
@@ -175,9 +181,33 @@ class PolicyModel(GPTModel):
         return functional.linear(hidden_NH, self.output_weight[: part.stop - part.start])
 
 
+class ValueModel(PolicyModel):
+    """A critic: the layers of a policy with one number in place of logits.
+
+    The head begins at zero, so that no state is worth anything before the first update; every
+    tensor-parallel rank holds all of it and computes the whole gradient.
+    """
+
+    _has_partial_gradient = False
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config, is_tied=False)
+        if self.post_process:
+            # Under the name that Megatron's checkpoints expect on the last stage.
+            self.output_layer = torch.nn.Linear(config.hidden_size, 1, dtype=config.params_dtype)
+            torch.nn.init.zeros_(self.output_layer.weight)
+            torch.nn.init.zeros_(self.output_layer.bias)
+
+    def values(self, hidden_NH: Tensor) -> Tensor:
+        """[N] float32: the return that is expected from each hidden state on."""
+        head = self.output_layer
+        found = functional.linear(hidden_NH.float(), head.weight.float(), head.bias.float())
+        return found[:, 0]
+
+
 @dataclass(kw_only=True)
 class Policy:
-    """A model with what its optimizer step needs; see `build_policy`."""
+    """A model with what its optimizer step needs; see `build_policy` and `build_critic`."""
 
     config: PolicyConfig
     model: PolicyModel
@@ -260,6 +290,9 @@ class Policy:
         model = self.model
         if not self.wrapped.ddp_config.overlap_grad_reduce or not model.post_process:
             return
+        if isinstance(model, ValueModel):
+            # Its head's passes are not held back.
+            return
         if not (self.config.is_tied and model.pre_process):
             weight = model.output_weight
             self.wrapped.param_to_bucket_group[weight].register_grad_ready(weight)
@@ -298,7 +331,43 @@ def _device() -> torch.device:
 
 def build_policy(config: PolicyConfig, settings: TrainerSettings, *, num_updates: int) -> Policy:
     """Model, gradient buffers, Adam and learning-rate schedule for `num_updates` updates."""
-    model = PolicyModel(config).to(_device())
+    return _build(
+        PolicyModel(config),
+        settings,
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
+        max_grad_norm=settings.max_grad_norm,
+        num_updates=num_updates,
+    )
+
+
+def build_critic(config: PolicyConfig, settings: TrainerSettings, *, num_updates: int) -> Policy:
+    """The same of a critic: an optimizer of its own, with the rates and the limit of
+    trainer.critic. Random states are left as they were."""
+    critic = settings.critic
+    with torch.random.fork_rng(devices=[]):
+        model = ValueModel(config)
+    return _build(
+        model,
+        settings,
+        learning_rate=critic.learning_rate,
+        warmup_steps=critic.warmup_steps,
+        max_grad_norm=critic.max_grad_norm,
+        num_updates=num_updates,
+    )
+
+
+def _build(
+    model: PolicyModel,
+    settings: TrainerSettings,
+    *,
+    learning_rate: float,
+    warmup_steps: int,
+    max_grad_norm: float,
+    num_updates: int,
+) -> Policy:
+    config: PolicyConfig = model.config
+    model = model.to(_device())
     is_distributed = config.sizes.data * config.sizes.context > 1
     ddp_options: dict[str, Any] = {"use_distributed_optimizer": is_distributed}
     ddp_options |= config.ddp_options
@@ -315,12 +384,12 @@ def build_policy(config: PolicyConfig, settings: TrainerSettings, *, num_updates
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=settings.learning_rate,
-            min_lr=settings.learning_rate * settings.min_lr_ratio,
+            lr=learning_rate,
+            min_lr=learning_rate * settings.min_lr_ratio,
             weight_decay=settings.weight_decay,
             adam_beta1=settings.adam_beta1,
             adam_beta2=settings.adam_beta2,
-            clip_grad=settings.max_grad_norm,
+            clip_grad=max_grad_norm,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
             **(optimizer_options | config.optimizer_options),
@@ -331,10 +400,10 @@ def build_policy(config: PolicyConfig, settings: TrainerSettings, *, num_updates
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=settings.learning_rate,
-        min_lr=settings.learning_rate * settings.min_lr_ratio,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(num_updates, settings.warmup_steps + 1),
+        max_lr=learning_rate,
+        min_lr=learning_rate * settings.min_lr_ratio,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=max(num_updates, warmup_steps + 1),
         lr_decay_style=settings.lr_decay,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,

@@ -20,7 +20,7 @@ class Offload:
 
     def __init__(self, policy: Policy, *, is_colocated: bool) -> None:
         """With `is_colocated` off, nothing ever leaves."""
-        self._policy = policy
+        self._trained = [policy]
         self._is_colocated = is_colocated
         self._frozen: list[torch.nn.Module] = []
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
@@ -28,6 +28,10 @@ class Offload:
     def add_frozen(self, model: torch.nn.Module) -> None:
         """Let a model that is never updated leave and come back with the policy."""
         self._frozen.append(model)
+
+    def add_trained(self, policy: Policy) -> None:
+        """Let a model with an optimizer of its own, a critic, leave and come back too."""
+        self._trained.append(policy)
 
     @property
     def can_leave(self) -> bool:
@@ -63,18 +67,19 @@ class Offload:
 
     def _tensors(self) -> Iterator[Tensor]:
         """Weights, gradient buffers, optimizer state and frozen models; some share storages."""
-        policy = self._policy
-        modules: list[torch.nn.Module] = [policy.model, *self._frozen]
+        modules: list[torch.nn.Module] = [*(one.model for one in self._trained), *self._frozen]
         yield from chain.from_iterable(
             chain(module.parameters(), module.buffers()) for module in modules
         )
-        for buffer in chain(policy.wrapped.buffers, policy.wrapped.expert_parallel_buffers):
-            yield from (part for part in (buffer.grad_data, buffer.param_data) if part is not None)
-        for optimizer in torch_optimizers(policy):
-            for group in optimizer.param_groups:
-                yield from group["params"]
-            for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
+        for policy in self._trained:
+            for buffer in chain(policy.wrapped.buffers, policy.wrapped.expert_parallel_buffers):
+                parts = (buffer.grad_data, buffer.param_data)
+                yield from (part for part in parts if part is not None)
+            for optimizer in torch_optimizers(policy):
+                for group in optimizer.param_groups:
+                    yield from group["params"]
+                for state in optimizer.state.values():
+                    yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def torch_optimizers(policy: Policy) -> Sequence[torch.optim.Optimizer]:

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import structlog
 
-from outloop.buffer.errors import DeadlineExceeded
+from outloop.buffer.errors import DeadlineExceeded, UpdateRefused
 from outloop.buffer.records import CheckpointMark, Float32
 from outloop.buffer.run import Run
-from outloop.engine.train.algorithms.user_functions import loss_of
+from outloop.engine.train.algorithms.credit import VALUE_ADVANTAGES
+from outloop.engine.train.algorithms.user_functions import advantage_of, loss_of
 from outloop.engine.train.checkpoint.async_writer import Saving, begin_save, save_checkpoint
 from outloop.engine.train.checkpoint.checkpoint_format import Checkpoint, load_checkpoint
 from outloop.engine.train.data.batch_builder import Credit, with_reference
@@ -28,11 +29,20 @@ from outloop.engine.train.megatron.model_and_optimizer import (
     Policy,
     PolicyConfig,
     PolicyModel,
+    ValueModel,
+    build_critic,
     build_policy,
 )
 from outloop.engine.train.megatron.offload import Offload
 from outloop.engine.train.ranks.collectives import agree
 from outloop.engine.train.ranks.watchdog import Watchdog
+from outloop.engine.train.step.critic_update import (
+    critic_update,
+    cut_rows,
+    read_critic_config,
+    values_of,
+    with_values,
+)
 from outloop.engine.train.step.policy_update import rl_update, sft_update
 from outloop.engine.train.step.recompute_logprobs import score, with_proximal
 from outloop.engine.train.step.reference_model import (
@@ -61,6 +71,7 @@ class RankWorker:
         self._run_dir = run.dir
         self._loss = loss_of(run.settings)
         self._policy: Policy | None = None
+        self._critic: Policy | None = None
         self._exports: Exports | None = None
         self._reference: Reference | None = None
         self._placement: Offload | None = None
@@ -92,7 +103,8 @@ class RankWorker:
         return self._reference
 
     def build(self, *, num_updates: int) -> None:
-        """Make the policy for `num_updates` updates and load the model folder.
+        """Make the policy, and a critic where advantages need one, for `num_updates` updates, and
+        load their folders.
 
         Raises:
             SettingsError: on every rank, when any rank could not read the folder.
@@ -103,6 +115,18 @@ class RankWorker:
         self._policy = policy
         self._exports = Exports(policy.model)
         self._placement = Offload(policy, is_colocated=self._settings.trainer.is_colocated)
+        if advantage_of(self._settings) in VALUE_ADVANTAGES:
+            self._critic = self._build_critic(num_updates)
+            self._placement.add_trained(self._critic)
+
+    def _build_critic(self, num_updates: int) -> Policy:
+        settings = self._settings
+        config = agree("read the critic", lambda: read_critic_config(settings, self.config))
+        critic = build_critic(config, settings.trainer, num_updates=num_updates)
+        folder = settings.trainer.critic.path or settings.model.path
+        agree("load the critic", lambda: load_huggingface(critic.model, folder))
+        critic.take_weights()
+        return critic
 
     def load_reference(self, *, pinned_hash: str) -> str:
         """Load the frozen model; gives its content hash.
@@ -132,7 +156,8 @@ class RankWorker:
         step: int,
         policy_version: int,
     ) -> tuple[list[UpdateReport], dict[str, float]]:
-        """One step: score under the reference, recompute proximal logprobs, update by update.
+        """One step: score under the reference, ask the critic and train it, recompute proximal
+        logprobs, update by update.
 
         Args:
             updates: rows of the batch, for each update.
@@ -150,6 +175,11 @@ class RankWorker:
         if self._settings.trainer.kl != "none" and len(batch):
             reference = self._score(self.reference.model, batch)
             batch, metrics = with_reference(batch, credit, reference, self._settings)
+        if self._critic is not None and updates:
+            batch, measured = self._train_critic(self._critic, batch, updates, credit)
+            metrics |= measured
+            if step <= self._settings.trainer.critic.steps_alone:
+                updates = []
         if self._settings.trainer.proximal == "recompute" and updates:
             batch, measured = self._with_proximal(batch, updates)
             metrics |= measured
@@ -175,6 +205,35 @@ class RankWorker:
             score=lambda rows: self._score(self.policy.model, batch, rows),
         )
         return reports, metrics
+
+    def _train_critic(
+        self,
+        critic: Policy,
+        batch: TrainBatch,
+        updates: Sequence[Sequence[int]],
+        credit: Credit,
+    ) -> tuple[TrainBatch, dict[str, float]]:
+        """The batch with the advantages that the critic gives it, and the metrics of the critic's
+        own updates, made after that on the same rows as the policy's."""
+        trainer = self._settings.trainer
+        assert isinstance(critic.model, ValueModel)
+        values, behind = values_of(
+            critic.model,
+            batch,
+            cut_rows=cut_rows(batch, credit),
+            max_tokens=trainer.max_microbatch_tokens,
+            on_microbatch=self._watchdog.progress,
+        )
+        batch, targets, metrics = with_values(batch, credit, values, behind, trainer)
+        for rows in updates:
+            try:
+                measured = critic_update(
+                    critic, targets, trainer, rows=rows, on_microbatch=self._watchdog.progress
+                )
+            except FloatingPointError as error:
+                raise UpdateRefused(f"the critic's update was refused: {error}") from error
+            metrics = measured | metrics
+        return batch, metrics
 
     def sft_update(self, batch: TrainBatch) -> UpdateReport:
         """One cross-entropy update."""
@@ -217,7 +276,7 @@ class RankWorker:
         Raises:
             SettingsError: it is of another model.
         """
-        load_checkpoint(self.policy, checkpoint)
+        load_checkpoint(self.policy, checkpoint, critic=self._critic)
 
     def save(self, *, step: int, mark: CheckpointMark, reference_hash: str) -> Saving:
         """Begin a checkpoint of all ranks, written in a thread of each while training goes on.
@@ -232,6 +291,7 @@ class RankWorker:
             step=step,
             mark=mark,
             keep=trainer.keep_checkpoints,
+            critic=self._critic,
             reference_hash=reference_hash,
             timeout_s=trainer.rank_timeout_s,
             is_copied=trainer.trains_while_saving,

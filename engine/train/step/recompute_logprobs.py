@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,6 +33,11 @@ from outloop.engine.train.ranks.collectives import gather_bytes
 from outloop.engine.train.step.policy_update import trained_statistics
 
 
+def logprobs_of(model: PolicyModel, microbatch: Microbatch, hidden_NH: Tensor) -> Tensor:
+    """[N] at the recorded temperature."""
+    return trained_statistics(model, microbatch, hidden_NH)[0]
+
+
 @torch.no_grad()
 def score(
     model: PolicyModel,
@@ -40,11 +46,14 @@ def score(
     rows: Sequence[int] | None = None,
     max_tokens: int,
     on_microbatch: Callable[[], None],
+    statistic: Callable[[Any, Microbatch, Tensor], Tensor] = logprobs_of,
 ) -> Float32:
-    """Logprobs of the rows' trained tokens at their recorded temperature, on every rank.
+    """One number for each of the rows' trained tokens, on every rank: their logprobs, unless
+    something else is asked for.
 
     Args:
         rows: which rows to compute; None: all.
+        statistic: of the model, a microbatch and its hidden states [N, H] -> [N] float32.
         max_tokens: trainer.max_microbatch_tokens, as in the update.
         on_microbatch: called before every forward, for heartbeats.
 
@@ -56,8 +65,7 @@ def score(
 
     def on_hidden(microbatch: Microbatch, hidden: Tensor) -> None:
         found = hidden.new_zeros(microbatch.num_trained_tokens, dtype=torch.float32)
-        logprobs, _ = trained_statistics(model, microbatch, hidden)
-        found[microbatch.trained_N] = logprobs
+        found[microbatch.trained_N] = statistic(model, microbatch, hidden)
         mine.append(found.cpu().numpy().tobytes())
 
     all_lengths = batch.lengths

@@ -20,6 +20,8 @@ ALGORITHMS = {
     "rloo": {"advantage": "rloo"},
     "reinforce_pp": {"advantage": "reinforce_pp"},
     "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline"},
+    "reward_to_go": {"advantage": "reward_to_go"},
+    "ppo": {"recipe": "ppo", "critic": {"learning_rate": 1e-2}},
     "gspo": {"loss": "gspo"},
     "cispo": {"loss": "cispo"},
     "decoupled": RECOMPUTE,
@@ -129,6 +131,9 @@ TWO_TURNS = {
     "gspo": {"recipe": "gspo"},
     "cispo": {"recipe": "cispo"},
     "rloo": {"recipe": "rloo", "kl": "none"},
+    "reward_to_go": {"advantage": "reward_to_go", "denominator": "episodes"},
+    "ppo": {"recipe": "ppo", "critic": {"learning_rate": 1e-2}},
+    "ppo_over_turns": {"recipe": "ppo", "critic": {"learning_rate": 1e-2, "over": "turns"}},
     "geometric_mis": RECOMPUTE
     | {"correction": "geometric_mis", "correction_floor": 0.5, "num_updates_per_take": 2},
 }

@@ -1,0 +1,300 @@
+"""The critic's part of a step: what it expected, the advantages that follow, and its update.
+
+Owns: values of trained tokens and of the states behind truncated episodes, the columns that are
+made of them, one optimizer update of the critic. Does not own: the recursion and the value loss
+(gae), the policy's update. Invariant: every rank computes the same columns from the same values;
+which tokens share a microbatch changes nothing but rounding.
+
+Shape letters: T tokens of all rows, N targets of a microbatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.records import Float32
+from outloop.buffer.settings import Settings
+from outloop.buffer.settings.trainer import TrainerSettings
+from outloop.engine.train.algorithms.advantages import Float64
+from outloop.engine.train.algorithms.credit import ScoredEpisode
+from outloop.engine.train.algorithms.gae import (
+    Chain,
+    normalized,
+    rewards_on,
+    targets_on,
+    value_losses,
+)
+from outloop.engine.train.algorithms.kl import k1
+from outloop.engine.train.data.batch_builder import Credit
+from outloop.engine.train.data.microbatch import Microbatch
+from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.train_batch import TrainBatch
+from outloop.engine.train.megatron.model_and_optimizer import (
+    Policy,
+    PolicyConfig,
+    ValueModel,
+    read_config,
+)
+from outloop.engine.train.megatron.parallel_rank import data_rank, is_reporting_rank
+from outloop.engine.train.megatron.pipeline_schedule import deal_rows, run_microbatches
+from outloop.engine.train.ranks.collectives import gather_bytes
+from outloop.engine.train.step.recompute_logprobs import score
+
+
+def read_critic_config(settings: Settings, policy: PolicyConfig) -> PolicyConfig:
+    """The configuration of the critic, split over the ranks as the policy is.
+
+    Raises:
+        SettingsError: its vocabulary is another one than the policy's, or its folder is refused.
+    """
+    trainer = settings.trainer
+    folder = trainer.critic.path or settings.model.path
+    config = read_config(
+        folder,
+        trainer.megatron,
+        num_ranks=trainer.num_ranks,
+        layers=policy.layers,
+        dtype=trainer.dtype,
+    )
+    if config.vocab_size != policy.vocab_size:
+        raise SettingsError(
+            f"trainer.critic.path={str(folder)!r} has vocab_size={config.vocab_size}, model.path="
+            f"{str(settings.model.path)!r} has {policy.vocab_size}: it would read other tokens. "
+            "Give a critic with the policy's tokenizer, or leave it out"
+        )
+    return config
+
+
+def values_of(
+    model: ValueModel,
+    batch: TrainBatch,
+    *,
+    cut_rows: Sequence[int],
+    max_tokens: int,
+    on_microbatch: Callable[[], None],
+) -> tuple[Float32, dict[int, float]]:
+    """What the critic expects before each trained token, and behind the last token of some rows.
+
+    Args:
+        cut_rows: rows whose last state is asked for too.
+        max_tokens: trainer.max_microbatch_tokens.
+
+    Returns:
+        [T] float32, 0 at other tokens; and by row of `cut_rows` the value behind its last token.
+    """
+    cut = set(cut_rows)
+    # The state behind a row's last token is the one before a token that would follow it.
+    longer = TrainBatch.of(
+        [_with_one_more(row) if index in cut else row for index, row in enumerate(batch)]
+    )
+    column = score(
+        model,
+        longer,
+        max_tokens=max_tokens + 1,
+        on_microbatch=on_microbatch,
+        statistic=lambda critic, _, hidden_NH: critic.values(hidden_NH),
+    )
+    is_own = np.ones(len(column), np.bool_)
+    behind = {row: int(longer.starts[row + 1]) - 1 for row in cut}
+    is_own[list(behind.values())] = False
+    return column[is_own], {row: float(column[place]) for row, place in behind.items()}
+
+
+def _with_one_more(row: Sample) -> Sample:
+    """The row with a token behind it whose value is asked for; which token does not matter."""
+
+    def longer(column: Any, value: float) -> Any:
+        return np.append(column, column.dtype.type(value))
+
+    filled = {"loss_mask": True, "temperature": 1.0, "policy_versions": -1, "turns": -1}
+    values = {item.name: getattr(row, item.name) for item in dataclasses.fields(row)}
+    columns: dict[str, Any] = {
+        name: longer(value, filled.get(name, 0))
+        for name, value in values.items()
+        if isinstance(value, np.ndarray)
+    }
+    return dataclasses.replace(row, **columns)
+
+
+def with_values(
+    batch: TrainBatch,
+    credit: Credit,
+    values: Float32,
+    behind: Mapping[int, float],
+    settings: TrainerSettings,
+) -> tuple[TrainBatch, TrainBatch, dict[str, float]]:
+    """The batch with advantages; the same rows with targets, for the critic; what was measured.
+
+    With kl = "k1" each trained token pays for its own distance to the reference (InstructGPT,
+    arXiv:2203.02155, equation 2), in place of one sum an episode.
+
+    Args:
+        values: [T] before each trained token.
+        behind: value behind the last token of rows of truncated episodes.
+    """
+    critic = settings.critic
+    advantages = np.zeros(batch.token_ids.shape, np.float64)
+    returns = np.zeros(batch.token_ids.shape, np.float32)
+    is_target = np.zeros(batch.token_ids.shape, np.bool_)
+    penalties = np.zeros(batch.token_ids.shape, np.float64)
+    if settings.kl == "k1":
+        assert batch.behavior_logprobs is not None
+        assert batch.reference_logprobs is not None
+        penalties += settings.kl_coefficient * k1(batch.behavior_logprobs, batch.reference_logprobs)
+    paid: list[float] = []
+    for episode, members in _episodes(credit):
+        chain, last_row = _chain(batch, members)
+        if not len(chain.places):
+            continue
+        earned = rewards_on(chain, episode) - penalties[chain.places]
+        paid.append(float(penalties[chain.places].sum()))
+        found = targets_on(
+            chain,
+            earned,
+            values[chain.places].astype(np.float64),
+            bootstrap=behind[last_row] if episode.is_truncated else 0.0,
+            settings=critic,
+        )
+        advantages[chain.places] = found.advantages
+        returns[chain.places] = found.returns
+        is_target[chain.places] = found.is_target
+    mask = batch.loss_mask
+    metrics = _metrics(values[is_target], returns[is_target], advantages[mask])
+    if settings.kl == "k1":
+        metrics["train/kl_penalty_mean"] = float(np.mean(paid)) if paid else float("nan")
+    if critic.normalizes_advantages:
+        advantages[mask] = normalized(advantages[mask])
+    rows = batch.with_columns(advantages=advantages.astype(np.float32))
+    targets = rows.with_columns(values=values, returns=returns)
+    return rows, dataclasses.replace(targets, loss_mask=is_target), metrics
+
+
+def cut_rows(batch: TrainBatch, credit: Credit) -> list[int]:
+    """The rows behind whose last token GAE goes on: those with the last trained token of a
+    truncated episode (6.1 rule 9)."""
+    found = []
+    for episode, members in _episodes(credit):
+        chain, last_row = _chain(batch, members)
+        if episode.is_truncated and len(chain.places):
+            found.append(last_row)
+    return found
+
+
+def _episodes(credit: Credit) -> Iterator[tuple[ScoredEpisode, tuple[int, ...]]]:
+    for index, episodes in credit.rows.items():
+        yield from zip(credit.groups[index].episodes, episodes, strict=True)
+
+
+def _chain(batch: TrainBatch, members: Sequence[int]) -> tuple[Chain, int]:
+    """The trained tokens of an episode's rows in the order of their turns, and the row of the last
+    one; -1 without any."""
+    places, turns, offsets, rows = [], [], [], []
+    for row in members:
+        start, end = batch.starts[row : row + 2].tolist()
+        own = batch.turns[start:end]
+        at = np.flatnonzero(batch.loss_mask[start:end])
+        # A turn's output lies behind each other in its row.
+        known, first = np.unique(own, return_index=True)
+        firsts = dict(zip(known.tolist(), first.tolist(), strict=True))
+        places.append(start + at)
+        turns.append(own[at].astype(np.int64))
+        offsets.append(at - np.array([firsts[turn] for turn in own[at].tolist()], np.int64))
+        rows.append(np.full(len(at), row))
+    if not places:
+        nothing = np.zeros(0, np.int64)
+        return Chain(places=nothing, turns=nothing, offsets=nothing), -1
+    everywhere, by_turn = np.concatenate(places), np.concatenate(turns)
+    order = np.lexsort((everywhere, by_turn))
+    chain = Chain(
+        places=everywhere[order], turns=by_turn[order], offsets=np.concatenate(offsets)[order]
+    )
+    return chain, int(np.concatenate(rows)[order][-1]) if len(order) else -1
+
+
+def _metrics(values: Float32, returns: Float32, advantages: Float64) -> dict[str, float]:
+    nan = float("nan")
+    spread = float(returns.var()) if len(returns) else 0.0
+    return {
+        "train/value_mean": float(values.mean()) if len(values) else nan,
+        "train/value_target_mean": float(returns.mean()) if len(returns) else nan,
+        "train/value_explained_variance": 1.0 - float((returns - values).var()) / spread
+        if spread > 0
+        else nan,
+        "train/advantage_std": float(advantages.std()) if len(advantages) else nan,
+    }
+
+
+def critic_update(
+    critic: Policy,
+    batch: TrainBatch,
+    settings: TrainerSettings,
+    *,
+    rows: Sequence[int],
+    on_microbatch: Callable[[], None],
+) -> dict[str, float]:
+    """One update of the critic on some rows: the mean value loss over their targets.
+
+    Args:
+        batch: what `with_values` made for the critic.
+
+    Returns:
+        train/value_loss, train/critic_grad_norm and train/critic_learning_rate, on every rank.
+
+    Raises:
+        FloatingPointError: the gradient is not finite; weights are unchanged.
+    """
+    counts = batch.num_trained_tokens
+    scale = float(max(1, sum(counts[row] for row in rows)))
+    model = critic.model
+    assert isinstance(model, ValueModel)
+    losses: list[float] = []
+    critic.zero_grad()
+
+    def on_hidden(microbatch: Microbatch, hidden: Tensor) -> Tensor:
+        leaf = hidden.detach().requires_grad_()
+        targets = microbatch.targets
+        assert targets.values_N is not None
+        assert targets.returns_N is not None
+        loss = (
+            value_losses(
+                model.values(leaf),
+                targets.values_N,
+                targets.returns_N,
+                value_clip=settings.critic.value_clip,
+            ).sum()
+            / scale
+        )
+        torch.autograd.backward(loss)
+        losses.append(float(loss.detach()))
+        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+    lengths = batch.lengths
+    dealt = deal_rows(
+        [lengths[row] for row in rows],
+        critic.config,
+        max_tokens=settings.max_microbatch_tokens,
+    )
+    run_microbatches(
+        critic.wrapped,
+        critic.config,
+        batch,
+        [[rows[index] for index in part] for part in dealt[data_rank()]],
+        on_hidden,
+        on_microbatch=on_microbatch,
+    )
+    mine = msgspec.msgpack.encode(sum(losses)) if is_reporting_rank() else b""
+    shares = [msgspec.msgpack.decode(data, type=float) for data in gather_bytes(mine) if data]
+    grad_norm, learning_rate = critic.step()
+    return {
+        "train/value_loss": sum(shares),
+        "train/critic_grad_norm": grad_norm,
+        "train/critic_learning_rate": learning_rate,
+    }
