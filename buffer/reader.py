@@ -341,7 +341,8 @@ class BufferReader:
         ):
             pipeline.hmget(e, ["done", "total"])
             pipeline.hgetall(f"{e}:rewards")
-            (done, total), rewards = pipeline.execute()
+            pipeline.hlen(self._key("attempts"))
+            (done, total), rewards, num_in_flight = pipeline.execute()
         if total is None:
             raise NotFound(f"no evaluation name={name}; request it first")
         ordered = sorted(rewards.items(), key=lambda item: int(item[0]))
@@ -349,6 +350,7 @@ class BufferReader:
             num_done=int(done),
             num_total=int(total),
             rewards=tuple(float(value) for _, value in ordered),
+            num_in_flight=num_in_flight,
         )
 
     def sft_progress(self) -> tuple[int, bool]:

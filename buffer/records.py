@@ -463,3 +463,5 @@ class EvalProgress:
     num_done: int
     num_total: int
     rewards: tuple[float, ...]
+    num_in_flight: int = 0
+    """Attempts of the run that are in flight, those of training included."""

@@ -159,4 +159,9 @@ def stats_from(
     stats["buffer/length/ended_s"] = ended.duration_s
     stats["buffer/length/trained_tokens"] = trained.num_tokens
     stats["buffer/length/ended_tokens"] = ended.num_tokens
+    slow = ledger.slow_attempts()
+    stats["buffer/length/slow_share_ratio"] = slow.share_ratio
+    stats["buffer/length/slow_lost_share"] = slow.lost_share
+    stats["buffer/length/slow_lost_z"] = slow.z
+    stats["buffer/discarded_time_share"] = ledger.discarded_time_share()
     return stats

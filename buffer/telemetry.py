@@ -37,8 +37,24 @@ LEDGER_METRICS: dict[str, str] = {
     "buffer/length/trained_s": "mean duration of training attempts that the trainer saw in time",
     "buffer/length/ended_s": "mean duration of all training attempts that ended",
     "buffer/length/trained_tokens": "mean number of tokens sampled in those that it saw in time",
+    "buffer/length/slow_share_ratio": "share of slow ones (the slowest tenth or so, by duration) "
+    "among the attempts that the trainer saw in time, over that among all that ended; 1: none lost",
+    "buffer/length/slow_lost_share": "share of the slow attempts that ended, but did not reach the "
+    "trainer in time",
+    "buffer/length/slow_lost_z": "by how many standard errors that exceeds the share of the others",
+    "buffer/discarded_time_share": "share of the time of training attempts that ended which the "
+    "trainer did not see",
     "buffer/length/ended_tokens": "mean number of tokens sampled in all that ended",
 }
+GAP_AGES: tuple[tuple[str, int, float, str], ...] = (
+    ("age_0", 0, 0, "of the current version, as train/logprob_gap_mean"),
+    ("age_1", 1, 1, "one version old: from here on the policy's own movement is in it"),
+    ("age_2", 2, 2, "two versions old"),
+    ("age_3_4", 3, 4, "three or four versions old"),
+    ("age_5_8", 5, 8, "five to eight versions old"),
+    ("age_9_up", 9, math.inf, "of nine versions ago or more"),
+)
+"""Metrics of the logprob gap by age: name, first and last age in versions, meaning."""
 DEPTH_CAUSES: dict[str, str] = {
     "raised": "takes at which the controller had more groups started: too few were ready",
     "lowered": "takes at which it had fewer started: groups were left over, or slow ones were what "
@@ -116,6 +132,10 @@ METRICS: dict[str, str] = {
     "train/overlong_penalty_mean": "mean taken off an episode's reward for its length",
     "train/logprob_gap_mean": "mean |policy - behavior| logprob over tokens of the current version",
     "train/logprob_gap_max": "largest such gap",
+    **{
+        f"train/logprob_gap_{name}": f"mean |policy - behavior| logprob over tokens {text}"
+        for name, _, _, text in GAP_AGES
+    },
     "train/tokens": "tokens in the batch, context included",
     "train/trained_tokens": "tokens with loss",
     "train/tokens_per_s": "batch tokens over the time from one step's end to the next",
@@ -125,6 +145,7 @@ METRICS: dict[str, str] = {
     "train/step_s": "time from one step's end to the next",
     "train/wait_s": "of that, time waited for groups",
     "train/update_s": "of that, time in forward, backward and optimizer",
+    "train/evaluation_wait_s": "of that, time that the publish waited for an evaluation",
     "train/policy_version": "version published after the step",
     "publish/duration_s": "time of the publish transaction",
     "publish/bytes": "weight bytes moved to each server",
@@ -136,12 +157,14 @@ METRICS: dict[str, str] = {
     "eval/greedy_se": "its standard error",
     "eval/episodes": "evaluation episodes per sampling",
     "eval/duration_s": "time of the evaluation",
+    "eval/num_publishes": "publishes during it, whose weights sampled its later turns",
     "test/sampled_reward": "of the chosen weights on the test split, at the run's sampling",
     "test/sampled_se": "its standard error",
     "test/greedy_reward": "of the chosen weights on the test split, at temperature 0",
     "test/greedy_se": "its standard error",
     "test/episodes": "test episodes per sampling",
     "test/duration_s": "time of that evaluation",
+    "test/num_publishes": "publishes during it",
     "buffer/dropped_groups": "groups dropped since the run began, all reasons",
     "buffer/replaced_attempts": "attempts replaced since the run began",
     **{

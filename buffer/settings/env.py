@@ -119,7 +119,11 @@ class EvalSettings(BaseModel):
     greedy: bool = True
     """Evaluate with temperature 0 beside the run's own sampling, at version 0 and the last."""
     timeout_s: float = Field(300.0, gt=0)
-    """For one evaluation; training waits for it."""
+    """How long an evaluation may stand still, with no attempt of the run in flight."""
+    blocks_publish: bool = True
+    """true: the next version is published when the evaluation is done, so that its episodes are of
+    one version. false: training goes on beside it, and its later turns are sampled by later
+    versions; eval/num_publishes says by how many."""
     chooses_checkpoint: bool = False
     """Evaluate on the validation split, keep the weights that did best on it, and evaluate these
     once on the test split; needs both in env.split."""
@@ -138,6 +142,16 @@ def check_choice(env: EnvSettings, plan: EvalSettings) -> None:
             f"eval.chooses_checkpoint=true with eval.every={plan.every}, env.split={env.split}: it "
             "needs evaluations, and shares above 0 of validation and test; set eval.every, and for "
             "example env.split = {train = 8, validation = 1, test = 1}"
+        )
+    if not plan.blocks_publish and not plan.every:
+        raise ValueError(
+            "eval.blocks_publish=false has no effect with eval.every=0; leave it out, or set "
+            "eval.every"
+        )
+    if not plan.blocks_publish and plan.chooses_checkpoint:
+        raise ValueError(
+            "eval.blocks_publish=false with eval.chooses_checkpoint=true: what chooses a "
+            "checkpoint must be played by its weights alone; leave one of them out"
         )
     if plan.chooses_checkpoint and env.eval_split != "validation":
         raise ValueError(

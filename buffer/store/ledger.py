@@ -5,6 +5,7 @@ The scripts that end attempts write it (`lifecycle.lua`); each attempt is entere
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from outloop.buffer.errors import RecordError
 from outloop.buffer.redis.scripts import SyncScripts
 from outloop.buffer.telemetry import LEDGER_COLUMNS
 
+_SLOW_SHARE = 0.1
 REACHED_TRAINER = ("trained", "dropped/no_signal", "dropped/filtered", "dropped/overlong")
 """Columns of attempts that reached the trainer in time, including those that it filtered out."""
 
@@ -39,6 +41,23 @@ class Length:
     num_attempts: int
     duration_s: float
     num_tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowAttempts:
+    """How slow training attempts fare against the others, among those that ended."""
+
+    bound_s: float
+    """Slow are those above it: of the ledger's bounds the one nearest to a tenth. NaN: all
+    attempts are about equally long."""
+    share_ratio: float
+    """The share of slow ones among attempts that the trainer saw in time over that among all; NaN
+    where it saw none, or none is slow."""
+    lost_share: float
+    """Of the slow ones, those that it did not see in time."""
+    z: float
+    """Two-proportion z statistic, pooled: standard errors by which lost_share exceeds that of the
+    others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +93,41 @@ class Ledger:
     def length_of_ended(self) -> Length:
         """The mean of all training attempts that ended."""
         return _length([column for name, column in self.training.items() if name != "open"])
+
+    def discarded_time_share(self) -> float:
+        """The share of the time of ended attempts that the trainer did not see; 0 without any."""
+        trained, ended = self.length_of_trained(), self.length_of_ended()
+        spent = ended.num_attempts * ended.duration_s
+        return 1.0 - trained.num_attempts * trained.duration_s / spent if spent else 0.0
+
+    def slow_attempts(self) -> SlowAttempts:
+        """Whether slow attempts reach the trainer like the others."""
+        ended, trained = (
+            _by_duration(self.training, None),
+            _by_duration(self.training, REACHED_TRAINER),
+        )
+        total = sum(ended.values())
+
+        def num_slower(counts: Mapping[float, int], bound: float) -> int:
+            return sum(number for upper, number in counts.items() if upper > bound)
+
+        tails = {bound: num_slower(ended, bound) / total for bound in ended}
+        tails = {bound: share for bound, share in tails.items() if 0 < share < 1}
+        if not tails:
+            return SlowAttempts(bound_s=math.nan, share_ratio=math.nan, lost_share=0.0, z=0.0)
+        bound = min(tails, key=lambda one: abs(math.log(tails[one] / _SLOW_SHARE)))
+        slow, slow_trained = num_slower(ended, bound), num_slower(trained, bound)
+        rest, rest_trained = total - slow, sum(trained.values()) - slow_trained
+        lost, lost_rest = 1 - slow_trained / slow, 1 - rest_trained / rest
+        pooled = 1 - (slow_trained + rest_trained) / total
+        error = math.sqrt(pooled * (1 - pooled) * (1 / slow + 1 / rest))
+        among_trained = slow_trained / max(slow_trained + rest_trained, 1)
+        return SlowAttempts(
+            bound_s=bound,
+            share_ratio=among_trained / tails[bound] if pooled < 1 else math.nan,
+            lost_share=lost,
+            z=(lost - lost_rest) / error if error else 0.0,
+        )
 
     def length_of_trained(self) -> Length:
         """The mean of those that reached the trainer in time: shorter if slow ones are lost."""
@@ -114,6 +168,18 @@ def _columns(
 
 def _sum(numbers: Mapping[str, int], kinds: tuple[str, ...], name: str) -> int:
     return sum(numbers.get(f"{kind}:{name}", 0) for kind in kinds)
+
+
+def _by_duration(
+    training: Mapping[str, LedgerColumn], names: tuple[str, ...] | None
+) -> dict[float, int]:
+    """Attempts of these columns, by upper bound; None: of all that ended."""
+    found: dict[float, int] = {}
+    for name, column in training.items():
+        if name != "open" and (names is None or name in names):
+            for bound, number in column.by_duration.items():
+                found[bound] = found.get(bound, 0) + number
+    return found
 
 
 def _buckets(

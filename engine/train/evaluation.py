@@ -1,7 +1,7 @@
 """Evaluation on a schedule.
 
-The episodes of an evaluation are pinned to one version, so that it is complete before the next
-version is published.
+With eval.blocks_publish an evaluation is complete before the next version is published, so that its
+episodes are of one version.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from outloop.buffer.errors import DeadlineExceeded
-from outloop.buffer.records import Split
+from outloop.buffer.records import EvalProgress, Split
 from outloop.buffer.settings import Settings
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.train.interfaces import Reader
@@ -26,6 +26,7 @@ class _Pending:
     step: int
     names: dict[str, str]
     """Sampling name -> name of the evaluation."""
+    policy_version: int
     requested_at: float
     split: Split = "validation"
 
@@ -47,7 +48,8 @@ class Evaluations:
         self._metrics = metrics
         self._stop = stop
         self._beat = beat
-        self._pending: _Pending | None = None
+        self._pending: list[_Pending] = []
+        """In the order of their requests."""
 
     def request(self, *, step: int, policy_version: int) -> None:
         """Ask for an evaluation of the version just acknowledged, if the schedule wants one."""
@@ -79,31 +81,55 @@ class Evaluations:
                 sampling={"temperature": temperature},
                 split=split,
             )
-        self._pending = _Pending(step, names, time.monotonic(), split)
+        self._pending.append(_Pending(step, names, policy_version, time.monotonic(), split))
 
-    def collect(self) -> tuple[int, float] | None:
-        """Wait for the evaluation under way, if any, and record it.
+    def collect_done(self, *, policy_version: int) -> None:
+        """Record the evaluations that are complete; wait for none.
 
-        Returns its step and the mean reward under the run's sampling; None without one, on stop, or
-        when no episode was scored.
+        Args:
+            policy_version: that is published now.
+        """
+        for pending in list(self._pending):
+            progress = self._progress(pending)
+            if _is_done(progress):
+                self._record(pending, progress, policy_version)
+
+    def collect(self, *, policy_version: int) -> tuple[int, float] | None:
+        """Wait for the evaluations under way, if any, and record them.
+
+        Returns the step of the last and its mean reward under the run's sampling; None without one,
+        on stop, or when no episode was scored.
+
+        Args:
+            policy_version: that is published now.
 
         Raises:
-            DeadlineExceeded: it took longer than eval.timeout_s.
+            DeadlineExceeded: for eval.timeout_s no attempt was in flight.
         """
-        pending = self._pending
-        if pending is None:
-            return None
+        found = None
+        for pending in list(self._pending):
+            progress = self._wait_for(pending)
+            if progress is None:
+                return None
+            reward = self._record(pending, progress, policy_version)
+            found = None if math.isnan(reward) else (pending.step, reward)
+        return found
+
+    def _progress(self, pending: _Pending) -> dict[str, EvalProgress]:
+        return {name: self._reader.eval_progress(key) for name, key in pending.names.items()}
+
+    def _wait_for(self, pending: _Pending) -> dict[str, EvalProgress] | None:
+        """What it scored, once it is complete; None on stop."""
         timeout_s = self._settings.eval.timeout_s
         deadline = time.monotonic() + timeout_s
-        while True:
-            progress = {n: self._reader.eval_progress(name) for n, name in pending.names.items()}
-            if all(part.num_done >= part.num_total for part in progress.values()):
-                break
+        while not _is_done(progress := self._progress(pending)):
             done = sum(part.num_done for part in progress.values())
             total = sum(part.num_total for part in progress.values())
             self._beat(f"evaluation at step {pending.step}: {done} of {total} episodes")
             if self._stop.wait(_POLL_S):
                 return None
+            if any(part.num_in_flight for part in progress.values()):
+                deadline = time.monotonic() + timeout_s
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     who="trainer",
@@ -111,17 +137,28 @@ class Evaluations:
                     peer="runner",
                     after_s=timeout_s,
                 )
-        self._pending = None
+        return progress
+
+    def _record(
+        self, pending: _Pending, progress: dict[str, EvalProgress], policy_version: int
+    ) -> float:
+        """Write its row; returns the mean reward under the run's sampling, NaN without any."""
+        self._pending.remove(pending)
         kind = "eval" if pending.split == "validation" else pending.split
         row = {
             f"{kind}/episodes": float(max(len(part.rewards) for part in progress.values())),
             f"{kind}/duration_s": time.monotonic() - pending.requested_at,
         }
+        if not self._settings.eval.blocks_publish:
+            row[f"{kind}/num_publishes"] = float(policy_version - pending.policy_version)
         for name, part in progress.items():
             row[f"{kind}/{name}_reward"], row[f"{kind}/{name}_se"] = mean_and_error(part.rewards)
         self._metrics.write(pending.step, row)
-        reward = row[f"{kind}/sampled_reward"]
-        return None if math.isnan(reward) else (pending.step, reward)
+        return row[f"{kind}/sampled_reward"]
+
+
+def _is_done(progress: dict[str, EvalProgress]) -> bool:
+    return all(part.num_done >= part.num_total for part in progress.values())
 
 
 def mean_and_error(rewards: Sequence[float]) -> tuple[float, float]:

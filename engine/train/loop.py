@@ -41,12 +41,15 @@ _RECORDED_STATS = (
     "buffer/wait/",
     "buffer/pipeline_depth",
     "buffer/live_groups",
+    "buffer/discarded_time_share",
 )
 """Entries of the buffer's stats() in a step's row, by what their names begin with."""
 _MAX_REFILLS_OF_LOST = 8
 _MIN_ENDED_ATTEMPTS = 200
 """Fewer say nothing about their length."""
 _LENGTH_RATIO = 0.9
+_MAX_SCORE = 3.0
+"""Standard errors by which slow episodes may be lost more often before it is said."""
 _log = structlog.get_logger()
 
 
@@ -118,7 +121,11 @@ class RlLoop:
             updated_at = time.monotonic()
             self._ranks.leave()
             self._ranks.watchdog.progress("evaluation")
-            self._collect()
+            if self._settings.eval.blocks_publish:
+                self._collect()
+            else:
+                self._evaluations.collect_done(policy_version=self._version)
+            evaluated_at = time.monotonic()
             published = self._publish(parent=self._version, policy_version=self._version + 1)
             self._settle(batch)
             self._step += 1
@@ -128,6 +135,7 @@ class RlLoop:
                 "train/step_s": now - ended_at,
                 "train/wait_s": taken_at - ended_at,
                 "train/update_s": updated_at - taken_at,
+                "train/evaluation_wait_s": evaluated_at - updated_at,
             }
             # Before the checkpoint: what a checkpoint contains has its row, whatever ends the run.
             self._record(batch, reports, published, times)
@@ -410,7 +418,7 @@ class RlLoop:
 
     def _collect(self) -> None:
         """Record the evaluation under way; the checkpoint of its step may be the best so far."""
-        found = self._evaluations.collect()
+        found = self._evaluations.collect(policy_version=self._version)
         if found is not None and self._best is not None and found[0] > 0:
             self._acknowledgements.wait()
             self._best.offer(*found)
@@ -426,7 +434,7 @@ class RlLoop:
             self._publish(parent=parent, policy_version=self._version + 1)
         if not self._best.is_reported:
             self._evaluations.request_test(step=best.step, policy_version=self._version)
-            if self._evaluations.collect() is not None:
+            if self._evaluations.collect(policy_version=self._version) is not None:
                 self._best.mark_reported()
 
     def _warn_without_signal(self, batch: Batch) -> None:
@@ -466,19 +474,27 @@ class RlLoop:
         self._warn_of_short_episodes(stats)
 
     def _warn_of_short_episodes(self, stats: Mapping[str, float]) -> None:
-        """Say so when what is trained is shorter than what was played."""
+        """Say so when slow episodes are lost more often than fast ones."""
         num_ended = stats.get("buffer/ledger/started", 0.0) - stats.get("buffer/ledger/open", 0.0)
         if num_ended < _MIN_ENDED_ATTEMPTS:
             return
+        sentences = []
+        share, score = (stats[f"buffer/length/slow_lost_{name}"] for name in ("share", "z"))
+        if score > _MAX_SCORE and share > self._settings.env.max_replaced_share:
+            sentences.append(
+                f"{share:.1%} of the slow episodes that ended were not trained, more than of the "
+                f"others by {score:.1f} standard errors"
+            )
         for unit, what in (("s", "seconds"), ("tokens", "sampled tokens")):
             trained, ended = (
                 stats[f"buffer/length/{name}_{unit}"] for name in ("trained", "ended")
             )
             if trained < _LENGTH_RATIO * ended:
-                sentence = (
+                sentences.append(
                     "trained episodes are shorter than those that were played: "
-                    f"{trained:.4g} {what} against {ended:.4g} on average. Slow ones are lost; "
-                    "`outloop buffer stats` says where."
+                    f"{trained:.4g} {what} against {ended:.4g} on average"
                 )
-                _log.warning("short_episodes", sentence=sentence)
-                self._report(warning=sentence)
+        if sentences:
+            sentence = f"{'; '.join(sentences)}. `outloop buffer stats` says where they are lost."
+            _log.warning("short_episodes", sentence=sentence)
+            self._report(warning=sentence)

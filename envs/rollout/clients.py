@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
 _MAX_RETRIES = 5
+_MAX_IDLE_CONNECTIONS = 32
+"""Each request looks at every idle connection of the pool; a new one on this machine costs less
+than 512 looks."""
 _NOWHERE = "http://episode.invalid"
 
 
@@ -23,7 +26,8 @@ class Clients:
     """The connection pools of all episodes' clients.
 
     Guarantees that at least `max_connections` calls can be in flight: the libraries' default of
-    1,000 fails under more episodes than that.
+    1,000 fails under more episodes than that. At most 32 connections stay open between calls, so
+    that a call costs the same however many agents wait.
     """
 
     def __init__(self, *, max_connections: int, timeout_s: float) -> None:
@@ -77,7 +81,7 @@ class Clients:
         # The type of the limits depends on the client's version.
         limits = type(library.DEFAULT_CONNECTION_LIMITS)(
             max_connections=self._max_connections,
-            max_keepalive_connections=self._max_connections,
+            max_keepalive_connections=min(self._max_connections, _MAX_IDLE_CONNECTIONS),
             keepalive_expiry=30.0,
         )
         http = "DefaultAsyncHttpxClient" if name.startswith("Async") else "DefaultHttpxClient"

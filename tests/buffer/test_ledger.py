@@ -1,5 +1,6 @@
 """The ledger: every attempt that started ends in one column, by its duration and its length."""
 
+import math
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -8,6 +9,7 @@ import pytest
 from outloop.buffer.errors import TooManyReplaced
 from outloop.buffer.records import DropReason, Turn
 from outloop.buffer.stats import STATS
+from outloop.buffer.store.ledger import Ledger, LedgerColumn
 from outloop.buffer.telemetry import LEDGER_COLUMNS, LEDGER_METRICS, METRICS
 
 SLOW = {
@@ -231,3 +233,48 @@ def test_every_reason_to_drop_has_a_column() -> None:
         assert f"buffer/dropped/{reason}" in METRICS
     assert set(LEDGER_METRICS) <= set(METRICS)
     assert set(LEDGER_METRICS) <= set(STATS)
+
+
+def _training(**numbers: dict[float, int]) -> Ledger:
+    """A ledger of training attempts by column and upper bound of their duration."""
+    columns = {
+        name.replace("__", "/"): LedgerColumn(
+            num_attempts=sum(counts.values()),
+            duration_s=sum(bound * number for bound, number in counts.items()),
+            by_duration=counts,
+        )
+        for name, counts in numbers.items()
+    }
+    return Ledger(num_started=0, columns=columns, training=columns)
+
+
+def test_lost_slow_attempts_show_in_the_statistic() -> None:
+    """The pooled two-proportion z of 8 lost of 40 slow ones against 4 lost of 360 others."""
+    ledger = _training(
+        trained={1.0: 256, 3.0: 90, 10.0: 22},
+        dropped__no_signal={3.0: 10, 10.0: 10},
+        replaced={10.0: 8, 3.0: 4},
+        open={},
+    )
+    slow = ledger.slow_attempts()
+    assert slow.bound_s == 3.0
+    assert slow.lost_share == pytest.approx(0.2)
+    assert slow.share_ratio == pytest.approx((32 / 388) / (40 / 400))
+    pooled = 12 / 400
+    error = (pooled * (1 - pooled) * (1 / 40 + 1 / 360)) ** 0.5
+    assert slow.z == pytest.approx((0.2 - 4 / 360) / error)
+    assert slow.z > 6
+    lost, ended = 8 * 10 + 4 * 3, 256 + 104 * 3 + 40 * 10
+    assert ledger.discarded_time_share() == pytest.approx(lost / ended)
+
+
+def test_nothing_lost_is_no_finding() -> None:
+    """Neither is a loss that meets all alike, attempts that are all equally long, or none."""
+    whole = _training(trained={1.0: 90, 30.0: 10}).slow_attempts()
+    assert (whole.share_ratio, whole.lost_share, whole.z) == (1.0, 0.0, 0.0)
+    even = _training(trained={1.0: 72, 30.0: 8}, dropped__stale={1.0: 18, 30.0: 2}).slow_attempts()
+    assert even.share_ratio == pytest.approx(1.0)
+    assert even.z == pytest.approx(0.0, abs=1e-9)
+    assert math.isnan(_training(trained={1.0: 90}).slow_attempts().share_ratio)
+    assert math.isnan(_training().slow_attempts().share_ratio)
+    assert _training().discarded_time_share() == 0.0

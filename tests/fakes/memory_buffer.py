@@ -121,6 +121,8 @@ class MemoryBuffer:
     marks: list[CheckpointMark] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
     evals_answer: bool = True
+    num_in_flight: int = 0
+    """Attempts, as evaluations see them."""
     eval_rewards: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """By the evaluation's name; those left out get the same."""
     episode: Callable[[Server], tuple[list[Answer], float]] | None = None
@@ -249,7 +251,12 @@ class MemoryBuffer:
     def eval_progress(self, name: str) -> EvalProgress:
         self.events.append(("eval_progress", name))
         rewards = self.eval_rewards.get(name, (0.0, 1.0, 1.0, 1.0)) if self.evals_answer else ()
-        return EvalProgress(num_done=len(rewards), num_total=len(rewards) or 4, rewards=rewards)
+        return EvalProgress(
+            num_done=len(rewards),
+            num_total=len(rewards) or 4,
+            rewards=rewards,
+            num_in_flight=self.num_in_flight,
+        )
 
     def sft_progress(self) -> tuple[int, bool]:
         raise NotImplementedError

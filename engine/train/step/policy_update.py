@@ -54,7 +54,7 @@ def rl_update(
 
     Args:
         rows: of the batch that the update trains; None: all.
-        policy_version: of the weights before the update; its own tokens measure the logprob gap.
+        policy_version: of the weights before the update; the logprob gap is told by age from it.
         on_microbatch: called before every forward, for heartbeats.
         loss: in place of trainer.loss.
 

@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outloop.buffer.telemetry import GAP_AGES
 from outloop.engine.train.algorithms.losses import TokenLoss
 from outloop.engine.train.algorithms.ratios import ratio_of
 from outloop.engine.train.data.microbatch import Targets
 from outloop.engine.train.megatron.parallel_rank import is_reporting_rank
 from outloop.engine.train.ranks.collectives import gather_bytes
-
-_NOT_OWN = -1.0
 
 
 @dataclass(slots=True)
@@ -52,7 +51,9 @@ class UpdateReport:
     imbalance: float = 0.0
     """Estimated cost of the busiest data-parallel rank over the mean, less one."""
     gaps: list[Tensor] = field(default_factory=list)
-    """|policy - behavior| logprobs of tokens of the current version; -1 for the others."""
+    """|policy - behavior| logprobs of every trained token."""
+    ages: list[Tensor] = field(default_factory=list)
+    """Versions between the weights that sampled it and those before the update, of each."""
 
     def add(
         self,
@@ -67,7 +68,7 @@ class UpdateReport:
         Args:
             result: their losses, for what was clipped.
             policy_logprobs: without gradient.
-            policy_version: whose own tokens measure the logprob gap.
+            policy_version: of the weights before the update.
         """
         assert targets.behavior_logprobs_N is not None
         if not len(policy_logprobs):
@@ -83,9 +84,8 @@ class UpdateReport:
         self.num_clipped_low = self.num_clipped_low + is_low.sum()
         if result.is_masked is not None:
             self.num_opsm_masked = self.num_opsm_masked + result.is_masked.sum()
-        own = targets.policy_versions_N == policy_version
-        gap = (policy_logprobs - targets.behavior_logprobs_N).abs()
-        self.gaps.append(torch.where(own, gap, _NOT_OWN))
+        self.gaps.append((policy_logprobs - targets.behavior_logprobs_N).abs())
+        self.ages.append((policy_version - targets.policy_versions_N).float())
 
     def metrics(self) -> dict[str, float]:
         """The metrics that SFT and RL share."""
@@ -107,8 +107,9 @@ class UpdateReport:
     def policy_metrics(self) -> dict[str, float]:
         """The metrics that compare the policy with the behavior policy."""
         count = max(1, self.num_trained_tokens)
-        gap = torch.cat(self.gaps) if self.gaps else torch.empty(0)
-        gap = gap[gap != _NOT_OWN]
+        all_gaps = torch.cat(self.gaps) if self.gaps else torch.empty(0)
+        ages = torch.cat(self.ages) if self.ages else torch.empty(0)
+        gap = all_gaps[ages == 0]
         low, high = _percentiles(self.ratios)
         metrics = {
             "train/entropy": float(self.entropy_sum) / count,
@@ -123,6 +124,10 @@ class UpdateReport:
             "train/logprob_gap_mean": float(gap.mean()) if len(gap) else float("nan"),
             "train/logprob_gap_max": float(gap.max()) if len(gap) else float("nan"),
         }
+        for name, first, last, _ in GAP_AGES:
+            of_age = all_gaps[(ages >= first) & (ages <= last)]
+            if len(of_age):
+                metrics[f"train/logprob_gap_{name}"] = float(of_age.mean())
         if self.proximal_ratios:
             ratios = torch.cat(self.proximal_ratios)
             metrics["train/proximal_ratio_mean"] = float(ratios.mean())

@@ -147,11 +147,15 @@ def test_trained_episodes_that_are_shorter_than_played_ones_are_a_warning(setup:
         "buffer/length/ended_s": 2.2,
         "buffer/length/trained_tokens": 99.0,
         "buffer/length/ended_tokens": 100.0,
+        "buffer/length/slow_lost_share": 0.05,
+        "buffer/length/slow_lost_z": 3.5,
     }
     with structlog.testing.capture_logs() as logs:
         (row,) = made.train()
     (warning,) = [entry for entry in logs if entry["event"] == "short_episodes"]
     assert "1.5 seconds against 2.2" in warning["sentence"]
+    assert "5.0% of the slow episodes" in warning["sentence"]
+    assert "more than of the others by 3.5 standard errors" in warning["sentence"]
     assert row["buffer/ledger/trained"] == 200.0
     assert row["buffer/dropped/stale"] == 3.0
     assert row["buffer/length/ended_tokens"] == 100.0

@@ -2,7 +2,9 @@
 
 import json
 import re
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +47,58 @@ def test_an_evaluation_that_never_ends_names_who_is_awaited(setup: MakeRun) -> N
     made.buffer.evals_answer = False
     with pytest.raises(DeadlineExceeded, match=r"runner.*0 of 8|0 of 8.*runner"):
         made.train()
+
+
+def test_an_evaluation_whose_attempts_are_alive_is_awaited(setup: MakeRun) -> None:
+    """However long it takes: eval.timeout_s counts only while nothing is in flight."""
+    made = setup(trainer=FAST | {"num_steps": 1}, eval={"every": 1, "timeout_s": 0.2})
+    made.buffer.evals_answer = False
+    made.buffer.num_in_flight = 1
+
+    def answer() -> None:
+        made.buffer.evals_answer = True
+
+    timer = threading.Timer(1.0, answer)
+    timer.start()
+    rows = made.train()
+    timer.join()
+    (step,) = [row for row in rows if "train/evaluation_wait_s" in row]
+    assert step["train/evaluation_wait_s"] > 0.5
+    assert step["train/step_s"] >= step["train/evaluation_wait_s"] + step["train/wait_s"]
+
+
+def test_an_evaluation_may_go_on_beside_training(setup: MakeRun) -> None:
+    """blocks_publish = false: no publish waits; the row says how many there were meanwhile, and the
+    run ends with all of them recorded."""
+    made = setup(
+        trainer=FAST | {"num_steps": 3}, eval={"every": 2, "greedy": False, "blocks_publish": False}
+    )
+    made.buffer.evals_answer = False
+    mark_trained = made.buffer.mark_trained
+
+    def mark(*arguments: Any, policy_version: int, **words: Any) -> None:
+        made.buffer.evals_answer = policy_version == 3
+        mark_trained(*arguments, policy_version=policy_version, **words)
+
+    made.buffer.mark_trained = mark
+    rows = made.train()
+    answers = {row["step"]: row for row in rows if "eval/sampled_reward" in row}
+    assert {step: row["eval/num_publishes"] for step, row in answers.items()} == {0: 3, 2: 1, 3: 0}
+    assert [row["train/policy_version"] for row in rows if "train/loss" in row] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"every": 0}, "eval.blocks_publish=false has no effect with eval.every=0"),
+        ({"every": 1, "chooses_checkpoint": True}, "must be played by its weights alone"),
+    ],
+)
+def test_what_needs_one_version_blocks_the_publish(plan: dict[str, Any], words: str) -> None:
+    """And without evaluations there is nothing to unblock."""
+    tree = {"model": {"path": "."}, "eval": plan | {"blocks_publish": False}, "env": SPLIT}
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        build_settings(tree, source="test")
 
 
 CHOOSES = {"every": 1, "num_episodes": 16, "final_num_episodes": 32, "chooses_checkpoint": True}

@@ -1,6 +1,7 @@
 """One update: what the gradient depends on, and what it does not."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -32,10 +33,17 @@ def gradient_of(policy: Policy, samples: list[Sample], **settings: object) -> to
     return torch.cat(grads).clone()
 
 
-def update(policy: Policy, samples: list[Sample], settings: TrainerSettings) -> UpdateReport:
-    """One RL update at version 0."""
-    batch = TrainBatch.of(samples)
-    return rl_update(policy, batch, settings, policy_version=0, on_microbatch=lambda: None)
+def update(
+    policy: Policy, samples: list[Sample], settings: TrainerSettings, policy_version: int = 0
+) -> UpdateReport:
+    """One RL update."""
+    return rl_update(
+        policy,
+        TrainBatch.of(samples),
+        settings,
+        policy_version=policy_version,
+        on_microbatch=lambda: None,
+    )
 
 
 DENOMINATORS = {
@@ -213,6 +221,32 @@ def test_on_policy_the_first_ratio_is_one(
     assert metrics["train/ratio_max"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["train/logprob_gap_max"] < 1e-5
     assert metrics["train/clip_share"] == 0.0
+
+
+def test_the_logprob_gap_is_measured_by_age(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """Also where no token is of the current version; each token counts under its own age."""
+    policy = make_policy()
+    samples = [with_own_logprobs(policy, sample) for sample in make_samples(3)]
+    old = [_aged(samples[0], 3, 0.25), _aged(samples[1], 0, 0.5), _aged(samples[2], -5, 0.75)]
+    metrics = update(policy, old, TrainerSettings(), policy_version=4).policy_metrics()
+    assert metrics["train/logprob_gap_age_1"] == pytest.approx(0.25, abs=1e-5)
+    assert metrics["train/logprob_gap_age_3_4"] == pytest.approx(0.5, abs=1e-5)
+    assert metrics["train/logprob_gap_age_9_up"] == pytest.approx(0.75, abs=1e-5)
+    assert "train/logprob_gap_age_0" not in metrics
+    assert np.isnan(metrics["train/logprob_gap_mean"])
+
+
+def _aged(sample: Sample, version: int, gap: float) -> Sample:
+    """As if `version` had sampled it, with logprobs higher by `gap`."""
+    return replace(
+        sample,
+        policy_versions=np.where(sample.loss_mask, version, -1).astype(np.int32),
+        behavior_logprobs=np.where(sample.loss_mask, sample.behavior_logprobs + gap, 0).astype(
+            np.float32
+        ),
+    )
 
 
 def with_own_logprobs(policy: Policy, sample: Sample) -> Sample:
