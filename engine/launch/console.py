@@ -100,7 +100,7 @@ class RunProgress:
             if fields.get("waiting_for")
         ]
         status = "; ".join(waits)
-        # Off a terminal only another kind of wait is worth a line, not its counts.
+        # Off a terminal another kind of wait gets a line, another count does not.
         is_new = _without_digits(status) != _without_digits(self._status)
         if is_new and status and self._live is None and not self._rows:
             self._console.print(f"waiting for {status}", highlight=False, soft_wrap=True)

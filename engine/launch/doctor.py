@@ -89,7 +89,7 @@ def _accelerator() -> Finding:
 
 
 def _placement(settings: Settings) -> list[Finding]:
-    """Who sits where with these settings, and whether NCCL can join them."""
+    """The GPUs of each part with these settings, and whether NCCL can join them."""
     try:
         lines = place_gpus(settings, list_gpus()).lines() or ["no part has a GPU"]
         found = Finding(what="GPUs", found="; ".join(lines), is_ok=True, is_required=True)

@@ -50,7 +50,7 @@ class GpuPlacement:
         return {_VISIBLE: ",".join(self.gpus[number].id for number in numbers)}
 
     def lines(self) -> list[str]:
-        """Who sits where, for a person; nothing where no part has a GPU."""
+        """The GPUs of each part, for a person; empty where no part has a GPU."""
         found = [
             f"server-{index}: {self._named(numbers)}"
             for index, numbers in enumerate(self.servers)

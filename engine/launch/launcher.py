@@ -58,7 +58,7 @@ _STOP_TIMEOUT_S = 15.0
 _TRAINER_STOP_TIMEOUT_S = 60.0
 _MAX_RESTARTS = 3
 _PARTS_THAT_END = frozenset({"trainer", "runner"})
-"""Parts that end by themselves when the run is finished."""
+"""Parts that end when the run is finished."""
 _WATCH_INTERVAL_S = 0.25
 _MODEL_FILES = {
     "config.json": "config.json",
@@ -67,7 +67,7 @@ _MODEL_FILES = {
 }
 """What a model folder must hold: the name for the user, and the pattern that finds it."""
 _RESTARTABLE = frozenset({"router", "runner", "server", "archiver"})
-"""Parts that keep nothing: a new process joins where the old one left off."""
+"""Parts without state of their own: a new process continues where the old one ended."""
 _OPTIONAL = frozenset({"archiver"})
 """Parts without which a run goes on."""
 
@@ -141,7 +141,7 @@ class Launcher:
         """Restart parts that may be restarted.
 
         Raises:
-            SettingsError: a part says that its settings cannot work.
+            SettingsError: a part refuses its settings.
             PartFailed: another part ended, or one ended too often.
         """
         for name, process in list(self.parts.items()):
@@ -406,7 +406,7 @@ def start_serving(launcher: Launcher) -> None:
 
 
 def router_url(launcher: Launcher) -> str | None:
-    """Where the router listens, once it has said so."""
+    """The router's URL, once it is registered."""
     facts = launcher.reader.registry.parts().get("router")
     return facts["url"] if facts else None
 
@@ -415,7 +415,7 @@ def train(settings: Settings, *, stop: threading.Event, console: Console) -> int
     """Run to the last step and return the exit code: 0 finished, 130 stopped, 1 failed.
 
     Raises:
-        SettingsError: a part says that its settings cannot work, or that nothing can be learned.
+        SettingsError: a part refuses its settings, or that nothing can be learned.
         PartFailed: a part ended that cannot be restarted.
         DeadlineExceeded: a part did not come up.
     """
@@ -478,7 +478,7 @@ def serve(
     """Redis, servers and router until `stop` is set; `on_ready` gets the run and the router's URL.
 
     Raises:
-        SettingsError: a part says that its settings cannot work.
+        SettingsError: a part refuses its settings.
         PartFailed: a part ended that cannot be restarted.
         DeadlineExceeded: a part did not come up.
     """
@@ -496,7 +496,7 @@ def serve(
 
 
 def start_and_wait(launcher: Launcher) -> None:
-    """Start servers and router and wait until all have said where they are, or until a stop."""
+    """Start servers and router and wait until all are registered, or until a stop."""
     settings = launcher.run.settings
     start_serving(launcher)
     expected = settings.server.num_servers or len(settings.server.urls)

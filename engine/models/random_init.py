@@ -149,14 +149,14 @@ def train_tokenizer(rows: Iterable[Mapping[str, Any]], vocab_size: int) -> Token
 
     texts = []
     for row in rows:
-        said = ""
+        before = ""
         for index, message in enumerate(row["messages"]):
             if message["role"] == "assistant":
                 # Where a prompt ends and an answer begins is fixed when the policy samples, so no
                 # merge may run across it.
                 for text in (text_of(row, index, True), text_of(row, index + 1, False)):
-                    texts.append(text.removeprefix(said))
-                    said = text
+                    texts.append(text.removeprefix(before))
+                    before = text
     return bpe(texts, vocab_size)
 
 

@@ -19,7 +19,7 @@ KINDS = ("default", "llama3")
 
 
 def rotary_parameters(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """What a config.json says about its rotary embedding, from where any release puts it.
+    """Parameters of the rotary embedding in a config.json, wherever its release puts them.
 
     Args:
         source: what to call the config.json in an error.

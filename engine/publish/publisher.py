@@ -32,7 +32,7 @@ from outloop.engine.publish.verification.logprob_probe import TOLERANCES, UNVERI
 _POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0
 _PROBE_AGAIN_S = 30.0
-"""After which a quarantined server that did not answer is asked again."""
+"""Until a quarantined server that did not answer is asked again."""
 _log = structlog.get_logger()
 
 
@@ -125,27 +125,27 @@ class Publisher:
         """
         entries = self._wait_for_servers(on_wait)
         began_at = time.monotonic()
-        pass_of = _Passes(entries, self._registry, self._settings, self._key)
+        passes = _Passes(entries, self._registry, self._settings, self._key)
         holders, main, spare = self._divide(entries, policy_version)
         error: PublishFailed | None = None
         try:
             if main:
-                pass_of.send(self._transport, main, source, policy_version)
+                passes.send(self._transport, main, source, policy_version)
         except PublishFailed as failure:
             error = failure
-        if self._fallback is not None and not (holders or pass_of.has_any):
+        if self._fallback is not None and not (holders or passes.has_any):
             spare = _answering(entries, self._key)
         try:
             if self._fallback is not None and spare:
                 # Both together would hold more than two buckets.
                 self._transport.release()
-                pass_of.send(self._fallback, spare, source, policy_version)
+                passes.send(self._fallback, spare, source, policy_version)
         except PublishFailed as failure:
             error = error or failure
-        if error is not None and not (holders or pass_of.has_any):
+        if error is not None and not (holders or passes.has_any):
             raise error
         self._has_published = True
-        return pass_of.report(policy_version, duration_s=time.monotonic() - began_at)
+        return passes.report(policy_version, duration_s=time.monotonic() - began_at)
 
     def _divide(
         self, entries: Sequence[ServerEntry], policy_version: int
@@ -157,7 +157,7 @@ class Publisher:
         rest = [e for e in entries if e not in holders]
         if self._fallback is None:
             return holders, rest, []
-        # Latecomers would make the members of a group join another one and back.
+        # The group would be built for the latecomers alone, and then again for all.
         if self._transport.is_joint and holders:
             return holders, [], rest
         main = [e for e in rest if not e.is_quarantined]
@@ -220,7 +220,7 @@ class Publisher:
 
 
 class _Passes:
-    """Sends to servers through one transport after the other, and adds up."""
+    """Sends to servers through one transport after the other, and adds up the results."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ def _answers(entry: ServerEntry, key: str | None) -> bool:
     try:
         client.model_info(time.monotonic() + _PROBE_TIMEOUT_S)
     except KeyRefused:
-        # It is there; the first phase says what it wants.
+        # It is there; the first phase reports the error.
         return True
     except OutloopError:
         return False

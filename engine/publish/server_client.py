@@ -83,7 +83,7 @@ class ServerClient:
         self._call("POST", "/end_weight_update", {}, deadline)
 
     def update_from_bucket(self, payload: str, deadline: float, *, num_ranks: int = 1) -> None:
-        """Hand over one flattened bucket (sglang_wire) to each of the server's ranks."""
+        """Send one bucket (flattened_bucket.py) to each of the server's ranks."""
         body = {
             "serialized_named_tensors": [payload] * num_ranks,
             "load_format": "flattened_bucket",

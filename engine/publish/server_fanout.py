@@ -86,7 +86,7 @@ class Fanout:
 
     @property
     def results(self) -> tuple[ServerResult, ...]:
-        """How it stands with every server, in the order given."""
+        """The result of every server so far, in the order given."""
         return tuple(
             self._failures.get(server_id, ServerResult(server_id=server_id, is_quarantined=False))
             for server_id in self._clients

@@ -46,7 +46,7 @@ async def attach(run: Run, registration: Registration, url: str, *, stop: asynci
     is_entered = False
     try:
         while not stop.is_set():
-            # The registry first: a publish names the version on the server before it does there.
+            # The registry first: a publish sets the version on the server before the registry.
             entered = await asyncio.to_thread(registration.held_version) if is_entered else None
             held = await watch.weight_version()
             if held is not None and not is_entered:

@@ -10,7 +10,7 @@ from outloop.engine.publish.server_client import KeyRefused, ServerClient
 
 
 class Watch:
-    """Asks the server at `url` which weights it holds."""
+    """Probes the server at `url` for the version it holds."""
 
     def __init__(
         self, server_id: str, url: str, *, timeout_s: float, max_missed: int, key: str | None
@@ -24,11 +24,11 @@ class Watch:
 
     @property
     def is_lost(self) -> bool:
-        """It left `max_missed` questions in a row unanswered."""
+        """It missed `max_missed` probes in a row."""
         return self._num_missed >= self._max_missed
 
     async def weight_version(self) -> str | None:
-        """The version that it says it holds; None if it does not answer in time.
+        """The version that the server reports; None if it does not answer in time.
 
         Raises:
             SettingsError: it wants another key.

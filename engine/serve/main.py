@@ -66,7 +66,7 @@ async def serve(
     Raises:
         SettingsError: the model folder, or what SGLang is to be started with, cannot be served.
         DeadlineExceeded: the server did not answer in time.
-        PartFailed: the server ended by itself.
+        PartFailed: the server ended unexpectedly.
     """
     server = run.settings.server
     registration = Registration(run, index)
@@ -121,12 +121,12 @@ async def serve_torch(
 
     Raises:
         SettingsError: the model folder cannot be served, or it would be open to other machines.
-        PartFailed: the engine or the HTTP server ended by itself.
+        PartFailed: the engine or the HTTP server ended unexpectedly.
     """
     if key is None and not _is_loopback(settings.server.host):
         raise SettingsError(
-            f"server.host={settings.server.host!r} without a key: whoever reaches it could replace "
-            "the weights; start it as part of a run (`outloop server --run DIR`), or listen on "
+            f"server.host={settings.server.host!r} without a key: any process that reaches it "
+            "could replace the weights; start it as part of a run (`outloop server --run DIR`), or listen on "
             "127.0.0.1"
         )
     torch.set_num_threads(settings.server.num_threads)
@@ -241,7 +241,7 @@ async def _watch(engine: Engine, serving: asyncio.Task[None], stop: asyncio.Even
     """Return when `stop` is set.
 
     Raises:
-        PartFailed: the engine or the HTTP server ended by itself.
+        PartFailed: the engine or the HTTP server ended unexpectedly.
     """
     while not stop.is_set():
         with contextlib.suppress(TimeoutError):

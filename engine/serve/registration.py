@@ -47,7 +47,7 @@ class Registration:
         self._is_entered = False
 
     def held_version(self) -> int | None:
-        """Which version the registry says that this server holds."""
+        """The version that the registry has for this server."""
         reader = BufferReader.connect(self._run)
         try:
             entries = reader.registry.servers()

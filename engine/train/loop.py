@@ -46,10 +46,10 @@ _RECORDED_STATS = (
 """Entries of the buffer's stats() in a step's row, by what their names begin with."""
 _MAX_REFILLS_OF_LOST = 8
 _MIN_ENDED_ATTEMPTS = 200
-"""Fewer say nothing about their length."""
+"""With fewer, lengths are not compared."""
 _LENGTH_RATIO = 0.9
 _MAX_SCORE = 3.0
-"""Standard errors by which slow episodes may be lost more often before it is said."""
+"""Standard errors by which slow episodes may be lost more often before a warning."""
 _log = structlog.get_logger()
 
 
@@ -99,7 +99,7 @@ class RlLoop:
         self._dropped: set[str] = set()
         """Groups of this step that were given up already."""
         self._filtered: dict[str, str] = {}
-        """What the user's filter said of each group of this step."""
+        """The answer of the user's filter for each group of this step."""
         self._steps_without_signal = 0
         self._reference_hash = ""
         """Content hash of the reference that the run is pinned to; empty until one is used."""
@@ -238,7 +238,7 @@ class RlLoop:
         return leases
 
     def _wait(self, sentence: str) -> None:
-        """Say what is awaited, and give weights to a server that joined since the last publish."""
+        """Report what is awaited, and load weights into servers that joined meanwhile."""
         self._report(sentence)
         self._ranks.idle()
         self._acknowledgements.collect()
@@ -249,7 +249,7 @@ class RlLoop:
             self._load_weights(self._version)
 
     def _report(self, waiting_for: str = "", **fields: str) -> None:
-        """Say what the trainer is doing, if it changed."""
+        """Report what the trainer is doing, if it changed."""
         changed = self._status | fields | {"waiting_for": waiting_for}
         if changed != self._status:
             self._status = changed
@@ -474,7 +474,7 @@ class RlLoop:
         self._warn_of_short_episodes(stats)
 
     def _warn_of_short_episodes(self, stats: Mapping[str, float]) -> None:
-        """Say so when slow episodes are lost more often than fast ones."""
+        """Warn when slow episodes are lost more often than fast ones."""
         num_ended = stats.get("buffer/ledger/started", 0.0) - stats.get("buffer/ledger/open", 0.0)
         if num_ended < _MIN_ENDED_ATTEMPTS:
             return

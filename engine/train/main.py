@@ -48,9 +48,9 @@ _log = structlog.get_logger()
 def train(run: Run, *, stop: threading.Event, on_hang: Callable[[str], None] | None = None) -> None:
     """Train until the last step or until `stop` is set; then the process may end.
 
-    A run that ends by itself is left in state finished, one that fails in state failed; a stopped
-    one keeps its state, for the next start to resume, and so does one that lost a rank. Of several
-    ranks the first leads, and the others do what it says until it ends.
+    A run that makes its last step is left in state finished, one that fails in state failed. A
+    stopped run keeps its state, for the next start to resume, and so does one that lost a rank. Of
+    several ranks rank 0 leads, and the others follow it until it ends.
 
     Args:
         on_hang: gets the sentence when there was no progress for trainer.hang_timeout_s; called in
@@ -136,7 +136,7 @@ def _join(
 def _check_files(run: Run, config: model_and_optimizer.PolicyConfig) -> None:
     """Refuse, before a process group is formed, files that do not belong to this model.
 
-    Every rank comes to the same sentence by itself.
+    Every rank finds the same error on its own.
 
     Raises:
         SettingsError: the reference has another vocabulary, or the checkpoint that the run would
@@ -167,7 +167,7 @@ def _lead(
 ) -> None:
     """Rank 0: everything that is not the model."""
     settings = run.settings
-    _say_what_is_trained(settings)
+    _log_recipe(settings)
     worker, watchdog = _join(run, stack, on_hang)
     ranks = RankController(
         worker,
@@ -194,7 +194,7 @@ def _lead(
     ).run()
 
 
-def _say_what_is_trained(settings: Settings) -> None:
+def _log_recipe(settings: Settings) -> None:
     trainer, buffer = settings.trainer, settings.buffer
     if recipe := recipe_sentence(dict(trainer), dict(buffer)):
         _log.info("recipe", sentence=recipe)

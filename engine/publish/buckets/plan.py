@@ -16,7 +16,7 @@ from torch import Tensor
 ALIGNMENT = 64
 """Bytes; a multiple of every element size, so that views of the bucket are aligned."""
 PACKED = 1
-"""No gaps: SGLang lays out the bucket that it receives from a group by itself, and like this."""
+"""No gaps: the layout that SGLang expects of a bucket received from a group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,7 @@ class Transport(Protocol):
         """What can be done before servers are paused."""
 
     def send(self, fanout: Fanout) -> Sent:
-        """Hand over everything that `prepare` was given."""
+        """Send everything that `prepare` was given."""
 
     def end(self) -> None:
         """This publish is over, whether or not all of it was sent."""
@@ -43,11 +43,11 @@ class Transport(Protocol):
         """Give memory back that is kept for the next publish."""
 
     def close(self) -> None:
-        """Remove whatever was used on the way."""
+        """Release everything that is held."""
 
 
 class Sender(Protocol):
-    """Lets every server of a fanout have a bucket."""
+    """Sends a bucket to every server of a fanout."""
 
     alignment: int
     is_joint: bool
@@ -56,17 +56,17 @@ class Sender(Protocol):
         """Before servers are paused."""
 
     def start(self, fanout: Fanout, bucket: Filled) -> None:
-        """Begin to hand over; the bucket's memory stays as it is until `finish`."""
+        """Begin to send; the bucket's memory must not change until `finish`."""
 
     def finish(self, fanout: Fanout) -> None:
         """Wait for what `start` began; servers that did not take it fail."""
 
     def close(self) -> None:
-        """Remove whatever was used on the way."""
+        """Release everything that is held."""
 
 
 class Bucketed:
-    """Buckets in two staging buffers, handed over by a sender."""
+    """Buckets in two staging buffers, sent by a sender."""
 
     def __init__(
         self, sender: Sender, staging: Staging, *, bucket_bytes: int, dtype: torch.dtype
@@ -115,7 +115,7 @@ class Bucketed:
         return sent
 
     def end(self) -> None:
-        """Let go of what this publish read and staged."""
+        """Release what this publish read and staged."""
         self._filler = None
         self._staging.end()
 
@@ -157,8 +157,8 @@ class PayloadSender:
 
     def _post_of(self, bucket: Filled, num_servers: int) -> Callable[[ServerClient, float], Any]:
         if bucket.content.is_cuda:
-            # What was copied is there before a reader looks. The way back needs no word: torch
-            # waits for the reader's stream when the handle is let go, before the reader answers.
+            # The copies must be complete before a reader starts. Nothing is needed afterwards:
+            # torch waits for the reader's stream when the handle is released, before the answer.
             torch.cuda.current_stream(bucket.content.device).synchronize()
 
             def post_own(client: ServerClient, deadline: float) -> None:

@@ -119,7 +119,7 @@ class GroupSender:
         assert self._broadcast is not None
         under_way, posts = self._broadcast, self._posts
         wait([under_way, *posts.values()], timeout=self._left_s, return_when=FIRST_EXCEPTION)
-        # One that failed takes no part any more; its leaving frees those that wait for it.
+        # A server that failed takes no further part; its leaving ends the wait of the others.
         for server_id in [s for s, post in posts.items() if post.done() and error_of(post)]:
             self._ask_to_leave(server_id, fanout.url_of(server_id))
         broken = self._error_of_broadcast(under_way)
@@ -157,7 +157,7 @@ class GroupSender:
         num_ranks, chosen = self._num_ranks, fanout.left
         rank_of = {server_id: 1 + num_ranks * index for index, server_id in enumerate(chosen)}
         world_size = 1 + num_ranks * len(chosen)
-        # Servers get the name under their key: who does not know it cannot join.
+        # Servers get the name in a call with their key; without the name nothing can join.
         name = f"outloop-{next(self._numbers)}-{secrets.token_hex(16)}"
         rendezvous = Rendezvous(self._host)
         host, port = rendezvous.host, rendezvous.port
@@ -194,7 +194,7 @@ class GroupSender:
         if not is_complete:
             coming = [rank for server_id, rank in rank_of.items() if server_id not in early]
             rendezvous.wait_for(name, coming, self._backend, began_at + half_s - time.monotonic())
-            # Frees all who wait for one that does not come, this process included.
+            # Ends the wait of all members for one that does not come, this process included.
             rendezvous.close()
         late = {server_id: error_of(f) for server_id, f in posts.items() if server_id not in early}
         if is_complete and not any([*early.values(), *late.values()]):

@@ -34,10 +34,10 @@ _CONNECT_TIMEOUT_S = 10.0
 _NCCL_ENVIRONMENT = {
     # After an error the communicator is given up; by default the process would end with it.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-    # Giving it up would wait for a minute for a dump that nobody reads,
+    # By default an abort waits a minute for a debug dump,
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
-    # and end the process if that took longer.
+    # and the process ends if that takes longer.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 """What torch reads when it makes a group, and only then: the trainer's own groups keep theirs."""
@@ -152,8 +152,8 @@ def join_group(
     """
     timeout = timedelta(seconds=timeout_s)
     try:
-        patience = timedelta(seconds=min(timeout_s, _CONNECT_TIMEOUT_S))
-        store: Store = TCPStore(host, port, is_master=False, timeout=patience)
+        connect_timeout = timedelta(seconds=min(timeout_s, _CONNECT_TIMEOUT_S))
+        store: Store = TCPStore(host, port, is_master=False, timeout=connect_timeout)
         store.set_timeout(timeout)
         # SGLang wraps once, torch's own helper twice more.
         for prefix in _prefixes(name, backend):

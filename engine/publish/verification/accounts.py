@@ -22,7 +22,7 @@ _ALGORITHM: Algorithm = "xxh3_128"
 
 
 class Account(Protocol):
-    """What was sent, as one kind of server will speak of it."""
+    """What was sent, in the form in which one kind of server reports it."""
 
     def add(self, content: Tensor, places: Bucket) -> None:
         """A bucket's bytes as sent (uint8), and which tensors lie where."""
@@ -111,7 +111,7 @@ def accounts_for(
 
 
 def _expert_ranks_of(client: ServerClient, deadline: float) -> int:
-    """Over how many ranks the server spreads experts; 1 if it does not say."""
+    """Over how many ranks the server spreads experts; 1 if it does not report it."""
     try:
         size = client.server_info(deadline).get("ep_size")
     except OutloopError:

@@ -26,12 +26,12 @@ NUM_IDS = 32
 TOLERANCES: dict[Literal["float32", "bfloat16"], float] = {"float32": 0.01, "bfloat16": 0.25}
 """By server.dtype, nats. Rounding of bfloat16 costs hundredths; a lost layer costs whole ones."""
 UNVERIFIED = "unverified-"
-"""Before the version that a server is being probed for: what it calls its weights until then."""
+"""Prefix of the version that a server has while it is probed."""
 _EMBEDDING = "model.embed_tokens.weight"
 
 
 class Probe:
-    """What one publish expects servers to say."""
+    """The logprobs that one publish expects of servers."""
 
     def __init__(self, source: TensorSource, *, tolerance: float) -> None:
         """Have the trainer score the prompts.
@@ -54,7 +54,7 @@ class Probe:
         found = [self._score(client, prompt, version, deadline) for prompt in self._prompts]
         got, wanted = np.concatenate(found), np.concatenate(self._expected)
         gap = float(np.abs(got - wanted).mean())
-        # A gap that is no number is no agreement.
+        # Not `gap > tolerance`: NaN must fail.
         if not gap <= self._tolerance:
             raise PublishFailed(
                 f"{client.server_id}: its logprobs of the probe differ from the trainer's by "
@@ -71,7 +71,7 @@ class Probe:
                 "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
                 "return_logprob": True,
                 "logprob_start_len": 0,
-                # Nothing of it is used by anybody else.
+                # No other request reuses its cache.
                 "extra_key": f"probe-{version}",
             },
             deadline,

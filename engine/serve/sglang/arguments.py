@@ -90,7 +90,7 @@ def argument_table(settings: Settings, *, port: int, identity: str) -> dict[str,
     }
     if server.device == "cpu":
         table |= {"attention_backend": "torch_native", "max_total_tokens": _CPU_KV_TOKENS}
-        # Its scheduler would turn round and round while there is nothing to do.
+        # Otherwise its scheduler spins while there is nothing to do.
         table["sleep_on_idle"] = True
     return table | {key.replace("-", "_"): value for key, value in server.sglang.items()}
 
@@ -101,15 +101,15 @@ def process_environment(settings: Settings) -> dict[str, str]:
     own = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # Health answers at once, also while paused, in place of generating a token.
+        # The health route answers at once, also while paused, and generates no token.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-        # It looks once a second, not once in four, whether who asked is still there.
+        # It checks every second, not every four, whether a client is still connected.
         "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
         # A crashed scheduler ends its server at once; otherwise it lingers for a minute.
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
     }
     environment = {**own, **os.environ}
-    # Our own packages are not SGLang's.
+    # SGLang must not import our packages.
     environment.pop("PYTHONPATH", None)
     if settings.server.device == "cpu":
         environment |= {
@@ -136,7 +136,7 @@ def _cores_of_ranks(settings: Settings) -> str:
 
 def _command(settings: Settings, *arguments: str) -> list[str]:
     python = find_python(settings.server.sglang_python)
-    # -P: SGLang's modules, not those that lie beside the script.
+    # -P: imports find SGLang's modules, not those beside the script.
     return [str(python), "-P", str(Path(__file__).with_name("entrypoint.py")), *arguments]
 
 

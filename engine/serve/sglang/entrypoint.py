@@ -43,13 +43,13 @@ def main(arguments: list[str]) -> None:
         except (ValueError, AssertionError, OSError, RuntimeError) as error:
             _refuse(str(error).strip() or type(error).__name__)
         return
-    # This list is of this process alone; what `ps` shows is what it was started with.
+    # `ps` shows the arguments of the start, not this list.
     sys.argv = ["sglang.launch_server", *command_line, *_keys(sys.stdin.readline().strip())]
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 
 def _keys(key: str) -> list[str]:
-    """One key for turns and for control: who may replace weights may sample from them."""
+    """One key for turns and for control."""
     return [f"--api-key={key}", f"--admin-api-key={key}"] if key else []
 
 

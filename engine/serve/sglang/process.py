@@ -55,7 +55,7 @@ async def serve_sglang(
     Raises:
         SettingsError: there is no SGLang here, or it refuses its arguments.
         DeadlineExceeded: it did not answer within server.start_timeout_s.
-        PartFailed: it ended by itself, or no longer answers.
+        PartFailed: it ended, or no longer answers.
     """
     if port:
         await _serve_at(port, settings, stop, on_bound, advertise, key)
@@ -98,11 +98,11 @@ async def _serve_at(
 
 
 async def _hand_over(process: Process, key: str | None) -> None:
-    """Give the key to the process by its standard input; command lines are for all to read."""
+    """Write the key to the process's standard input: other users can read command lines."""
     assert process.stdin is not None
     process.stdin.write(f"{key or ''}\n".encode())
     with contextlib.suppress(ConnectionError):
-        # One that ended already is noticed while its answer is awaited.
+        # A process that ended already is noticed by the wait for its answer.
         await process.stdin.drain()
     process.stdin.close()
 
@@ -163,7 +163,7 @@ def _check_alive(process: Process) -> None:
 
 
 async def _end(process: Process) -> None:
-    """Stop SGLang and every process it started: kindly, then by force."""
+    """Stop SGLang and every process it started: SIGTERM, then SIGKILL."""
     tree: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         tree = psutil.Process(process.pid).children(recursive=True)

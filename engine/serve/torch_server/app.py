@@ -86,7 +86,7 @@ class ServerApp:
         """Run `function` between two passes.
 
         Raises:
-            TimeoutError: the engine did not come to it.
+            TimeoutError: the engine did not run it in time.
         """
         future = asyncio.wrap_future(self._engine.call(function))
         return await asyncio.wait_for(future, _CALL_TIMEOUT_S)

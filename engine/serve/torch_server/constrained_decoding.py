@@ -14,7 +14,7 @@ from outloop.engine.serve.torch_server.sampling import BadRequest, SamplingParam
 
 
 class Grammar:
-    """What one sequence may still say; it is given every id that is sampled."""
+    """The grammar's state for one sequence; `take` gets every id that is sampled."""
 
     def __init__(self, matcher: Any, vocab_size: int, stop_ids: frozenset[int]) -> None:
         self._matcher = matcher

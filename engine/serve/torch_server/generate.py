@@ -39,10 +39,10 @@ class Progress:
     def __call__(self, requests: list[Running]) -> None:
         """Notify each request's owner, in the event loop."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_tell, requests)
+            self._loop.call_soon_threadsafe(_notify, requests)
 
 
-def _tell(requests: list[Running]) -> None:
+def _notify(requests: list[Running]) -> None:
     for request in requests:
         request.on_progress(request)
 
@@ -57,7 +57,7 @@ class GenerateEndpoint:
         """Request ids."""
 
     def abort(self, rid: str) -> None:
-        """End the request named `rid`; an unknown one is nothing to end."""
+        """End the request named `rid`; an unknown one is ignored."""
         if rid in self._in_flight:
             self._engine.abort({rid})
 

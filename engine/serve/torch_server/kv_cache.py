@@ -108,7 +108,7 @@ class KVCache:
         self.length[slots] += 1
 
     def forget(self) -> None:
-        """Nothing computed so far is reused: running slots go on, but leave nothing behind."""
+        """Reuse nothing computed so far: running slots continue, and are not reused afterwards."""
         self._salt[:] = _NO_SALT
         self._used_at[~self._is_running] = 0
         self._salts.clear()

@@ -166,7 +166,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                self._obey()
+                self._run_posted()
                 progressed: list[Running] = []
                 if self._paused is None:
                     with torch.inference_mode():
@@ -183,8 +183,8 @@ class Engine:
                 abort_reason("the server's engine has ended", 503),
             )
 
-    def _obey(self) -> None:
-        """Do what was posted; wait for something to do if there is nothing."""
+    def _run_posted(self) -> None:
+        """Run what was posted; wait if there is nothing to do."""
         with self._wake:
             while not (self._inbox or self._has_work()):
                 self._wake.wait(_IDLE_WAKE_S)
@@ -289,7 +289,7 @@ class Engine:
         sampled: npt.NDArray[np.int64],
         logprobs: npt.NDArray[np.float32],
     ) -> list[Running]:
-        """Enter what was sampled; returns the requests whose owners are to be notified."""
+        """Record what was sampled; returns the requests whose owners are to be notified."""
         self._token[slots] = sampled
         self.num_sampled += len(requests)
         version, text = self.weight_version, self.text

@@ -64,7 +64,7 @@ class UpdateSession:
             self._staged.write(name, tensor)
             self._written.add(name)
         if self.live.device.type == "cuda":
-            # The answer says that the sender may write there again: the copies must be over.
+            # After the answer the sender may write there again, so the copies must be complete.
             torch.cuda.current_stream(self.live.device).synchronize()
 
     def end(self) -> None:

@@ -72,7 +72,7 @@ def pack_row(
     layers: LayerKind = "local",
     places: npt.NDArray[np.int64] | None = None,
 ) -> PackedRow:
-    """Lay samples of the given lengths behind each other, for the attention of `layers`.
+    """Lay samples of the given lengths one after the other, for the attention of `layers`.
 
     Args:
         places: of this rank's tokens in the row, with context parallelism; None: all are here.
@@ -338,7 +338,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def block_spec(config: Any) -> TransformerBlockSubmodules:
-    """This stage's layers, of the kind that the configuration says."""
+    """This stage's layers, of the configured kind."""
     if config.layers == "transformer_engine":
         return _transformer_engine_spec(config)
     return _local_spec(config)

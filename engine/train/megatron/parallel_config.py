@@ -119,7 +119,7 @@ def check_model(
 
     Args:
         fields: Megatron's configuration of the model, before it is built.
-        has_own_split: the raw table says how many layers the first or last stage has.
+        has_own_split: the raw table sets how many layers the first or last stage has.
 
     Raises:
         SettingsError: names the sizes that work.

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 def broadcast_bytes(data: bytes) -> bytes:
-    """What rank 0 gives, on every rank; the other ranks' argument is not looked at."""
+    """Rank 0's bytes, on every rank; the other ranks' argument is ignored."""
     if dist.get_world_size() == 1:
         return data
     device = _device()
@@ -57,8 +57,8 @@ def gather_bytes(data: bytes) -> list[bytes]:
 def agree(phase: str, function: Callable[[], Result]) -> Result:
     """The function's result, if it succeeds on every rank.
 
-    For work in which ranks do not wait for each other. A rank that fails says so to the others, and
-    all of them raise, so that none is left waiting.
+    For work in which ranks do not wait for each other. A rank that fails reports it to the
+    others, and all of them raise, so that none is left waiting.
 
     Raises:
         SettingsError: on every rank, when any rank raised one; its sentence.

@@ -2,7 +2,7 @@
 
 Only rank 0 knows Redis and servers. It announces an operation of `RankWorker` with its arguments,
 by one broadcast, and then every rank runs that same method. When rank 0 ends, for whatever reason,
-it says so; a rank that hears nothing for the process group's deadline ends on its own.
+it announces that; a rank that receives nothing within the process group's deadline ends on its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Call(msgspec.Struct, tag="call"):
 
 
 class End(msgspec.Struct, tag="end"):
-    """Nothing follows; `sentence` says what failed on rank 0, if anything did."""
+    """The run is over; `sentence` is the failure of rank 0, empty without one."""
 
     sentence: str = ""
 
@@ -148,7 +148,7 @@ class RankController:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Sends the other ranks word when the block ends, or what failed in it."""
+        """Announces to the other ranks that the block ended, or what failed in it."""
         try:
             yield
         except Exception as error:
@@ -162,7 +162,7 @@ class RankController:
         try:
             self._send(End(sentence))
         except (RuntimeError, OutloopError):
-            # They are gone already; what failed here is what must be reported.
+            # They ended already; the failure of this rank is the one to report.
             _log.warning("ranks_gone", sentence=sentence)
 
     def _call(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -179,7 +179,7 @@ class RankController:
 
 
 def follow(worker: RankWorker, watchdog: Watchdog) -> None:
-    """The life of a rank other than 0: run what rank 0 announces, until it says that it is over.
+    """Run what rank 0 announces until it announces the end; every other rank does this.
 
     Raises:
         DeadlineExceeded, RankKilled: rank 0 sent nothing for the deadline, or is gone.
@@ -207,7 +207,7 @@ def _perform(worker: RankWorker, method: str, arguments: dict[str, msgspec.Raw])
     try:
         getattr(worker, method)(**decoded)
     except UpdateRefused as error:
-        # Every rank refuses alike; rank 0 says what becomes of it.
+        # Every rank refuses alike; rank 0 decides what follows.
         _log.warning("update_refused", sentence=str(error))
 
 
@@ -221,5 +221,5 @@ def _hints_of(method: str) -> dict[str, Any]:
 
 
 def _encode(value: Any) -> msgspec.Raw:
-    """An argument as msgpack; its annotation says how it is read."""
+    """An argument as msgpack; the method's annotation is the type to decode."""
     return msgspec.Raw(msgspec.msgpack.encode(value, enc_hook=plain))
