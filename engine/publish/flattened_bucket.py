@@ -140,7 +140,7 @@ def _parts(content: object) -> tuple[Tensor, list[BucketEntry]]:
         if is_flat and is_list:
             return flat, entries
     raise PayloadRefused(
-        "the payload is no flattened bucket; expected flattened_tensor (uint8, one dimension, "
+        "the payload is not a flattened bucket; expected flattened_tensor (uint8, one dimension, "
         "from the first byte of its storage) "
         "and metadata (a list)"
     )

@@ -223,8 +223,8 @@ class ServerClient:
         text = content[:300].decode(errors="replace")
         if status in (401, 403):
             raise KeyRefused(
-                f"{where}: it wants another key; servers of this run take the one in secrets.json, "
-                "for attached ones name the file of theirs as server.api_key_file"
+                f"{where}: it wants another key; servers of this run take the one in secrets.json; "
+                "for an attached server set server.api_key_file to the file that holds its key"
             )
         if status >= 500:
             raise ServerUnavailable(f"{where}: {text}")
@@ -235,7 +235,7 @@ class ServerClient:
         except ValueError as error:
             raise PublishFailed(f"{where} with a body that is not JSON: {text}") from error
         if not isinstance(answer, dict):
-            raise PublishFailed(f"{where} with a body that is no object: {text}")
+            raise PublishFailed(f"{where} with a body that is not an object: {text}")
         if answer.get("success") is False:
             raise PublishFailed(f"{where} with success=false: {text}")
         return answer

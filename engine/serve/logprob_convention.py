@@ -57,8 +57,8 @@ def _judge(server_id: str, url: str, ratio: float) -> None:
     expected = 1 / _TEMPERATURE
     if abs(ratio - expected) > _TOLERANCE * expected:
         raise SettingsError(
-            f"{server_id} at {url} answers with logprobs that no distribution sampled at "
-            f"temperature={_TEMPERATURE} has: differences grow by ratio={ratio:.2f} from "
+            f"{server_id} at {url} returns logprobs that are not those of sampling at "
+            f"temperature={_TEMPERATURE}: differences grow by ratio={ratio:.2f} from "
             f"temperature=1.0, {expected:.2f} is allowed. Start it so that logprobs are those of "
             "logits / temperature (SGLang: without SGLANG_RETURN_ORIGINAL_LOGPROB)"
         )

@@ -126,8 +126,8 @@ async def serve_torch(
     if key is None and not _is_loopback(settings.server.host):
         raise SettingsError(
             f"server.host={settings.server.host!r} without a key: any process that reaches it "
-            "could replace the weights; start it as part of a run (`outloop server --run DIR`), or listen on "
-            "127.0.0.1"
+            "could replace the weights; start it as part of a run (`outloop server --run DIR`), or "
+            "listen on 127.0.0.1"
         )
     torch.set_num_threads(settings.server.num_threads)
     loop = asyncio.get_running_loop()

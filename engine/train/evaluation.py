@@ -32,7 +32,7 @@ class _Pending:
 
 
 class Evaluations:
-    """Requests evaluations and collects what they scored."""
+    """Requests evaluations and collects their scores."""
 
     def __init__(
         self,

@@ -334,7 +334,7 @@ class RlLoop:
             )
 
     def _wait_for_servers(self, sentence: str) -> None:
-        """A publish that waits is no hang, and the other ranks wait with it."""
+        """Report progress: a publish that waits is not a hang, and the other ranks wait with it."""
         self._report(sentence)
         self._ranks.idle()
 
@@ -424,7 +424,7 @@ class RlLoop:
             self._best.offer(*found)
 
     def _go_to_best(self) -> None:
-        """End with the weights that validation chose, and report on the test split, once."""
+        """End with the weights that were best on validation, and evaluate the test split once."""
         best = self._best.best if self._best is not None else None
         if self._best is None or best is None:
             return

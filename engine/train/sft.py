@@ -134,7 +134,7 @@ def _read_conversations(run: Run, reader: Reader, vocab_size: int) -> list[Conve
         _log.warning(
             "conversations_skipped",
             sentence=f"{num_skipped} conversations have no trained token or more than "
-            f"trainer.max_microbatch_tokens={limit} tokens; they are left out",
+            f"trainer.max_microbatch_tokens={limit} tokens; they are not trained",
         )
     if not conversations:
         raise SettingsError(

@@ -61,7 +61,7 @@ class Rendezvous:
             listener = socket.create_server((host, 0))
         except OSError as error:
             raise PublishFailed(
-                f"publish.host={host!r} cannot be listened on: {error}; set it to an address of "
+                f"cannot listen on publish.host={host!r}: {error}; set it to an address of "
                 "this machine that servers reach"
             ) from error
         self.host = host

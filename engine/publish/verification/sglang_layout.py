@@ -157,6 +157,6 @@ def _finished(name: str, parameter: _Parameter) -> str:
     if parameter.num_hashed != parameter.num_parts:
         raise PublishFailed(
             f"SGLang's parameter name={name!r} got {parameter.num_hashed} of its "
-            f"{parameter.num_parts} parts; give all of the model's tensors"
+            f"{parameter.num_parts} parts; publish all of the model's tensors"
         )
     return parameter.digest.hexdigest()

@@ -64,7 +64,7 @@ def check_arguments(settings: Settings) -> None:
     if answer.returncode == REFUSED_EXIT_CODE and lines:
         raise SettingsError(lines[-1].removeprefix("outloop: "))
     raise SettingsError(
-        f"SGLang cannot be asked about its arguments by {command[0]!r}:\n{answer.stderr[-2000:]}"
+        f"the check of SGLang's arguments by {command[0]!r} failed:\n{answer.stderr[-2000:]}"
     )
 
 

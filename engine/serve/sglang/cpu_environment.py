@@ -68,7 +68,7 @@ def find_python(given: Path | None) -> Path:
     if given is not None:
         if not os.access(given, os.X_OK):
             raise SettingsError(
-                f"server.sglang_python={str(given)!r} is no program; "
+                f"server.sglang_python={str(given)!r} is not a program; "
                 "give the python of an environment that holds SGLang"
             )
         return given

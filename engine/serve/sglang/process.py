@@ -140,9 +140,8 @@ async def _watch(process: Process, watch: Watch, stop: asyncio.Event) -> None:
         await watch.weight_version()
         if watch.is_lost:
             raise PartFailed(
-                f"SGLang at {watch.url} (pid {process.pid}) left num_probes={_MAX_MISSED_PROBES} "
-                "unanswered, "
-                f"{_PROBE_TIMEOUT_S:.0f} s each; see the log above"
+                f"SGLang at {watch.url} (pid {process.pid}) did not answer "
+                f"num_probes={_MAX_MISSED_PROBES} of {_PROBE_TIMEOUT_S:.0f} s each; see the log above"
             )
         probe_at = time.monotonic() + _PROBE_INTERVAL_S
 
@@ -158,7 +157,7 @@ def _check_alive(process: Process) -> None:
     if code is None:
         return
     if code == REFUSED_EXIT_CODE:
-        raise SettingsError("SGLang refused its arguments; its sentence is in the log above")
+        raise SettingsError("SGLang refused its arguments; the log above has the reason")
     raise PartFailed(f"SGLang ended with exit_code={code}; see the log above")
 
 

@@ -36,7 +36,7 @@ class Acknowledgements:
         on_wait: Callable[[str], None],
         on_failure: Callable[[str], None],
     ) -> None:
-        """Begin with nothing trained.
+        """Start with no trained groups.
 
         Args:
             timeout_s: after which a save that does not end ends the run.
@@ -59,7 +59,7 @@ class Acknowledgements:
         return bool(self._unsaved)
 
     def add(self, group_ids: Sequence[str]) -> None:
-        """These are trained now."""
+        """Add groups that were just trained."""
         self._unsaved += group_ids
 
     def begin(

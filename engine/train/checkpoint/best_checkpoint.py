@@ -50,7 +50,7 @@ class BestCheckpoint:
         _log.info("best_checkpoint", step=step, validation_reward=reward)
 
     def mark_reported(self) -> None:
-        """The test split is evaluated once."""
+        """Record that the test split was evaluated for it."""
         self._write(self._best, **(self._read() | {"is_reported": True}))
 
     def forget_after(self, step: int) -> None:

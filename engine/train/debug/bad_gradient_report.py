@@ -24,7 +24,7 @@ _NUM_NAMED = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suspect:
-    """A sample, and what of it could have made the gradient."""
+    """A sample, and the values of it that could have caused the gradient."""
 
     episode_id: str
     group_id: str
@@ -40,7 +40,7 @@ class Suspect:
 
     @property
     def sentence(self) -> str:
-        """One clause."""
+        """One clause for the error."""
         return (
             f"{self.episode_id} (group {self.group_id}, branch {self.branch}: "
             f"advantage={self.advantage:.4g}, {self.num_not_finite} of {self.num_trained_tokens} "

@@ -83,7 +83,7 @@ class Recording:
         self._next = 0
 
     def acquire_fence(self) -> int:
-        """The only trainer there is."""
+        """There is no other trainer."""
         return 1
 
     def take(
@@ -128,7 +128,7 @@ class Recording:
         return iter(())
 
     def stats(self) -> dict[str, float]:
-        """Nothing is counted but what is left."""
+        """How many groups are left; nothing else is counted."""
         return {"buffer/ready_groups": float(len(self._groups) - self._next)}
 
     def renew(self, fence: int) -> None:
@@ -141,7 +141,7 @@ class Recording:
         """The file keeps what is dropped; the metrics say why."""
 
     def acknowledge(self, mark: CheckpointMark) -> None:
-        """The checkpoint is all there is."""
+        """The checkpoint itself is the record."""
 
     def announce_version(self, policy_version: int, parent: int | None) -> None:
         """A recording has no servers."""

@@ -31,7 +31,7 @@ _log = structlog.get_logger()
 
 
 class StepDebugger:
-    """What `[trainer]` asks to be looked at, for the steps of one run."""
+    """Dumps and profiles the steps that `[trainer]` names, and reports refused updates."""
 
     def __init__(self, settings: Settings, run_dir: Path, save_state: SaveState) -> None:
         trainer = settings.trainer

@@ -30,7 +30,7 @@ _BATCH = "batch.msgpack"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDump:
-    """What `read_dump` finds."""
+    """A dumped step, as `read_dump` returns it."""
 
     path: Path
     step: int
@@ -52,7 +52,7 @@ class SaveState(Protocol):
 
 
 class DumpWriter:
-    """Writes one step: before its updates, then what they gave. All ranks call it, 0 writes."""
+    """Writes one step: its state before the updates, then their results. Rank 0 writes."""
 
     def __init__(self, path: Path, settings: Settings, *, step: int, policy_version: int) -> None:
         self._path = path
@@ -69,7 +69,7 @@ class DumpWriter:
         *,
         num_updates: int,
     ) -> None:
-        """State, by all ranks, and the batch."""
+        """Write the state, by all ranks, and the batch."""
         if self._is_writer:
             shutil.rmtree(self._path, ignore_errors=True)
             self._path.mkdir(parents=True)
@@ -80,7 +80,7 @@ class DumpWriter:
     def write_results(
         self, reports: Sequence[UpdateReport], *, updates: Sequence[Sequence[int]], schedule: int
     ) -> None:
-        """What the updates gave so far."""
+        """Write the results of the updates so far."""
         if not self._is_writer:
             return
         facts = {
@@ -138,7 +138,7 @@ def load_state(policy: Policy, dump: StepDump) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """The file appears when it is complete."""
+    """Write a file that appears only when it is complete."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(data)

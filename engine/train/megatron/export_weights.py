@@ -125,7 +125,7 @@ class Exports:
                 rows.copy_(message)
 
     def _messages(self, part: Tensor) -> tuple[Tensor, ...]:
-        """Views of the part's rows, cut alike by who sends and who receives: by its shape alone."""
+        """Views of the part's rows; sender and receiver cut alike, by its shape alone."""
         row_bytes = part[0].numel() * self._dtype.itemsize
         return part.split(max(1, self._message_bytes // max(1, row_bytes)))
 

@@ -150,7 +150,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class _RowAttention(MegatronModule):
-    """What every attention over a PackedRow has: the frequencies it rotates by, and its row."""
+    """The part that every attention over a PackedRow shares: rotary frequencies and the row."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -302,7 +302,7 @@ class TorchVarlenKernel(torch.nn.Module):
 
 
 def _takes_grouped_heads() -> bool:
-    """torch 2.11's varlen_attn wants as many key as query heads."""
+    """torch 2.11's varlen_attn needs as many key as query heads."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -85,7 +85,7 @@ def join_process_group(
             context_parallel_size=sizes.context,
             expert_model_parallel_size=sizes.expert,
             expert_tensor_parallel_size=sizes.expert_tensor,
-            # timedelta takes fractions, so the deadline is that of every group.
+            # timedelta takes fractions; the deadline is that of every group.
             distributed_timeout_minutes=timeout_s / 60.0,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -116,7 +116,7 @@ class PolicyModel(GPTModel):
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(config),
-            # Megatron wants equal parts; the rows beyond the vocabulary are never looked at.
+            # Megatron needs equal parts; the rows beyond the vocabulary are never used.
             vocab_size=-(-config.vocab_size // size) * size,
             max_sequence_length=1,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -223,7 +223,7 @@ class Policy:
         self.optimizer.zero_grad()
 
     def take_weights(self) -> None:
-        """To be called when the model's weights were written: the optimizer goes on from them."""
+        """Call this when the model's weights were written: the optimizer continues from them."""
         self.optimizer.reload_model_params()
 
     @contextmanager
@@ -305,7 +305,7 @@ def _optimizer_parts(optimizer: Any) -> list[Any]:
 
 
 def _fuse_adam(optimizer: Any) -> None:
-    """Have torch update weights in one pass over them, without a temporary of the moments' size.
+    """Have torch update weights in one pass, without a temporary of the optimizer state's size.
 
     Apex and Transformer Engine bring an Adam that does.
     """
@@ -316,7 +316,7 @@ def _fuse_adam(optimizer: Any) -> None:
 
 
 def _largest(norm: float) -> float:
-    """Norm over all ranks: each must come to the same decision, whatever its last bit is."""
+    """Norm over all ranks: all must decide alike, even if their last bits differ."""
     if dist.get_world_size() == 1:
         return norm
     largest = torch.tensor(norm if math.isfinite(norm) else math.inf, device=_device())

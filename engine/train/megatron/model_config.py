@@ -178,7 +178,7 @@ def read_config(
 
 
 def _on_device() -> dict[str, Any]:
-    """Weights are made where they are trained: drawing 8 billion on a host takes over a minute."""
+    """Weights are made where they are trained: 8 billion on a host take over a minute."""
     return {"use_cpu_initialization": not torch.cuda.is_available()}
 
 

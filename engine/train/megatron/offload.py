@@ -26,7 +26,7 @@ class Offload:
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
 
     def add_frozen(self, model: torch.nn.Module) -> None:
-        """Let a model that is never updated leave and come back with the policy."""
+        """Include a model that is never updated; it leaves and comes back with the policy."""
         self._frozen.append(model)
 
     def add_trained(self, policy: Policy) -> None:

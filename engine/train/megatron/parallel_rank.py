@@ -24,7 +24,7 @@ class VocabPart:
 
 
 def is_reporting_rank() -> bool:
-    """Whether this rank speaks for its share of the tokens: last stage, first of its columns."""
+    """Whether this rank reports for its share of the tokens: last stage, first of its columns."""
     return bool(
         parallel_state.is_pipeline_last_stage()
         and parallel_state.get_tensor_model_parallel_rank() == 0

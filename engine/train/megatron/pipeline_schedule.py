@@ -101,7 +101,7 @@ def run_microbatches(
 
 
 class _Given(torch.autograd.Function):
-    """A scalar whose gradient to the hidden states is the one that is given."""
+    """A scalar that has a given gradient with respect to the hidden states."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, gradient: Tensor) -> Tensor:

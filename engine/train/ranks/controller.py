@@ -89,7 +89,7 @@ class RankController:
             return operation(self.worker, *args, **kwargs)
 
     def idle(self) -> None:
-        """To be called wherever rank 0 waits for others than its ranks; cheap enough for polls.
+        """Call this wherever rank 0 waits for other processes; cheap enough for polls.
 
         Raises:
             FenceExpired: the leases are lost.
@@ -110,7 +110,7 @@ class RankController:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Have the tensors on the devices for a while, and leave again if they were away."""
+        """Have the tensors on the devices within the block; off again if they were away."""
         was_away = self.worker.placement.is_away
         self.come_back()
         try:

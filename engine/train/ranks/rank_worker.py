@@ -271,7 +271,7 @@ class RankWorker:
         )
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint.
+        """Continue from a checkpoint.
 
         Raises:
             SettingsError: it is of another model.

@@ -149,7 +149,7 @@ class Watchdog:
                 raise
             raise self._explain(phase, error, time.monotonic() - began_at) from error
         except (FloatingPointError, UpdateRefused):
-            # Every rank came to it, and goes on.
+            # Every rank raises it, and continues.
             raise
         except Exception as error:
             self._record(phase, error)
@@ -218,7 +218,7 @@ class Watchdog:
             self._store.compare_set(_FAILURE, "", f"{self._rank}\n{kind}\n{phase}\n{text}")
 
     def _explain(self, phase: str, error: Exception, waited_s: float) -> OutloopError:
-        """What became of the rank that did not come."""
+        """The error for a collective that failed: which rank is missing and why."""
         if self._store.check([_FAILURE]):
             rank, kind, where, text = self._store.get(_FAILURE).decode().split("\n", 3)
             if kind == "settings":
@@ -255,7 +255,7 @@ class Watchdog:
         return f"trainer rank {rank} (in phase={phase!r})" if is_behind else ""
 
     def _beat(self, store: Any) -> None:
-        """Count, until closed; a stopped process stops counting, one that waits does not."""
+        """Count until closed; a stopped process stops counting, a waiting one does not."""
         count = 0
         while not self._closed.wait(self._beat_s):
             count += 1

@@ -256,5 +256,5 @@ def test_the_group_is_joined_by_torchs_own_helper(sglang_member: Callable[..., A
 
 def test_a_rendezvous_at_an_address_of_another_machine_is_refused() -> None:
     """publish.host must be an address of this one; the error says so."""
-    with pytest.raises(PublishFailed, match=r"publish\.host='192\.0\.2\.1' cannot be listened on"):
+    with pytest.raises(PublishFailed, match=r"cannot listen on publish\.host='192\.0\.2\.1'"):
         Rendezvous("192.0.2.1")
