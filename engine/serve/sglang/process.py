@@ -140,8 +140,8 @@ async def _watch(process: Process, watch: Watch, stop: asyncio.Event) -> None:
         await watch.weight_version()
         if watch.is_lost:
             raise PartFailed(
-                f"SGLang at {watch.url} (pid {process.pid}) did not answer "
-                f"num_probes={_MAX_MISSED_PROBES} of {_PROBE_TIMEOUT_S:.0f} s each; see the log above"
+                f"SGLang at {watch.url} (pid {process.pid}) did not answer num_probes="
+                f"{_MAX_MISSED_PROBES} of {_PROBE_TIMEOUT_S:.0f} s each; see the log above"
             )
         probe_at = time.monotonic() + _PROBE_INTERVAL_S
 
