@@ -1,6 +1,6 @@
-"""Start runs from Python, and look at runs that were started anywhere.
+"""Start runs from Python, and read runs that were started anywhere.
 
-Functions import what they need when they are called: `import outloop` stays light.
+Functions import what they need when they are called, so that `import outloop` is fast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WATCH_INTERVAL_S = 0.25
 
 
 class Run:
-    """A run in its folder, whoever started it and whether or not it is up.
+    """A run in its folder, wherever it was started, up or not.
 
     Raises:
         SettingsError: the folder is not a run.
@@ -35,8 +35,7 @@ class Run:
     folder: Path
     """Absolute."""
     exit_code: int | None
-    """Of `train`: 0 finished, 130 stopped before; None while it goes on, or if another process
-    started it."""
+    """0: finished. 130: stopped before. None: not ended, or started by another process."""
 
     def __init__(self, folder: str | Path) -> None:
         from outloop.buffer.run import load_run_settings
@@ -48,7 +47,7 @@ class Run:
 
     @classmethod
     def _starting(cls, folder: Path) -> Run:
-        """A run that this process starts: its files come soon."""
+        """A run that this process is starting; it has no files yet."""
         run = cls.__new__(cls)
         run.folder = folder.absolute()
         run.exit_code = None
@@ -68,12 +67,12 @@ class Run:
 
     @property
     def weights(self) -> Path:
-        """Hugging Face folder of the trained weights; there once the run has finished."""
+        """Hugging Face folder of the trained weights; it exists when the run has finished."""
         return self.folder / "hf"
 
     @property
     def is_up(self) -> bool:
-        """True while a launcher on this machine leads the run's parts."""
+        """True while a launcher on this machine runs the run's parts."""
         if self._background is not None:
             return self._background.is_alive
         from outloop.engine.launch.launcher import find_launcher
@@ -106,29 +105,29 @@ class Run:
             return list(read_transcripts(reader, self.settings, failed=failed))
 
     def curve(self) -> Path | None:
-        """Draw the learning curve so far; the picture, None without points or matplotlib."""
+        """Draw the learning curve so far; the picture, or None without points or matplotlib."""
         from outloop.engine.launch.run_summary import draw_curve
 
         return draw_curve(self.folder)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Until a run that was started with `wait=False` ends; its exit code, None after a timeout.
+        """Wait for the end of a run started with `wait=False`; its exit code, None after a timeout.
 
         Raises:
-            OutloopError: the run failed; the sentence says why.
+            OutloopError: the run failed; the message says why.
         """
         if self._background is not None and self._background.join(timeout_s):
             self.exit_code = self._background.exit_code
         return self.exit_code
 
     def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
-        """Have the run write a checkpoint and end; the same `train` goes on from there.
+        """Stop the run after a checkpoint; the same `train` resumes from it.
 
-        Does nothing when it is not up.
+        Does nothing if the run is not up.
 
         Raises:
             DeadlineExceeded: it is still up after `timeout_s`.
-            Conflict: another `Run` of this process started it.
+            Conflict: another `Run` object of this process started it.
         """
         from outloop.buffer.errors import Conflict, DeadlineExceeded
 
@@ -171,21 +170,21 @@ def train(
     console: Console | None = None,
     stop: threading.Event | None = None,
 ) -> Run:
-    """Train a policy: start every part on this machine and watch them until the last step.
+    """Train a policy: start all parts on this machine, and watch them until the last step.
 
     A run that was stopped resumes from its last checkpoint.
 
     Args:
         config: a TOML file, a mapping of sections, or resolved settings.
         settings: overrides, `{"trainer.num_steps": 20, "env.rollout_function_path": "my:play"}`.
-            A rollout function is named, not given: other processes import it.
-        single_process: all parts in this process, for a debugger.
+            A rollout function is given by its import path: other processes import it.
+        single_process: run all parts in this process, for a debugger.
         wait: False: return at once; see `Run.wait` and `Run.stop`.
-        console: where progress is shown; None: standard output, nowhere with `wait=False`.
-        stop: ends the run when it is set; the default has no such event.
+        console: where progress is shown; None: standard output, or nowhere with `wait=False`.
+        stop: an event that ends the run when it is set.
 
     Raises:
-        SettingsError: what the settings or the user's files have wrong, before anything is started.
+        SettingsError: the settings or the user's files are wrong; nothing was started.
         OutloopError: a part failed, or nothing could be learned.
     """
     from rich.console import Console
@@ -222,7 +221,7 @@ def serve(
     A context manager: entering waits until the policy answers, leaving stops the parts.
 
     Raises:
-        SettingsError: what the settings have wrong, before anything is started.
+        SettingsError: the settings are wrong; nothing was started.
     """
     from outloop.engine.launch import launcher
 
@@ -232,18 +231,18 @@ def serve(
 
 
 class Serving:
-    """A policy that is served; addresses and keys are there inside `with`."""
+    """A served policy; addresses and keys are set inside `with`."""
 
     base_url: str
     """Of the OpenAI-compatible API, ending in /v1; each episode has an address of its own."""
     admin_url: str
-    """Where episodes are opened and closed."""
+    """Of the routes that open and close episodes."""
     runner_key: str
-    """Opens episodes, and claims tasks."""
+    """The key to open episodes and to claim tasks."""
     admin_key: str
-    """Opens control of the router."""
+    """The key to control the router."""
     redis_url: str
-    """Without password."""
+    """Of the run's Redis, without password."""
 
     def __init__(self, settings: Settings, stop: threading.Event) -> None:
         self._settings = settings
@@ -270,7 +269,7 @@ class Serving:
         self._background.join(_STOP_TIMEOUT_S)
 
     def wait(self) -> None:
-        """Until the policy is served no longer.
+        """Wait until the policy is not served any more.
 
         Raises:
             OutloopError: a part failed.
@@ -293,7 +292,7 @@ class Serving:
 
 
 class _Background:
-    """`work(stop)` in a thread, which lives until all parts that it started have ended."""
+    """Runs `work(stop)` in a thread, which ends after all parts that it started."""
 
     def __init__(self, work: Callable[[threading.Event], int], stop: threading.Event) -> None:
         self.stop = stop
@@ -320,7 +319,7 @@ class _Background:
     def _run(self) -> None:
         try:
             self.exit_code = self._work(self.stop)
-        except BaseException as error:  # noqa: BLE001 - raised where somebody waits for it
+        except BaseException as error:  # noqa: BLE001 - join raises it
             self._error = error
 
 
@@ -339,7 +338,7 @@ def _resolve(
 
 
 def _as_words(overrides: Mapping[str, Any]) -> tuple[str, ...]:
-    """As `--set` has them: JSON's numbers, strings, booleans and lists are TOML's."""
+    """As arguments of `--set`: JSON's numbers, strings, booleans and lists are valid TOML."""
     return tuple(
         f"{name}={json.dumps(str(value) if isinstance(value, Path) else value)}"
         for name, value in overrides.items()

@@ -1,8 +1,7 @@
 """All parts of a run in one process, for a debugger.
 
-Owns: running the parts' own entry functions in threads of this process. Does not own: any
-behaviour; Redis alone stays a process of its own. Invariant: the same functions run here as in
-`outloop router|server|runner|trainer`, so a breakpoint in any of them is hit.
+The functions of `outloop router|server|runner|trainer` run in threads of this process, so a
+breakpoint in any of them is hit. Only Redis is a process of its own.
 """
 
 from __future__ import annotations

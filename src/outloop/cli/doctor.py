@@ -14,16 +14,16 @@ import click
     "run_dir",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="RUN",
-    help="Say instead why episodes that the run in this folder still holds broke into branches.",
+    help="Show instead why the episodes of the run in this folder broke into branches.",
 )
 @click.option(
     "--config",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="PATH",
-    help="Say also which GPUs the parts of this settings file would get.",
+    help="Show also which GPUs the parts of this settings file would get.",
 )
 def doctor(run_dir: Path | None, config: Path | None) -> None:
-    """Say what is installed, what is missing and what this machine can run."""
+    """Show what is installed, what is missing and what this machine can run."""
     if run_dir is not None:
         from outloop.buffer.cli.buffer import show_drift
 

@@ -21,16 +21,16 @@ _MAX_CHARS = 300
 @RUN
 @click.option("--failed", is_flag=True, help="Only episodes that failed.")
 @click.option("--limit", default=20, show_default=True, help="The last so many; 0: all.")
-@click.option("--full", is_flag=True, help="Texts as they are, not shortened.")
+@click.option("--full", is_flag=True, help="Do not shorten texts.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 def episodes(
     episode: str | None, run_dir: Path, failed: bool, limit: int, full: bool, as_json: bool
 ) -> None:
-    """List episodes with what was asked, answered and scored, and why they failed.
+    """List episodes with prompts, answers and rewards, and why they failed.
 
-    EPISODE, an id or its beginning, shows that one whole.
+    With EPISODE, an id or its beginning, that episode is shown in full.
 
-    The last 64 episodes that failed are always there. Others are freed when a checkpoint contains
+    The last 64 episodes that failed are always kept. Others are freed when a checkpoint contains
     their group, or the group is dropped.
     """
     from dataclasses import asdict
@@ -77,7 +77,7 @@ def _print(transcript: Transcript, max_chars: int | None) -> None:
 
 
 def _short(text: str, max_chars: int | None) -> str:
-    """Its beginning and end, on one line."""
+    """The beginning and end of a text, on one line."""
     if max_chars is not None and len(text) > max_chars:
         half = max_chars // 2
         text = f"{text[:half]} [{len(text) - 2 * half} characters] {text[-half:]}"

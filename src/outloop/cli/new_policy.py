@@ -12,8 +12,8 @@ import click
 @click.option(
     "--conversations",
     metavar="SOURCE",
-    help="JSONL file or module:function that the tokenizer is trained on; without it every byte is "
-    "a token, 265 in all.",
+    help="JSONL file or module:function to train the tokenizer on; without it every byte is a "
+    "token, 265 in all.",
 )
 @click.option(
     "--import-dir",
@@ -37,7 +37,7 @@ def new_policy(
 ) -> None:
     """Make a small random policy for a laptop, with a tokenizer of its own.
 
-    A folder that holds another model is left as it is.
+    A folder with another model is not changed.
     """
     from outloop.engine.models.random_init import Sizes, write_policy
     from outloop.envs.tasks.sft_conversations import read_conversations

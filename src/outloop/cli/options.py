@@ -9,7 +9,7 @@ import click
 
 
 def check_writable(path: Path, name: str) -> None:
-    """Refuse, before any work is done, a path that cannot be written at its end.
+    """Refuse a path that cannot be written, before any work is done.
 
     Raises:
         SettingsError: names the path, and why.
@@ -42,5 +42,5 @@ SET = click.option(
 ADVERTISE = click.option(
     "--advertise",
     metavar="HOST",
-    help="Name or address under which other machines reach this one.",
+    help="Name or address at which other machines reach this one.",
 )

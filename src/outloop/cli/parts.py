@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 
 def log_ready(part: str) -> Callable[[str], None]:
-    """Called with the part's URL once it listens."""
+    """A function that logs the part's URL when it listens."""
     import structlog
 
     return lambda url: structlog.get_logger().info("part_ready", name=part, url=url)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from outloop.buffer.settings import Settings
 
 _NEVER_STALE = ("buffer.max_staleness=1000000000", "eval.every=0")
-"""A recording ages with every step, and nobody plays evaluations."""
+"""A recording gets older with every step, and there is no runner for evaluations."""
 
 
 @click.command("train-recorded")
@@ -43,11 +43,10 @@ def train_recorded(config: Path, file: Path, overrides: tuple[str, ...]) -> None
 )
 @SET
 def replay_recorded(file: Path, run_dir: Path, overrides: tuple[str, ...]) -> None:
-    """Feed FILE, an export of a run, to that run's trainer: no Redis, router, server or runner.
+    """Train on FILE, an export of a run, with that run's settings: no Redis, router or server.
 
-    The groups are taken, stepped on and acknowledged in the order of FILE, from the weights of
-    model.path and with the run's settings, into a run folder of its own: DIR/replays/NAME, with the
-    name of FILE. Nothing in FILE counts as stale.
+    The groups are trained in the order of FILE, from the weights of model.path. The result is a run
+    folder of its own, DIR/replays/NAME, with the name of FILE. Nothing in FILE counts as stale.
     """
     from outloop.buffer.run import load_run_settings
     from outloop.buffer.settings import with_overrides
@@ -83,9 +82,9 @@ def _train_on(settings: Settings, file: Path) -> None:
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True)
 @SET
 def rollout(config: Path, out: Path, overrides: tuple[str, ...]) -> None:
-    """Play what a first step would be given, and write it to OUT: no trainer.
+    """Play the groups of a first step with the weights of model.path, and write them to OUT.
 
-    That is trainer.groups_per_step groups by the weights of model.path.
+    No trainer is started. A step has trainer.groups_per_step groups.
     """
     from outloop.buffer.settings import load_settings
     from outloop.buffer.telemetry import configure_logging
@@ -105,7 +104,7 @@ def rollout(config: Path, out: Path, overrides: tuple[str, ...]) -> None:
 @click.command("replay-step")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
 def replay_step(folder: Path) -> None:
-    """Make the updates of a dumped step again and compare loss and gradient norm, bit by bit.
+    """Repeat the updates of a dumped step and compare loss and gradient norm, bit by bit.
 
     FOLDER is dumps/step_N of a run with trainer.dump_steps = [N], or of an update that was
     refused. Exit code 0: equal; 1: not.

@@ -44,7 +44,7 @@ def runner(
 
 
 def _find_router(run_dir: Path, timeout_s: float) -> str:
-    """The router's address from the run's registry; Redis is left again before the part starts."""
+    """The router's address from the run's registry; the runner itself does not use Redis."""
     from outloop.buffer.errors import DeadlineExceeded
     from outloop.buffer.reader import BufferReader
     from outloop.buffer.run import load_run

@@ -11,7 +11,7 @@ import click
 from outloop.cli.options import RUN
 
 HANG_EXIT_CODE = 3
-"""Of a trainer that made no progress for trainer.hang_timeout_s."""
+"""Exit code of a trainer without progress for trainer.hang_timeout_s."""
 
 
 @click.command()
