@@ -23,14 +23,22 @@ with warnings.catch_warnings():
     from safetensors.torch import save_file
 
     from outloop.buffer.records import CheckpointMark
-    from outloop.buffer.settings.trainer import TrainerSettings
+    from outloop.buffer.settings.trainer import CriticSettings, TrainerSettings
     from outloop.engine.models.safetensors_folder import HuggingFaceFolder
+    from outloop.engine.train.algorithms.credit import ScoredEpisode, ScoredGroup, ScoredTurn
     from outloop.engine.train.checkpoint.async_writer import begin_save
     from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint, load_checkpoint
+    from outloop.engine.train.data.batch_builder import Credit
     from outloop.engine.train.data.samples import Sample
     from outloop.engine.train.data.train_batch import TrainBatch
     from outloop.engine.train.megatron import import_weights, model_and_optimizer
     from outloop.engine.train.megatron.export_weights import Exports
+    from outloop.engine.train.step.critic_update import (
+        critic_update,
+        cut_rows,
+        values_of,
+        with_values,
+    )
     from outloop.engine.train.step.policy_update import rl_update
     from outloop.engine.train.step.recompute_logprobs import score
 
@@ -58,7 +66,7 @@ def samples_of(seed: int, *, vocab_size: int, count: int = 11) -> list[Sample]:
                 behavior_logprobs=generator.normal(-6.0, 0.1, size).astype(np.float32),
                 policy_versions=np.zeros(size, np.int32),
                 temperature=np.full(size, 0.7 if index % 3 else 1.0, np.float32),
-                turns=np.where(mask, 0, -1).astype(np.int32),
+                turns=np.where(mask, index % 2, -1).astype(np.int32),
                 advantages=np.full(size, generator.normal(), np.float32),
             )
         )
@@ -78,21 +86,25 @@ def run_case(case: dict[str, Any], folder: Path, *, num_ranks: int) -> None:
         policy = model_and_optimizer.build_policy(config, settings, num_updates=10)
         import_weights.load_huggingface(policy.model, model)
         policy.take_weights()
+        critic = _critic(case, num_ranks) if case.get("critic") else None
         exports = Exports(policy.model, message_bytes=MESSAGE_BYTES)
         is_bit_equal = _comes_back(exports, model)
         first = 0
         if "load" in case:
             checkpoint = latest_checkpoint(Path(case["load"]))
             assert checkpoint is not None
-            load_checkpoint(policy, checkpoint)
+            load_checkpoint(policy, checkpoint, critic=critic)
             first = checkpoint.step
         order = case.get("order_seed", 0)
-        result = _updates(policy, settings, first, case.get("num_updates", NUM_UPDATES), order)
+        count = case.get("num_updates", NUM_UPDATES)
+        result = _updates(policy, settings, first, count, order, critic)
         result["is_bit_equal"] = is_bit_equal
         if "save" in case:
             step = first + len(result["updates"])
             mark = CheckpointMark(fence=1, group_ids=(), next_slot=0, policy_version=step)
-            saving = begin_save(policy, Path(case["save"]), step=step, mark=mark, keep=1)
+            saving = begin_save(
+                policy, Path(case["save"]), step=step, mark=mark, keep=1, critic=critic
+            )
         names = [spec.name for spec in exports.specs]
         if int(os.environ.get("RANK", "0")):
             exports.send(names)
@@ -104,7 +116,7 @@ def run_case(case: dict[str, Any], folder: Path, *, num_ranks: int) -> None:
         if "save" in case:
             # What is trained meanwhile must not be in it.
             saving.start()
-            _updates(policy, settings, step, 1)
+            _updates(policy, settings, step, 1, critic=critic)
             assert saving.wait(100.0)
             saving.result()
             dist.barrier()
@@ -159,12 +171,72 @@ def _comes_back(exports: Exports, model: Path) -> bool:
     return not named and largest.num_bytes <= max(MESSAGE_BYTES, row_bytes)
 
 
+def _critic(case: dict[str, Any], num_ranks: int) -> model_and_optimizer.Policy:
+    """Of the policy's size, with a head that says something."""
+    config = model_and_optimizer.read_config(
+        Path(case["model"]), case.get("megatron", {}), num_ranks=num_ranks
+    )
+    critic = model_and_optimizer.build_critic(config, WITH_CRITIC, num_updates=10)
+    import_weights.load_huggingface(critic.model, Path(case["model"]))
+    if parallel_state.is_pipeline_last_stage():
+        with torch.no_grad():
+            torch.nn.init.constant_(critic.model.output_layer.weight, 0.02)
+    critic.take_weights()
+    return critic
+
+
+WITH_CRITIC = TrainerSettings(
+    advantage="gae", max_microbatch_tokens=64, critic=CriticSettings(learning_rate=1e-3)
+)
+
+
+def _critic_update(critic: model_and_optimizer.Policy, batch: TrainBatch) -> dict[str, float]:
+    """One update towards rewards that the episodes' names give; every second one is truncated."""
+    members: dict[str, list[int]] = {}
+    for row, name in enumerate(batch.episode_ids):
+        members.setdefault(name, []).append(row)
+    turn = ScoredTurn(
+        turn_id="t",
+        parent=None,
+        request=0,
+        num_tokens=1,
+        oldest_version=0,
+        is_cut=False,
+        reward=0.5,
+    )
+    episodes = {
+        name: ScoredEpisode(
+            episode_id=name,
+            reward=float(int(name[1:]) % 3),
+            is_truncated=int(name[1:]) % 2 == 1,
+            turns=(turn, turn),
+        )
+        for name in members
+    }
+    group = ScoredGroup(group_id="g", task_id="t", episodes=tuple(episodes.values()))
+    credit = Credit(groups=(group,), teaches=(True,), rows={0: tuple(map(tuple, members.values()))})
+    values, behind = values_of(
+        critic.model,
+        batch,
+        cut_rows=cut_rows(batch, credit),
+        max_tokens=64,
+        on_microbatch=lambda: None,
+    )
+    rows, targets, metrics = with_values(batch, credit, values, behind, WITH_CRITIC)
+    measured = critic_update(
+        critic, targets, WITH_CRITIC, rows=range(len(batch)), on_microbatch=lambda: None
+    )
+    pull = float(np.abs(rows.advantages).sum())
+    return metrics | measured | {"advantages": pull}
+
+
 def _updates(
     policy: model_and_optimizer.Policy,
     settings: TrainerSettings,
     first: int,
     count: int,
     order_seed: int = 0,
+    critic: model_and_optimizer.Policy | None = None,
 ) -> dict[str, Any]:
     rows = []
     vocab_size = policy.config.vocab_size
@@ -182,6 +254,8 @@ def _updates(
         scores = [float(logprob) for place in np.argsort(order) for logprob in scored[place]]
         report = rl_update(policy, batch, settings, policy_version=0, on_microbatch=lambda: None)
         rows.append(report.metrics() | report.policy_metrics())
+        if critic is not None:
+            rows[-1] |= _critic_update(critic, batch)
     return {"updates": rows, "scores": scores}
 
 

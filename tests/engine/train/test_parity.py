@@ -310,3 +310,48 @@ def test_layouts_in_bfloat16_agree_with_one_process(name: str, in_bfloat16: Path
         )
     gaps = [abs(a - b) for a, b in zip(want["scores"], got["scores"], strict=True)]
     assert max(gaps) <= MAX_BFLOAT16_LOGPROB_GAP
+
+
+WITH_A_CRITIC = {
+    "tp2_sp": "tp2_sp_odd_vocabulary",
+    "pp2_tied": "pp2_tied",
+    "dp2": "dp2_distributed",
+}
+"""Sequence-parallel columns, stages of which only the last has a head, a distributed optimizer."""
+
+
+@pytest.mark.timeout(500)
+def test_a_critic_is_the_same_in_every_layout(work: Path, job: Job) -> None:
+    """Values, advantages, loss, gradient norm of three updates; one that tensor-parallel ranks
+    wrote goes on in data-parallel ranks."""
+
+    def case(name: str, layout: str, **more: Any) -> dict[str, Any]:
+        _, model, raw = MATRIX[layout]
+        megatron = {} if name.startswith("critic_alone") else raw
+        path = str(work / "models" / model)
+        return {"name": name, "model": path, "megatron": megatron, "critic": True} | more
+
+    job(1, [case(f"critic_alone_{name}", at) for name, at in WITH_A_CRITIC.items()])
+    saved = {"num_updates": 2, "save": str(work / "critic_checkpoint")}
+    resumed = {"num_updates": 1, "load": str(work / "critic_checkpoint")}
+    job(
+        2,
+        [
+            *(case(f"critic_{name}", at, **RE_SPLIT) for name, at in WITH_A_CRITIC.items()),
+            case("critic_saved", "tp2_sp", **saved),
+            case("critic_resumed", "dp2_distributed", **resumed),
+        ],
+    )
+
+    def updates(name: str) -> list[dict[str, float]]:
+        found: list[dict[str, float]] = json.loads((work / f"{name}.json").read_text())["updates"]
+        return found
+
+    pairs = [(updates(f"critic_alone_{n}"), updates(f"critic_{n}")) for n in WITH_A_CRITIC]
+    pairs.append((updates("critic_alone_dp2")[2:], updates("critic_resumed")))
+    for want, got in pairs:
+        assert len(want) == len(got) > 0
+        for before, after in zip(want, got, strict=True):
+            assert before["train/critic_grad_norm"] > 0.01
+            for metric in before.keys() - {"train/padding_share", "train/imbalance"}:
+                assert after[metric] == pytest.approx(before[metric], rel=2e-3, abs=2e-4), metric
