@@ -1,9 +1,7 @@
 """Advantages: from one reward an episode to one number per episode.
 
-Owns: group and take statistics. Does not own: credit of turns and tokens (credit), token losses,
-what a reward means. Invariant:
-statistics go by group_id over scored episodes, each counted once, whatever it yields in samples;
-a group without signal has advantages of exactly zero.
+Statistics go by group_id over scored episodes, each counted once, whatever it yields in samples. A
+group without signal has advantages of exactly zero. Credit of turns and tokens is in credit.py.
 """
 
 from __future__ import annotations

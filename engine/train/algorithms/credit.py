@@ -1,9 +1,8 @@
 """Credit: what a group's episodes earned, and where, as advantages of turns and tokens.
 
-Owns: a group as advantage functions see it, and advantages that look at more than one reward an
-episode. Does not own: advantages from one reward an episode (advantages), values of a critic (gae),
-rows (batch_builder). Invariant: a baseline of a turn depends on other episodes alone, so that it
-shifts no expected gradient, whoever decides when an episode ends.
+A baseline of a turn depends on other episodes alone, so that it shifts no expected gradient,
+whoever decides when an episode ends. Advantages from one reward an episode are in advantages.py,
+those of a critic in gae.py.
 """
 
 from __future__ import annotations

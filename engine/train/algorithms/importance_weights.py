@@ -1,9 +1,8 @@
 """Off-policy correction: weights for the step from behavior to proximal logprobs.
 
-Owns: importance weights of tokens and sequences, truncated or masked, and their statistics. Does
-not own: the ratio policy / proximal, which the loss clips. Invariant: weights are constants of the
-take, fixed before its first update; a masked token adds nothing to the loss and stays in the
-denominator (6.1 rule 7). A sequence is a sample: the trained tokens of one branch.
+Importance weights of tokens and sequences, truncated or masked. They are constants of the take,
+fixed before its first update. A masked token adds nothing to the loss and stays in the denominator
+(6.1 rule 7). A sequence is a sample: the trained tokens of one branch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What is taken off a reward before group statistics.
+"""The overlong penalty, which is taken off a reward before group statistics.
 
-Owns: the overlong penalty. Does not own: rewards themselves, which stay as the verifier gave them
-in every record and in train/reward_mean; the KL penalty (kl); advantages. Invariant: a penalty is
-one number per episode, whatever its turns and branches.
+A penalty is one number per episode, whatever its turns and branches. Records and train/reward_mean
+keep the verifier's rewards.
 """
 
 from __future__ import annotations

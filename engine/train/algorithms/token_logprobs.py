@@ -1,8 +1,7 @@
 """Logprobs and entropies of tokens from logits, without a second tensor of the logits' size.
 
-Owns: log_softmax at the sampled tokens, entropy, and the gradients of both. Does not own: logits,
-which rows are computed together (update). Invariant: beside the logits at most `_BLOCK` numbers in
-float32 are alive; the vocabulary may be split over ranks and is never gathered.
+Beside the logits at most `_BLOCK` numbers in float32 are alive. The vocabulary may be split over
+ranks and is never gathered.
 
 Shape letters: N tokens, V vocabulary, or this rank's part of it.
 """

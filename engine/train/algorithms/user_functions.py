@@ -1,8 +1,7 @@
 """Filters, advantages and losses of the user, found and checked before a run starts.
 
-Owns: buffer.filter_path, trainer.advantage_path and trainer.loss_path. Does not own: the built-in
-ones. Invariant: whatever is wrong with a path, a signature or a result is a SettingsError of one
-line that says what to change.
+Whatever is wrong with a path, a signature or a result is a SettingsError of one line that names the
+change to make.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """From taken groups to the batch of a step.
 
-Owns: reward statistics of what was taken, which groups are dropped and why, advantages, the split
-of a take into updates. Does not own: Redis (loop), logprobs and gradients (step). Invariant:
-statistics come before filters; filters keep admission order; a group is trained whole or dropped
-whole.
+Decides which groups are dropped and why, measures their rewards, and splits a take into updates.
+Statistics come before filters, filters keep admission order, and a group is trained whole or
+dropped whole.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Which tokens of a packed row each context-parallel rank computes.
 
-Owns: the padding that the split needs, and the split. Does not own: process groups (mcore), the
-attention that exchanges keys and values (layers). Invariant: every token of the padded row is on
-exactly one rank, and ranks have equally many.
-
-Of C ranks, rank r has chunks r and 2C - 1 - r of the 2C equal chunks of each sample, as Transformer
-Engine's attention expects: under a causal mask their work is equal (Dubey et al. 2024,
-arXiv:2407.21783, section 3.3.2).
+Every token of the padded row is on exactly one rank, and ranks have equally many. Of C ranks, rank
+r has chunks r and 2C - 1 - r of the 2C equal chunks of each sample, as Transformer Engine's
+attention expects: under a causal mask their work is equal (Dubey et al. 2024, arXiv:2407.21783,
+section 3.3.2).
 """
 
 from __future__ import annotations

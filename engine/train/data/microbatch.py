@@ -1,8 +1,6 @@
 """Rows of a batch as the tensors of a microbatch.
 
-Owns: the packed row of some samples and what is known of their trained tokens. Does not own: which
-samples share a row (pack), what is computed from them (update, scoring). Invariant: the arrays of
-`Targets` are parallel: index n is the n-th trained token of the row.
+The arrays of `Targets` are parallel: index n is the n-th trained token of the row.
 
 Shape letters: T tokens of a packed row, N trained tokens in it.
 """

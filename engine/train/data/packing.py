@@ -1,9 +1,7 @@
 """Which samples share a microbatch, and which data-parallel rank computes it.
 
-Owns: the split of an update's samples over ranks and microbatches. Does not own: how a microbatch
-lies in memory (layers). Invariant: every sample is in exactly one microbatch, no microbatch exceeds
-the token budget, and the split depends on lengths and order only, so that every rank finds the
-same one by itself.
+Every sample is in exactly one microbatch, and no microbatch exceeds the token budget. The split
+depends on lengths and order only, so that every rank finds the same one on its own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Trajectories to token rows.
 
-Owns: which tokens of an episode are trained, in which row, with which recorded facts.
-Does not own: advantages (advantages), how rows share a microbatch (pack). Invariant: a row is the
-exact concatenation of what the server was given and sampled along one branch; every trainable token
-of a trajectory is trained in exactly one row.
+A row is the exact concatenation of what the server was given and sampled along one branch. Every
+trainable token of a trajectory is trained in exactly one row.
 """
 
 from __future__ import annotations

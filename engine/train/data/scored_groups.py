@@ -1,8 +1,7 @@
 """Groups of records as advantage functions see them, and what their rewards were.
 
-Owns: which part of an episode a reward belongs to. Does not own: what becomes of it (credit),
-tokens (samples). Invariant: a reward that names a turn, a branch or tokens that the episode does
-not have is refused, never left out.
+A reward that names a turn, a branch or tokens that the episode does not have is refused, never left
+out.
 """
 
 from __future__ import annotations

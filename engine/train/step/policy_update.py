@@ -1,10 +1,8 @@
 """One optimizer update from a batch: forward, backward, step, and what was measured on the way.
 
-Owns: accumulating the objective over microbatches and chunks. Does not own: what is minimised
-(objective, losses), which samples, the model's layers, the optimizer. Invariant: the gradient of
-an update is d(sum of token losses)/d(weights) / denominator, whatever the split into ranks and
-microbatches; logits exist for trained tokens only, for one chunk of them at a time, in this rank's
-columns.
+The gradient of an update is d(sum of token losses)/d(weights) / denominator, whatever the split
+into ranks and microbatches. Logits exist for trained tokens only, for one chunk of them at a time,
+in this rank's columns.
 
 Shape letters: T tokens of a packed row, N trained tokens in it, C columns of the vocabulary that
 this rank holds.

@@ -1,9 +1,7 @@
-"""Logprobs of recorded tokens under fixed weights, and what the take's samples make of them.
+"""Proximal and reference logprobs of recorded tokens, and the off-policy weights of samples.
 
-Owns: proximal and reference logprobs, and the off-policy weights of samples. Does not own: the
-weights that score, the formulas (corrections, losses). Invariant: rows are packed, computed and
-cut into chunks as in an update, in the same precision, so that before the first update the ratio
-policy / proximal is 1 to rounding (6.1 rule 12).
+Rows are packed, computed and cut into chunks as in an update, in the same precision, so that before
+the first update the ratio policy / proximal is 1 to rounding (6.1 rule 12).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The frozen model that KL terms pull towards.
 
-Owns: loading it and knowing that it is the same model after a resume. Does not own: the KL
-formulas, scoring. Invariant: its weights are those of the folder that the run began with, byte for
-byte, or the run does not start; its vocabulary is the policy's.
+Its weights are those of the folder that the run began with, byte for byte, or the run does not
+start. Its vocabulary is the policy's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What an update measures.
+"""What an update measures: sums and ratios collected chunk by chunk, and their metrics.
 
-Owns: sums and ratios collected chunk by chunk, and the metrics made of them. Does not own: what is
-differentiated. Invariant: how tokens are split into chunks and microbatches changes no metric
-beyond rounding.
+How tokens are split into chunks and microbatches changes no metric beyond rounding.
 """
 
 from __future__ import annotations
