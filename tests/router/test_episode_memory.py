@@ -18,21 +18,6 @@ async def close(stage, episode) -> None:
     assert (await stage.post(path, {"outcome": "completed", "key": "c"})).status_code == 200
 
 
-async def test_a_rewritten_history_does_not_read_the_episode_again(stage) -> None:
-    """An agent that always rewrites costs a count of its turns, not all of them, each time."""
-    stage.server.answer = lambda request: stage.script("fine")
-    episode = await stage.open()
-    for number in range(5):
-        messages = [
-            {"role": "user", "content": f"summary {number}"},
-            {"role": "assistant", "content": "never said"},
-            {"role": "user", "content": "go on"},
-        ]
-        assert (await ask(stage, episode, messages=messages)).status_code == 200
-    # An episode that was opened by name is read once: an attempt before it may have been lost.
-    assert stage.writer.num_loads == 1
-
-
 async def test_a_closed_episode_is_forgotten(make_stage) -> None:
     """Long before its deadline; its key stays refused, and then costs no more than a mark."""
     stage = await make_stage(timings=Timings(forget_after_s=0.0))

@@ -335,24 +335,6 @@ async def test_partial_ids_of_another_version_are_drawn_anew_where_versions_may_
     assert stage.turns(episode)[0].output_ids.tolist() == whole.ids
 
 
-async def test_who_waits_for_room_does_not_have_the_registry_read_more_often(make_stage) -> None:
-    """A full server gets room when a turn ends; Redis is asked no more often meanwhile."""
-    stage = await make_stage(server={"max_running_requests": 1})
-    stage.server.answer = lambda request: stage.script("a")
-    stage.server.gate.clear()
-    running = [await begin(stage, stage.server, await stage.open())]
-    running += [asyncio.create_task(ask(stage, await stage.open())) for _ in range(4)]
-    service = stage.app.state.parts.service
-    while service.num_running < 5:
-        await asyncio.sleep(0.005)
-    await asyncio.sleep(0.3)
-    before = stage.writer.num_policy_reads
-    await asyncio.sleep(1.0)
-    assert stage.writer.num_policy_reads - before <= 8
-    stage.server.gate.set()
-    assert {answer.status_code for answer in await asyncio.gather(*running)} == {200}
-
-
 async def test_a_turn_that_waits_for_a_suspended_server_gets_it_again(make_stage) -> None:
     """The only server failed for a moment: nobody else wakes who waits for it."""
     stage = await make_stage()

@@ -32,22 +32,6 @@ class Servers:
         self.room[version] -= 1
 
 
-async def test_a_turn_costs_the_same_however_many_wait() -> None:
-    """4,096 episodes wait for one server: to join them and to serve one are a few looks each."""
-    servers, queue = Servers(v0=0), FairQueue[int]()
-    for number in range(4096):
-        queue.add(servers.ticket(f"e{number}"))
-        queue.serve(servers.take)
-    assert servers.num_looks <= 2 * 4096
-    servers.num_looks = 0
-    for _ in range(1000):
-        servers.room[0] += 1
-        queue.serve(servers.take)
-    assert servers.num_looks <= 2 * 1000
-    await asyncio.sleep(0)
-    assert servers.served == [f"e{number}" for number in range(1000)]
-
-
 async def test_episodes_are_served_in_rotation() -> None:
     """One that asks for much delays another by one turn a round."""
     servers, queue = Servers(v0=0), FairQueue[int]()

@@ -30,16 +30,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "chaos"))
 with warnings.catch_warnings():
     # megatron-core announces at import what it falls back to without Transformer Engine.
     warnings.simplefilter("ignore")
+    from fakes.bandit_run import MakeTurn, RewardOf, Server, Setup, arm, join
     from fakes.families import make_family
-    from fakes.memory_buffer import (
-        MakeTrajectory,
-        MakeTurn,
-        MemoryBuffer,
-        RewardOf,
-        Server,
-        Setup,
-        arm,
-    )
+    from fakes.twin import Twin
     from outloop.engine.train.data.samples import Sample
     from outloop.engine.train.megatron import import_weights, model_and_optimizer
     from outloop.engine.train.ranks.controller import RankController
@@ -237,17 +230,25 @@ def setup(
     tiny_folder: Callable[..., Path],
     make_ranks: Callable[..., RankController],
     make_turn: MakeTurn,
-    make_trajectory: MakeTrajectory,
-) -> Callable[..., Setup]:
+) -> Iterator[Callable[..., Setup]]:
     """Make a run: `setup(trainer={"num_steps": 3}, reward_of=arm)`; again: a restart."""
+    twin = Twin()
+    made: list[Setup] = []
 
     def make(reward_of: RewardOf = arm, lag: int = 0, **sections: dict[str, Any]) -> Setup:
-        events: list[tuple[str, Any]] = []
+        nonlocal twin
         settings = Settings(model={"path": tiny_folder()}, **sections)
+        if not settings.trainer.resume:
+            twin = Twin()
         run = create_run(settings, tmp_path / "run", "unix:///nowhere")
+        events: list[tuple[str, Any]] = []
         server = Server(tiny_folder(), events)
-        buffer = MemoryBuffer(server, make_turn, make_trajectory, reward_of, events, lag=lag)
+        buffer = join(run, twin, server, make_turn)
+        buffer.events, buffer.reward_of, buffer.lag = events, reward_of, lag
         ranks = make_ranks(run, num_updates=settings.trainer.num_steps)
-        return Setup(run, buffer, server, events, ranks)
+        made.append(Setup(run, buffer, server, ranks))
+        return made[-1]
 
-    return make
+    yield make
+    for one in made:
+        one.buffer.close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from fakes.memory_buffer import FAST, Setup
+from fakes.bandit_run import FAST, Setup
 from outloop.buffer.errors import SettingsError, UpdateRefused
 from outloop.cli.recorded import replay_step
 from outloop.engine.train.data.batch_builder import Credit

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from fakes.memory_buffer import Answer, Server, Setup, arm
+from fakes.bandit_run import Answer, Server, Setup, arm
 
 MakeRun = Callable[..., Setup]
 BANDIT = {"learning_rate": 4e-3, "groups_per_step": 8, "num_steps": 25}
@@ -108,11 +108,11 @@ def two_turns(server: Server, *, pays_for_length: bool = False) -> tuple[list[An
     of one token, pulls, or for the length, where that is asked for."""
     ids, logprobs = [1, 2], []
     while len(logprobs) < MAX_LENGTH and (not logprobs or ids[-1] % 2):
-        token, logprob = server.draw(ids)
+        token, logprob = server.sample(ids)
         ids.append(token)
         logprobs.append(logprob)
     first = ([1, 2], ids[2:], list(logprobs))
-    token, logprob = server.draw([*ids, 7])
+    token, logprob = server.sample([*ids, 7])
     reward = len(logprobs) / MAX_LENGTH if pays_for_length else arm(token)
     return [first, ([7], [token], [logprob])], reward
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fakes.memory_buffer import FAST, Setup
+from fakes.bandit_run import FAST, Setup
 from outloop.buffer.errors import DeadlineExceeded, SettingsError
 from outloop.buffer.settings import build_settings
 
@@ -38,14 +38,14 @@ def test_evaluations_follow_their_schedule(setup: MakeRun) -> None:
     answers = {row["step"]: row for row in rows if "eval/sampled_reward" in row}
     assert sorted(answers) == [0, 2, 4, 5]
     assert answers[5]["eval/greedy_reward"] == 0.75
-    assert answers[5]["eval/sampled_se"] == pytest.approx(0.25)
+    assert answers[5]["eval/sampled_se"] == pytest.approx((0.75 * 0.25 / 31) ** 0.5)
 
 
 def test_an_evaluation_that_never_ends_names_who_is_awaited(setup: MakeRun) -> None:
     """The deadline passes with the number of episodes done."""
     made = setup(trainer=FAST | {"num_steps": 1}, eval={"every": 1, "timeout_s": 0.2})
-    made.buffer.evals_answer = False
-    with pytest.raises(DeadlineExceeded, match=r"runner.*0 of 8|0 of 8.*runner"):
+    made.buffer.eval_rewards = None
+    with pytest.raises(DeadlineExceeded, match=r"0 of 256 episodes.*runner"):
         made.train()
 
 
@@ -117,13 +117,11 @@ def test_validation_chooses_and_test_is_reported_once(setup: MakeRun) -> None:
         "5:test-sampled": (0.0, 0.5),
     }
     weights: dict[int, torch.Tensor] = {}
-    publish = made.server.publish
 
-    def watched(source, policy_version, *, on_wait):
+    def keep(policy_version: int) -> None:
         weights[policy_version] = next(made.policy.model.parameters()).detach().clone()
-        return publish(source, policy_version, on_wait=on_wait)
 
-    made.server.publish = watched
+    made.server.on_publish = keep
     rows = made.train()
     evals = [value for kind, value in made.events if kind == "eval"]
     assert evals[-2:] == [("5:test-sampled", 32, 1.0), ("5:test-greedy", 32, 0.0)]

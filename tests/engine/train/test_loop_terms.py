@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fakes.bandit_run import FAST, Setup
 from fakes.families import make_family
-from fakes.memory_buffer import FAST, Setup
 from outloop.buffer.errors import SettingsError
 from outloop.engine.train.step.reference_model import content_hash
 

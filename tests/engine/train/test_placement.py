@@ -1,13 +1,12 @@
 """Weights, gradients and optimizer state leave the device and come back."""
 
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 
-from fakes.memory_buffer import FAST, Setup
+from fakes.bandit_run import FAST, Setup
 from outloop.buffer.settings.trainer import TrainerSettings
 from outloop.engine.publish.verification.checksum import tensor_checksum
 from outloop.engine.train.data.samples import Sample
@@ -71,22 +70,6 @@ def test_weights_that_were_hashed_can_leave(dtype: str, make_policy: MakePolicy)
     placement.come_back()
 
 
-def test_training_goes_on_as_if_nothing_had_left(
-    make_policy: MakePolicy, make_samples: MakeSamples
-) -> None:
-    """Three updates with a journey after each end in the weights of three without, bit by bit."""
-    stays, travels = make_policy(), make_policy()
-    placement = Offload(travels, is_colocated=True)
-    for seed in range(3):
-        samples = make_samples(5, seed=seed)
-        update(stays, samples)
-        placement.come_back()
-        update(travels, samples)
-        placement.leave()
-    placement.come_back()
-    assert all(torch.equal(a, b) for a, b in zip(tensors(stays), tensors(travels), strict=True))
-
-
 def test_weights_that_are_read_meanwhile_leave_again(setup: Callable[..., Setup]) -> None:
     """For a publish they are there; afterwards they are where they were."""
     made = setup(trainer={"is_colocated": True})
@@ -120,16 +103,12 @@ def test_a_colocated_loop_gives_the_weights_of_another(
         chosen: dict[str, Any] = {"is_colocated": is_colocated, "resume": False, "kl": kl}
         made = setup(trainer=FAST | {"num_steps": 3, "checkpoint_every": 2} | chosen)
         seen: list[int] = []
-        take = made.buffer.take
 
-        def spying(
-            *args: Any, made: Setup = made, seen: list[int] = seen, take: Any = take, **kwargs: Any
-        ) -> Any:
+        def note_size(made: Setup = made, seen: list[int] = seen) -> None:
             parameters = made.policy.model.parameters()
-            seen.append(sum(p.untyped_storage().nbytes() for p in chain(parameters)))
-            return take(*args, **kwargs)
+            seen.append(sum(parameter.untyped_storage().nbytes() for parameter in parameters))
 
-        made.buffer.take = spying
+        made.buffer.on_take = note_size
         made.buffer.joins_at = 2
         made.train()
         assert len(seen) == 3

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec import structs
 
-from fakes.memory_buffer import FAST, Setup
+from fakes.bandit_run import FAST, Setup
 from outloop.buffer.codec.jsonl import format_line
 from outloop.buffer.errors import RecordError
 from outloop.buffer.records import Trajectory, Turn
@@ -31,27 +30,11 @@ MakeTrajectory = Callable[..., Trajectory]
 def recorded(setup: MakeRun, tmp_path: Path) -> tuple[Setup, Path]:
     """A run of two steps, and the file of what it took: four groups of eight episodes a step."""
     made = setup(trainer=FAST | {"num_steps": 2, "groups_per_step": 4})
-    taken: list[Trajectory] = []
-    take = made.buffer.take
-
-    def keeping(*args: Any, **kwargs: Any) -> Any:
-        leases = take(*args, **kwargs)
-        taken.extend(t for lease in leases for t in lease.group.trajectories)
-        return leases
-
-    made.buffer.take = keeping
     made.train()
+    taken = [one for lease in made.buffer.taken for one in lease.group.trajectories]
     path = tmp_path / "recorded.jsonl"
-    path.write_bytes(b"".join(map(with_group, taken)))
+    path.write_bytes(b"".join(format_line(one).rstrip(b"\n") + b"\n" for one in taken))
     return made, path
-
-
-def with_group(trajectory: Trajectory) -> bytes:
-    """Its line, under the group that its id begins with."""
-    slot = trajectory.episode.episode_id.split("-")[0]
-    episode = structs.replace(trajectory.episode, group_id=f"g{slot}")
-    turns = tuple(structs.replace(turn, episode_id=episode.episode_id) for turn in trajectory.turns)
-    return format_line(Trajectory(episode=episode, turns=turns)).rstrip(b"\n") + b"\n"
 
 
 def train(made: Setup, path: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 import structlog.testing
 import torch
 
-from fakes.memory_buffer import FAST, Setup
+from fakes.bandit_run import FAST, Setup
 from outloop.buffer.errors import CheckpointFailed, DeadlineExceeded
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.settings import TrainerSettings
@@ -69,16 +69,15 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_steps_go_on_while_a_checkpoint_is_written(setup: MakeRun, gate: threading.Event) -> None:
     """The step after it is trained; nothing is acknowledged before the write has ended."""
     made = setup(trainer=EVERY_OTHER)
-    take, seen = made.buffer.take, []
+    seen: list[list[int]] = []
 
-    def watched_take(*args: Any, **kwargs: Any) -> Any:
+    def watch() -> None:
         seen.append([mark.policy_version for mark in made.buffer.marks])
         if len(seen) == 4:
             assert latest_checkpoint(made.run.dir / "checkpoints") is None
             gate.set()
-        return take(*args, **kwargs)
 
-    made.buffer.take = watched_take  # type: ignore[method-assign]
+    made.buffer.on_take = watch
     made.train()
     assert seen[:4] == [[], [], [], []]
     assert [mark.policy_version for mark in made.buffer.marks] == [2, 4, 5]
@@ -89,14 +88,14 @@ def test_a_save_waits_for_the_one_before(setup: MakeRun, gate: threading.Event) 
     made = setup(trainer=EVERY_OTHER)
     sentences: list[str] = []
 
-    def report_status(part: str, fields: dict[str, str]) -> None:
-        sentences.append(fields["waiting_for"])
+    def note(sentence: str) -> None:
+        sentences.append(sentence)
         # The second save is waited for too where the disk is slow; then the first has its mark.
-        if fields["waiting_for"] == "the checkpoint of step 2 to be written":
+        if sentence == "the checkpoint of step 2 to be written":
             assert made.buffer.marks == []
             gate.set()
 
-    made.buffer.report_status = report_status  # type: ignore[method-assign]
+    made.buffer.on_wait = note
     made.train()
     assert "the checkpoint of step 2 to be written" in sentences
     assert [mark.policy_version for mark in made.buffer.marks] == [2, 4, 5]
@@ -108,14 +107,13 @@ def test_saving_while_training_can_be_switched_off(
     """Nothing is copied, no thread is started, and the next take finds it acknowledged."""
     monkeypatch.setattr(async_writer, "_copy", None)
     made = setup(trainer=EVERY_OTHER | {"trains_while_saving": False})
-    take, seen = made.buffer.take, []
+    seen: list[int] = []
 
-    def watched_take(*args: Any, **kwargs: Any) -> Any:
+    def watch() -> None:
         seen.append(len(made.buffer.marks))
         assert "checkpoint" not in [thread.name for thread in threading.enumerate()]
-        return take(*args, **kwargs)
 
-    made.buffer.take = watched_take  # type: ignore[method-assign]
+    made.buffer.on_take = watch
     made.train()
     assert seen == [0, 0, 1, 1, 2]
 

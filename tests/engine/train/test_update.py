@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from outloop.buffer.settings import TrainerSettings
 from outloop.engine.train.data.microbatch import build_microbatch
@@ -138,34 +137,6 @@ def test_chunks_of_logits_leave_gradient_and_metrics_unchanged(
     assert chunked.loss == pytest.approx(whole.loss, rel=1e-5)
     assert chunked.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
     assert chunked.policy_metrics() == pytest.approx(whole.policy_metrics(), rel=1e-5, abs=1e-6)
-
-
-class _ReadsOfNumbers(TorchDispatchMode):
-    """Counts the tensors whose number Python asks for, each of which waits for a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (
-            torch.ops.aten._local_scalar_dense.default,
-            torch.ops.aten.nonzero.default,
-        )
-        return func(*args, **(kwargs or {}))
-
-
-def test_no_chunk_of_logits_waits_for_the_device(
-    make_policy: MakePolicy, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What an update measures is read once at its end, in however many chunks it was computed."""
-    counts = []
-    for size in (10_000, 7):
-        monkeypatch.setattr(update_module, "_MAX_CHUNK_LOGITS", {"cpu": size * 400})
-        with _ReadsOfNumbers() as reads:
-            update(make_policy(), make_samples(9), TrainerSettings())
-        counts.append(reads.count)
-    assert counts[0] == counts[1]
 
 
 def test_the_gradient_is_the_sum_over_the_denominator(
