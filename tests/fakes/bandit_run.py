@@ -153,6 +153,11 @@ class BanditReader(BufferReader):
         """The take during which a server without weights registers."""
         self.eval_rewards: dict[str, tuple[float, ...]] | None = {}
         """By the evaluation's name; None: no evaluation is ever played."""
+        self.may_evaluate = threading.Event()
+        """Cleared: evaluation attempts are claimed, and go on until it is set."""
+        self.may_evaluate.set()
+        self.on_trained: Callable[[int], None] = lambda policy_version: None
+        """Called with the version when groups are marked as trained."""
         self.numbers: dict[str, float] = {}
         """Entries of stats() in place of the run's own."""
         self.num_takes = 0
@@ -161,7 +166,8 @@ class BanditReader(BufferReader):
         self.marks: list[CheckpointMark] = []
         self.states: list[str] = []
         self._run = run
-        self._num_played = 0
+        self._num_played = self._num_claims = 0
+        self._held: list[Claim] = []
         self._runner = asyncio.Runner()
         self._writer: BufferWriter | None = None
 
@@ -176,7 +182,7 @@ class BanditReader(BufferReader):
         """Play so many groups, or fewer where admission ends."""
         self._runner.run(self._play(num_groups * self._run.settings.buffer.group_size))
 
-    async def _play(self, count: int) -> None:
+    async def _play(self, count: int, *, is_for_evaluation: bool = False) -> None:
         writer = self._writer
         if writer is None:
             writer = self._writer = await BufferWriter.connect(
@@ -186,10 +192,23 @@ class BanditReader(BufferReader):
             await writer.register_tasks(
                 [Task(task_id="t", payload={})], evaluated, num_test_tasks=1
             )
-        key = f"k{self.highest_version()}-{self._num_played}"
-        claims = await writer.claim(key=key, count=count)
-        for claim in claims.claims:
-            await self._play_one(writer, claim)
+        while count > 0:
+            self._num_claims += 1
+            key = f"k{self.highest_version()}-{self._num_claims}"
+            found = (await writer.claim(key=key, count=count)).claims
+            if not found:
+                break
+            for claim in found:
+                if claim.purpose == "eval":
+                    self._held.append(claim)
+                    count -= is_for_evaluation
+                else:
+                    await self._play_one(writer, claim)
+                    count -= 1
+        if self.may_evaluate.is_set():
+            for claim in self._held:
+                await self._play_one(writer, claim)
+            self._held.clear()
 
     async def _play_one(self, writer: BufferWriter, claim: Claim) -> None:
         episode_id = f"{claim.group_id or claim.eval_name}-{claim.attempt}".replace(":", "-")
@@ -268,6 +287,7 @@ class BanditReader(BufferReader):
 
     def mark_trained(self, group_ids: Sequence[str], *, fence: int, policy_version: int) -> None:
         """As its base class."""
+        self.on_trained(policy_version)
         super().mark_trained(group_ids, fence=fence, policy_version=policy_version)
         self.events.append(("mark_trained", policy_version))
 
@@ -319,9 +339,10 @@ class BanditReader(BufferReader):
     def eval_progress(self, name: str) -> EvalProgress:
         """As its base class."""
         progress = super().eval_progress(name)
-        missing = progress.num_total - progress.num_done
-        if missing and self.eval_rewards is not None:
-            self._runner.run(self._play(missing))
+        num_held = sum(claim.eval_name == name for claim in self._held)
+        missing = progress.num_total - progress.num_done - num_held
+        if self.eval_rewards is not None:
+            self._runner.run(self._play(missing, is_for_evaluation=True))
             progress = super().eval_progress(name)
         self.events.append(("eval_progress", name))
         return progress

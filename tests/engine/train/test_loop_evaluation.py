@@ -52,13 +52,8 @@ def test_an_evaluation_that_never_ends_names_who_is_awaited(setup: MakeRun) -> N
 def test_an_evaluation_whose_attempts_are_alive_is_awaited(setup: MakeRun) -> None:
     """However long it takes: eval.timeout_s counts only while nothing is in flight."""
     made = setup(trainer=FAST | {"num_steps": 1}, eval={"every": 1, "timeout_s": 0.2})
-    made.buffer.evals_answer = False
-    made.buffer.num_in_flight = 1
-
-    def answer() -> None:
-        made.buffer.evals_answer = True
-
-    timer = threading.Timer(1.0, answer)
+    made.buffer.may_evaluate.clear()
+    timer = threading.Timer(1.0, made.buffer.may_evaluate.set)
     timer.start()
     rows = made.train()
     timer.join()
@@ -73,14 +68,13 @@ def test_an_evaluation_may_go_on_beside_training(setup: MakeRun) -> None:
     made = setup(
         trainer=FAST | {"num_steps": 3}, eval={"every": 2, "greedy": False, "blocks_publish": False}
     )
-    made.buffer.evals_answer = False
-    mark_trained = made.buffer.mark_trained
+    made.buffer.may_evaluate.clear()
 
-    def mark(*arguments: Any, policy_version: int, **words: Any) -> None:
-        made.buffer.evals_answer = policy_version == 3
-        mark_trained(*arguments, policy_version=policy_version, **words)
+    def allow(policy_version: int) -> None:
+        if policy_version == 3:
+            made.buffer.may_evaluate.set()
 
-    made.buffer.mark_trained = mark
+    made.buffer.on_trained = allow
     rows = made.train()
     answers = {row["step"]: row for row in rows if "eval/sampled_reward" in row}
     assert {step: row["eval/num_publishes"] for step, row in answers.items()} == {0: 3, 2: 1, 3: 0}
