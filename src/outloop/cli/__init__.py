@@ -24,6 +24,7 @@ from outloop.cli.doctor import doctor
 from outloop.cli.episodes import episodes
 from outloop.cli.init import init
 from outloop.cli.new_policy import new_policy
+from outloop.cli.plan import plan
 from outloop.cli.recorded import replay_recorded, replay_step, rollout, train_recorded
 from outloop.cli.router import router
 from outloop.cli.runner import runner
@@ -35,7 +36,7 @@ from outloop.cli.trajectories import trajectories
 from outloop.cli.view import view
 
 GROUPS: dict[str, tuple[click.Command, ...]] = {
-    "Run": (train, serve, new_policy, convert, doctor),
+    "Run": (train, serve, new_policy, convert, doctor, plan),
     "Look into a run": (view, episodes, trajectories, buffer, tasks),
     "Start parts one by one": (init, router, server, runner, trainer, archiver),
     "One side alone, for debugging": (rollout, train_recorded, replay_step),

@@ -1,0 +1,226 @@
+"""How much memory a policy takes: on a rank of the trainer, and on a server.
+
+Owns: counts of parameters and bytes by formula. Invariant: bytes of tensors that must exist; no
+allocator, no workspace, no fragmentation. Leave a tenth of a device for those.
+
+* Parameters of a decoder with gated feed-forward and grouped heads: per layer h q + 2 h k + q h for
+  attention (q = heads d, k = kv_heads d), 3 h f for the feed-forward, two norms; one embedding, and
+  one head where it is not tied.
+* Weights, gradients, optimizer (Megatron-LM's page on the distributed optimizer): bfloat16 weights
+  2, float32 gradients 4, float32 main weights 4 and Adam's two moments 8 bytes a parameter: 18. The
+  distributed optimizer divides the last 12 by the data-parallel size. float32: 4 + 4 + 8.
+* Activations of a layer for one token, bfloat16 (derived here as Korthikanti et al. 2022, "Reducing
+  Activation Recomputation in Large Transformer Models", section 4, for RMS norms, gated
+  feed-forward and attention that keeps no scores): what backward reads is the inputs of two norms
+  and their outputs, 4 h; query, key, value and the attention's output, 2 q + 2 k; gate, up and
+  their product, 3 f; two bytes each: 8 h + 4 q + 4 k + 6 f. With h = q = k and f = 8 h / 3 that is
+  32 h, where the paper has 34 h with dropout's masks. Recomputation keeps a layer's input, 2 h, and
+  one layer whole.
+* Sequence parallelism divides all of it by the tensor-parallel size (the paper, equation 4),
+  context parallelism by its size. A pipeline's first stage holds as many microbatches as there are
+  stages (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2).
+* The loss takes its logits in pieces: LOSS_BYTES, whatever the vocabulary (`make bench-trainer`).
+* A server's cache holds keys and values: 2 k bytes-per-value a token and layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outloop.buffer.errors import SettingsError
+
+LOSS_BYTES = 128 * 2**20
+_CONFIG_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What the sizes of a policy follow from."""
+
+    num_layers: int
+    hidden: int
+    ffn: int
+    """Of a dense layer, or of one expert."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    is_tied: bool = False
+    has_qk_norm: bool = False
+    has_qkv_bias: bool = False
+    num_experts: int = 0
+    """0: dense."""
+    num_active_experts: int = 0
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], *, source: str) -> ModelShape:
+        """From a Hugging Face config.json of a Llama, Qwen2, Qwen3 or Qwen3-MoE policy.
+
+        Raises:
+            SettingsError: a size is missing.
+        """
+        missing = [key for key in (*_CONFIG_KEYS, "vocab_size") if key not in config]
+        if missing:
+            raise SettingsError(
+                f"{source} has no {missing[0]}; give the config.json of a Llama, Qwen2 or Qwen3 "
+                "policy, or its sizes in [model]"
+            )
+        kind = str(config.get("model_type", ""))
+        heads = config["num_attention_heads"]
+        num_experts = int(config.get("num_experts") or 0)
+        return cls(
+            num_layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            ffn=config["moe_intermediate_size"] if num_experts else config["intermediate_size"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            vocab=config["vocab_size"],
+            is_tied=bool(config.get("tie_word_embeddings", False)),
+            has_qk_norm=kind.startswith("qwen3"),
+            has_qkv_bias=kind == "qwen2",
+            num_experts=num_experts,
+            num_active_experts=int(config.get("num_experts_per_tok") or 0),
+        )
+
+    @property
+    def query(self) -> int:
+        """Width of all queries."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        """Width of all keys."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def attention_params(self) -> int:
+        """Of one layer, its norms included."""
+        weights = 2 * self.hidden * self.query + 2 * self.hidden * self.key
+        norms = 2 * self.hidden + (2 * self.head_dim if self.has_qk_norm else 0)
+        return weights + norms + (self.query + 2 * self.key if self.has_qkv_bias else 0)
+
+    @property
+    def expert_params(self) -> int:
+        """Of one feed-forward."""
+        return 3 * self.hidden * self.ffn
+
+    @property
+    def router_params(self) -> int:
+        """Of one layer's choice of experts."""
+        return self.hidden * self.num_experts
+
+    @property
+    def embedding_params(self) -> int:
+        """Of the embedding; the head has as many where it is not tied."""
+        return self.vocab * self.hidden
+
+    def _params(self, num_experts: int) -> int:
+        layer = self.attention_params + self.router_params + num_experts * self.expert_params
+        ends = self.embedding_params * (1 if self.is_tied else 2) + self.hidden
+        return self.num_layers * layer + ends
+
+    @property
+    def num_params(self) -> int:
+        """All of them."""
+        return self._params(max(1, self.num_experts))
+
+    @property
+    def num_active_params(self) -> int:
+        """Those that one token meets."""
+        return self._params(self.num_active_experts or 1)
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Keys and values of all layers, bfloat16."""
+        return 2 * 2 * self.num_layers * self.key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How trainer ranks share a model."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    data: int = 1
+    distributed_optimizer: bool = True
+    dtype: str = "bfloat16"
+    recomputes: bool = False
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that hold one copy of the weights."""
+        return self.tensor * self.pipeline * self.context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes on the fullest rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    loss: float = LOSS_BYTES
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.loss
+
+
+def layer_activation_bytes(shape: ModelShape, *, dtype: str) -> float:
+    """What backward reads of one layer for one token; see the module's docstring."""
+    ffn = shape.ffn * max(1, shape.num_active_experts)
+    values = 4 * shape.hidden + 2 * shape.query + 2 * shape.key + 3 * ffn
+    return (2 if dtype == "bfloat16" else 4) * values
+
+
+def params_per_rank(shape: ModelShape, layout: Layout) -> float:
+    """Parameters on the fullest rank: a stage with the embedding, or the head."""
+    layers = -(-shape.num_layers // layout.pipeline)
+    experts = max(1, shape.num_experts) / layout.expert
+    layer = shape.attention_params + shape.router_params + experts * shape.expert_params
+    ends = shape.embedding_params
+    if layout.pipeline == 1 and not shape.is_tied:
+        ends *= 2
+    return (layers * layer + ends) / layout.tensor
+
+
+def rank_memory(shape: ModelShape, layout: Layout, *, microbatch_tokens: int) -> RankMemory:
+    """Bytes on the fullest rank of the trainer, for microbatches of `microbatch_tokens`."""
+    params = params_per_rank(shape, layout)
+    shards = layout.data * layout.context if layout.distributed_optimizer else 1
+    width = 2 if layout.dtype == "bfloat16" else 4
+    state = 12 if layout.dtype == "bfloat16" else 8
+    layers = -(-shape.num_layers // layout.pipeline)
+    layer = layer_activation_bytes(shape, dtype=layout.dtype)
+    a_token = layers * layer * layout.pipeline
+    if layout.recomputes:
+        a_token = layers * width * shape.hidden * layout.pipeline + layer
+    return RankMemory(
+        weights=width * params,
+        gradients=4 * params,
+        optimizer=state * params / shards,
+        activations=a_token * microbatch_tokens / (layout.tensor * layout.context),
+    )
+
+
+def cached_tokens(shape: ModelShape, *, gpus: int, gpu_bytes: float, share: float = 0.85) -> float:
+    """Tokens whose keys and values fit beside bfloat16 weights on a server of `gpus`.
+
+    Raises:
+        SettingsError: not even the weights fit.
+    """
+    left = gpus * gpu_bytes * share - 2 * shape.num_params
+    if left <= 0:
+        raise SettingsError(
+            f"servers.gpus={gpus} with gpu.memory_gb={gpu_bytes / 1e9:g} cannot hold "
+            f"{2 * shape.num_params / 1e9:.3g} GB of weights; at least "
+            f"{int(2 * shape.num_params // (gpu_bytes * share)) + 1} are needed"
+        )
+    return left / shape.cache_bytes_per_token

@@ -1,0 +1,305 @@
+"""What a plan says: tables.
+
+Owns: which figures stand beside each other, and their units. Does not own: how they are
+printed (cli, docs/generate.py). Invariant: every table is made from a plan alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from outloop.engine.launch.plan.admission import Rules
+from outloop.engine.launch.plan.bounds import age_estimate, best
+from outloop.engine.launch.plan.cost import (
+    availability,
+    best_checkpoint_interval_s,
+    per_step,
+    trainer_share,
+)
+from outloop.engine.launch.plan.inputs import Plan
+from outloop.engine.launch.plan.memory import cached_tokens, rank_memory
+from outloop.engine.launch.plan.network import broadcast_s, one_by_one_s
+from outloop.engine.launch.plan.simulate import Scenario, Simulated, simulate
+from outloop.engine.launch.plan.split import Split, best_split
+
+LEVELS = (0, 1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of words under a title."""
+
+    title: str
+    names: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class Level(NamedTuple):
+    """One way to run the loop, and what it reaches."""
+
+    name: str
+    rules: Rules
+    bound: tuple[str, float]
+    estimate: float
+    simulated: Simulated
+
+
+def levels(plan: Plan, staleness: Sequence[int] = LEVELS) -> list[Level]:
+    """Synchronous, synchronous with partial rollouts, and "auto" depth under each age."""
+    given = plan.inputs.loop.rules()
+    chosen: list[tuple[str, Rules]] = []
+    for age in staleness:
+        one = replace(given, max_staleness=age, pipeline_depth="auto", over_provision=1.0)
+        chosen.append(("synchronous" if age == 0 else f"max_staleness {age}", one))
+        if age == 0:
+            one = replace(one, pipeline_depth=0.0)
+            chosen[-1] = ("synchronous", one)
+            partial = replace(one, over_provision=1.5)
+            chosen.append(("synchronous, over_provision 1.5", partial))
+    found = []
+    for name, rules in chosen:
+        scenario = plan.scenario(rules=rules)
+        found.append(Level(name, rules, best(scenario), age_estimate(scenario), simulate(scenario)))
+    return found
+
+
+def level_table(found: Sequence[Level]) -> Table:
+    """Levels beside each other, the first one as the unit."""
+    first = found[0].simulated.steps_per_hour
+    rows = tuple(
+        (
+            level.name,
+            _number(level.simulated.steps_per_hour),
+            f"{level.simulated.steps_per_hour / first:.2f}",
+            f"{_number(level.bound[1])} ({level.bound[0]})",
+            _share(level.simulated.trainer_wait_share),
+            _share(level.simulated.server_share) if level.simulated.server_share else "-",
+            f"{level.simulated.staleness_mean:.2f} / {max(level.simulated.staleness, default=0)}",
+            _share(level.simulated.discarded_time_share),
+        )
+        for level in found
+    )
+    names = (
+        "level",
+        "steps/h",
+        "of the first",
+        "bound, by",
+        "trainer waits",
+        "servers busy",
+        "staleness mean / max",
+        "time discarded",
+    )
+    return Table("Levels, simulated", names, rows)
+
+
+def run_table(plan: Plan) -> Table:
+    """The run as it is set."""
+    scenario = plan.scenario()
+    found, bound = simulate(scenario), best(scenario)
+    ages = ", ".join(f"{age}: {_share(share)}" for age, share in found.staleness.items())
+    rows = (
+        ("steps per hour", _number(found.steps_per_hour)),
+        ("at most, by the bound of", f"{_number(bound[1])}, {bound[0]}"),
+        ("seconds per step", _number(found.seconds_per_step)),
+        ("trainer at work / waiting", _pair(found.trainer_busy_share, found.trainer_wait_share)),
+        ("servers busy", _share(found.server_share) if scenario.servers else "not simulated"),
+        ("episodes in flight", _number(found.episodes_in_flight)),
+        ("groups by staleness", ages),
+        (
+            "attempts / agent time discarded",
+            _pair(found.discarded_share, found.discarded_time_share),
+        ),
+        ("slow among trained over slow among started", f"{found.slow_share_ratio:.2f}"),
+        ("update / publish, s", f"{scenario.update_s:.3g} / {scenario.publish_s:.3g}"),
+    )
+    return Table("The run, simulated", ("", ""), rows)
+
+
+def memory_table(plan: Plan) -> Table:
+    """Bytes on the fullest trainer rank and on a server; empty without [model]."""
+    if plan.model is None:
+        return Table("Memory", (), ())
+    trainer = plan.inputs.trainer
+    layout = plan.layout(trainer.gpus)
+    memory = rank_memory(plan.model, layout, microbatch_tokens=trainer.microbatch_tokens)
+    limit = plan.inputs.gpu.memory_gb * 1e9
+    rows = [
+        ("parameters", f"{plan.model.num_params / 1e9:.2f} billion"),
+        ("weights", _gigabytes(memory.weights)),
+        ("gradients", _gigabytes(memory.gradients)),
+        ("optimizer", _gigabytes(memory.optimizer)),
+        ("activations", _gigabytes(memory.activations)),
+        ("loss", _gigabytes(memory.loss)),
+        ("together", _gigabytes(memory.total)),
+        ("fits into 0.9 of a GPU", "yes" if memory.total <= 0.9 * limit else "no"),
+    ]
+    if plan.inputs.servers is not None:
+        tokens = cached_tokens(plan.model, gpus=plan.inputs.servers.gpus, gpu_bytes=limit)
+        rows.append(("tokens in a server's cache", f"{tokens:,.0f}"))
+    return Table("Memory of a trainer rank", ("", ""), tuple(rows))
+
+
+def transfer_table(plan: Plan, counts: Sequence[int] = (1, 8, 64, 512)) -> Table:
+    """How long the weights travel to so many servers; empty without [model]."""
+    if plan.model is None:
+        return Table("Weights", (), ())
+    bandwidth = plan.inputs.network.publish_gb_per_s * 1e9
+    rows = tuple(
+        (
+            f"{count}",
+            f"{broadcast_s(plan.weight_bytes, servers=count, bandwidth=bandwidth):.2f}",
+            f"{one_by_one_s(plan.weight_bytes, servers=count, bandwidth=bandwidth):.2f}",
+        )
+        for count in counts
+    )
+    title = f"Seconds for {plan.weight_bytes / 1e9:.3g} GB of weights at {bandwidth / 1e9:g} GB/s"
+    return Table(title, ("servers", "broadcast", "one by one"), rows)
+
+
+class Size(NamedTuple):
+    """A cluster of one size, split."""
+
+    gpus: int
+    groups_per_step: int
+    split: Split
+    steps_per_hour: float
+    """With what failures take."""
+
+
+def sizes(plan: Plan) -> list[Size]:
+    """The best split of every cluster.gpus; empty without [cluster]."""
+    cluster, servers = plan.inputs.cluster, plan.inputs.servers
+    if cluster is None or servers is None:
+        return []
+    found = []
+    for gpus in cluster.gpus:
+        groups = plan.inputs.loop.groups_per_step
+        if cluster.gpus_per_group is not None:
+            groups = max(groups, round(gpus / cluster.gpus_per_group))
+
+        def scenario_of(num_servers: int, trainer_gpus: int, groups: int = groups) -> Scenario:
+            return plan.slice(
+                num_servers=num_servers, trainer_gpus=trainer_gpus, groups_per_step=groups
+            )
+
+        split = best_split(
+            gpus,
+            gpus_per_server=servers.gpus,
+            gpus_per_replica=plan.layout(1).ranks_per_replica,
+            scenario_of=scenario_of,
+        )
+        found.append(Size(gpus, groups, split, _with_failures(plan, split)))
+    return found
+
+
+def _with_failures(plan: Plan, split: Split) -> float:
+    """Steps per hour of which failures take their part: of servers, then of the trainer."""
+    given = plan.inputs.failures
+    assert plan.inputs.servers is not None
+    up = availability(
+        hours_between=given.gpu_hours_between / plan.inputs.servers.gpus,
+        recovery_s=given.server_recovery_s,
+    )
+    hours = given.gpu_hours_between / split.trainer_gpus
+    interval = best_checkpoint_interval_s(hours_between=hours, write_s=given.checkpoint_write_s)
+    share = trainer_share(
+        hours_between=hours,
+        restart_s=given.trainer_restart_s,
+        interval_s=interval,
+        write_s=given.checkpoint_write_s,
+    )
+    # A step needs its update and, at once, its episodes: what is lost of the servers counts only
+    # where they are the bound.
+    servers = up if split.bound[0] == "servers" else 1.0
+    return split.simulated.steps_per_hour * share * servers
+
+
+def size_table(plan: Plan, found: Sequence[Size]) -> Table:
+    """Clusters beside each other; what their price is where [prices] says it."""
+    prices = plan.inputs.prices
+    names: tuple[str, ...] = (
+        "GPUs",
+        "groups/step",
+        "servers + trainer",
+        "steps/h",
+        "episodes/s per GPU",
+        "bound by",
+        "trainer waits",
+        "servers busy",
+        "staleness",
+        "after failures",
+    )
+    rows = []
+    size = plan.inputs.loop.group_size
+    for one in found:
+        simulated = one.split.simulated
+        episodes = simulated.steps_per_hour * one.groups_per_step * size / 3600 / one.gpus
+        row = [
+            f"{one.gpus:,}",
+            f"{one.groups_per_step}",
+            f"{one.split.server_gpus} + {one.split.trainer_gpus}",
+            _number(simulated.steps_per_hour),
+            f"{episodes:.3f}",
+            one.split.bound[0],
+            _share(simulated.trainer_wait_share),
+            _share(simulated.server_share),
+            f"{simulated.staleness_mean:.2f}",
+            _number(one.steps_per_hour),
+        ]
+        if prices is not None:
+            row += _costs(plan, one)
+        rows.append(tuple(row))
+    if prices is not None:
+        names += ("cost of a step",)
+        if prices.spot is not None:
+            names += ("with spot servers",)
+    return Table("Best split by size", names, tuple(rows))
+
+
+def _costs(plan: Plan, one: Size) -> list[str]:
+    given = plan.inputs.prices
+    assert given is not None
+    prices = given.prices()
+    costs = [
+        per_step(
+            servers=one.split.server_gpus,
+            trainer=one.split.trainer_gpus,
+            steps_per_hour=one.steps_per_hour,
+            of_server=prices.on_demand,
+            of_trainer=prices.on_demand,
+        )
+    ]
+    if prices.spot is not None and plan.inputs.servers is not None:
+        up = availability(
+            hours_between=prices.spot_hours_between / plan.inputs.servers.gpus,
+            recovery_s=plan.inputs.failures.server_recovery_s,
+        )
+        costs.append(
+            per_step(
+                servers=one.split.server_gpus,
+                trainer=one.split.trainer_gpus,
+                # At most so much slower: the servers may not be the bound.
+                steps_per_hour=one.steps_per_hour * up,
+                of_server=prices.spot,
+                of_trainer=prices.on_demand,
+            )
+        )
+    return [f"{cost:.3g}" for cost in costs]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.0f}%"
+
+
+def _pair(a: float, b: float) -> str:
+    return f"{_share(a)} / {_share(b)}"
+
+
+def _gigabytes(value: float) -> str:
+    return f"{value / 1e9:.1f} GB"
