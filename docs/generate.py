@@ -1,4 +1,4 @@
-"""Write the pages that repeat what the code says: settings.md, metrics.md and python.md.
+"""Write the pages that repeat what the code says: settings, metrics, python and scaling.
 
 python docs/generate.py     (see `make docs`; tests/test_docs.py holds the pages to it)
 """
@@ -12,6 +12,7 @@ import sys
 import textwrap
 import typing
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import annotated_types
@@ -25,6 +26,17 @@ from outloop.buffer.settings.trainer import CriticSettings
 from outloop.buffer.stats import STATS
 from outloop.buffer.telemetry import METRIC_PREFIXES, METRICS
 from outloop.buffer.transcripts import Transcript, TurnText
+from outloop.engine.launch.plan import bounds, cost, memory, network, serving
+from outloop.engine.launch.plan.inputs import Inputs, load_plan
+from outloop.engine.launch.plan.report import Table as PlanTable
+from outloop.engine.launch.plan.report import (
+    level_table,
+    levels,
+    memory_table,
+    size_table,
+    sizes,
+    transfer_table,
+)
 from outloop.router.metrics import RouterMetrics
 
 DOCS = Path(__file__).resolve().parent
@@ -102,6 +114,73 @@ The line that `outloop train` prints for each step has seven of them:
 | logprob gap | `train/logprob_gap_mean` | above 1e-3 in float32 or 0.1 in bfloat16: server and trainer disagree |
 | loss | `train/loss` | |
 | step s | `train/step_s` | most of it is `train/wait_s`: episodes are slower than training |
+
+This page is written by `make docs`.
+"""
+
+
+SCALING = """\
+# Scaling
+
+`outloop plan FILE` says how fast a run would be, how many GPUs should serve and how many train, what memory
+and networks it needs and what a step costs. It simulates the loop, event by event, under exactly the buffer's
+admission, and puts closed-form bounds beside it. `outloop plan --run runs/NAME` takes settings, step times and
+the lengths of episodes from a run's metrics and ledger, and prints what that run reached beside it: start
+with a small run, then change one thing.
+
+The tables below are made by `make docs` from [scaling.toml](scaling.toml). **Its numbers are an example**: the
+trainer's speed was measured on one H100 ([gpu.md](gpu.md)), a server's speed and all of the network were
+not measured but taken from data sheets, and nothing here ran on more than one GPU. What a plan is good for is
+which limit comes first, and what would move it.
+
+## Which level
+
+On four servers of one GPU and four trainer GPUs. "of the first" is the speed over that of the synchronous loop; the bound is what no
+schedule exceeds, by the name of what sets it ([bounds](#bounds)).
+
+{levels}
+
+* Most of the gain comes by `max_staleness` 1 or 2: beyond that the age of tokens grows and the speed does not.
+* Once the trainer hardly waits, more depth would only make tokens older: `pipeline_depth = "auto"` stops there.
+
+## How many GPUs, and how to split them
+
+From 64 GPUs on the batch grows with the cluster. `episodes/s per GPU` would be the same in all rows if scaling
+were linear; `bound by` says why it is not. Clusters whose batch is larger than is simulated are simulated as
+a slice, with the whole's update and publish. `after failures` takes off what failing GPUs cost.
+
+{sizes}
+
+* Where `groups in flight` bind, episodes are too long for the batches that may be in flight, and further GPUs
+  wait: raise `trainer.groups_per_step` or `buffer.max_staleness`, or use fewer GPUs.
+* Where `trainer` binds, servers are idle, and the other way round.
+* Servers may be spot GPUs, since a lost server costs a turn's unrecorded tokens; a trainer GPU costs a restart.
+
+## Memory of a trainer rank
+
+Four ranks, tensor-parallel by two, microbatches of 16,384 tokens, recomputation.
+
+{memory}
+
+## Weights
+
+{weights}
+
+## The file
+
+```toml
+{inputs}
+```
+
+Every input; without [servers] the seconds of episodes contain the model's, and clusters cannot be split.
+
+{names}
+
+## Formulas
+
+Each is in `engine/launch/plan/` with its test in `tests/launch/plan/`.
+
+{formulas}
 
 This page is written by `make docs`.
 """
@@ -320,7 +399,77 @@ def members(documented: type) -> str:
     return table(rows) + "\n"
 
 
-PAGES = {"python.md": python_page, "settings.md": settings_page, "metrics.md": metrics_page}
+def scaling_page() -> str:
+    """docs/scaling.md: tables of the plan in docs/scaling.toml, formulas and inputs from the code."""
+    plan = load_plan(DOCS / "scaling.toml")
+    tables = (
+        level_table(levels(plan)),
+        size_table(plan, sizes(plan)),
+        memory_table(plan),
+        transfer_table(plan),
+    )
+    shown = {table.title.split(" ")[0]: _markdown(table) for table in tables}
+    formulas = "\n".join(
+        f"### {title}\n\n{_formulas(module)}\n"
+        for title, module in (
+            ("Bounds", bounds),
+            ("Speed of servers", serving),
+            ("Memory", memory),
+            ("Networks", network),
+            ("Failures and prices", cost),
+        )
+    )
+    return SCALING.format(
+        inputs=(DOCS / "scaling.toml").read_text().strip(),
+        levels=shown["Levels,"],
+        sizes=shown["Best"],
+        memory=shown["Memory"],
+        weights=shown["Seconds"],
+        names=_plan_inputs(),
+        formulas=formulas.strip(),
+    )
+
+
+def _markdown(table: PlanTable) -> str:
+    names = table.names if any(table.names) else ("", "")
+    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    lines += [f"| {' | '.join(row)} |" for row in table.rows]
+    return "\n".join(lines)
+
+
+def _formulas(module: ModuleType) -> str:
+    """What a module's docstring says after its contract."""
+    _, _, rest = inspect.getdoc(module).partition("Invariant:")  # type: ignore[union-attr]
+    if not rest:
+        _, _, rest = inspect.getdoc(module).partition("Owns:")  # type: ignore[union-attr]
+    return rest.partition("\n\n")[2].strip()
+
+
+def _plan_inputs() -> str:
+    lines = ["| name | default | meaning |", "|---|---|---|"]
+    for section, field in Inputs.model_fields.items():
+        model = next((m for m in _models(field.annotation) if issubclass(m, BaseModel)), None)
+        if model is None:
+            continue
+        meanings = attribute_docstrings(model)
+        for name, one in model.model_fields.items():
+            meaning = meanings.get(name, "")
+            lines.append(f"| `{section}.{name}` | {default_text(one)} | {meaning} |")
+    return "\n".join(lines)
+
+
+def _models(annotation: Any) -> list[type]:
+    found = [annotation, *typing.get_args(annotation)]
+    return [one for one in found if isinstance(one, type)]
+
+
+PAGES = {
+    "python.md": python_page,
+    "settings.md": settings_page,
+    "metrics.md": metrics_page,
+    "scaling.md": scaling_page,
+}
+
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -34,6 +34,11 @@ def test_a_generated_page_is_what_the_code_says(name: str, generate: ModuleType)
     assert generate.PAGES[name]() == (ROOT / "docs" / name).read_text(), "run make docs"
 
 
+def test_the_scaling_page_is_what_its_plan_says(generate: ModuleType) -> None:
+    """`make docs` was run after the last change of the simulator, a formula or docs/scaling.toml."""
+    assert generate.scaling_page() == (ROOT / "docs/scaling.md").read_text(), "run make docs"
+
+
 def test_every_setting_says_what_it_means(generate: ModuleType) -> None:
     """No row of settings.md is empty."""
     rows = [line for line in generate.settings_page().splitlines() if line.startswith("| `")]

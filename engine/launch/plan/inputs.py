@@ -30,7 +30,7 @@ from outloop.engine.launch.plan.simulate import Episodes, Scenario
 
 MIN_STEPS = 3
 """Rows of steps of a run, after the first, that a plan is made from."""
-MAX_GROUPS = 64
+MAX_GROUPS = 32
 """Of a step that is simulated; a larger cluster is simulated as a slice."""
 FORWARD_BACKWARD = 6
 """Floating-point operations for a parameter and token, forward and backward (Kaplan et al. 2020,

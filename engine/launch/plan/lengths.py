@@ -22,6 +22,16 @@ NUM_QUANTILES = 16384
 Floats = npt.NDArray[np.float64]
 
 
+def uniform(count: int, *, seed: int, stream: int, index: int = 0) -> Floats:
+    """`count` independent numbers in [0, 1), the same for the same arguments in every release.
+
+    Philox's raw stream, which numpy promises to keep.
+    """
+    key = np.array([seed % 2**64, stream * 2**48 + index], dtype=np.uint64)
+    raw = np.random.Philox(key=key).random_raw(count)
+    return (raw >> np.uint64(11)) * 2.0**-53
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """One part of a mixture: uniform from `low` to `high`, or log-normal and cut to that range."""

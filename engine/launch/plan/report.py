@@ -286,7 +286,7 @@ def _costs(plan: Plan, one: Size) -> list[str]:
                 of_trainer=prices.on_demand,
             )
         )
-    return [f"{cost:.3g}" for cost in costs]
+    return [_number(cost) for cost in costs]
 
 
 def _number(value: float) -> str:

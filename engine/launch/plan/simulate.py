@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from outloop.engine.launch.plan.admission import Admission, Group, Rules
-from outloop.engine.launch.plan.lengths import Floats, Lengths
+from outloop.engine.launch.plan.lengths import Floats, Lengths, uniform
 from outloop.engine.launch.plan.serving import Servers, Serving
 
 MAX_TURNS = 3
@@ -191,7 +191,8 @@ class _Simulation:
         self._drawn: dict[int, tuple[Floats, Floats, Floats]] = {}
         whole = scenario.episodes.seconds.plus(scenario.episodes.tokens, self._alone_s(1.0))
         self._slow_from = float(np.quantile(whole.values, 1.0 - SLOW_SHARE))
-        self._signal = np.random.default_rng((scenario.seed, 1))
+        self._num_looked_at = 0
+        """Groups of which it was asked whether they have a signal."""
 
     def run(self) -> Simulated:
         scenario = self._scenario
@@ -257,15 +258,17 @@ class _Simulation:
     def _draw(self, slot: int) -> tuple[Floats, Floats, Floats]:
         """Seconds, tokens and time lost of a group's attempts."""
         episodes, size = self._scenario.episodes, self._scenario.rules.group_size
-        rng = np.random.default_rng((self._scenario.seed, 0, slot))
+        seed = self._scenario.seed
+        own, kind, lost = uniform(3 * size + 1, seed=seed, stream=0, index=slot)[1:].reshape(
+            3, size
+        )
         if self._scenario.quantiles is not None:
             ranks = self._scenario.quantiles(slot)
         else:
-            task = np.random.default_rng((self._scenario.seed, 2, slot)).random()
-            own, is_own = rng.random(size), rng.random(size) >= episodes.by_task
-            ranks = np.where(is_own, own, task)
-        lost = np.where(rng.random(size) < episodes.lost_share, episodes.recovery_s, 0.0)
-        return episodes.seconds.at(ranks), episodes.tokens.at(ranks), lost
+            task = uniform(1, seed=seed, stream=0, index=slot)
+            ranks = np.where(kind >= episodes.by_task, own, task)
+        lost_s = np.where(lost < episodes.lost_share, episodes.recovery_s, 0.0)
+        return episodes.seconds.at(ranks), episodes.tokens.at(ranks), lost_s
 
     def _begin_turn(self, attempt: _Attempt) -> None:
         if attempt.is_over:
@@ -314,7 +317,9 @@ class _Simulation:
         self._is_waiting = False
         self._batch += taken
         scenario = self._scenario
-        lost = int((self._signal.random(len(taken)) < scenario.no_signal_share).sum())
+        self._num_looked_at += 1
+        chance = uniform(len(taken), seed=scenario.seed, stream=1, index=self._num_looked_at)
+        lost = int((chance < scenario.no_signal_share).sum())
         if lost and self._num_refills < scenario.max_refills:
             self._num_refills += 1
             self._missing = lost

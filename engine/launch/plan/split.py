@@ -13,7 +13,7 @@ from outloop.buffer.errors import SettingsError
 from outloop.engine.launch.plan.bounds import best, steps_per_hour
 from outloop.engine.launch.plan.simulate import Scenario, Simulated, simulate
 
-NUM_SIMULATED = 3
+NUM_SIMULATED = 2
 NUM_CANDIDATES = 40
 """Numbers of servers that are looked at, equally far apart."""
 

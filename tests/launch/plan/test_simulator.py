@@ -147,7 +147,7 @@ def test_no_signal_costs_a_synchronous_run_another_wait() -> None:
     ("staleness", "seconds"), [(0, 25.3), (1, 12.7), (2, 8.7), (4, 5.3), (8, 3.1)]
 )
 def test_another_simulator_of_the_same_rules_found_the_same(staleness: int, seconds: float) -> None:
-    """Steps of 8 groups of 8 under the tail, 0.1 s of latency and 0.3 s of update, nothing dropped."""
+    """Steps of 8 groups of 8 under the tail, 0.1 s of latency, 0.3 s of update; nothing dropped."""
     one = scenario(TAIL, staleness=staleness, groups=8, size=8, update_s=0.3, num_steps=150)
     one = replace(one, episodes=replace(one.episodes, overhead_s=0.1), num_warmup_steps=10)
     found = simulate(one)
