@@ -35,7 +35,7 @@ def test_a_generated_page_is_what_the_code_says(name: str, generate: ModuleType)
 
 
 def test_the_scaling_page_is_what_its_plan_says(generate: ModuleType) -> None:
-    """`make docs` was run after the last change of the simulator, a formula or docs/scaling.toml."""
+    """`make docs` was run after the last change of a formula, the simulator or its file."""
     assert generate.scaling_page() == (ROOT / "docs/scaling.md").read_text(), "run make docs"
 
 
