@@ -29,7 +29,7 @@ def uniform(count: int, *, seed: int, stream: int, index: int = 0) -> Floats:
     """
     key = np.array([seed % 2**64, stream * 2**48 + index], dtype=np.uint64)
     raw = np.random.Philox(key=key).random_raw(count)
-    return (raw >> np.uint64(11)) * 2.0**-53
+    return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
