@@ -1,6 +1,6 @@
 # Three commands matter: `make demo`, `make check` (a minute) and `make test` (minutes). Each installs what it
 # needs into .venv first.
-.PHONY: demo check test test-slow lock durations docs test-container lint format test-checkout test-wheel test-search install bwrap chromium test-browser test-parity test-chaos test-redis bench-loop bench-buffer bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
+.PHONY: demo check test test-slow test-pythons lock durations docs test-container lint format test-checkout test-wheel test-search install bwrap chromium test-browser test-parity test-chaos test-redis bench-loop bench-buffer bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -114,6 +114,20 @@ test-slow: $(STAMP) bwrap test-browser
 # The page of `outloop view` in a real browser; under a minute.
 test-browser: $(STAMP) chromium
 	$(BIN)/python -m pytest -m browser tests/view/test_browser.py
+
+# Router, buffer and envs, which need no torch, on other releases of Python that are here (pyenv's too).
+PYTHONS ?= python3.12 python3.13
+LIGHT_EXTRAS := redis,router,envs,verifiers,view,plot,examples,games,mcp
+LIGHT_TOOLS := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis lupa anthropic 'schemathesis<5' pyyaml 'transformers<5'
+NEED_TORCH := tests/router/test_clients.py tests/router/test_scripted.py
+test-pythons: bwrap
+	@set -e; for python in $(PYTHONS); do \
+	  PYENV_VERSION=$$(pyenv versions --bare 2> /dev/null | paste -sd:); export PYENV_VERSION; \
+	  $$python --version || { echo "$$python is not here: not tested"; continue; }; \
+	  test -x .venv-$$python/bin/python || $$python -m venv .venv-$$python; \
+	  .venv-$$python/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$(LIGHT_EXTRAS)]' $(LIGHT_TOOLS); \
+	  .venv-$$python/bin/python $(PYTEST) tests/buffer tests/router tests/envs $(NEED_TORCH:%=--ignore=%) -m "$(HERE) and not e2e and not slow and not medium"; \
+	done
 
 # Runs everything once more to see which tests are slow; an idle machine.
 durations: $(STAMP) bwrap
