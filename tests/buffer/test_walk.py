@@ -17,7 +17,7 @@ from outloop.buffer.records import Turn
 NUM_STEPS = 300
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))
 async def test_any_interleaving_trains_each_slot_once(
     start: Callable[..., Any], clock: Any, make_turn: Callable[..., Turn], seed: int
 ) -> None:
@@ -26,13 +26,15 @@ async def test_any_interleaving_trains_each_slot_once(
     max_staleness = seed % 3
     loop = await start(
         buffer__max_staleness=max_staleness,
+        buffer__over_provision=1.5 if seed % 2 else 1.0,
         buffer__group_deadline_s=120,
         buffer__lease_s=60,
         env__episode_deadline_s=30,
         env__max_runner_silence_s=10,
         env__max_replacements=1,
     )
-    walk = Walk(loop, clock, make_turn, choices)
+    max_age = max(max_staleness, seed % 2)
+    walk = Walk(loop, clock, make_turn, choices, max_age=max_age)
     weights = {
         walk.claim: 3,
         walk.open_one: 10,
@@ -48,11 +50,12 @@ async def test_any_interleaving_trains_each_slot_once(
         walk.silence: 0.3,
         walk.resolve: 1,
         walk.damage: 0.3,
+        walk.change_limits: 0.3,
     }
     for _ in range(NUM_STEPS):
         (step,) = choices.choices(list(weights), list(weights.values()))
         await step()
-        walk.check(2 * (max_staleness + 1))
+        walk.check(2 * (max_age + 1))
     await _finish(walk)
 
 
@@ -79,7 +82,7 @@ class Machine(RuleBasedStateMachine):
             [
                 *["play", "play", "play", "take", "take", "train", "train", "checkpoint"],
                 *["claim", "open_one", "turn", "close", "score", "close_again"],
-                *["crash", "wait", "silence", "resolve", "damage"],
+                *["crash", "wait", "silence", "resolve", "damage", "change_limits"],
             ]
         ),
         seed=st.integers(0, 2**16),
@@ -121,7 +124,7 @@ def test_no_sequence_of_calls_breaks_an_invariant(
         )
         loop = loop_of(*await connect_faces(run))
         await loop.start()
-        return Walk(loop, clock, make_turn, random.Random(0))
+        return Walk(loop, clock, make_turn, random.Random(0), max_age=Machine.MAX_STALENESS)
 
     here = type("Here", (Machine,), {"begin": staticmethod(begin)})
     many = settings(

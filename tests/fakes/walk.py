@@ -47,6 +47,8 @@ class Walk:
     group_ids: set[str] = field(default_factory=set)
     num_ids: int = 0
     has_damage: bool = False
+    max_age: int = 0
+    """Publishes: the highest that was ever allowed."""
 
     async def claim(self, count: int = 0) -> None:
         runner_id = self.choices.choice(["", "heard", "silent"])
@@ -161,10 +163,24 @@ class Walk:
             if self._holds_leases():
                 await self.crash()
             return
+        depths = self.loop.reader.version_depths(self.weights.lineage)
         for lease in self.leases:
+            assert lease.max_age <= self.max_age
             for trajectory in lease.group.trajectories:
                 for turn in trajectory.turns:
-                    assert turn.version_spans[0].policy_version in self.weights.lineage
+                    version = turn.version_spans[0].policy_version
+                    assert version in self.weights.lineage
+                    age = depths[self.weights.version] - depths[version]
+                    assert 0 <= age <= lease.max_age
+
+    async def change_limits(self) -> None:
+        """Somebody changes how far ahead episodes start, or how old tokens may be."""
+        if self.choices.random() < 0.5:
+            depth = self.choices.choice(["auto", 0, 0.5, 1, 2])
+            self.loop.reader.limits.change(pipeline_depth=depth)
+        else:
+            staleness = self.choices.randint(0, self.max_age)
+            self.loop.reader.limits.change(max_staleness=staleness)
 
     def _holds_leases(self) -> bool:
         client, prefix = self.loop.reader.client, self.loop.reader.prefix

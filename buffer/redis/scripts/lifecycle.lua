@@ -313,8 +313,8 @@ local function max_age()
   return math.max(rules.max_staleness, rules.over_provision_ppm > 1000000 and 1 or 0)
 end
 
--- The groups that are started for a step, those that are started beyond them, and all that may be
--- live: with one batch taken a step, what is more becomes too old before its turn.
+-- The groups that are started for a step, those that are started beyond them, and how many these
+-- may be at most: with one batch taken a step, what is more becomes too old before its turn.
 local function admission()
   local batch = rules.groups_per_step
   local limit = (max_age() + 1) * batch
@@ -325,7 +325,8 @@ local function admission()
   else
     beyond = math.ceil(tonumber(rules.pipeline_depth) * batch)
   end
-  return provided, math.min(beyond, limit - provided), limit
+  local most = math.min(limit - provided, rules.max_staleness * batch)
+  return provided, math.min(beyond, most), most
 end
 
 local function make_ready(group_id)

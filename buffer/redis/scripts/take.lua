@@ -131,14 +131,14 @@ local function adapt_depth()
   local short, slow = mean(s[5], number(s[2]) or 0), mean(s[6], number(s[3]) or 0)
   local left = redis.call('ZCARD', READY)
   local least, takes = math.min(number(s[7]) or left, left), (number(s[8]) or 0) + 1
-  local provided, beyond, limit = admission()
+  local _, beyond, most = admission()
   local step, change, cause = math.max(1, math.floor(rules.groups_per_step / 8)), 0, 'kept'
   local is_short, is_slow = short > TOLERATED_WAIT * period, slow > TOLERATED_WAIT * period
   if is_short and short > slow then
-    if beyond >= limit - provided then
+    if beyond >= most then
       cause = 'limited_by_age'
     elseif s[9] then
-      cause, change = 'raised', math.min(step, limit - provided - beyond)
+      cause, change = 'raised', math.min(step, most - beyond)
     else
       cause = 'limited_by_places'
     end

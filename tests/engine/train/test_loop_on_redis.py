@@ -222,6 +222,22 @@ def test_the_loop_trains_on_redis_at_every_staleness(staleness: int, train: Any)
     assert stats["buffer/acknowledged_groups"] + stats["buffer/dropped_groups"] == taken == 24
 
 
+def test_partial_rollouts_train_at_level_0(train: Any) -> None:
+    """Groups that a step does not need go on into the next, where their tokens are one publish old;
+    none is left over at the end, none is played for nothing, and a restart changes none of it."""
+    chosen = {"over_provision": 1.5}
+    train(num_steps=2, staleness=0, buffer=chosen)
+    rows, stats = train(num_steps=6, staleness=0, buffer=chosen)
+    steps = [row for row in rows if "train/loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    worst = [row["train/staleness_max"] for row in steps if row["train/staleness_max"] is not None]
+    assert max(worst) == 1
+    assert [row["buffer/pipeline_depth"] for row in steps] == [0] * 6
+    assert stats["buffer/groups"] == stats["buffer/leased_groups_total"] == 24
+    assert stats["buffer/replaced_attempts"] == stats["buffer/dropped/stale"] == 0
+    assert stats["buffer/discarded_time_share"] == 0
+
+
 def test_a_restart_goes_on_from_the_checkpoint(train: Any) -> None:
     """Two steps, then two more: steps in order, versions never twice."""
     train(num_steps=2, staleness=1)
