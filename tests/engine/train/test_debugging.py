@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from fakes.bandit_run import FAST, Setup
+from fakes.bandit_run import FAST, Setup, arm
 from outloop.buffer.errors import SettingsError, UpdateRefused
 from outloop.cli.recorded import replay_step
 from outloop.engine.train.data.batch_builder import Credit
@@ -98,22 +98,18 @@ def test_an_update_that_is_not_finite_names_its_episodes_and_stops(
     assert "grad_norm=nan" in outcome.sentence
 
 
-def test_a_spike_is_refused_before_it_is_made(
-    setup: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After twenty updates of its kind one of a thousand times the pull stops the run."""
+def test_a_spike_is_refused_before_it_is_made(setup: MakeRun) -> None:
+    """After twenty updates of its kind one of ten thousand times the pull stops the run."""
     made = setup(
         trainer=FAST
-        | {"num_steps": 30, "checkpoint_every": 0, "learning_rate": 1e-5}
-        | {"max_grad_spike": 50.0}
+        | {"num_steps": 30, "checkpoint_every": 0, "learning_rate": 1e-5, "max_grad_spike": 50.0}
+        | {"advantage": "dr_grpo", "denominator": "budget", "token_budget": 1}
     )
-    advantages = Credit.advantages
 
-    def with_spike(self: Credit, rows: TrainBatch, **options: Any) -> Any:
-        factor = 1e4 if made.policy.scheduler.num_steps == 22 else 1.0
-        return np.float32(factor) * advantages(self, rows, **options)
+    def reward_of(token: int) -> float:
+        return arm(token) * (1e4 if made.policy.scheduler.num_steps == 22 else 1.0)
 
-    monkeypatch.setattr(Credit, "advantages", with_spike)
+    made.buffer.reward_of = reward_of
     with pytest.raises(UpdateRefused, match=r"step 23: grad_norm=.* exceeds .*max_grad_spike"):
         made.train()
     assert made.policy.scheduler.num_steps == 22

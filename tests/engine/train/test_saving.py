@@ -13,7 +13,6 @@ from fakes.bandit_run import FAST, Setup
 from outloop.buffer.errors import CheckpointFailed, DeadlineExceeded
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.settings import TrainerSettings
-from outloop.engine.train.checkpoint import acknowledgement, async_writer
 from outloop.engine.train.checkpoint.async_writer import Shards, begin_save
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint, load_checkpoint
 from outloop.engine.train.data.samples import Sample
@@ -101,11 +100,8 @@ def test_a_save_waits_for_the_one_before(setup: MakeRun, gate: threading.Event) 
     assert [mark.policy_version for mark in made.buffer.marks] == [2, 4, 5]
 
 
-def test_saving_while_training_can_be_switched_off(
-    setup: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is copied, no thread is started, and the next take finds it acknowledged."""
-    monkeypatch.setattr(async_writer, "_copy", None)
+def test_saving_while_training_can_be_switched_off(setup: MakeRun) -> None:
+    """No thread is started, and the next take finds it acknowledged."""
     made = setup(trainer=EVERY_OTHER | {"trains_while_saving": False})
     seen: list[int] = []
 
@@ -165,11 +161,8 @@ def test_the_run_ends_at_the_second_failure_or_the_last_save(
     assert found.step == in_use
 
 
-def test_a_write_that_never_ends_ends_the_run(
-    setup: MakeRun, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_never_ends_ends_the_run(setup: MakeRun, gate: threading.Event) -> None:
     """The sentence says what was written and how long it was waited for."""
-    monkeypatch.setattr(acknowledgement, "_POLL_S", 0.01)
     made = setup(trainer=FAST | {"num_steps": 2, "checkpoint_every": 1, "hang_timeout_s": 0.3})
     with pytest.raises(DeadlineExceeded, match="write the checkpoint of step 1"):
         made.train()
