@@ -25,7 +25,7 @@ def connect(folder: Path) -> duckdb.DuckDBPyConnection:
         SchemaMismatch: the archive was written by another release.
     """
     parts = read_manifest(folder).parts
-    connection = duckdb.connect(config={"threads": 2, "autoinstall_known_extensions": False})
+    connection = duckdb.connect(config={"autoinstall_known_extensions": False})
     for index, (name, schema) in enumerate((("episodes", EPISODES), ("turns", TURNS))):
         paths = [str(part_paths(folder, part)[index].absolute()) for part in parts]
         if paths:

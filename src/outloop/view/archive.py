@@ -7,6 +7,7 @@ run's keys are needed, and settings are not shown.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,12 +108,9 @@ class EpisodeFilter(BaseModel):
             if high is not None:
                 add(f"{column} <= ?", high)
         if self.text:
-            pattern = _like(self.text)
-            add(
-                "(text ILIKE ? ESCAPE '!' OR error ILIKE ? ESCAPE '!' OR output ILIKE ? ESCAPE '!' "
-                "OR episode_id ILIKE ? ESCAPE '!')",
-                pattern,
-            )
+            searched = ("text", "error", "output", "episode_id")
+            found = " OR ".join(f"regexp_matches({column}, ?, 'i')" for column in searched)
+            add(f"({found})", re.escape(self.text))
         return " AND ".join(conditions), parameters
 
 
@@ -126,6 +124,8 @@ class RunFolder:
     _connection: duckdb.DuckDBPyConnection | None = None
     _seen: int = -1
     _vocabulary: list[str] | None = None
+    _kept: dict[str, tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)
+    """SQL -> state of the archive, rows."""
 
     @property
     def is_live(self) -> bool:
@@ -161,14 +161,14 @@ class RunFolder:
 
     def fates(self) -> list[dict[str, Any]]:
         """How many episodes there are of each purpose, fate, reason and outcome."""
-        return self._rows(
+        return self._kept_rows(
             "SELECT purpose, fate, reason, outcome, count(*) AS number, avg(reward) AS reward "
             "FROM episodes GROUP BY ALL ORDER BY purpose DESC, number DESC"
         )
 
     def components(self) -> list[dict[str, Any]]:
         """Means of the named parts of rewards, by the newest version of an episode."""
-        return self._rows(
+        return self._kept_rows(
             "SELECT max_version AS version, name, avg(value) AS mean, count(*) AS number FROM ("
             "SELECT max_version, unnest(json_keys(reward_components)) AS name, "
             "CAST(json_extract(reward_components, '$.\"' || name || '\"') AS DOUBLE) AS value "
@@ -181,16 +181,23 @@ class RunFolder:
         condition, parameters = wanted.sql()
         order = _SORTS.get(wanted.sort, "ended_at")
         direction = "DESC" if wanted.descending else "ASC"
-        (total,) = self._rows(
-            f"SELECT count(*) AS number, avg(reward) AS reward FROM episodes WHERE {condition}",
-            parameters,
-        )
-        rows = self._rows(
-            f"SELECT {LISTED} FROM episodes WHERE {condition} "
-            f"ORDER BY {order} {direction} NULLS LAST, episode_id LIMIT ? OFFSET ?",
+        # Texts are searched once, and the other columns are read for one page alone.
+        page = self._rows(
+            "SELECT episode_id, count(*) OVER () AS total, avg(reward) OVER () AS mean_reward FROM "
+            f"(SELECT episode_id, reward, {order} AS key FROM episodes WHERE {condition}) "
+            f"ORDER BY key {direction} NULLS LAST, episode_id LIMIT ? OFFSET ?",
             [*parameters, wanted.limit, wanted.offset],
         )
-        return {"total": total["number"], "mean_reward": total["reward"], "episodes": rows}
+        ids = [row["episode_id"] for row in page]
+        found = self._rows(
+            f"SELECT {LISTED} FROM episodes WHERE episode_id IN ({_marks(ids)})", ids
+        )
+        by_id = {row["episode_id"]: row for row in found}
+        return {
+            "total": page[0]["total"] if page else 0,
+            "mean_reward": page[0]["mean_reward"] if page else None,
+            "episodes": [by_id[one] for one in ids if one in by_id],
+        }
 
     def episode(self, episode_id: str) -> dict[str, Any]:
         """An episode with the texts of its turns, and its neighbours in its group.
@@ -198,15 +205,10 @@ class RunFolder:
         Raises:
             NotFound: the archive does not hold it.
         """
-        found = self._rows(
-            "SELECT * EXCLUDE (text) FROM episodes WHERE episode_id = ?", [episode_id]
-        )
+        found = self._whole("episode_id = ?", episode_id)
         if not found:
             raise NotFound(f"episode_id={episode_id} is not in the archive of run {self.name}")
         (row,) = found
-        for name in ("reward_components", "reward_turns", "reward_branches", "metadata"):
-            row[name] = json.loads(row[name])
-        row["turns"] = self._turns(_TURN_TEXTS, episode_id)
         row["group"] = (
             self._rows(
                 f"SELECT {LISTED} FROM episodes WHERE group_id = ? ORDER BY attempt, ended_at",
@@ -223,13 +225,10 @@ class RunFolder:
         Raises:
             NotFound: the archive holds none.
         """
-        ids = self._rows(
-            "SELECT episode_id FROM episodes WHERE group_id = ? ORDER BY attempt, ended_at",
-            [group_id],
-        )
-        if not ids:
+        found = self._whole("group_id = ?", group_id)
+        if not found:
             raise NotFound(f"group_id={group_id} is not in the archive of run {self.name}")
-        return [self.episode(row["episode_id"]) | {"group": []} for row in ids]
+        return found
 
     def tokens(self, episode_id: str) -> dict[str, Any]:
         """The token columns of an episode's turns, and the texts of the ids in them."""
@@ -243,6 +242,26 @@ class RunFolder:
             "turns": turns,
             "texts": {one: words[one] for one in sorted(used) if one < len(words)},
         }
+
+    def _whole(self, condition: str, value: str) -> list[dict[str, Any]]:
+        """Episodes with the texts of their turns."""
+        found = self._rows(
+            f"SELECT * EXCLUDE (text) FROM episodes WHERE {condition} ORDER BY attempt, ended_at",
+            [value],
+        )
+        ids = [row["episode_id"] for row in found]
+        turns: dict[str, list[dict[str, Any]]] = {one: [] for one in ids}
+        for turn in self._rows(
+            f"SELECT episode_id, {_TURN_TEXTS} FROM turns WHERE episode_id IN ({_marks(ids)}) "
+            "ORDER BY turn_index",
+            ids,
+        ):
+            turns[turn["episode_id"]].append(turn)
+        for row in found:
+            for name in ("reward_components", "reward_turns", "reward_branches", "metadata"):
+                row[name] = json.loads(row[name])
+            row["turns"] = turns[row["episode_id"]]
+        return found
 
     def _add_advantages(self, episode_id: str, turns: list[dict[str, Any]]) -> None:
         """`advantages` of each turn's output: None for a token that no update trained."""
@@ -278,6 +297,19 @@ class RunFolder:
                 self._vocabulary = pq.read_table(path, columns=["text"])[0].to_pylist()
             return self._vocabulary or []
 
+    def _kept_rows(self, sql: str) -> list[dict[str, Any]]:
+        """Rows of a query over everything; asked once for each state of the archive."""
+        seen = self._state()
+        if self._kept.get(sql, (None, []))[0] != seen:
+            self._kept[sql] = (seen, self._rows(sql))
+        return self._kept[sql][1]
+
+    def _state(self) -> int:
+        try:
+            return (self.path / FOLDER / MANIFEST).stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
     def _rows(self, sql: str, parameters: list[Any] | None = None) -> list[dict[str, Any]]:
         cursor = self._cursor()
         try:
@@ -291,19 +323,15 @@ class RunFolder:
         """A cursor over the archive as its manifest is now."""
         folder = self.path / FOLDER
         with self._lock:
-            try:
-                seen = (folder / MANIFEST).stat().st_mtime_ns
-            except FileNotFoundError:
-                seen = 0
+            seen = self._state()
             if self._connection is None or seen != self._seen:
                 # A cursor of the old connection goes on until it is closed.
                 self._connection, self._seen = connect(folder), seen
             return self._connection.cursor()
 
 
-def _like(text: str) -> str:
-    escaped = text.replace("!", "!!").replace("%", "!%").replace("_", "!_")
-    return f"%{escaped}%"
+def _marks(values: list[Any]) -> str:
+    return ", ".join("?" for _ in values) or "NULL"
 
 
 def _branches(turns: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
