@@ -377,6 +377,12 @@ class BufferReader:
         with translated("setting the number of steps left"):
             self._client.hset(self._key("state"), "steps_left", num_steps)
 
+    def run_state(self) -> str:
+        """`running`, `finished` or `failed`."""
+        with translated("reading the run state"):
+            (state,) = self._state("run_state")
+        return "running" if state is None else str(state.decode())
+
     def set_run_state(self, state: Literal["running", "finished", "failed"]) -> None:
         """Set the run's state; only a running run gives out claims."""
         with translated("setting the run state"):

@@ -61,28 +61,52 @@ def read_transcripts(
     Raises:
         SettingsError: the policy's tokenizer.json cannot be read.
     """
-    decode = _Decoder(settings.model.path)
-    seen: set[str] = set()
-    for episode_id in reader.archive.episode_ids():
-        if episode_id in seen:
-            continue
-        seen.add(episode_id)
-        found = reader.load_episode(episode_id)
-        if found is None or not found.is_closed:
-            continue
-        transcript = Transcript(
-            episode_id=episode_id,
-            task_id=found.opening.task_id,
-            purpose=found.opening.purpose,
-            outcome=found.outcome,
-            failure_kind=found.failure_kind,
-            reward=None if found.reward is None else found.reward.value,
-            error=found.error,
-            output=found.output,
-            turns=tuple(decode.turn(turn) for turn in found.turns),
-        )
+    for transcript in Transcripts(reader, settings).read_new():
         if transcript.is_failed or not failed:
             yield transcript
+
+
+class Transcripts:
+    """Closed episodes of a run as text, while it goes on."""
+
+    def __init__(self, reader: BufferReader, settings: Settings) -> None:
+        """Raises SettingsError if the policy's tokenizer.json cannot be read."""
+        self._reader = reader
+        self._decode = _Decoder(settings.model.path)
+        self._seen: set[str] = set()
+
+    def read_new(self) -> Iterator[Transcript]:
+        """Those in Redis that no earlier call gave."""
+        for episode_id in self._new_ids():
+            found = self._reader.load_episode(episode_id)
+            if found is None or not found.is_closed:
+                continue
+            yield Transcript(
+                episode_id=episode_id,
+                task_id=found.opening.task_id,
+                purpose=found.opening.purpose,
+                outcome=found.outcome,
+                failure_kind=found.failure_kind,
+                reward=None if found.reward is None else found.reward.value,
+                error=found.error,
+                output=found.output,
+                turns=tuple(self._decode.turn(turn) for turn in found.turns),
+            )
+
+    def skip_old(self) -> None:
+        """Have `read_new` leave out what is in Redis now."""
+        for _ in self._new_ids():
+            pass
+
+    def _new_ids(self) -> Iterator[str]:
+        listed = set()
+        for episode_id in self._reader.archive.episode_ids():
+            listed.add(episode_id)
+            if episode_id not in self._seen:
+                self._seen.add(episode_id)
+                yield episode_id
+        # What is in no list any more does not come again.
+        self._seen &= listed
 
 
 class _Decoder:

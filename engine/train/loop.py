@@ -252,6 +252,10 @@ class RlLoop:
         """Report what the trainer is doing, if it changed."""
         changed = self._status | fields | {"waiting_for": waiting_for}
         if changed != self._status:
+            if _without_numbers(waiting_for) != _without_numbers(
+                self._status.get("waiting_for", "")
+            ):
+                changed["since"] = f"{time.time():.1f}"
             self._status = changed
             self._reader.registry.report_status("trainer", changed)
 
@@ -498,3 +502,8 @@ class RlLoop:
             sentence = f"{'; '.join(sentences)}. `outloop buffer stats` says where they are lost."
             _log.warning("short_episodes", sentence=sentence)
             self._report(warning=sentence)
+
+
+def _without_numbers(sentence: str) -> str:
+    """A wait whose counts move on is still the same wait."""
+    return "".join(character for character in sentence if not character.isdigit())

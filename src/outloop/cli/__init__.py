@@ -30,6 +30,8 @@ from outloop.cli.router import router
 from outloop.cli.runner import runner
 from outloop.cli.serve import serve
 from outloop.cli.server import server
+from outloop.cli.status import status
+from outloop.cli.tail import tail
 from outloop.cli.train import train
 from outloop.cli.trainer import trainer
 from outloop.cli.trajectories import trajectories
@@ -37,7 +39,7 @@ from outloop.cli.view import view
 
 GROUPS: dict[str, tuple[click.Command, ...]] = {
     "Run": (train, serve, new_policy, convert, doctor, plan),
-    "Look into a run": (view, episodes, trajectories, buffer, tasks),
+    "Look into a run": (view, status, tail, episodes, trajectories, buffer, tasks),
     "Start parts one by one": (init, router, server, runner, trainer, archiver),
     "One side alone, for debugging": (rollout, train_recorded, replay_step),
 }

@@ -13,7 +13,7 @@ from outloop.cli.options import RUN
 if TYPE_CHECKING:
     from outloop.buffer.transcripts import Transcript
 
-_MAX_CHARS = 300
+MAX_CHARS = 300
 
 
 @click.command()
@@ -46,12 +46,13 @@ def episodes(
         if as_json:
             click.echo(json.dumps(asdict(transcript)))
         else:
-            _print(transcript, None if full else _MAX_CHARS)
+            print_transcript(transcript, None if full else MAX_CHARS)
     kind = "failed episodes" if failed else "episodes"
     click.echo(f"{len(shown)} of {len(found)} {kind} shown", err=as_json)
 
 
-def _print(transcript: Transcript, max_chars: int | None) -> None:
+def print_transcript(transcript: Transcript, max_chars: int | None) -> None:
+    """Write an episode to the terminal; texts are shortened to `max_chars`."""
     outcome: str = transcript.outcome or "open"
     if transcript.failure_kind is not None:
         outcome = f"{outcome} ({transcript.failure_kind})"
