@@ -272,7 +272,7 @@ class Policy:
 
     def _clip(self, norm: float) -> None:
         """Scale the gradients down to the largest norm that the settings allow."""
-        for part in _optimizer_parts(self.optimizer):
+        for part in optimizer_parts(self.optimizer):
             limit = part.config.clip_grad
             factor = limit / (norm + 1e-6)
             if limit <= 0.0 or factor >= 1.0:
@@ -298,7 +298,7 @@ class Policy:
             self.wrapped.param_to_bucket_group[weight].register_grad_ready(weight)
 
 
-def _optimizer_parts(optimizer: Any) -> list[Any]:
+def optimizer_parts(optimizer: Any) -> list[Any]:
     """Dense and expert parameters may have optimizers of their own; a stage may lack either."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
@@ -309,7 +309,7 @@ def _fuse_adam(optimizer: Any) -> None:
 
     Apex and Transformer Engine bring an Adam that does.
     """
-    for part in _optimizer_parts(optimizer):
+    for part in optimizer_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
                 group["fused"] = True

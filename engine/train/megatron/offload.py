@@ -6,13 +6,13 @@ buffers included, stays valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from outloop.engine.train.megatron.model_and_optimizer import Policy
+from outloop.engine.train.megatron.model_and_optimizer import Policy, optimizer_parts
 
 
 class Offload:
@@ -75,17 +75,11 @@ class Offload:
             for buffer in chain(policy.wrapped.buffers, policy.wrapped.expert_parallel_buffers):
                 parts = (buffer.grad_data, buffer.param_data)
                 yield from (part for part in parts if part is not None)
-            for optimizer in torch_optimizers(policy):
-                for group in optimizer.param_groups:
+            for part in optimizer_parts(policy.optimizer):
+                for group in part.optimizer.param_groups:
                     yield from group["params"]
-                for state in optimizer.state.values():
+                for state in part.optimizer.state.values():
                     yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def torch_optimizers(policy: Policy) -> Sequence[torch.optim.Optimizer]:
-    """The optimizers that Megatron chains and wraps."""
-    parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
-    return [part.optimizer for part in parts]
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -20,7 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
-from outloop.engine.train.megatron.model_and_optimizer import Policy
+from outloop.engine.train.megatron.model_and_optimizer import Policy, optimizer_parts
 
 _NAMES = ("exp_avg", "exp_avg_sq")
 _WEIGHT = "param"
@@ -88,7 +88,7 @@ def _optimizer_tensors(
     found: dict[str, Any] = {}
     weights: dict[int, Tensor] = {}
     sharded = _by_parameter(model_state)
-    for number, part in enumerate(_parts(policy)):
+    for number, part in enumerate(optimizer_parts(policy.optimizer)):
         if isinstance(part, DistributedOptimizer):
             # All data-parallel ranks get the whole of it; the first of them writes.
             state = part.sharded_param_state_fully_reshardable(model_state, False, {})
@@ -121,7 +121,7 @@ def _moments_to_fill(policy: Policy, model_state: dict[str, Any]) -> dict[str, A
 def _put_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
     """The optimizers' float32 weights, which the model's were rounded from."""
     names = {id(parameter): name for name, parameter in policy.model.named_parameters()}
-    for part in _parts(policy):
+    for part in optimizer_parts(policy.optimizer):
         for parameter, main, where in _owned(part):
             main.copy_(weights[names[id(parameter)]].flatten()[where].view_as(main))
 
@@ -129,7 +129,7 @@ def _put_weights(policy: Policy, weights: dict[str, Tensor]) -> None:
 def put_moments(policy: Policy, moments: dict[str, Tensor], *, num_updates: int) -> None:
     """Give the optimizers what was read into the room for moments; weights are loaded before."""
     names = {id(parameter): name for name, parameter in policy.model.named_parameters()}
-    for part in _parts(policy):
+    for part in optimizer_parts(policy.optimizer):
         for parameter, main, where in _owned(part):
             whole = {name: moments[f"{names[id(parameter)]}.{name}"] for name in _NAMES}
             entry = {name: t.flatten()[where].view_as(main).clone() for name, t in whole.items()}
@@ -170,12 +170,6 @@ def _owned(part: Any) -> Iterator[tuple[Tensor, Tensor, slice]]:
         where = part._get_model_param_range_map(parameter)["param"]
         main = part.optimizer.param_groups[group]["params"][order]
         yield parameter, main, slice(where.start, where.end)
-
-
-def _parts(policy: Policy) -> list[Any]:
-    """Dense and expert parameters may have optimizers of their own; a stage may lack either."""
-    parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
-    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
 def _by_parameter(model_state: dict[str, Any]) -> Callable[[Tensor], Any]:

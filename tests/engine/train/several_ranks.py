@@ -83,7 +83,7 @@ def train(ranks: RankController, batch: TrainBatch, *, step: int, num_updates: i
         RankWorker.train_step,
         batch,
         [list(range(len(batch)))] * num_updates,
-        credit=Credit(rewards=(), teaches=(), rows={}),
+        credit=Credit(groups=(), teaches=(), rows={}),
         step=step,
         policy_version=0,
     )

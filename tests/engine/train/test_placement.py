@@ -12,8 +12,8 @@ from outloop.engine.publish.verification.checksum import tensor_checksum
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.export_weights import Exports
-from outloop.engine.train.megatron.model_and_optimizer import Policy
-from outloop.engine.train.megatron.offload import Offload, torch_optimizers
+from outloop.engine.train.megatron.model_and_optimizer import Policy, optimizer_parts
+from outloop.engine.train.megatron.offload import Offload
 from outloop.engine.train.step.policy_update import rl_update
 
 MakePolicy = Callable[..., Policy]
@@ -30,7 +30,8 @@ def tensors(policy: Policy) -> Iterator[torch.Tensor]:
     """Weights, their gradients, and Adam's two moments."""
     for parameter in policy.model.parameters():
         yield from (parameter.detach(), parameter.main_grad)
-    for optimizer in torch_optimizers(policy):
+    for part in optimizer_parts(policy.optimizer):
+        optimizer = part.optimizer
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
