@@ -79,7 +79,7 @@ class BufferReader:
         self.limits = AdmissionLimits(self._scripts)
         """How far ahead of the trainer episodes start, and how old a trained token may be."""
         self.archive = Archive(client, self._prefix, self._scripts)
-        """Whole trajectories, to and from files."""
+        """Trajectories, to and from files."""
         self.trajectories = TrajectoryQueue(client, self._prefix, self._scripts)
         """Ended episodes that wait to be archived."""
 

@@ -191,7 +191,7 @@ class TokenReward(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A verifier's score: `value` is the episode's, beside it what parts of the episode earned.
+    """A verifier's score: `value` is the episode's; parts of the episode may have their own.
 
     What parts earned is not contained in `value`: the return of an episode is the sum of all.
     """
@@ -202,7 +202,7 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     turns: dict[str, float] = {}
     """Scores of single turns, by turn_id."""
     branches: dict[str, float] = {}
-    """By the turn_id of its last turn: what single branches earned."""
+    """Scores of single branches, by the turn_id of their last turn."""
     tokens: tuple[TokenReward, ...] = ()
     """What spans of output tokens earned; those of a turn do not overlap."""
 
@@ -218,7 +218,7 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def has_parts(self) -> bool:
-        """True if turns, branches or tokens are scored beside the episode."""
+        """True if turns, branches or tokens have scores of their own."""
         return bool(self.turns or self.branches or self.tokens)
 
 
@@ -371,7 +371,7 @@ class Claim:
     eval_name: str = ""
     """Which evaluation this belongs to: `{version}:{sampling name}`; empty for train."""
     resumes: str | None = None
-    """The lost episode whose recorded turns answer this attempt's requests while they are equal."""
+    """A lost episode: its recorded turns answer this attempt's requests until these differ."""
     source: str = ""
     """Which of several lists of tasks it is from; empty where there is one, and for eval."""
 

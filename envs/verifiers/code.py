@@ -129,7 +129,7 @@ class UnitTests(_JudgesPrograms):
         """1.0 or 0.0, or with `gives_part` the share of the tests that passed.
 
         Raises:
-            EnvironmentFailure: the tests are no Python, or no session can be had.
+            EnvironmentFailure: the tests are no Python, or no session can be opened.
         """
         tests = field_of(task, self._field, object)
         sources = [str(test) for test in tests] if isinstance(tests, list) else [str(tests)]

@@ -82,7 +82,7 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """One row for each step and each evaluation; `pandas.DataFrame(run.metrics())` works.
 
-        Names are those of docs/metrics.md, beside `step` and `time` (Unix seconds).
+        Names are those of docs/metrics.md, and `step` and `time` (Unix seconds).
         """
         from outloop.buffer.telemetry import read_metrics
 

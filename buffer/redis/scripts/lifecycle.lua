@@ -126,7 +126,7 @@ local function archive_scored(group_id, fate, reason, version)
   end
 end
 
--- The last episodes that failed are there for somebody to look at, whatever becomes of their groups.
+-- The last episodes that failed are kept for a person to look at, whatever happens to their groups.
 local function keep_failed(episode_id)
   redis.call('HSET', episode_key(episode_id), 'kept', 1)
   if redis.call('RPUSH', FAILED, episode_id) <= MAX_FAILED then return end
@@ -300,7 +300,7 @@ local function release_held_credits()
   end
 end
 
--- By depth, then by slot: what is taken next stands at the front, where few nodes are visited.
+-- By depth, then by slot: the next groups are at the front, where few nodes are visited.
 -- Exact below 2^21 publishes of 2^32 slots.
 local SLOTS = 4294967296
 local function depth_score(depth, slot)

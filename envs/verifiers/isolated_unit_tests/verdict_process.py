@@ -85,7 +85,7 @@ class Code:
                 if answer.get("changed") is not None:
                     _change(arguments, decode(answer["changed"], self._find))
         except Exception as error:  # noqa: BLE001 - a process boundary: it may have sent anything
-            raise CodeFailed(f"the code under test went away: {type(error).__name__}") from None
+            raise CodeFailed(f"the code under test is gone: {type(error).__name__}") from None
         if raised is not None:
             raise raised
         return value
@@ -197,7 +197,7 @@ def run(job: dict[str, Any], code: Code) -> dict[str, Any]:
         try:
             exec(_compile_stub(source), space)
         except Exception as error:
-            raise BadTests(f"what stands before them raised {error!r}") from error
+            raise BadTests(f"the code before them raised {error!r}") from error
     for name in job["modules"]:
         space.setdefault(name, importlib.import_module(name))
     try:

@@ -29,7 +29,7 @@ def convert(source: Path, out: Path, config: Path | None, max_shard_gb: float) -
     """Turn SOURCE into OUT: a Hugging Face folder into a Megatron checkpoint, or back.
 
     A Megatron checkpoint is a folder checkpoints/step_N of a run, or any distributed checkpoint of
-    Megatron-core, of whatever layout of ranks. Weights alone are converted, no optimizer state.
+    Megatron-core, of any layout of ranks. Only weights are converted, no optimizer state.
     """
     import warnings
 
