@@ -75,6 +75,12 @@ class VersionSpan(
     end: int
 
 
+def _least(array: Any) -> Any:
+    """The least item; False of booleans. For the few hundred items of a turn this takes less than
+    half the time of a ufunc's reduction."""
+    return array.item(array.argmin())
+
+
 def _make_plain(turn: Turn, name: str, array: Any, dtype: np.dtype[Any]) -> Any:
     """Replace an array of the turn by a contiguous one of this dtype, as its bytes are stored."""
     if array.dtype is not dtype or not array.flags.c_contiguous:
@@ -123,7 +129,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     def __post_init__(self) -> None:
         for name, ids in (("prompt_ids", self.prompt_ids), ("output_ids", self.output_ids)):
-            if ids.dtype != INT32 or ids.ndim != 1 or (len(ids) and np.minimum.reduce(ids) < 0):
+            if ids.dtype != INT32 or ids.ndim != 1 or (len(ids) and _least(ids) < 0):
                 raise RecordError(f"turn {self.turn_id}: {name} must be non-negative int32 [T]")
             _make_plain(self, name, ids, INT32)
         logprobs, num_output = self.behavior_logprobs, len(self.output_ids)
@@ -135,7 +141,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                     f"len(output_ids)={num_output}; they must be equal, and behavior_logprobs "
                     "float32 [O]. Record both from one answer."
                 )
-            if not np.isfinite(logprobs).all():
+            if num_output and not _least(np.isfinite(logprobs)):
                 raise RecordError(f"turn {self.turn_id}: behavior_logprobs holds NaN or infinity")
             position = 0
             for span in self.version_spans:
