@@ -36,6 +36,7 @@ class InFlightTurn:
 
     __slots__ = (
         "_clients",
+        "_is_over",
         "_is_settled",
         "_refusal",
         "_results",
@@ -45,7 +46,6 @@ class InFlightTurn:
         "is_delivered",
         "is_generated",
         "is_given_up",
-        "is_over",
         "is_retry",
         "num_prompt_tokens",
         "plan",
@@ -79,16 +79,21 @@ class InFlightTurn:
         self.task: asyncio.Task[None] | None = None
         self.deltas: list[Delta] = []
         self.is_delivered = False
-        self.is_over = False
         self.is_generated = False
         self.is_given_up = False
         """Whoever asked for it left and did not come back in time: it is recorded without loss."""
         self._clients: list[Client] = []
+        self._is_over = asyncio.Event()
         self._waiting: list[asyncio.Future[None]] = []
         """Woken at every change: results, a delta, a client that attaches."""
         self._is_settled = False
         self._results: tuple[TurnResult, ...] = ()
         self._refusal: Refusal | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True once it has its outcome."""
+        return self._is_over.is_set()
 
     @property
     def has_client(self) -> bool:
@@ -151,13 +156,13 @@ class InFlightTurn:
     def finish(self, results: Sequence[TurnResult]) -> None:
         """The turn is recorded."""
         self._results = tuple(results)
-        self.is_over = True
+        self._is_over.set()
         self._wake()
 
     def fail(self, refusal: Refusal) -> None:
         """The turn will not be answered."""
         self._refusal = refusal
-        self.is_over = True
+        self._is_over.set()
         self._wake()
 
     async def results(self) -> tuple[TurnResult, ...]:
@@ -196,8 +201,7 @@ class InFlightTurn:
 
     async def over(self) -> None:
         """Return when the turn has its outcome."""
-        while not self.is_over:
-            await self._change()
+        await self._is_over.wait()
 
     def cancel(self) -> None:
         """Give the turn up; its task ends soon after."""

@@ -195,10 +195,9 @@ def _has_history(request: TurnRequest) -> bool:
 
 
 def _num_chars(request: TurnRequest) -> int:
-    prompt = request.prompt if isinstance(request.prompt, str) else ""
-    return len(prompt) + sum(
-        len(message.text)
-        + len(message.reasoning)
-        + sum(len(call.arguments) for call in message.tool_calls)
-        for message in request.messages
-    )
+    number = len(request.prompt) if isinstance(request.prompt, str) else 0
+    for message in request.messages:
+        number += len(message.text) + len(message.reasoning)
+        for call in message.tool_calls:
+            number += len(call.arguments)
+    return number
