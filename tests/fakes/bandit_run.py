@@ -69,11 +69,15 @@ class Server:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         self._events = events
         self._generator = np.random.default_rng(0)
-        self.version = -1
         self.num_publishes = 0
         self.on_publish: Callable[[int], None] = lambda policy_version: None
         """Called with the version when its weights are loaded."""
-        self._logprobs = np.zeros(0)
+        self._state: tuple[int, np.ndarray] = (-1, np.zeros(0))
+
+    @property
+    def version(self) -> int:
+        """Of its weights; -1 before the first publish."""
+        return self._state[0]
 
     def publish(
         self, source: TensorSource, policy_version: int, *, on_wait: Callable[[str], None]
@@ -84,8 +88,7 @@ class Server:
             for spec, tensor in zip(source.specs, source.read(source.specs), strict=True):
                 known[spec.name].copy_(tensor)
             logits = self._model(torch.tensor([[1, 2]])).logits[0, -1].double()
-        self._logprobs = torch.log_softmax(logits, -1).numpy()
-        self.version = policy_version
+        self._state = (policy_version, torch.log_softmax(logits, -1).numpy())
         self.num_publishes += 1
         self._events.append(("publish", policy_version))
         self.on_publish(policy_version)
@@ -93,7 +96,7 @@ class Server:
 
     def share_of_the_paying_arm(self) -> float:
         """Its probability under the published weights."""
-        return float(np.exp(self._logprobs)[:200].sum())
+        return float(np.exp(self._state[1])[:200].sum())
 
     def sample(self, ids: Sequence[int] = (1, 2)) -> tuple[int, float]:
         """A token at temperature 1 after `ids`, and its logprob."""
@@ -102,10 +105,17 @@ class Server:
         token = int(self._generator.choice(400, p=probabilities / probabilities.sum()))
         return token, float(logprobs[token])
 
+    def pull(self) -> tuple[int, int, float]:
+        """(version, token, logprob) after [1, 2], by the same weights; for another thread."""
+        version, logprobs = self._state
+        probabilities = np.exp(logprobs)
+        token = int(self._generator.choice(400, p=probabilities / probabilities.sum()))
+        return version, token, float(logprobs[token])
+
     def logprobs_after(self, ids: tuple[int, ...]) -> np.ndarray:
         """[400], under the published weights."""
         if ids == (1, 2):
-            return self._logprobs
+            return self._state[1]
         with torch.no_grad():
             logits = self._model(torch.tensor([ids])).logits[0, -1].double()
         return torch.log_softmax(logits, -1).numpy()

@@ -6,22 +6,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
+import redis.asyncio
 
-from outloop.buffer.codec import records_codec
+from fakes.bandit_run import Report, Server
 from outloop.buffer.errors import FenceExpired, Gone
 from outloop.buffer.reader import BufferReader, init_run
 from outloop.buffer.records import Opening, Reward, Sampling, Task, Turn, VersionSpan
 from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.keys import key
 from outloop.buffer.run import Run, create_run, load_run
 from outloop.buffer.settings import Settings
+from outloop.buffer.store.budget_notes import EpisodeUsage
 from outloop.buffer.telemetry import MetricsWriter, read_metrics
 from outloop.buffer.writer import BufferWriter
 from outloop.engine.publish.tensor_source import TensorSource
@@ -31,54 +31,62 @@ from outloop.engine.train.ranks.controller import RankController
 WAIT_S = 30.0
 
 
-@dataclass
-class Report:
-    """What publishing in memory costs."""
-
-    duration_s: float = 0.0
-    num_bytes: int = 0
-    pause_s: float = 0.0
-    peak_extra_buckets: float = 0.0
-
-
-class Server:
-    """A transformers model that loads what is published and draws one token after [1, 2]."""
+class LateServer(Server):
+    """One that takes version 2 only after a while."""
 
     def __init__(self, folder: Path, *, away_s: float = 0.0, is_hung: bool = False) -> None:
+        super().__init__(folder, [])
         self.away_s = away_s
         self.is_hung = is_hung
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        self._generator = np.random.default_rng(0)
-        self._state: tuple[int, np.ndarray] = (-1, np.zeros(0))
 
     def publish(
-        self, source: TensorSource, version: int, *, on_wait: Callable[[str], None]
+        self, source: TensorSource, policy_version: int, *, on_wait: Callable[[str], None]
     ) -> Report:
-        """Take the weights in place of the old ones; version 2 only after a while."""
-        until = time.monotonic() + (self.away_s if version == 2 else 0.0)
+        """As its base class."""
+        until = time.monotonic() + (self.away_s if policy_version == 2 else 0.0)
         while time.monotonic() < until:
             if not self.is_hung:
                 on_wait("1 servers (1 registered, 0 answering)")
             time.sleep(0.05)
-        known = dict(self._model.named_parameters())
-        with torch.no_grad():
-            for spec, tensor in zip(source.specs, source.read(source.specs), strict=True):
-                known[spec.name].copy_(tensor)
-            logits = self._model(torch.tensor([[1, 2]])).logits[0, -1].double()
-        self._state = (version, torch.log_softmax(logits, -1).numpy())
-        return Report()
-
-    def draw(self) -> tuple[int, int, float]:
-        """(version, token, logprob)."""
-        version, logprobs = self._state
-        probabilities = np.exp(logprobs)
-        token = int(self._generator.choice(400, p=probabilities / probabilities.sum()))
-        return version, token, float(logprobs[token])
+        return super().publish(source, policy_version, on_wait=on_wait)
 
 
-async def play(run: Run, server: Server, stop: threading.Event) -> None:
-    """Claim, draw one turn, score by the arm, close; until stopped."""
-    writer = await BufferWriter.connect(run)
+class BadServer(LateServer):
+    """One that samples an id outside the vocabulary now and then."""
+
+    num_pulls = 0
+
+    def pull(self) -> tuple[int, int, float]:
+        """As its base class."""
+        self.num_pulls += 1
+        version, token, logprob = super().pull()
+        return version, 10**6 if self.num_pulls % 23 == 0 else token, logprob
+
+
+class DamagingWriter(BufferWriter):
+    """One that spoils a recorded turn now and then: of another release, or cut short."""
+
+    def __init__(self, run: Run, client: redis.asyncio.Redis, *options: Any) -> None:
+        super().__init__(run, client, *options)
+        self._run_id, self._redis, self._num_turns = run.run_id, client, 0
+
+    async def append_turn(self, turn: Turn) -> EpisodeUsage:
+        """As its base class."""
+        usage = await super().append_turn(turn)
+        self._num_turns += 1
+        turns = key(self._run_id, f"episode:{turn.episode_id}:turns")
+        if self._num_turns % 29 == 0:
+            data = await self._redis.lindex(turns, 0)
+            await self._redis.lset(turns, 0, b"\x09\x00" + data[2:])
+        elif self._num_turns % 31 == 0:
+            data = await self._redis.lindex(turns, 0)
+            await self._redis.lset(turns, 0, data[:-1])
+        return usage
+
+
+async def play(run: Run, server: LateServer, stop: threading.Event) -> None:
+    """Claim, sample one turn, score by the arm, close; until stopped."""
+    writer = await (DamagingWriter if isinstance(server, BadServer) else BufferWriter).connect(run)
     tasks = [Task(task_id=f"t{index}", payload={"index": index}) for index in range(12)]
     names = itertools.count(time.time_ns())
     try:
@@ -94,7 +102,7 @@ async def play(run: Run, server: Server, stop: threading.Event) -> None:
         await writer.close()
 
 
-async def play_one(writer: BufferWriter, claim: Any, server: Server, episode_id: str) -> None:
+async def play_one(writer: BufferWriter, claim: Any, server: LateServer, episode_id: str) -> None:
     """One episode of one turn."""
     now = time.time()
     await writer.open_episode(
@@ -110,7 +118,7 @@ async def play_one(writer: BufferWriter, claim: Any, server: Server, episode_id:
             opened_at=now,
         )
     )
-    version, token, logprob = server.draw()
+    version, token, logprob = server.pull()
     await writer.append_turn(
         Turn(
             turn_id=f"{episode_id}-0",
@@ -138,7 +146,7 @@ async def play_one(writer: BufferWriter, claim: Any, server: Server, episode_id:
 
 
 @contextmanager
-def playing(run: Run, server: Server) -> Iterator[None]:
+def playing(run: Run, server: LateServer) -> Iterator[None]:
     """Episodes are played in a thread of their own."""
     stop = threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(play(run, server, stop)), daemon=True)
@@ -165,6 +173,7 @@ def train(
             buffer: Any = None,
             away_s: float = 0.0,
             is_hung: bool = False,
+            server_class: type[LateServer] = LateServer,
             **trainer: Any,
         ) -> Any:
             sizes = {"group_size": group_size, "max_staleness": staleness}
@@ -184,7 +193,7 @@ def train(
             )
             run = create_run(settings, tmp_path / "run", redis.url)
             init_run(run)
-            server = Server(tiny_folder(), away_s=away_s, is_hung=is_hung)
+            server = server_class(tiny_folder(), away_s=away_s, is_hung=is_hung)
             reader, leases = BufferReader.connect(run), BufferReader.connect(run)
             ranks = make_ranks(run, num_updates=num_steps)
             with playing(run, server), MetricsWriter(run.dir) as metrics:
@@ -303,26 +312,11 @@ def test_other_groups_are_taken_for_those_a_filter_drops(
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_groups_that_cannot_be_trained_are_dead_letters(
-    staleness: int, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    staleness: int, train: Any, tmp_path: Path
 ) -> None:
     """Bytes of another release, damage and ids outside the vocabulary stop neither reader nor
     trainer: each group leaves a letter that says which episode and what is wrong with it."""
-    drawn, stored = itertools.count(1), itertools.count(1)
-    draw, encode = Server.draw, records_codec.encode_turn
-
-    def draw_wrongly(server: Server) -> tuple[int, int, float]:
-        version, token, logprob = draw(server)
-        return version, 10**6 if next(drawn) % 23 == 0 else token, logprob
-
-    def store_wrongly(turn: Turn) -> bytes:
-        number, data = next(stored), encode(turn)
-        return (
-            b"\x09\x00" + data[2:] if number % 29 == 0 else data[: -1 if number % 31 == 0 else None]
-        )
-
-    monkeypatch.setattr(Server, "draw", draw_wrongly)
-    monkeypatch.setattr(records_codec, "encode_turn", store_wrongly)
-    rows, stats = train(num_steps=6, staleness=staleness)
+    rows, stats = train(num_steps=6, staleness=staleness, server_class=BadServer)
     assert [r["train/policy_version"] for r in rows if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
     reader = BufferReader.connect(load_run(tmp_path / "run"))
     letters = reader.dead_letters.list_all()

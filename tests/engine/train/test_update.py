@@ -125,20 +125,6 @@ def whole_gradient(
     return gradients["whole"]
 
 
-def test_chunks_of_logits_leave_gradient_and_metrics_unchanged(
-    make_policy: MakePolicy, make_samples: MakeSamples, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Logits of seven tokens at a time give what all at once give."""
-    samples = make_samples(9)
-    whole_policy, chunked_policy = make_policy(), make_policy()
-    whole = update(whole_policy, samples, TrainerSettings())
-    monkeypatch.setattr(update_module, "_MAX_CHUNK_LOGITS", {"cpu": 7 * 400})
-    chunked = update(chunked_policy, samples, TrainerSettings())
-    assert chunked.loss == pytest.approx(whole.loss, rel=1e-5)
-    assert chunked.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
-    assert chunked.policy_metrics() == pytest.approx(whole.policy_metrics(), rel=1e-5, abs=1e-6)
-
-
 def test_the_gradient_is_the_sum_over_the_denominator(
     make_policy: MakePolicy, make_samples: MakeSamples
 ) -> None:
