@@ -51,7 +51,11 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         "trainer.overlong_buffer_tokens=24",
     ),
     "reward_to_go": ('trainer.advantage="reward_to_go"',),
-    "ppo": ('trainer.recipe="ppo"', "trainer.critic.learning_rate=1e-3"),
+    "ppo": (
+        'trainer.recipe="ppo"',
+        'trainer.advantage="gae"',
+        "trainer.critic.learning_rate=1e-3",
+    ),
     "gspo": ('trainer.loss="gspo"',),
     "cispo": ('trainer.loss="cispo"',),
 }
