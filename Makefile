@@ -237,5 +237,11 @@ bench-router: $(STAMP) $(BENCH)/.installed
 bench-learning: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/learning.py
 
+# Levels of asynchrony under agents that wait, about ten minutes on an idle machine. For the docs: SEEDS=10.
+.PHONY: bench-async
+bench-async: SEEDS = 1
+bench-async: $(STAMP)
+	SEEDS=$(SEEDS) $(ONE_THREAD) $(BIN)/python tests/bench/asynchrony.py
+
 clean:
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
