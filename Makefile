@@ -1,6 +1,6 @@
 # Three commands matter: `make demo`, `make check` (a minute) and `make test` (minutes). Each installs what it
 # needs into .venv first.
-.PHONY: demo check test test-slow test-pythons lock durations docs test-container lint format test-checkout test-wheel test-search install bwrap chromium test-browser test-parity test-chaos test-redis bench-loop bench-buffer bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
+.PHONY: demo check test test-slow test-pythons lock durations docs test-container lint format test-checkout test-wheel test-search install bwrap chromium test-browser test-parity test-chaos test-redis bench-loop bench-buffer bench-view bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -211,6 +211,9 @@ bench-envs: $(STAMP) bwrap
 
 bench-buffer: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/buffer.py
+
+bench-view: $(STAMP)
+	$(BIN)/python tests/bench/view.py
 
 bench-publish: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/publish.py

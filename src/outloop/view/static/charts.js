@@ -117,5 +117,5 @@ function card(title, note, series, { x, y, axes, drawn, steps, at, format, summa
     },
   }, axes, drawn, cursor);
   return h("section", { class: "card chart" }, h("header", {}, h("h3", {}, title), note && h("small", {}, note)), picture,
-    h("div", { class: "legend" }, series.length > 1 && series.map((one) => h("span", {}, h("i", { class: one.dashed ? "dashed" : "", style: { background: one.color } }), one.name))), tip);
+    h("div", { class: "legend" }, (series.length > 1 || !y) && series.map((one) => h("span", {}, h("i", { class: one.dashed ? "dashed" : "", style: { background: one.color } }), one.name))), tip);
 }

@@ -26,7 +26,10 @@ function increments(rows, prefix) {
   }).filter((one) => one.points.some((p) => p.value));
 }
 
-function componentSeries(rows) {
+// From the steps, where they have them; else from the kept episodes, by policy version.
+function componentSeries(rows, steps) {
+  const measured = [...new Set(steps.flatMap((row) => Object.keys(row)))].filter((name) => name.startsWith("reward/"));
+  if (measured.length) return named(steps, measured.map((name) => [name.slice("reward/".length), name]));
   const names = [...new Set(rows.map((row) => row.name))];
   return names.map((name, i) => ({ name, color: COLORS[i % COLORS.length], points: rows.filter((row) => row.name === name && row.version !== null).map((row) => ({ step: row.version, value: row.mean })) }));
 }
@@ -46,7 +49,7 @@ function charts(shown) {
     lineChart({ title: "Held-out reward", note: "evaluations; band: two standard errors", series: several
       ? shown.map((one, i) => ({ name: one.run.name, color: COLORS[i % COLORS.length], points: evaluated(one, "eval/sampled_reward", "eval/sampled_se") }))
       : [{ name: "sampled", color: COLORS[0], points: points(evals, "eval/sampled_reward", (row) => 2 * (row["eval/sampled_se"] || 0)) }, { name: "greedy", color: COLORS[1], points: points(evals, "eval/greedy_reward", (row) => 2 * (row["eval/greedy_se"] || 0)) }] }),
-    lineChart({ title: "Parts of the reward", note: "means of named components, by policy version", series: componentSeries(first.components) }),
+    lineChart({ title: "Parts of the reward", note: "means of named components", series: componentSeries(first.components, rows) }),
     single("Groups with signal", "train/groups_with_signal_share", "share of taken groups whose rewards differ", { floor: 0, ceiling: 1 }),
     rows.length && stackedChart({ title: "Where a step's time went", note: "seconds of the trainer", parts: lanes, format: seconds }),
     single("Tokens per second", "train/tokens_per_s", "batch tokens over the time of the step", { floor: 0 }),
