@@ -57,11 +57,14 @@ def limits(run_dir: Path, pipeline_depth: str | None, max_staleness: int | None)
     What is too old under a lower --max-staleness is played again.
     """
     from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.settings.buffer import beyond_age
 
     with joined(run_dir) as reader:
         now = reader.limits.change(
             pipeline_depth=_depth(pipeline_depth), max_staleness=max_staleness
         )
+    if sentence := beyond_age(now.pipeline_depth, now.max_staleness):
+        click.echo(sentence, err=True)
     depth = now.num_beyond / now.groups_per_step
     decided = f"; at the last take the controller said: {now.cause}" if now.cause else ""
     click.echo(

@@ -157,6 +157,18 @@ def refuse_over_provision(over_provision: float, max_staleness: int) -> None:
         )
 
 
+def beyond_age(pipeline_depth: float | Literal["auto"], max_staleness: int) -> str:
+    """A sentence if max_staleness leaves no room for the depth, else empty."""
+    if pipeline_depth == "auto" or pipeline_depth <= max_staleness:
+        return ""
+    return (
+        f"buffer.pipeline_depth={pipeline_depth:g} exceeds buffer.max_staleness={max_staleness}: "
+        f"groups are started {max_staleness} steps ahead, since those beyond would be too old "
+        f"before their turn; raise max_staleness to {math.ceil(pipeline_depth)}, or lower "
+        "pipeline_depth"
+    )
+
+
 def holds_password(url: str) -> bool:
     """True if a URL of Redis holds a password."""
     try:

@@ -26,7 +26,7 @@ def play_once(settings: Settings, out: Path, *, stop: threading.Event) -> int:
 
     Raises:
         DeadlineExceeded: the parts did not come up, or the groups were not complete after
-            trainer.take_timeout_s.
+            trainer.take_timeout_s in which no attempt was in flight.
         PartFailed: a part ended that cannot be restarted.
     """
     gpus = place_gpus(settings, list_gpus(), has_trainer=False)
@@ -38,12 +38,13 @@ def play_once(settings: Settings, out: Path, *, stop: threading.Event) -> int:
                 launcher.start(f"runner-{index}", "runner")
             launcher.wait_for(
                 f"{settings.trainer.groups_per_step} groups",
-                lambda: _num_ready(launcher) >= settings.trainer.groups_per_step,
+                lambda: _stat(launcher, "ready_groups") >= settings.trainer.groups_per_step,
                 settings.trainer.take_timeout_s,
+                goes_on=lambda: _stat(launcher, "attempts_in_flight") > 0,
             )
         num_written, _ = launcher.reader.archive.write(out)
     return num_written
 
 
-def _num_ready(launcher: Launcher) -> float:
-    return launcher.reader.stats().get("buffer/ready_groups", 0.0)
+def _stat(launcher: Launcher, name: str) -> float:
+    return launcher.reader.stats()[f"buffer/{name}"]

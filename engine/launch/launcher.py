@@ -185,11 +185,19 @@ class Launcher:
             pids["redis"] = self.redis_pid
         self.usage.sample(pids)
 
-    def wait_for(self, what: str, is_true: Callable[[], bool], timeout_s: float) -> None:
+    def wait_for(
+        self,
+        what: str,
+        is_true: Callable[[], bool],
+        timeout_s: float,
+        *,
+        goes_on: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Wait until `is_true`, watching the parts.
 
         Raises:
-            DeadlineExceeded: `timeout_s` has passed.
+            DeadlineExceeded: `timeout_s` has passed since it began or last was true that it
+                `goes_on`.
             PartFailed: a part ended meanwhile.
         """
         deadline = time.monotonic() + timeout_s
@@ -197,6 +205,8 @@ class Launcher:
             self.check()
             if self.stop.wait(_WATCH_INTERVAL_S):
                 return
+            if goes_on():
+                deadline = time.monotonic() + timeout_s
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(who="launcher", phase="start", peer=what, after_s=timeout_s)
 

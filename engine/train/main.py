@@ -18,6 +18,7 @@ from outloop.buffer.errors import RankKilled, SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
+from outloop.buffer.settings.buffer import beyond_age
 from outloop.buffer.settings.recipes import recipe_sentence
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.publish.publisher import Publisher as TransactionalPublisher
@@ -198,6 +199,8 @@ def _log_recipe(settings: Settings) -> None:
     trainer, buffer = settings.trainer, settings.buffer
     if recipe := recipe_sentence(dict(trainer), dict(buffer)):
         _log.info("recipe", sentence=recipe)
+    if sentence := beyond_age(buffer.pipeline_depth, buffer.max_staleness):
+        _log.warning("depth_beyond_age", sentence=sentence)
     if trainer.kl != "none" and buffer.drop_zero_signal:
         _log.warning(
             "kl_without_equal_groups",

@@ -9,6 +9,7 @@ import pytest
 
 from outloop.buffer.errors import DeadlineExceeded, SettingsError
 from outloop.buffer.settings import build_settings
+from outloop.buffer.settings.buffer import beyond_age
 
 ONES = {
     "buffer__group_size": 2,
@@ -258,6 +259,15 @@ async def test_limits_that_cannot_be_met_are_refused(
     with pytest.raises(SettingsError, match=sentence):
         loop.reader.limits.change(**change)
     assert loop.reader.limits.read() == before
+
+
+def test_a_depth_beyond_the_age_is_said() -> None:
+    """Both hold and may change, so it is no error; the sentence says which number and what would
+    do."""
+    assert beyond_age("auto", 0) == beyond_age(2, 2) == beyond_age(0.5, 1) == ""
+    said = beyond_age(2.5, 1)
+    assert "pipeline_depth=2.5 exceeds buffer.max_staleness=1: groups are started 1 steps" in said
+    assert "raise max_staleness to 3" in said
 
 
 @pytest.mark.parametrize(

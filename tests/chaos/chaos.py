@@ -54,6 +54,8 @@ class Chaos:
                     "fsync": fsync,
                     "group_size": 3,
                     "max_staleness": seed % 3,
+                    "pipeline_depth": ("auto", 0.5, 2)[seed % 5 % 3],
+                    "over_provision": 1.5 if seed % 4 == 1 else 1.0,
                     "group_deadline_s": 2.0,
                     "lease_s": 30.0,
                 },

@@ -88,6 +88,8 @@ def settings_of(choices: random.Random, folder: Path, model: Path, num_steps: in
                 "fsync": fsync,
                 "group_size": 3,
                 "max_staleness": choices.randrange(3),
+                "pipeline_depth": choices.choice(["auto", 0.5, 2]),
+                "over_provision": choices.choice([1.0, 1.0, 1.5]),
                 "lease_s": 30.0,
                 "group_deadline_s": 60.0,
             },
