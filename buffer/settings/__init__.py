@@ -237,6 +237,12 @@ class Settings(BaseSettings):
                 "be compared with; set trainer.groups_per_step to 2 or more"
             )
         self._refuse_idle_scores()
+        pass_k = self.trainer.pass_k
+        if pass_k is not None and pass_k >= self.buffer.group_size:
+            raise ValueError(
+                f"trainer.pass_k={pass_k} with buffer.group_size={self.buffer.group_size}: the "
+                "best of all attempts says nothing of one; less than group_size is allowed"
+            )
         check_choice(self.env, self.eval)
         self.refuse_cut(self.env.episode_deadline_s, "env.episode_deadline_s")
         if self.server.num_servers == 0 and not self.server.urls and self.trainer.mode == "rl":

@@ -185,14 +185,27 @@ EFFECTS: dict[str, tuple[Callable[[Values], bool], str]] = {
     ),
     "min_lr_ratio": (
         lambda v: v.get("lr_decay", "constant") != "constant",
-        'trainer.lr_decay = "linear" or "cosine"',
+        'trainer.lr_decay = "linear", "cosine" or "wsd"',
+    ),
+    "wsd_decay_updates": (lambda v: v.get("lr_decay") == "wsd", 'trainer.lr_decay = "wsd"'),
+    "pass_k": (
+        lambda v: v.get("advantage") == "pass_at_k" and v.get("advantage_path") is None,
+        'trainer.advantage = "pass_at_k"',
     ),
     "num_epochs": (lambda v: v.get("mode") == "sft", 'trainer.mode = "sft"'),
 }
 """Settings of [trainer] that depend on others: when they have an effect, and what they need."""
 
 RL_ONLY = (
-    *("recipe", "num_updates_per_take", "advantage", "advantage_path", "critic"),
+    *(
+        "recipe",
+        "num_updates_per_take",
+        "num_epochs_per_take",
+        "pass_k",
+        "advantage",
+        "advantage_path",
+        "critic",
+    ),
     "overlong_penalty",
     *("loss", "loss_path", "denominator", "proximal", "correction", "opsm_delta", "kl"),
     *("entropy_coefficient", "mask_truncated"),

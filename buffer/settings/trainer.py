@@ -61,7 +61,9 @@ class TrainerSettings(BaseModel):
     groups_per_step: int = Field(32, gt=0)
     """Groups (RL) or conversations (SFT) that one step consumes."""
     num_updates_per_take: int = Field(1, gt=0)
-    """Optimizer updates made from one taken batch; one publish per take."""
+    """Optimizer updates made from one pass over a taken batch; one publish per take."""
+    num_epochs_per_take: int = Field(1, gt=0)
+    """Passes over a taken batch. In each but the first its groups are dealt to the updates anew."""
     num_epochs: int = Field(1, gt=0)
     """SFT: passes over the conversations."""
     max_microbatch_tokens: int = Field(16384, gt=0)
@@ -70,8 +72,11 @@ class TrainerSettings(BaseModel):
     """For a pretrained model of some billion parameters; one of a million takes 1e-3."""
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises from zero."""
-    lr_decay: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after the warm-up."""
+    lr_decay: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """What the learning rate does after the warm-up; wsd: it stays, and falls linearly over the
+    last wsd_decay_updates."""
+    wsd_decay_updates: int | None = Field(None, gt=0)
+    """Required by lr_decay = "wsd": its last updates, in which the learning rate falls."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Share of the learning rate that is left when it has decayed."""
     weight_decay: float = Field(0.0, ge=0)
@@ -83,10 +88,20 @@ class TrainerSettings(BaseModel):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to it."""
     advantage: Literal[
-        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "reward_to_go", "gae"
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "pass_at_k",
+        "reward_to_go",
+        "gae",
     ] = "grpo"
     """How rewards of a group become advantages; see algorithms.md. reward_to_go: of single turns
-    and tokens, by what was earned from there on (env.turn_scores = "train"). gae: by a critic."""
+    and tokens, by what was earned from there on (env.turn_scores = "train"). gae: by a critic.
+    pass_at_k: by the best of pass_k attempts."""
+    pass_k: int | None = Field(None, gt=1)
+    """Required by advantage = "pass_at_k": of how many attempts the best counts."""
     critic: CriticSettings = CriticSettings()  # type: ignore[call-arg]
     """Of advantage = "gae"."""
     advantage_path: str | None = None
@@ -208,6 +223,11 @@ class TrainerSettings(BaseModel):
     megatron: dict[str, Any] = {}
     """Raw Megatron-core TransformerConfig fields under their upstream names."""
 
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates of an RL run."""
+        return self.num_steps * self.num_updates_per_take * self.num_epochs_per_take
+
     @model_validator(mode="before")
     @classmethod
     def _apply_defaults(cls, tree: Any) -> Any:
@@ -237,6 +257,16 @@ class TrainerSettings(BaseModel):
             raise ValueError(
                 f"trainer.dual_clip={self.dual_clip} would bound the loss on policy too; more than "
                 "1 is allowed, 3 is usual, and 0 turns it off"
+            )
+        if (self.lr_decay == "wsd") and self.wsd_decay_updates is None:
+            raise ValueError(
+                'trainer.lr_decay="wsd" needs trainer.wsd_decay_updates: over how many of the last '
+                "updates the learning rate falls, for example a tenth of them"
+            )
+        if self.advantage == "pass_at_k" and self.advantage_path is None and self.pass_k is None:
+            raise ValueError(
+                'trainer.advantage="pass_at_k" needs trainer.pass_k: of how many attempts the best '
+                "counts, less than buffer.group_size"
             )
         if self.denominator == "constant" and self.denominator_constant is None:
             raise ValueError(

@@ -301,7 +301,11 @@ class RlLoop:
         reports, metrics = self._ranks.run(
             RankWorker.train_step,
             batch.rows,
-            batch.updates(self._settings.trainer.num_updates_per_take),
+            batch.updates(
+                self._settings.trainer.num_updates_per_take,
+                num_epochs=self._settings.trainer.num_epochs_per_take,
+                seed=self._step,
+            ),
             credit=batch.credit,
             step=self._step + 1,
             policy_version=self._version,

@@ -182,7 +182,7 @@ def _lead(
     if settings.trainer.mode == "sft":
         run_sft(run, ranks, reader=reader, metrics=metrics, stop=stop)
         return
-    num_updates = settings.trainer.num_steps * settings.trainer.num_updates_per_take
+    num_updates = settings.trainer.num_updates
     ranks.run(RankWorker.build, num_updates=num_updates)
     RlLoop(
         run,

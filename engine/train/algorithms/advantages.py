@@ -6,6 +6,7 @@ group without signal has advantages of exactly zero. Credit of turns and tokens 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -56,6 +57,41 @@ def rloo(rewards: Float64) -> Float64:
     The paper uses it with REINFORCE (trainer.loss = "reinforce"); here any loss may be set.
     """
     return (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1))
+
+
+def pass_at_k(rewards: Float64, *, k: int) -> Float64:
+    """(mean over the k-subsets with i of their best - mean of all) / std of all, over the k-subsets
+    of a group's rewards: Pass@k Training, arXiv:2508.10751, section 2.4 (analytical derivation).
+
+    A subset's reward is that of its best attempt, and each attempt gets the mean advantage of the
+    subsets it is in. The paper writes it for rewards of 0 and 1, with n wrong ones of N: mean
+    1 - C(n, k) / C(N, k), deviation sqrt(mean (1 - mean)); a right one gets (1 - mean) / deviation,
+    a wrong one (1 - mean - C(n - 1, k - 1) / C(N - 1, k - 1)) / deviation. Here rewards may be any
+    numbers; the deviation is the population's over subsets, and 1e-6 is added to it.
+
+    Zeros where every subset has the same best: more than N - k attempts share the highest reward.
+    """
+    count = len(rewards)
+    if k > count:
+        return np.zeros(count)
+    order = np.argsort(rewards, kind="stable")
+    ranked = rewards[order]
+    total = math.comb(count, k)
+    # How many subsets have the attempt of rank r as their best (of equals the later one).
+    best = np.array([math.comb(rank, k - 1) for rank in range(count)], np.float64)
+    mean = float(best @ ranked) / total
+    deviation = math.sqrt(max(0.0, float(best @ np.square(ranked - mean)) / total))
+    if deviation <= _EQUAL * max(1.0, float(np.abs(rewards).max())):
+        return np.zeros(count)
+    with_it = math.comb(count - 1, k - 1)
+    found = np.zeros(count)
+    for rank in range(count):
+        own = math.comb(rank, k - 1) * ranked[rank]
+        higher = sum(
+            math.comb(above - 1, k - 2) * ranked[above] for above in range(rank + 1, count)
+        )
+        found[order[rank]] = (own + higher) / with_it - mean
+    return found / (deviation + _EPSILON)
 
 
 def reinforce_pp(groups: Sequence[Float64]) -> list[Float64]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Group
 from outloop.buffer.settings import Settings
-from outloop.engine.train.algorithms.advantages import Float64
+from outloop.engine.train.algorithms.advantages import Float64, pass_at_k
 from outloop.engine.train.algorithms.credit import (
     EpisodeAdvantage,
     GroupAdvantage,
@@ -50,6 +50,9 @@ def advantage_of(settings: Settings) -> str | GroupAdvantage:
     """
     path = settings.trainer.advantage_path
     if path is None:
+        k = settings.trainer.pass_k
+        if settings.trainer.advantage == "pass_at_k" and k is not None:
+            return lambda group: pass_at_k(group.rewards, k=k).tolist()
         return settings.trainer.advantage
     named = f"trainer.advantage_path={path!r}"
     function = _import(path, named, settings.env.import_dir)

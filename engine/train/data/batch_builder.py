@@ -105,16 +105,25 @@ class Batch:
     sentences: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What is wrong with each group that was dropped as malformed."""
 
-    def updates(self, num_updates: int) -> list[list[int]]:
-        """The rows of each of `num_updates` updates, or of as many as there are groups.
+    def updates(self, num_updates: int, *, num_epochs: int = 1, seed: int = 0) -> list[list[int]]:
+        """The rows of each update: `num_updates` of them, or as many as there are groups, for each
+        of `num_epochs` passes.
 
-        Whole groups, each in one update; the numbers of groups differ by one at most, so that no
-        update's tokens weigh several times what another's do.
+        Whole groups, each in one update of a pass; the numbers of groups differ by one at most, so
+        that no update's tokens weigh several times what another's do. The first pass keeps the
+        order of admission, the others deal the groups anew by `seed`.
         """
         groups = [members for members in self.trained if members]
         count = min(num_updates, len(groups))
         bounds = [len(groups) * index // count for index in range(count + 1)] if count else []
-        return [list(chain.from_iterable(groups[start:end])) for start, end in pairwise(bounds)]
+        order = np.arange(len(groups))
+        generator = np.random.default_rng(seed)
+        found: list[list[int]] = []
+        for _ in range(num_epochs):
+            dealt = [groups[index] for index in order.tolist()]
+            found += [list(chain.from_iterable(dealt[a:b])) for a, b in pairwise(bounds)]
+            order = generator.permutation(len(groups))
+        return found
 
 
 def with_reference(

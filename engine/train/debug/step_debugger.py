@@ -38,7 +38,7 @@ class StepDebugger:
         self._settings = settings
         self._run_dir = run_dir
         self._save_state = save_state
-        self._num_updates = trainer.num_steps * trainer.num_updates_per_take
+        self._num_updates = trainer.num_updates
         self._norms: deque[float] = deque(maxlen=_NUM_NORMS)
 
     def run(

@@ -254,9 +254,11 @@ class RankWorker:
         The rows of each update are packed as in the update.
         """
         column = np.zeros(batch.token_ids.shape, np.float32)
-        for rows in updates:
+        # Further passes train the same rows again.
+        first_pass = updates[: len(updates) // self._settings.trainer.num_epochs_per_take]
+        for rows in first_pass:
             column += self._score(self.policy.model, batch, rows)
-        return with_proximal(batch, column, self._settings.trainer, rows=list(chain(*updates)))
+        return with_proximal(batch, column, self._settings.trainer, rows=list(chain(*first_pass)))
 
     def _score(
         self, model: PolicyModel, batch: TrainBatch, rows: Sequence[int] | None = None

@@ -1,5 +1,8 @@
 """Advantages against references written from the papers."""
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from outloop.engine.train.algorithms.advantages import (
     group_advantages,
     groups_with_signal,
     has_signal,
+    pass_at_k,
     take_advantages,
 )
 
@@ -136,3 +140,35 @@ def test_groups_that_do_not_count_change_nobodys_statistics() -> None:
     assert got[0].tolist() == alone[0].tolist()
     assert got[2].tolist() == alone[1].tolist()
     assert got[1].tolist() == [0.0, 0.0]
+
+
+def best_of_subsets(rewards: list[float], k: int) -> list[float]:
+    """Pass@k Training as it is defined: every subset is a response, whose reward is its best."""
+    subsets = list(itertools.combinations(range(len(rewards)), k))
+    best = np.array([max(rewards[index] for index in subset) for subset in subsets])
+    if best.std() <= 1e-9 * max(1.0, *map(abs, rewards)):
+        return [0.0] * len(rewards)
+    advantages = (best - best.mean()) / (best.std() + 1e-6)
+    return [
+        float(np.mean([a for a, subset in zip(advantages, subsets, strict=True) if i in subset]))
+        for i in range(len(rewards))
+    ]
+
+
+@given(rewards=st.lists(st.integers(-3, 3).map(float), min_size=2, max_size=7), k=st.integers(2, 6))
+def test_pass_at_k_is_the_mean_over_all_subsets(rewards: list[float], k: int) -> None:
+    """By enumeration, with ties and any rewards."""
+    wanted = best_of_subsets(rewards, k) if k <= len(rewards) else [0.0] * len(rewards)
+    assert pass_at_k(np.array(rewards), k=k) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_pass_at_k_is_the_papers_closed_form() -> None:
+    """Two right of eight, k = 4; with five right every four hold one, and nothing is taught."""
+    right, wrong, k = 2, 6, 4
+    mean = 1 - math.comb(wrong, k) / math.comb(8, k)
+    deviation = math.sqrt(mean * (1 - mean))
+    of_right = (1 - mean) / deviation
+    of_wrong = (1 - mean - math.comb(wrong - 1, k - 1) / math.comb(7, k - 1)) / deviation
+    got = pass_at_k(np.array([1.0] * right + [0.0] * wrong), k=k)
+    assert got == pytest.approx([of_right] * right + [of_wrong] * wrong, abs=1e-5)
+    assert (pass_at_k(np.array([1.0] * 5 + [0.0] * 3), k=4) == 0).all()

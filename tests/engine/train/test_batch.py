@@ -276,6 +276,22 @@ def test_a_take_is_split_into_updates_of_equal_size(
     assert max(sizes, default=0) - min(sizes, default=0) <= 1
 
 
+def test_further_passes_deal_the_groups_anew(make_group: MakeGroup) -> None:
+    """Each pass trains every group once; the first in order, the others by the seed alone."""
+    groups = [make_group(f"g{i}", rewards=[0.0, 1.0], slot=i) for i in range(9)]
+    batch = build_batch(groups, settings(), policy_version=0, vocab_size=10)
+    found = batch.updates(3, num_epochs=3, seed=5)
+    passes = [found[start : start + 3] for start in (0, 3, 6)]
+    assert passes[0] == batch.updates(3)
+    everything = sorted(row for rows in passes[0] for row in rows)
+    for one in passes[1:]:
+        assert sorted(row for rows in one for row in rows) == everything
+        assert [len(rows) for rows in one] == [len(rows) for rows in passes[0]]
+    assert passes[0] != passes[1] != passes[2]
+    assert batch.updates(3, num_epochs=3, seed=5) == found
+    assert batch.updates(3, num_epochs=3, seed=6) != found
+
+
 def test_a_reward_below_that_of_failing_is_warned_about(
     make_group: MakeGroup,
 ) -> None:

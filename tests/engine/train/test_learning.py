@@ -20,6 +20,8 @@ ALGORITHMS = {
     "rloo": {"advantage": "rloo"},
     "reinforce_pp": {"advantage": "reinforce_pp"},
     "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline"},
+    "pass_at_k": {"advantage": "pass_at_k", "pass_k": 2},
+    "two_passes": RECOMPUTE | {"num_epochs_per_take": 2, "num_updates_per_take": 2},
     "reward_to_go": {"advantage": "reward_to_go"},
     "ppo": {"recipe": "ppo", "critic": {"learning_rate": 1e-2}},
     "gspo": {"loss": "gspo"},

@@ -272,3 +272,22 @@ def test_the_learning_rate_follows_its_schedule(
     assert max(rates) == pytest.approx(1e-2)
     assert rates[-1] == pytest.approx(1e-3)
     assert rates[2:] == sorted(rates[2:], reverse=True)
+
+
+def test_a_stable_learning_rate_falls_at_the_end(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """Warm-up, stable, decay: linearly to the floor over the last updates."""
+    policy = make_policy(
+        learning_rate=1e-2,
+        warmup_steps=2,
+        lr_decay="wsd",
+        wsd_decay_updates=4,
+        min_lr_ratio=0.1,
+        num_updates=10,
+    )
+    settings = TrainerSettings()
+    rates = [update(policy, make_samples(2), settings).learning_rate for _ in range(11)]
+    assert rates[:6] == pytest.approx([5e-3] + [1e-2] * 5)
+    assert rates[6:10] == pytest.approx([7.75e-3, 5.5e-3, 3.25e-3, 1e-3])
+    assert rates[10] == pytest.approx(1e-3)
