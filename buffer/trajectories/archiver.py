@@ -82,12 +82,12 @@ class Archiver:
         self._next = -1
 
     def try_flush(self) -> None:
-        """`flush`; while Redis is away nothing happens."""
+        """`flush`; while Redis is away, or the disk is full, nothing happens."""
         try:
             if self._next is None:
                 self.open()
             self.flush()
-        except BufferUnavailable as error:
+        except (BufferUnavailable, OSError) as error:
             _log.warning("archive_waits", reason=str(error))
 
     def flush(self) -> int:

@@ -104,11 +104,18 @@ class Folder:
         """Have `write(episodes, turns)` write a part's files; returns their bytes.
 
         They are on disk afterwards, and do not count before the manifest names them.
+
+        Raises:
+            OSError: they cannot be written; nothing is left of them.
         """
         paths = _paths(self.folder, name)
-        write(*paths)
-        for path in paths:
-            _sync(path)
+        try:
+            write(*paths)
+            for path in paths:
+                _sync(path)
+        except OSError:
+            self._remove(name)
+            raise
         return sum(path.stat().st_size for path in paths)
 
     def commit(self, parts: Sequence[Part], *, num_removed: int = 0) -> None:

@@ -494,6 +494,7 @@ def serve(
     """
     gpus = place_gpus(settings, list_gpus(), has_trainer=False)
     with running(settings, stop, gpus=gpus) as launcher:
+        launcher.start_archiver()
         start_and_wait(launcher)
         if stop.is_set():
             return

@@ -1,5 +1,8 @@
 """The trajectory archive: every ended episode once, whoever is killed; no turns left in Redis."""
 
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 
 from outloop.buffer.codec.jsonl import format_line
 from outloop.buffer.errors import Conflict
+from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.settings.trajectories import TrajectorySettings
 from outloop.buffer.trajectories.archiver import Archiver
 from outloop.buffer.trajectories.folder import Folder, part_paths, read_manifest, writing
@@ -164,6 +168,32 @@ async def test_a_queue_that_redis_gave_back_is_archived_once(
     assert Counter(row["episode_id"] for row in rows(tmp_path / "kept")) == Counter(list(expected))
 
 
+async def test_a_full_disk_is_waited_out(start: Callable[..., Any], tmp_path: Path) -> None:
+    """Nothing is left of what could not be written, and everything is written afterwards."""
+    loop = await start()
+    loop.reader.trajectories.open(10**6)
+    expected = await play_a_mixture(loop)
+
+    class Full(Folder):
+        is_full = True
+
+        def write_files(self, name: str, write: Callable[[Path, Path], None]) -> int:
+            def fill(episodes: Path, turns: Path) -> None:
+                write(episodes, turns)
+                raise OSError("no space left on device")
+
+            return super().write_files(name, fill if self.is_full else write)
+
+    (tmp_path / "kept").mkdir()
+    folder = Full(tmp_path / "kept")
+    archiver = Archiver(loop.reader.trajectories, folder, TrajectorySettings(), NO_TEXT)
+    archiver.try_flush()
+    assert list((tmp_path / "kept").iterdir()) == []
+    folder.is_full = False
+    archiver.try_flush()
+    assert Counter(row["episode_id"] for row in rows(tmp_path / "kept")) == Counter(list(expected))
+
+
 async def test_turns_stay_until_they_are_archived_or_too_many_wait(
     start: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -261,3 +291,40 @@ def test_one_archiver_writes_a_folder(tmp_path: Path) -> None:
         pass
     with writing(tmp_path):
         pass
+
+
+async def test_a_process_that_is_killed_again_and_again(
+    server: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path
+) -> None:
+    """`outloop archiver` under kill -9 while episodes end: every one is there once, none waits."""
+    loop = await loop_on(server.url, trajectories__flush_s=0.01, trainer__groups_per_step=8)
+    loop.reader.trajectories.open(10**6)
+    command = [sys.executable, "-m", "outloop.cli", "archiver", "--run", str(tmp_path / "t")]
+    folder, expected, version = tmp_path / "t" / "trajectories", set[str](), 0
+
+    def wait_for(is_true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not is_true():
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.001)
+
+    for is_last in (False, False, False, True):
+        process = subprocess.Popen(command)
+        known = len(read_manifest(folder).parts)
+        for _ in range(4):
+            await loop.play_all(version=version)
+            leases = loop.take(8, version=version)
+            version += 1
+            loop.reader.acknowledge(loop.train(leases, version))
+            expected |= {t.episode.episode_id for x in leases for t in x.group.trajectories}
+        if is_last:
+            wait_for(lambda: loop.reader.stats()["buffer/waiting_for_archive"] == 0)
+            process.terminate()
+        else:
+            wait_for(lambda before=known: len(read_manifest(folder).parts) > before)  # type: ignore[misc]
+            process.kill()
+        process.wait(30)
+    assert Counter(row["episode_id"] for row in rows(folder)) == Counter(expected)
+    for episode_id in expected:
+        assert loop.reader.load_episode(episode_id).turns == ()
