@@ -37,6 +37,7 @@ from outloop.buffer.tasks.order import task_index
 from outloop.buffer.telemetry import read_metrics
 from outloop.engine.launch.plan.admission import Rules
 from outloop.engine.launch.plan.lengths import Lengths
+from outloop.engine.launch.plan.serving import Servers
 from outloop.engine.launch.plan.simulate import Episodes, Scenario, Simulated, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,7 @@ PLACES = 9 * GROUPS_PER_STEP * GROUP_SIZE
 OVER_PROVISION = 1.5
 NUM_EVAL, NUM_FINAL_EVAL = 64, 128
 RUN_TIMEOUT_S = 900
+NUM_BISECTIONS = 12
 POLL_S, REPORT_S = 0.5, 20.0
 DETECTABLE = 1.96 + 0.84
 """Standard errors of a difference that is found in four of five cases at the 5% level, two-sided.
@@ -120,7 +122,9 @@ class Result:
     publish_s: float
     """Mean of what is neither wait, update nor evaluation."""
     overhead_s: float
-    """Mean of what an attempt took beyond its wait."""
+    """Mean of what an attempt took beyond its wait, from its claim to its score."""
+    alone_s: float
+    """The same without the claim, where little else was going on: the tenth percentile."""
     staleness_mean: float
     staleness_max: float
     slow_share_ratio: float
@@ -201,7 +205,12 @@ def run_level(level: Level, seed: int, model: Path) -> Result:
         return measure(level, seed, run_dir)
     shutil.rmtree(run_dir, ignore_errors=True)
     log.unlink(missing_ok=True)
-    env = {"OUTLOOP_BENCH_TAIL": level.tail, "OUTLOOP_BENCH_SCALE": str(SCALE)}
+    env = {
+        "OUTLOOP_BENCH_TAIL": level.tail,
+        "OUTLOOP_BENCH_SCALE": str(SCALE),
+        "OUTLOOP_BENCH_LOG": str(episode_log(run_dir)),
+    }
+    episode_log(run_dir).unlink(missing_ok=True)
     process = outloop("train", "examples/calculator/run.toml", *flags(*settings), env=env, log=log)
     try:
         watch(process, name, run_dir)
@@ -229,6 +238,11 @@ def watch(process: subprocess.Popen[bytes], name: str, run_dir: Path) -> None:
             say(f"{name}: step {step} of {NUM_STEPS} after {now - started:.0f} s")
 
 
+def episode_log(run_dir: Path) -> Path:
+    """Duration and wait of each episode of a run."""
+    return run_dir.with_name(f"{run_dir.name}.episodes")
+
+
 def step_rows(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of training steps."""
     return [row for row in read_metrics(run_dir) if row.get("train/step_s") is not None]
@@ -246,8 +260,11 @@ def measure(level: Level, seed: int, run_dir: Path) -> Result:
     step_s = played_s / len(later)
     publish_s = max(0.0, step_s - (wait_s + sum(updates)) / len(later))
     update_s = statistics.median(updates)
-    mean_wait_s = mean_wait(level, seed, rows)
-    overhead_s = max(0.0, last["buffer/length/ended_s"] - mean_wait_s)
+    played = np.loadtxt(episode_log(run_dir), ndmin=2)
+    beyond = played[:, 0] - played[:, 1]
+    alone_s = max(1e-3, float(np.quantile(beyond, 0.1)))
+    attempt_s = last["buffer/length/ended_s"]
+    claim_s = max(0.0, attempt_s - float(played[:, 0].mean()))
     evaluations = [
         row for row in read_metrics(run_dir) if row.get("eval/sampled_reward") is not None
     ]
@@ -261,8 +278,14 @@ def measure(level: Level, seed: int, run_dir: Path) -> Result:
         and (found := [row[name] for row in later if row.get(name) is not None])
     }
     bare = simulated(level, seed, update_s=update_s)
-    plan = simulated(
-        level, seed, update_s=statistics.fmean(updates), publish_s=publish_s, overhead_s=overhead_s
+    plan = with_overheads(
+        level,
+        seed,
+        update_s=statistics.fmean(updates),
+        publish_s=publish_s,
+        claim_s=claim_s,
+        alone_s=alone_s,
+        attempt_s=attempt_s,
     )
     return Result(
         level=level.name,
@@ -272,7 +295,8 @@ def measure(level: Level, seed: int, run_dir: Path) -> Result:
         evaluation_share=sum(waited) / whole_s,
         update_s=update_s,
         publish_s=publish_s,
-        overhead_s=overhead_s,
+        overhead_s=claim_s + float(beyond.mean()),
+        alone_s=alone_s,
         staleness_mean=statistics.fmean(row["train/staleness_mean"] for row in later),
         staleness_max=max(row["train/staleness_max"] for row in later),
         slow_share_ratio=last.get("buffer/length/slow_share_ratio") or math.nan,
@@ -311,28 +335,25 @@ def ranks(seed: int, slot: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.array([rank(question, attempt) for attempt in range(GROUP_SIZE)])
 
 
-def mean_wait(level: Level, seed: int, rows: Sequence[dict[str, Any]]) -> float:
-    """Of the attempts that were started, nearly; slots are played in their order."""
-    number = max(1, round(rows[-1]["buffer/ledger/started"] / GROUP_SIZE))
-    # Evaluations are in that number; their slots' waits are like those of others.
-    table = waits(level.tail)
-    means = [float(table.at(ranks(seed, slot)).mean()) for slot in range(number)]
-    return statistics.fmean(means)
-
-
 def simulated(
-    level: Level, seed: int, *, update_s: float, publish_s: float = 0.0, overhead_s: float = 0.0
+    level: Level,
+    seed: int,
+    *,
+    update_s: float,
+    publish_s: float = 0.0,
+    overhead_s: float = 0.0,
+    servers: Servers | None = None,
 ) -> Simulated:
     """The same tasks, waits and steps without any process."""
     scenario = Scenario(
         rules=level.rules,
         episodes=Episodes(
             seconds=waits(level.tail),
-            tokens=Lengths.constant(0.0),
+            tokens=Lengths.constant(1.0 if servers else 0.0),
             num_turns=2,
             overhead_s=overhead_s,
         ),
-        servers=None,
+        servers=servers,
         places=PLACES,
         update_s=update_s,
         publish_s=publish_s,
@@ -342,6 +363,49 @@ def simulated(
         quantiles=functools.partial(ranks, seed),
     )
     return simulate(scenario)
+
+
+def with_overheads(
+    level: Level,
+    seed: int,
+    *,
+    update_s: float,
+    publish_s: float,
+    claim_s: float,
+    alone_s: float,
+    attempt_s: float,
+) -> Simulated:
+    """The same with what a step and an attempt took beside.
+
+    An attempt takes `alone_s` where nothing else goes on, and its share of the machine otherwise,
+    as on a server of the simulator. How much the machine does a second is chosen so that the mean
+    attempt takes the `attempt_s` that was measured; steps are then what the simulator makes of it.
+    """
+
+    def with_capacity(episodes_per_s: float) -> Simulated:
+        servers = Servers(
+            count=1,
+            tokens_per_s_alone=1.0 / alone_s,
+            tokens_per_s=min(episodes_per_s, PLACES / alone_s),
+            max_running=PLACES,
+        )
+        return simulated(
+            level,
+            seed,
+            update_s=update_s,
+            publish_s=publish_s,
+            overhead_s=claim_s,
+            servers=servers,
+        )
+
+    low, high = 0.1, 1e4
+    for _ in range(NUM_BISECTIONS):
+        middle = math.sqrt(low * high)
+        if with_capacity(middle).attempt_s > attempt_s:
+            low = middle
+        else:
+            high = middle
+    return with_capacity(high)
 
 
 # What all runs say together.

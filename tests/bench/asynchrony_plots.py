@@ -92,7 +92,7 @@ def _speed(axis: Any, names: Sequence[str], mean: Callable[..., float]) -> None:
     )
     axis.axhline(1.0, color="0.4", linewidth=1)
     axis.set_title("steps per hour over synchronous, of each tail")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="upper right")
 
 
 def _against_simulator(axis: Any, names: Sequence[str], mean: Callable[..., float]) -> None:
@@ -101,8 +101,9 @@ def _against_simulator(axis: Any, names: Sequence[str], mean: Callable[..., floa
     _bars(axis, names, ("of the bare simulator", bare), ("of the one with overheads", plan))
     axis.axhline(1.0, color="0.4", linewidth=1)
     axis.axhline(0.9, color="C0", linewidth=1, linestyle=":")
-    axis.set_title("steps per hour over the simulator's (0.9 of bare is wanted)")
-    axis.legend(fontsize=8, loc="lower right")
+    axis.set_title("steps per hour over the simulator's (dots: 0.9 of bare)")
+    axis.margins(y=0.3)
+    axis.legend(fontsize=8, loc="upper left")
 
 
 def _rewards(
@@ -195,8 +196,9 @@ def _losses(axis: Any, names: Sequence[str], mean: Callable[..., float]) -> None
     )
     axis.axhspan(0.95, 1.05, color="C0", alpha=0.12)
     axis.axhline(0.05, color="C1", linewidth=1, linestyle=":")
-    axis.set_title("what becomes of slow episodes (wanted: the band; below the dots)")
-    axis.legend(fontsize=8, loc="center right")
+    axis.set_title("slow episodes (band: wanted; dots: 0.05 discarded)")
+    axis.margins(y=0.3)
+    axis.legend(fontsize=8, loc="upper left")
 
 
 def _times(axis: Any, names: Sequence[str], mean: Callable[..., float]) -> None:

@@ -3,7 +3,8 @@
 Owns: how long an attempt at a question waits. Invariant: a pure function of question, attempt and
 tail, so that every level and the simulator meet the same seconds; evaluation does not wait.
 
-OUTLOOP_BENCH_TAIL chooses the tail, OUTLOOP_BENCH_SCALE multiplies it.
+OUTLOOP_BENCH_TAIL chooses the tail, OUTLOOP_BENCH_SCALE multiplies it, and OUTLOOP_BENCH_LOG names
+a file for the duration and the wait of each episode.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import time
 from typing import Any
 
 from agent import CALCULATOR, MAX_TURNS, SYSTEM_PROMPT, call_calculator
@@ -42,6 +44,7 @@ def lengths(tail: str, scale: float) -> Lengths:
     return Lengths.mixture(TAILS[tail]).scaled(scale)
 
 
+_LOG = os.environ.get("OUTLOOP_BENCH_LOG", "")
 _TAIL = os.environ.get("OUTLOOP_BENCH_TAIL", "heavy")
 _LENGTHS = lengths(_TAIL, float(os.environ.get("OUTLOOP_BENCH_SCALE", "1")))
 
@@ -54,10 +57,11 @@ def wait_s(question: str, attempt: int) -> float:
 
 async def play(task: Any, episode: Any) -> float:
     """A rollout function: half of the wait between the turns, the rest before the verifier."""
-    question = task.payload["question"]
-    left_s = 0.0
+    question, started = task.payload["question"], time.monotonic()
+    whole_s = 0.0
     if episode.purpose == "train":
-        left_s = wait_s(question, int(episode.metadata["attempt"]))
+        whole_s = wait_s(question, int(episode.metadata["attempt"]))
+    left_s = whole_s
     messages: list[Any] = [
         {"role": "system", "content": SYSTEM_PROMPT},
         {"role": "user", "content": question},
@@ -79,4 +83,8 @@ async def play(task: Any, episode: Any) -> float:
             await asyncio.sleep(left_s / 2)
             left_s /= 2
     await asyncio.sleep(left_s)
+    if _LOG and episode.purpose == "train":
+        duration_s = time.monotonic() - started
+        with open(_LOG, "a") as log:
+            log.write(f"{duration_s:.4f} {whole_s:.4f}\n")
     return score(question, answer)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from outloop.buffer.errors import SettingsError
@@ -22,7 +23,7 @@ from outloop.buffer.settings import Settings
 from outloop.buffer.store.ledger import Ledger
 from outloop.engine.launch.plan.admission import Rules
 from outloop.engine.launch.plan.cost import Prices
-from outloop.engine.launch.plan.lengths import Lengths, Part
+from outloop.engine.launch.plan.lengths import Floats, Lengths, Part
 from outloop.engine.launch.plan.memory import Layout, ModelShape
 from outloop.engine.launch.plan.network import all_reduce_s, broadcast_s
 from outloop.engine.launch.plan.serving import Servers
@@ -495,6 +496,7 @@ def measured_tree(
     def median(name: str) -> float:
         return statistics.median(row.get(name) or 0.0 for row in steps)
 
+    counted = ("train/wait_s", "train/update_s", "train/evaluation_wait_s")
     buffer = settings.buffer
     with_signal = statistics.mean(row.get("train/groups_with_signal_share", 1.0) for row in steps)
     return {
@@ -514,12 +516,35 @@ def measured_tree(
         "episodes": {"seconds": sum(column.duration_s for column in ended) / number},
         "trainer": {
             "update_s": max(1e-3, median("train/update_s")),
-            "publish_s": max(
-                0.0, median("train/step_s") - median("train/wait_s") - median("train/update_s")
-            ),
+            # What a step takes beside: publish, checkpoint, records.
+            "publish_s": max(0.0, median("train/step_s") - sum(median(name) for name in counted)),
             "pause_s": median("publish/pause_s"),
         },
     }
+
+
+def recorded_lengths(groups: Sequence[str], seconds: Floats, tokens: Floats) -> Episodes:
+    """The lengths of a run's archived attempts, and how alike those of one group are.
+
+    With `by_task` = b two attempts of a group have the same rank with probability b^2, and
+    independent ones otherwise, so that the correlation of their ranks is b^2.
+
+    Args:
+        groups: the group of each attempt; seconds, tokens: of each, float64 [attempts].
+    """
+    ranks = np.argsort(np.argsort(seconds)) / len(seconds) - 0.5
+    by_group: dict[str, list[float]] = {}
+    for group, rank in zip(groups, ranks, strict=True):
+        by_group.setdefault(group, []).append(float(rank))
+    # Over all pairs of a group: (sum)^2 - sum of squares is twice the sum of products.
+    products = sum(sum(own) ** 2 - sum(r * r for r in own) for own in by_group.values())
+    pairs = sum(len(own) * (len(own) - 1) for own in by_group.values())
+    alike = products / pairs / float(np.mean(ranks**2)) if pairs and len(seconds) > 1 else 0.0
+    return Episodes(
+        seconds=Lengths.sample(seconds),
+        tokens=Lengths.sample(tokens),
+        by_task=math.sqrt(min(1.0, max(0.0, alike))),
+    )
 
 
 def measured_lengths(ledger: Ledger, *, source: str) -> Episodes:

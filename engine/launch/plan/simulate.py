@@ -123,6 +123,8 @@ class Simulated:
     """Of the time that attempts took, that of those."""
     slow_share_ratio: float
     """Slow among trained attempts over slow among those that started."""
+    attempt_s: float
+    """Mean time of a trained attempt, what shared servers add included."""
     demand: Demand
 
     @property
@@ -425,6 +427,7 @@ class _Simulation:
             discarded_share=counts.num_lost / max(1, counts.num_lost + counts.num_trained),
             discarded_time_share=counts.lost_s / spent_s if spent_s else 0.0,
             slow_share_ratio=trained / started if started else 1.0,
+            attempt_s=counts.trained_s / max(1, counts.num_trained),
             demand=Demand(
                 tokens=counts.demand_tokens / max(1, counts.num_trained),
                 seconds=counts.demand_s / max(1, counts.num_trained),

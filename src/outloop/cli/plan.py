@@ -10,9 +10,17 @@ import click
 if TYPE_CHECKING:
     from outloop.engine.launch.plan.inputs import Plan
     from outloop.engine.launch.plan.report import Table
+    from outloop.engine.launch.plan.simulate import Episodes
 
 
 _MIN_WIDTH = 160
+_MIN_ARCHIVED = 50
+"""With fewer episodes the ledger's buckets say more of a distribution."""
+_ARCHIVED = """
+SELECT group_id, closed_at - opened_at AS seconds, num_output_tokens
+FROM episodes WHERE purpose = 'train' AND closed_at IS NOT NULL AND num_output_tokens IS NOT NULL
+ORDER BY closed_at
+"""
 
 
 @click.command()
@@ -29,6 +37,8 @@ def plan(file: Path | None, run_dir: Path | None) -> None:
     FILE is a TOML file of times and sizes, docs/scaling.md. With --run they come from a run's
     metrics and ledger, and the simulator is compared with what the run did.
     """
+    from dataclasses import replace
+
     from outloop.buffer.errors import SettingsError
     from outloop.engine.launch.plan.inputs import load_plan
     from outloop.engine.launch.plan.report import (
@@ -40,6 +50,7 @@ def plan(file: Path | None, run_dir: Path | None) -> None:
         sizes,
         transfer_table,
     )
+    from outloop.engine.launch.plan.simulate import simulate
 
     if (file is None) == (run_dir is None):
         raise SettingsError(
@@ -47,8 +58,12 @@ def plan(file: Path | None, run_dir: Path | None) -> None:
             "a run that has made some steps; one of the two"
         )
     if run_dir is not None:
-        made, measured = _of_run(run_dir)
-        click.echo(f"measured: {measured:.4g} steps per hour")
+        made, measured, number = _of_run(run_dir)
+        same = replace(made.scenario(), num_steps=number + 1, num_warmup_steps=1)
+        click.echo(
+            f"measured: {measured:.4g} steps per hour over {number} steps after the first; "
+            f"simulated over as many: {simulate(same).steps_per_hour:.4g}"
+        )
     else:
         assert file is not None
         made = load_plan(file)
@@ -62,8 +77,8 @@ def plan(file: Path | None, run_dir: Path | None) -> None:
         _print(table)
 
 
-def _of_run(run_dir: Path) -> tuple[Plan, float]:
-    """The plan of a run, and the steps per hour that it made after its first."""
+def _of_run(run_dir: Path) -> tuple[Plan, float, int]:
+    """The plan of a run, the steps per hour that it made after its first, and how many."""
     from outloop.buffer.cli.open_run import joined
     from outloop.buffer.run import load_run_settings
     from outloop.buffer.telemetry import read_metrics
@@ -74,9 +89,32 @@ def _of_run(run_dir: Path) -> tuple[Plan, float]:
         ledger = reader.ledger()
     source = f"run={str(run_dir)!r}"
     tree = measured_tree(settings, rows, ledger, source=source)
-    made = plan_of(tree, source=source, lengths=measured_lengths(ledger, source=source))
-    steps = [row["train/step_s"] for row in rows if row.get("train/step_s") is not None][1:]
-    return made, 3600.0 * len(steps) / sum(steps)
+    lengths = _archived(run_dir) or measured_lengths(ledger, source=source)
+    made = plan_of(tree, source=source, lengths=lengths)
+    steps = [
+        row["train/step_s"] - (row.get("train/evaluation_wait_s") or 0.0)
+        for row in rows
+        if row.get("train/step_s") is not None
+    ][1:]
+    return made, 3600.0 * len(steps) / sum(steps), len(steps)
+
+
+def _archived(run_dir: Path) -> Episodes | None:
+    """The lengths of the training episodes in a run's archive; None: too few are there."""
+    import numpy as np
+
+    from outloop.buffer.trajectories.folder import FOLDER
+    from outloop.buffer.trajectories.query import query
+    from outloop.engine.launch.plan.inputs import recorded_lengths
+
+    if not (run_dir / FOLDER).is_dir():
+        return None
+    rows = query(run_dir / FOLDER, _ARCHIVED)
+    if len(rows) < _MIN_ARCHIVED:
+        return None
+    seconds = np.array([float(row["seconds"]) for row in rows])
+    tokens = np.array([float(row["num_output_tokens"]) for row in rows])
+    return recorded_lengths([str(row["group_id"]) for row in rows], seconds, tokens)
 
 
 def _print(table: Table) -> None:

@@ -43,6 +43,7 @@ def result(bench: ModuleType, level: str, step_s: float, *, seed: int = 0, rewar
         update_s=0.2,
         publish_s=0.1,
         overhead_s=0.3,
+        alone_s=0.1,
         staleness_mean=1.0,
         staleness_max=1.0,
         slow_share_ratio=0.99,
@@ -90,6 +91,25 @@ def test_a_longer_age_is_simulated_faster(bench: ModuleType) -> None:
     assert seconds["heavy/sync"] > 1.25 * seconds["heavy/partial"]
     assert seconds["heavy/sync"] > 1.5 * seconds["heavy/k1"]
     assert seconds["heavy/k1"] > seconds["heavy/k4"] > 0.2
+
+
+def test_the_machine_that_is_fitted_gives_back_its_speed(bench: ModuleType) -> None:
+    """Simulated with 20 episodes a second, then fitted to the mean attempt: the same steps."""
+    level = bench.LEVELS[2]
+    servers = bench.Servers(
+        count=1, tokens_per_s_alone=10.0, tokens_per_s=20.0, max_running=bench.PLACES
+    )
+    true = bench.simulated(level, 0, update_s=0.2, servers=servers)
+    fitted = bench.with_overheads(
+        level,
+        0,
+        update_s=0.2,
+        publish_s=0.0,
+        claim_s=0.0,
+        alone_s=0.1,
+        attempt_s=true.attempt_s,
+    )
+    assert fitted.seconds_per_step == pytest.approx(true.seconds_per_step, rel=0.02)
 
 
 def test_figures_are_ratios_of_the_runs(bench: ModuleType) -> None:

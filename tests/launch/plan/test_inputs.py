@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -14,6 +15,7 @@ from outloop.engine.launch.plan.inputs import (
     measured_lengths,
     measured_tree,
     plan_of,
+    recorded_lengths,
 )
 from outloop.engine.launch.plan.report import levels
 from outloop.engine.launch.plan.simulate import simulate
@@ -123,6 +125,22 @@ def test_a_run_s_records_are_a_plan(tmp_path: Path) -> None:
         "synchronous, over_provision 1.5",
         "max_staleness 1",
     ]
+
+
+def test_archived_attempts_keep_their_lengths_and_how_alike_a_group_s_are() -> None:
+    """The distribution is the sample; attempts by task differ from attempts by chance."""
+    rng = np.random.default_rng(0)
+    groups = [f"g{i // 8}" for i in range(8000)]
+    by_chance = rng.random(8000)
+    own = rng.random(8000) < 0.5
+    half = np.where(own, by_chance, np.repeat(rng.random(1000), 8))
+    tokens = np.full(8000, 10.0)
+    alone = recorded_lengths(groups, by_chance, tokens)
+    assert alone.seconds.mean() == pytest.approx(by_chance.mean(), rel=1e-3)
+    assert alone.seconds.share_above(0.9) == pytest.approx(0.1, abs=0.01)
+    assert alone.by_task < 0.2
+    assert recorded_lengths(groups, half, tokens).by_task == pytest.approx(0.5, abs=0.05)
+    assert recorded_lengths(groups, np.repeat(rng.random(1000), 8), tokens).by_task > 0.98
 
 
 def test_a_run_that_measured_nothing_is_no_plan(tmp_path: Path) -> None:
