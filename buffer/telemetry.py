@@ -61,6 +61,7 @@ DEPTH_CAUSES: dict[str, str] = {
     "the trainer waited for",
     "kept": "takes at which it left the depth as it was",
     "limited_by_age": "takes at which too few were ready, and max_staleness allowed no more",
+    "limited_by_servers": "takes at which too few were ready, and turns waited for busy servers",
     "limited_by_places": "takes at which too few were ready, and runners had no place for more",
 }
 """What the controller of pipeline_depth = "auto" decides."""

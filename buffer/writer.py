@@ -149,18 +149,22 @@ class BufferWriter:
                     await self._client.hset(self._key(name), mapping=fields)
         await self._scripts.call("register_tasks", *arguments, "commit", *tail, what=what)
 
-    async def claim(self, *, key: str, count: int, runner_id: str = "") -> ClaimResult:
+    async def claim(
+        self, *, key: str, count: int, runner_id: str = "", servers_are_busy: bool = False
+    ) -> ClaimResult:
         """Claim up to `count` attempts; the same key gets the same claims for ten minutes.
 
         Args:
             runner_id: of a runner that sends heartbeats; empty: only deadlines end its attempts.
+            servers_are_busy: turns wait for room on the servers, so that more episodes would not be
+                played faster: buffer.pipeline_depth = "auto" then does not grow.
         """
         check_id(key, "key")
         if runner_id:
             check_id(runner_id, "runner_id")
         if not 1 <= count <= _MAX_CLAIM_COUNT:
             raise RecordError(f"count={count}; 1 to {_MAX_CLAIM_COUNT} are allowed")
-        arguments = (key, count, _CLAIM_MEMORY_MS, runner_id)
+        arguments = (key, count, _CLAIM_MEMORY_MS, runner_id, int(servers_are_busy))
         packed, reason, revision = await self._scripts.call(
             "claim", *arguments, what="claiming tasks"
         )

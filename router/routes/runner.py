@@ -274,7 +274,12 @@ class RunnerRoutes:
                 )
             except DeadlineExceeded as error:
                 raise Refusal(503, "not_ready", str(error), retry_after_s=0.5) from error
-        return await self._buffer.claim(key=body.key, count=body.count, runner_id=body.runner_id)
+        return await self._buffer.claim(
+            key=body.key,
+            count=body.count,
+            runner_id=body.runner_id,
+            servers_are_busy=self._pool.is_busy,
+        )
 
     def _may_claim(self) -> bool:
         state = self._pool.state

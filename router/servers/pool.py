@@ -102,6 +102,11 @@ class ServerPool:
         return sum(server.num_in_flight for server in self._servers.values())
 
     @property
+    def is_busy(self) -> bool:
+        """True while turns wait for room on servers that hold their version."""
+        return any(self._is_servable(version) for version in self._queue.policy_versions)
+
+    @property
     def versions(self) -> frozenset[int]:
         """Versions that some server may generate with now."""
         return frozenset(

@@ -145,6 +145,28 @@ async def test_the_depth_stays_where_runners_have_no_place(
     assert (limits.num_beyond, limits.cause) == (4, "limited_by_places")
 
 
+async def test_the_depth_stays_where_servers_are_busy(
+    start: Callable[..., Any], clock: Any
+) -> None:
+    """More episodes would wait for them longer, and their tokens would be older."""
+    loop = await start(buffer__max_staleness=2, trainer__groups_per_step=4, **ONES)
+    claims: list[tuple[int, Any]] = []
+    for is_busy, cause in ((True, "limited_by_servers"), (False, "raised")):
+        for version in range(4) if is_busy else range(4, 8):
+            for key in (f"{version}", f"{version} again"):
+                found = await loop.writer.claim(key=key, count=99, servers_are_busy=is_busy)
+                claims += [(version, claim) for claim in found.claims]
+            with pytest.raises(DeadlineExceeded):
+                loop.take(4, version=version)
+            clock.advance(10)
+            for began, claim in claims[:8]:
+                await loop.play(claim, version=began)
+            del claims[:8]
+            loop.train(loop.take(4, version=version), version + 1)
+        assert loop.reader.limits.read().cause == cause
+        assert (loop.reader.limits.read().num_beyond == 4) == is_busy
+
+
 async def test_a_fixed_depth_is_left_alone(start: Callable[..., Any], clock: Any) -> None:
     """Half a batch beyond the step's own, whatever the trainer waits for."""
     loop = await start(

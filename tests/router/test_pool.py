@@ -265,11 +265,14 @@ async def test_an_episode_that_asks_for_much_does_not_hold_up_the_others(make_st
             await asyncio.sleep(0.005)
     # A server that draws one turn at once is given one at once.
     assert len(stage.server.requests) == 1
+    # Claims say so to the buffer, which then starts no more episodes than it does.
+    assert stage.app.state.parts.pool.is_busy
     stage.server.gate.set()
     assert {answer.status_code for answer in await asyncio.gather(*running)} == {200}
     limits = [request["sampling_params"]["max_new_tokens"] for request in stage.server.requests]
     assert sorted(limits) == [*range(10, 17), 99]
     assert limits.index(99) <= 2
+    assert not stage.app.state.parts.pool.is_busy
 
 
 async def test_who_waits_for_a_full_server_waits_no_longer_than_the_deadline(make_stage) -> None:

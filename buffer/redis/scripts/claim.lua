@@ -3,6 +3,7 @@
 --
 -- ARGV[2]  idempotency key   ARGV[3] count   ARGV[4] how long the key is remembered, ms
 -- ARGV[5]  runner that sends heartbeats, or '': then the attempts have their deadlines alone
+-- ARGV[6]  1 if turns wait for room on the servers
 -- Returns  {'ok', claims, reason, revision of the weights}; claims is MessagePack
 --          [[purpose, group_id or eval name, attempt, slot or index of the evaluation task,
 --          sampling JSON or '', episode that the attempt resumes or ''], ...];
@@ -73,8 +74,8 @@ local function mint_group()
   if s[4] and num_live >= tonumber(s[4]) * rules.groups_per_step then return nil, 'admission' end
   local provided, beyond = admission()
   if num_live >= provided + beyond then
-    -- So the controller sees that the depth is what limits.
-    redis.call('HSET', STATE, 'is_depth_reached', 1)
+    -- So the controller sees what limits: the depth, or the servers behind it.
+    redis.call('HSET', STATE, 'depth_reached', ARGV[6] == '1' and 'servers' or 'depth')
     return nil, 'admission'
   end
   local slot = redis.call('ZRANGE', REPLAY, 0, 0)[1]

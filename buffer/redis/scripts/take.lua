@@ -117,14 +117,14 @@ end
 
 -- The controller of pipeline_depth = "auto", once for each batch. The trainer's waits are averaged
 -- over about four steps. It starts more groups where the trainer lacks ready ones because admission
--- ended, and fewer where groups are left over at every take, or where it waits for slow ones, which
+-- ended and servers have room, and fewer where groups are left over at every take, or where it waits for slow ones, which
 -- more groups would make wait longer.
 local TOLERATED_WAIT, WEIGHT_OF_PAST, TAKES_BEFORE_LOWERING = 0.05, 0.75, 4
 local function adapt_depth()
   local s = redis.call('HMGET', STATE, 'leased_at', 'waited:short', 'waited:slow', 'mean_period',
-    'mean_short', 'mean_slow', 'least_left', 'takes_since', 'is_depth_reached')
+    'mean_short', 'mean_slow', 'least_left', 'takes_since', 'depth_reached')
   redis.call('HSET', STATE, 'leased_at', now, 'waited:short', 0, 'waited:slow', 0)
-  redis.call('HDEL', STATE, 'is_depth_reached')
+  redis.call('HDEL', STATE, 'depth_reached')
   if rules.pipeline_depth ~= 'auto' or not s[1] then return end
   local function mean(before, value) return WEIGHT_OF_PAST * (number(before) or 0) + value end
   local period = mean(s[4], math.max(now - tonumber(s[1]), 1))
@@ -137,6 +137,8 @@ local function adapt_depth()
   if is_short and short > slow then
     if beyond >= most then
       cause = 'limited_by_age'
+    elseif s[9] == 'servers' then
+      cause = 'limited_by_servers'
     elseif s[9] then
       cause, change = 'raised', math.min(step, most - beyond)
     else
