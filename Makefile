@@ -21,7 +21,7 @@ HERE := not clients and not sglang and not parity and not gpu and not chaos and 
 LIGHT := "$(HERE) and not e2e and not slow"
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # What a wheel could lack: modules, Lua scripts, settings, programs started by path.
-WHEEL_TESTS := tests/test_imports.py tests/test_settings.py tests/buffer/test_claims.py tests/buffer/test_join.py tests/contract tests/launch tests/envs/runner/test_worker_pool.py tests/envs/sandbox/test_sessions.py
+WHEEL_TESTS := tests/test_imports.py tests/test_settings.py tests/buffer/test_claims.py tests/buffer/test_join.py tests/contract tests/launch tests/envs/runner/test_worker_pool.py tests/envs/sandbox/test_sessions.py tests/view/test_app.py
 
 install: $(STAMP)
 

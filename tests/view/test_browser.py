@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,21 @@ pytestmark = pytest.mark.browser
 CHROMIUM = ("chromium", "google-chrome")
 
 
-@pytest.fixture(scope="module")
-def link(run_folder: Path) -> Iterator[str]:
-    """What `outloop view` prints."""
-    command = [sys.executable, "-m", "outloop.cli", "view", str(run_folder)]
+@contextmanager
+def shown(*words: str) -> Iterator[str]:
+    """What `outloop view` prints, while it serves."""
+    command = [sys.executable, "-m", "outloop.cli", "view", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
         process.terminate()
+
+
+@pytest.fixture(scope="module")
+def link(run_folder: Path) -> Iterator[str]:
+    """Of a page that shows one run."""
+    with shown(str(run_folder)) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -173,3 +181,19 @@ def test_light_and_dark(browser: Browser, link: str) -> None:
     tab.reload()
     assert background() != dark
     context.close()
+
+
+def test_runs_are_listed_and_compared(browser: Browser, run_folder: Path) -> None:
+    """The demo beside another run: both in one chart, and the address keeps the choice."""
+    with shown(str(run_folder), "--demo") as url:
+        tab = browser.new_page()
+        tab.goto(url)
+        expect(tab.locator("tbody tr")).to_have_count(2)
+        tab.get_by_role("link", name="demo").click()
+        expect(tab.locator(".tiles")).to_contain_text("episodes kept")
+        tab.locator(".compare").get_by_text("shown").click()
+        reward = tab.locator(".chart", has_text="Reward").first
+        expect(reward.locator(".legend")).to_have_text("demoshown")
+        tab.reload()
+        expect(reward.locator(".legend")).to_have_text("demoshown")
+        tab.close()

@@ -37,7 +37,7 @@ function componentSeries(rows, steps) {
 function charts(shown) {
   const [first] = shown;
   const rows = training(first.metrics), evals = first.metrics.filter((row) => "eval/sampled_reward" in row || "eval/greedy_reward" in row);
-  const several = shown.length > 1;
+  const several = shown.length > 1, of = several ? ` of ${first.run.name}` : "";
   const compared = (name, error) => shown.map((one, i) => ({ name: one.run.name, color: COLORS[i % COLORS.length], points: points(training(one.metrics), name, error) }));
   const evaluated = (one, name, se) => points(one.metrics.filter((row) => name in row), name, (row) => 2 * (row[se] || 0));
   const single = (title, name, note, options = {}) => lineChart({ title, note, series: several ? compared(name) : [{ name: title, color: COLORS[0], points: points(rows, name) }], ...options });
@@ -49,16 +49,16 @@ function charts(shown) {
     lineChart({ title: "Held-out reward", note: "evaluations; band: two standard errors", series: several
       ? shown.map((one, i) => ({ name: one.run.name, color: COLORS[i % COLORS.length], points: evaluated(one, "eval/sampled_reward", "eval/sampled_se") }))
       : [{ name: "sampled", color: COLORS[0], points: points(evals, "eval/sampled_reward", (row) => 2 * (row["eval/sampled_se"] || 0)) }, { name: "greedy", color: COLORS[1], points: points(evals, "eval/greedy_reward", (row) => 2 * (row["eval/greedy_se"] || 0)) }] }),
-    lineChart({ title: "Parts of the reward", note: "means of named components", series: componentSeries(first.components, rows) }),
+    lineChart({ title: `Parts of the reward${of}`, note: "means of named components", series: componentSeries(first.components, rows) }),
     single("Groups with signal", "train/groups_with_signal_share", "share of taken groups whose rewards differ", { floor: 0, ceiling: 1 }),
-    rows.length && stackedChart({ title: "Where a step's time went", note: "seconds of the trainer", parts: lanes, format: seconds }),
+    rows.length && stackedChart({ title: `Where a step's time went${of}`, note: "seconds of the trainer", parts: lanes, format: seconds }),
     single("Tokens per second", "train/tokens_per_s", "batch tokens over the time of the step", { floor: 0 }),
     several ? single("Staleness", "train/staleness_mean", "publishes, mean", { floor: 0 }) : lineChart({ title: "Staleness", note: "publishes between sampling and training", floor: 0, series: named(rows, [["mean", "train/staleness_mean"], ["largest", "train/staleness_max"]]) }),
     single("Logprob gap", "train/logprob_gap_mean", "mean |policy − behavior|, same version", { floor: 0 }),
     single("Entropy", "train/entropy", "nats, at trained tokens", { floor: 0 }),
     several ? single("Length", "train/generated_tokens_mean", "generated tokens of an episode, mean", { floor: 0 }) : lineChart({ title: "Length", note: "generated tokens of an episode", floor: 0, series: named(rows, [["mean", "train/generated_tokens_mean"], ["largest", "train/generated_tokens_max"]]) }),
     several ? single("Truncated", "train/truncated_share", "share of taken episodes", { floor: 0 }) : lineChart({ title: "Truncated and failed", note: "share of taken episodes", floor: 0, series: named(rows, [["truncated", "train/truncated_share"], ["failed", "train/failed_share"]]) }),
-    rows.length && increments(rows, "buffer/dropped/").length ? stackedChart({ title: "Groups dropped", note: "by reason, each step", parts: increments(rows, "buffer/dropped/") }) : null,
+    rows.length && increments(rows, "buffer/dropped/").length ? stackedChart({ title: `Groups dropped${of}`, note: "by reason, each step", parts: increments(rows, "buffer/dropped/") }) : null,
     several ? single("Importance ratio", "train/ratio_p99", "99th percentile") : lineChart({ title: "Importance ratio", note: "policy / behavior at the first update", series: named(rows, [["1st percentile", "train/ratio_p01"], ["mean", "train/ratio_mean"], ["99th percentile", "train/ratio_p99"]]) }),
     single("Gradient norm", "train/grad_norm", "before clipping", { floor: 0 }),
     single("Loss", "train/loss", ""),
