@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from outloop.buffer.dead_letters import DeadLetterEpisode
-    from outloop.buffer.records import Reward, Turn
+    from outloop.buffer.records import Reward, Trajectory, Turn
     from outloop.buffer.store.ledger import Ledger
 
 _RUN = click.option(
@@ -330,13 +330,10 @@ def _print_turns(turns: Sequence[Turn]) -> None:
 def show_drift(run_dir: Path) -> None:
     """Print what broke episodes into branches, what it cost, and what to change."""
     from outloop.buffer.branch_report import measure
-    from outloop.buffer.cli.open_run import joined
-    from outloop.buffer.records import Trajectory
 
-    with joined(run_dir) as reader:
-        drift = measure(t for t in reader.archive.trajectories() if isinstance(t, Trajectory))
+    drift = measure(_all_trajectories(run_dir))
     click.echo(
-        f"{drift.num_episodes} episodes in the buffer, {drift.num_turns} turns, "
+        f"{drift.num_episodes} episodes, {drift.num_turns} turns, "
         f"{drift.num_branches} branches ({drift.num_branches / max(1, drift.num_episodes):.2f} an "
         f"episode); broken branches made {drift.cost_share:.0%} of {drift.num_prompt_tokens} "
         "prompt tokens necessary"
@@ -353,6 +350,32 @@ def show_drift(run_dir: Path) -> None:
         click.echo("every turn continued its episode's one branch")
     for reason, number in drift.masked.items():
         click.echo(f"not trained: {number} output tokens, {reason}")
+
+
+def _all_trajectories(run_dir: Path) -> Iterator[Trajectory]:
+    """Those in the archive, then those that only Redis has, if it is there."""
+    import importlib.util
+
+    from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.errors import BufferUnavailable
+    from outloop.buffer.records import Trajectory
+    from outloop.buffer.trajectories.folder import FOLDER, MANIFEST
+
+    folder, seen = run_dir / FOLDER, set[str]()
+    if (folder / MANIFEST).exists() and importlib.util.find_spec("pyarrow") is not None:
+        from outloop.buffer.trajectories.reading import read_trajectories
+
+        for trajectory in read_trajectories(folder):
+            seen.add(trajectory.episode.episode_id)
+            yield trajectory
+    try:
+        with joined(run_dir) as reader:
+            for item in reader.archive.trajectories():
+                if isinstance(item, Trajectory) and item.episode.episode_id not in seen:
+                    yield item
+    except BufferUnavailable:
+        if not seen:
+            raise
 
 
 def _cell(value: object) -> str:

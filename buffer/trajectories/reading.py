@@ -14,6 +14,8 @@ from outloop.buffer.records import Episode, Trajectory
 from outloop.buffer.trajectories.folder import part_paths, read_manifest
 from outloop.buffer.trajectories.tables import reward_of, turn_of
 
+_FOUND_AGAIN = ("no_signal", "filtered", "overlong")
+
 
 def write_jsonl(folder: Path, path: Path, episode_ids: Collection[str]) -> int:
     """Write those of `episode_ids` that were closed to `path`, a line each; how many they are.
@@ -36,6 +38,25 @@ def write_jsonl(folder: Path, path: Path, episode_ids: Collection[str]) -> int:
     finally:
         partial.unlink(missing_ok=True)
     return number
+
+
+def taken_groups(folder: Path) -> dict[str, list[str]]:
+    """Group -> its episodes, for the groups that the trainer saw in time, by slot: those that it
+    trained, or left out for a reason that it finds again.
+
+    Raises:
+        SchemaMismatch: written by another release.
+    """
+    slots: dict[str, int] = {}
+    episodes: dict[str, list[str]] = {}
+    for part in read_manifest(folder).parts:
+        path, _ = part_paths(folder, part)
+        names = ["episode_id", "group_id", "slot", "fate", "reason"]
+        for row in pq.read_table(path, columns=names).to_pylist():
+            if row["fate"] == "trained" or row["reason"] in _FOUND_AGAIN:
+                slots[row["group_id"]] = row["slot"]
+                episodes.setdefault(row["group_id"], []).append(row["episode_id"])
+    return {one: episodes[one] for one in sorted(slots, key=lambda one: (slots[one], one))}
 
 
 def read_trajectories(

@@ -1,5 +1,6 @@
 """`outloop doctor --drift`: causes, costs, advice."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from msgspec.structs import replace
 from outloop.buffer.branch_report import EXPLANATIONS, measure
 from outloop.buffer.records import Episode, Reward, Trajectory, Turn
 from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.settings.trajectories import TrajectorySettings
+from outloop.buffer.trajectories.archiver import Archiver
+from outloop.buffer.trajectories.folder import FOLDER, writing
+from outloop.buffer.trajectories.tables import Decoder
 from outloop.cli import cli
 
 
@@ -95,6 +100,26 @@ async def test_the_doctor_explains_a_run(
     redis.stop()
     result = CliRunner().invoke(cli, ["doctor", "--drift", str(tmp_path / "t")])
     assert result.exit_code == 0, result.output
-    assert "2 episodes in the buffer, 4 turns, 4 branches" in result.output
+    assert "2 episodes, 4 turns, 4 branches" in result.output
     assert "template" in result.output
     assert "thinking_retention" in result.output
+
+
+async def test_the_doctor_knows_what_redis_has_freed(
+    redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Episodes of the archive and of Redis, each once; the archive alone when Redis is gone."""
+    loop = await loop_on(redis.url, buffer__max_staleness=1)
+    loop.reader.trajectories.open(10**6)
+    played = await loop.play_all()
+    leases = loop.take(1)
+    loop.reader.acknowledge(loop.train(leases, 1))
+    with writing(tmp_path / "t" / FOLDER) as folder:
+        archiver = Archiver(loop.reader.trajectories, folder, TrajectorySettings(), Decoder(None))
+        archiver.open()
+        archiver.flush()
+    command = ["doctor", "--drift", str(tmp_path / "t")]
+    assert f"{len(played)} episodes, {len(played)} turns" in CliRunner().invoke(cli, command).output
+    redis.stop()
+    shutil.rmtree(tmp_path / "t" / "redis")
+    assert "2 episodes, 2 turns" in CliRunner().invoke(cli, command).output

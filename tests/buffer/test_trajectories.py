@@ -12,13 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from outloop.buffer.codec.jsonl import format_line
-from outloop.buffer.errors import Conflict
+from outloop.buffer.errors import Conflict, RecordError
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.settings.trajectories import TrajectorySettings
 from outloop.buffer.trajectories.archiver import Archiver
-from outloop.buffer.trajectories.folder import Folder, part_paths, read_manifest, writing
+from outloop.buffer.trajectories.folder import FOLDER, Folder, part_paths, read_manifest, writing
 from outloop.buffer.trajectories.reading import read_trajectories
 from outloop.buffer.trajectories.tables import Decoder
+from outloop.engine.train.debug.recorded_groups import read_groups
 
 NO_TEXT = Decoder(None)
 
@@ -242,6 +243,21 @@ async def test_what_is_archived_is_what_was_recorded(
     archive(loop, tmp_path / "kept")
     found = {t.episode.episode_id: format_line(t) for t in read_trajectories(tmp_path / "kept")}
     assert found == taken
+
+
+async def test_the_groups_of_a_run_are_read_as_they_were_taken(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    """By slot, whole; those without signal too, but nothing that was lost or evaluated."""
+    loop = await start()
+    loop.reader.trajectories.open(10**6)
+    await play_a_mixture(loop)
+    archive(loop, tmp_path / "run" / FOLDER)
+    groups = read_groups(tmp_path / "run")
+    assert [group.group_id for group in groups] == ["g0-1", "g1-2"]
+    assert [[t.episode.attempt for t in group.trajectories] for group in groups] == [[1, 2], [0, 1]]
+    with pytest.raises(RecordError, match="kept its trajectories"):
+        read_groups(tmp_path)
 
 
 async def test_parts_are_merged_and_the_oldest_removed(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outloop.buffer.codec.jsonl import read_lines
-from outloop.buffer.errors import RecordError
+from outloop.buffer.errors import RecordError, SettingsError
 from outloop.buffer.records import (
     CheckpointMark,
     DropReason,
@@ -24,31 +24,25 @@ from outloop.buffer.records import (
     Split,
     Trajectory,
 )
+from outloop.buffer.trajectories.folder import FOLDER
 from outloop.engine.train.data.samples import oldest_trained_version
 
 _MAX_NAMED_LINES = 5
 
 
 def read_groups(path: Path) -> list[Group]:
-    """The training groups of a file of `outloop buffer export`, in its order.
+    """The training groups of a file of `outloop buffer export`, in its order; or those that the
+    run in a folder took, by slot, from its archive.
 
     Raises:
         RecordError: a line is no trajectory, or there is no training episode; names the lines.
+        SettingsError: reading an archive needs pyarrow.
     """
-    by_id: dict[str, list[Trajectory]] = {}
-    bad: list[tuple[int, Exception]] = []
-    for number, item in read_lines(path):
-        if not isinstance(item, Trajectory):
-            bad.append((number, item))
-        elif item.episode.purpose == "train" and item.episode.group_id is not None:
-            by_id.setdefault(item.episode.group_id, []).append(item)
-    if bad:
-        named = "; ".join(f"line {number}: {error}" for number, error in bad[:_MAX_NAMED_LINES])
-        raise RecordError(f"path={str(path)!r} has {len(bad)} bad lines; fix them: {named}")
+    by_id = _groups_of_run(path) if path.is_dir() else _groups_of_file(path)
     if not by_id:
         raise RecordError(
-            f"path={str(path)!r} holds no training episode; export a run that has some with "
-            "outloop buffer export"
+            f"path={str(path)!r} holds no training episode; give a file of outloop buffer export, "
+            "or a run that has kept its trajectories"
         )
     return [
         Group(
@@ -60,6 +54,40 @@ def read_groups(path: Path) -> list[Group]:
         )
         for slot, (group_id, trajectories) in enumerate(by_id.items())
     ]
+
+
+def _groups_of_run(path: Path) -> dict[str, list[Trajectory]]:
+    try:
+        from outloop.buffer.trajectories.reading import read_trajectories, taken_groups
+    except ImportError as error:
+        raise SettingsError(
+            f"path={str(path)!r}: reading trajectories needs the package pyarrow, which is not "
+            "installed; run pip install 'outloop[view]'"
+        ) from error
+
+    folder = path / FOLDER
+    taken = taken_groups(folder)
+    episode_ids = {one for group in taken.values() for one in group}
+    by_id: dict[str, list[Trajectory]] = {group_id: [] for group_id in taken}
+    for trajectory in read_trajectories(folder, episode_ids):
+        by_id[trajectory.episode.group_id or ""].append(trajectory)
+    for group in by_id.values():
+        group.sort(key=lambda trajectory: trajectory.episode.attempt)
+    return by_id
+
+
+def _groups_of_file(path: Path) -> dict[str, list[Trajectory]]:
+    by_id: dict[str, list[Trajectory]] = {}
+    bad: list[tuple[int, Exception]] = []
+    for number, item in read_lines(path):
+        if not isinstance(item, Trajectory):
+            bad.append((number, item))
+        elif item.episode.purpose == "train" and item.episode.group_id is not None:
+            by_id.setdefault(item.episode.group_id, []).append(item)
+    if bad:
+        named = "; ".join(f"line {number}: {error}" for number, error in bad[:_MAX_NAMED_LINES])
+        raise RecordError(f"path={str(path)!r} has {len(bad)} bad lines; fix them: {named}")
+    return by_id
 
 
 class NoProcesses:

@@ -20,12 +20,13 @@ _NEVER_STALE = ("buffer.max_staleness=1000000000", "eval.every=0")
 
 @click.command("train-recorded")
 @CONFIG
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.argument("file", type=click.Path(path_type=Path, exists=True))
 @SET
 def train_recorded(config: Path, file: Path, overrides: tuple[str, ...]) -> None:
     """Train on the groups of FILE alone: no Redis, router, server or runner.
 
-    FILE is one of `outloop buffer export` or `outloop rollout`. Nothing in it counts as stale.
+    FILE is one of `outloop buffer export` or `outloop rollout`, or the folder of a run, whose
+    archived groups are taken by slot. Nothing in it counts as stale.
     """
     from outloop.buffer.settings import load_settings
 
