@@ -121,6 +121,10 @@ class Result:
     """Median."""
     publish_s: float
     """Mean of what is neither wait, update nor evaluation."""
+    transfer_s: float
+    """Median of the publish itself."""
+    pause_s: float
+    """Of that, median of the time in which servers stood still."""
     overhead_s: float
     """Mean of what an attempt took beyond its wait, from its claim to its score."""
     alone_s: float
@@ -295,6 +299,8 @@ def measure(level: Level, seed: int, run_dir: Path) -> Result:
         evaluation_share=sum(waited) / whole_s,
         update_s=update_s,
         publish_s=publish_s,
+        transfer_s=statistics.median(row["publish/duration_s"] for row in later),
+        pause_s=statistics.median(row["publish/pause_s"] for row in later),
         overhead_s=claim_s + float(beyond.mean()),
         alone_s=alone_s,
         staleness_mean=statistics.fmean(row["train/staleness_mean"] for row in later),
@@ -478,6 +484,8 @@ def figures_of(results: Sequence[Result]) -> dict[str, float]:
             mean_of(results, name, "discarded_time_share") for name in heavy
         ),
         "trainer_wait_share": mean_of(results, best, "wait_share"),
+        "publish_pause_p50_s": mean_of(results, best, "pause_s"),
+        "publish_share": mean_of(results, best, "transfer_s") / mean_of(results, best, "step_s"),
         "light_trainer_wait_share": mean_of(results, "light/k1", "wait_share"),
         "light_level1_vs_sync": speed_ratio(results, "light/k1", "light/sync"),
         "light_partial_vs_plain": speed_ratio(results, "light/partial", "light/sync"),
@@ -509,6 +517,7 @@ def level_table(results: Sequence[Result]) -> Table:
         "slow ratio",
         "discarded",
         "held out",
+        "pause s",
         "overhead s",
     ):
         table.add_column(name, justify="left" if name == "level" else "right")
@@ -534,6 +543,7 @@ def level_table(results: Sequence[Result]) -> Table:
             f"{mean('slow_share_ratio'):.2f}",
             f"{mean('discarded_time_share'):.3f}",
             f"{held:.3f} +- {reward_error(rewards):.3f}",
+            f"{mean('pause_s'):.3f}",
             f"{mean('overhead_s'):.2f}",
         )
     return table
@@ -568,7 +578,7 @@ def main() -> None:
         sys.exit("no level of the heavy tail was run; see the logs beside levels.json")
     from asynchrony_plots import draw
 
-    Console(width=160).print(level_table(results))
+    Console(width=200).print(level_table(results))
     tell("async", figures_of(results))
     draw(results, OUT / "async.png")
     say(f"plots in {OUT / 'async.png'}")

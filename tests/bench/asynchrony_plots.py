@@ -92,7 +92,7 @@ def _speed(axis: Any, names: Sequence[str], mean: Callable[..., float]) -> None:
     )
     axis.axhline(1.0, color="0.4", linewidth=1)
     axis.set_title("steps per hour over synchronous, of each tail")
-    axis.legend(fontsize=8, loc="upper right")
+    axis.legend(fontsize=8, loc="upper left")
 
 
 def _against_simulator(axis: Any, names: Sequence[str], mean: Callable[..., float]) -> None:
