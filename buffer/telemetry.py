@@ -137,6 +137,21 @@ METRICS: dict[str, str] = {
         f"train/logprob_gap_{name}": f"mean |policy - behavior| logprob over tokens {text}"
         for name, _, _, text in GAP_AGES
     },
+    "train/effective_share": "effective sample size of the ratios policy / behavior over the "
+    "number of trained tokens, at the first update; 1: all weigh the same",
+    **{
+        f"train/{measure}_{name}": f"{what}, {text.partition(',')[0].partition(':')[0]}"
+        for measure, what in (
+            ("ratio_p99", "99th percentile of the ratio policy / behavior over tokens"),
+            ("effective_share", "as train/effective_share, over tokens"),
+            ("clip_share", "share clipped by the loss, of tokens"),
+            (
+                "masked_share",
+                "share masked or vetoed by a correction or left out by OPSM, of tokens",
+            ),
+        )
+        for name, _, _, text in GAP_AGES
+    },
     "train/tokens": "tokens in the batch, context included",
     "train/trained_tokens": "tokens with loss",
     "train/tokens_per_s": "batch tokens over the time from one step's end to the next",

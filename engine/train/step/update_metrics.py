@@ -52,6 +52,10 @@ class UpdateReport:
     """|policy - behavior| logprobs of every trained token."""
     ages: list[Tensor] = field(default_factory=list)
     """Versions between the weights that sampled it and those before the update, of each."""
+    clipped: list[Tensor] = field(default_factory=list)
+    """1 for each that the loss clipped, else 0."""
+    masked: list[Tensor] = field(default_factory=list)
+    """1 for each that a correction masked or vetoed, or OPSM left out, else 0."""
 
     def add(
         self,
@@ -84,6 +88,11 @@ class UpdateReport:
             self.num_opsm_masked = self.num_opsm_masked + result.is_masked.sum()
         self.gaps.append((policy_logprobs - targets.behavior_logprobs_N).abs())
         self.ages.append((policy_version - targets.policy_versions_N).float())
+        self.clipped.append(result.is_clipped.float())
+        is_masked = torch.zeros_like(ratio).bool() if result.is_masked is None else result.is_masked
+        if targets.correction_N is not None:
+            is_masked = is_masked | (targets.correction_N == 0)
+        self.masked.append(is_masked.float())
 
     def metrics(self) -> dict[str, float]:
         """The metrics that SFT and RL share."""
@@ -122,15 +131,38 @@ class UpdateReport:
             "train/logprob_gap_mean": float(gap.mean()) if len(gap) else float("nan"),
             "train/logprob_gap_max": float(gap.max()) if len(gap) else float("nan"),
         }
-        for name, first, last, _ in GAP_AGES:
-            of_age = all_gaps[(ages >= first) & (ages <= last)]
-            if len(of_age):
-                metrics[f"train/logprob_gap_{name}"] = float(of_age.mean())
+        metrics |= self._mismatch(ages, all_gaps)
         if self.proximal_ratios:
             ratios = torch.cat(self.proximal_ratios)
             metrics["train/proximal_ratio_mean"] = float(ratios.mean())
             metrics["train/proximal_ratio_max"] = float(ratios.max())
         return metrics
+
+    def _mismatch(self, ages: Tensor, gaps: Tensor) -> dict[str, float]:
+        """How far the policy is from what sampled the tokens, together and by their age."""
+        if not self.ratios:
+            return {}
+        ratios, clipped, masked = map(torch.cat, (self.ratios, self.clipped, self.masked))
+        metrics = {"train/effective_share": _effective_share(ratios)}
+        for name, first, last, _ in GAP_AGES:
+            where = (ages >= first) & (ages <= last)
+            if not where.any():
+                continue
+            metrics |= {
+                f"train/logprob_gap_{name}": float(gaps[where].mean()),
+                f"train/ratio_p99_{name}": _percentiles([ratios[where]])[1],
+                f"train/effective_share_{name}": _effective_share(ratios[where]),
+                f"train/clip_share_{name}": float(clipped[where].mean()),
+                f"train/masked_share_{name}": float(masked[where].mean()),
+            }
+        return metrics
+
+
+def _effective_share(weights: Tensor) -> float:
+    """Effective sample size over the number of samples, (sum w)^2 / (n sum w^2): Kish 1965; 1 where
+    all weights are equal. Of tokens, taken as independent."""
+    w = weights.double()
+    return float(w.sum().square() / (len(w) * w.square().sum()))
 
 
 _OF_THE_LAST = (

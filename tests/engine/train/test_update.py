@@ -1,5 +1,6 @@
 """One update: what the gradient depends on, and what it does not."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
@@ -193,6 +194,34 @@ def test_the_logprob_gap_is_measured_by_age(
     assert metrics["train/logprob_gap_age_9_up"] == pytest.approx(0.75, abs=1e-5)
     assert "train/logprob_gap_age_0" not in metrics
     assert np.isnan(metrics["train/logprob_gap_mean"])
+
+
+def test_the_mismatch_is_measured_by_age(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """Ratio, effective sample size, what was clipped and what was masked, against float64."""
+    policy = make_policy()
+    samples = [with_own_logprobs(policy, sample) for sample in make_samples(3)]
+    aged = [_aged(samples[0], 3, 0.5), _aged(samples[1], 4, 0.0), _aged(samples[2], 0, -0.1)]
+    rows = [
+        replace(row, correction=np.full(row.num_tokens, index != 2, np.float32))
+        for index, row in enumerate(aged)
+    ]
+    for row in rows:
+        row.advantages[:] = -1.0
+    metrics = update(policy, rows, TrainerSettings(), policy_version=4).policy_metrics()
+    weights = np.repeat(np.exp([-0.5, 0.0, 0.1]), [row.num_trained_tokens for row in rows])
+    wanted = weights.sum() ** 2 / (len(weights) * np.square(weights).sum())
+    assert metrics["train/effective_share"] == pytest.approx(wanted, abs=1e-5)
+    for name, ratio, clipped, masked in (
+        ("age_1", math.exp(-0.5), 1.0, 0.0),
+        ("age_0", 1.0, 0.0, 0.0),
+        ("age_3_4", math.exp(0.1), 0.0, 1.0),
+    ):
+        assert metrics[f"train/ratio_p99_{name}"] == pytest.approx(ratio, abs=1e-4)
+        assert metrics[f"train/effective_share_{name}"] == pytest.approx(1.0, abs=1e-6)
+        assert metrics[f"train/clip_share_{name}"] == clipped
+        assert metrics[f"train/masked_share_{name}"] == masked
 
 
 def _aged(sample: Sample, version: int, gap: float) -> Sample:
