@@ -129,6 +129,7 @@ METRICS: dict[str, str] = {
     "train/correction_vetoed_share": "share of sequences masked whole for one token's ratio",
     "train/opsm_masked_share": "share of trained tokens that off-policy sequence masking left out",
     "train/kl": "mean behavior - reference logprob over trained tokens (k1)",
+    "train/kl_coefficient": "weight of the pull towards the reference in this step",
     "train/kl_penalty_mean": "mean taken off an episode's reward for its distance to the reference",
     "train/overlong_penalty_mean": "mean taken off an episode's reward for its length",
     "train/logprob_gap_mean": "mean |policy - behavior| logprob over tokens of the current version",

@@ -140,6 +140,7 @@ _OVERLONG_SHARE = 5
 Values = Mapping[str, Any]
 EFFECTS: dict[str, tuple[Callable[[Values], bool], str]] = {
     "kl_coefficient": (lambda v: v.get("kl", "none") != "none", 'a trainer.kl other than "none"'),
+    "kl_target": (lambda v: v.get("kl", "none") != "none", 'a trainer.kl other than "none"'),
     "kl_ratio_cap": (lambda v: v.get("kl") in ("k2", "k3"), 'trainer.kl = "k2" or "k3"'),
     "reference_path": (lambda v: v.get("kl", "none") != "none", 'a trainer.kl other than "none"'),
     "denominator_constant": (

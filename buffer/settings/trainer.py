@@ -170,6 +170,9 @@ class TrainerSettings(BaseModel):
     it was when the run began."""
     kl_coefficient: float = Field(1e-3, ge=0)
     """Weight of the pull towards the reference; without effect with kl = "none"."""
+    kl_target: float | None = Field(None, gt=0)
+    """Mean behavior - reference logprob of a trained token, in nats, that kl_coefficient is moved
+    towards, by at most 2% a step; left out: it stays."""
     kl_ratio_cap: float = Field(2.0, ge=1)
     """Largest weight policy / behavior of k2 and k3 in the loss."""
     entropy_coefficient: float = Field(0.0, ge=0)

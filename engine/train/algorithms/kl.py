@@ -49,3 +49,14 @@ def k1(behavior_logprobs: Float32, reference_logprobs: Float32) -> np.ndarray:
     expected gradient, with more variance.
     """
     return behavior_logprobs.astype(np.float64) - reference_logprobs
+
+
+def adapted_coefficient(coefficient: float, measured: float, *, target: float) -> float:
+    """coefficient * (1 + 0.1 clip(measured / target - 1, -0.2, 0.2)): the controller of Ziegler et
+    al., arXiv:1909.08593, section 2.2, with its K of 0.1.
+
+    Differs from the paper in the unit alone: measured and target are means over trained tokens,
+    where the paper's are sums over an answer.
+    """
+    error = min(max(measured / target - 1.0, -0.2), 0.2)
+    return coefficient * (1.0 + 0.1 * error)

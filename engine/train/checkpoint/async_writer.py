@@ -271,6 +271,7 @@ def begin_save(
     mark: CheckpointMark,
     keep: int,
     critic: Policy | None = None,
+    kl_coefficient: float | None = None,
     reference_hash: str = "",
     timeout_s: float = 600.0,
     is_copied: bool = True,
@@ -281,6 +282,7 @@ def begin_save(
 
     Args:
         critic: written beside the policy, with its own moments.
+        kl_coefficient: as trainer.kl_target has moved it.
         is_copied: false: nothing is copied, and training must wait for `run`.
         keep: older checkpoints than the newest `keep` are removed when this one is complete.
         timeout_s: how long rank 0 waits for another rank's shards.
@@ -311,6 +313,7 @@ def begin_save(
         "layout": dataclasses.asdict(policy.config.sizes),
         "critic": None if critic is None else critic.config.described,
         "num_critic_updates": num_critic_updates,
+        "kl_coefficient": kl_coefficient,
     }
     return Saving(shards, final, facts, keep=keep, timeout_s=timeout_s)
 

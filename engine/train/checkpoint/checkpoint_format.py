@@ -55,6 +55,8 @@ class Checkpoint:
     """What the critic's folder said of it; None: it holds none."""
     num_critic_updates: int = 0
     """Optimizer updates of the critic."""
+    kl_coefficient: float | None = None
+    """As trainer.kl_target had moved it; None: it was not written."""
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
@@ -94,6 +96,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         layout=state["layout"],
         critic=state.get("critic"),
         num_critic_updates=state.get("num_critic_updates", 0),
+        kl_coefficient=state.get("kl_coefficient"),
     )
 
 

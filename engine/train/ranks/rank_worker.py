@@ -5,6 +5,7 @@ When they are done is decided on rank 0 (loop, sft), through `RankController`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain, pairwise
 from pathlib import Path
@@ -15,7 +16,9 @@ import structlog
 from outloop.buffer.errors import DeadlineExceeded, UpdateRefused
 from outloop.buffer.records import CheckpointMark, Float32
 from outloop.buffer.run import Run
+from outloop.buffer.settings import Settings
 from outloop.engine.train.algorithms.credit import VALUE_ADVANTAGES
+from outloop.engine.train.algorithms.kl import adapted_coefficient
 from outloop.engine.train.algorithms.user_functions import advantage_of, loss_of
 from outloop.engine.train.checkpoint.async_writer import Saving, begin_save, save_checkpoint
 from outloop.engine.train.checkpoint.checkpoint_format import Checkpoint, load_checkpoint
@@ -72,6 +75,8 @@ class RankWorker:
         self._loss = loss_of(run.settings)
         self._policy: Policy | None = None
         self._critic: Policy | None = None
+        self._kl_coefficient = run.settings.trainer.kl_coefficient
+        """Of the next step; trainer.kl_target moves it."""
         self._exports: Exports | None = None
         self._reference: Reference | None = None
         self._placement: Offload | None = None
@@ -171,10 +176,11 @@ class RankWorker:
             UpdateRefused: on every rank, when a gradient is not finite or a spike; the weights are
                 those from before that update.
         """
+        settings = self._current_settings
         metrics: dict[str, float] = {}
         if self._settings.trainer.kl != "none" and len(batch):
             reference = self._score(self.reference.model, batch)
-            batch, metrics = with_reference(batch, credit, reference, self._settings)
+            batch, metrics = with_reference(batch, credit, reference, settings)
         if self._critic is not None and updates:
             batch, measured = self._train_critic(self._critic, batch, updates, credit)
             metrics |= measured
@@ -189,7 +195,7 @@ class RankWorker:
             return rl_update(
                 self.policy,
                 batch,
-                self._settings.trainer,
+                settings.trainer,
                 rows=rows,
                 policy_version=policy_version,
                 on_microbatch=self._watchdog.progress,
@@ -204,7 +210,25 @@ class RankWorker:
             policy_version=policy_version,
             score=lambda rows: self._score(self.policy.model, batch, rows),
         )
+        self._adapt_kl(metrics)
         return reports, metrics
+
+    @property
+    def _current_settings(self) -> Settings:
+        """The run's, with the coefficient of KL as it is now."""
+        trainer = self._settings.trainer.model_copy(update={"kl_coefficient": self._kl_coefficient})
+        return self._settings.model_copy(update={"trainer": trainer})
+
+    def _adapt_kl(self, metrics: dict[str, float]) -> None:
+        """Move the coefficient of the next step towards trainer.kl_target; every rank alike."""
+        trainer = self._settings.trainer
+        if trainer.kl == "none":
+            return
+        metrics["train/kl_coefficient"] = self._kl_coefficient
+        if trainer.kl_target is not None and math.isfinite(metrics.get("train/kl", math.nan)):
+            self._kl_coefficient = adapted_coefficient(
+                self._kl_coefficient, metrics["train/kl"], target=trainer.kl_target
+            )
 
     def _train_critic(
         self,
@@ -215,7 +239,7 @@ class RankWorker:
     ) -> tuple[TrainBatch, dict[str, float]]:
         """The batch with the advantages that the critic gives it, and the metrics of the critic's
         own updates, made after that on the same rows as the policy's."""
-        trainer = self._settings.trainer
+        trainer = self._current_settings.trainer
         assert isinstance(critic.model, ValueModel)
         values, behind = values_of(
             critic.model,
@@ -279,6 +303,8 @@ class RankWorker:
             SettingsError: it is of another model.
         """
         load_checkpoint(self.policy, checkpoint, critic=self._critic)
+        if self._settings.trainer.kl_target is not None and checkpoint.kl_coefficient is not None:
+            self._kl_coefficient = checkpoint.kl_coefficient
 
     def save(self, *, step: int, mark: CheckpointMark, reference_hash: str) -> Saving:
         """Begin a checkpoint of all ranks, written in a thread of each while training goes on.
@@ -294,6 +320,7 @@ class RankWorker:
             mark=mark,
             keep=trainer.keep_checkpoints,
             critic=self._critic,
+            kl_coefficient=self._kl_coefficient,
             reference_hash=reference_hash,
             timeout_s=trainer.rank_timeout_s,
             is_copied=trainer.trains_while_saving,

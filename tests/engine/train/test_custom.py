@@ -256,6 +256,7 @@ def assert_equal_updates(
         ({"advantage_path": "a:b", "advantage": "rloo"}, "which takes its place"),
         ({"overlong_max_tokens": 4}, "needs trainer.overlong_penalty"),
         ({"min_lr_ratio": 0.5}, "needs trainer.lr_decay"),
+        ({"kl_target": 0.1}, 'needs a trainer.kl other than "none"'),
         ({"lr_decay": "wsd"}, "needs trainer.wsd_decay_updates"),
         ({"wsd_decay_updates": 5}, 'needs trainer.lr_decay = "wsd"'),
         ({"advantage": "pass_at_k"}, "needs trainer.pass_k"),

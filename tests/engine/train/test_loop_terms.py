@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from fakes.bandit_run import FAST, Setup
 from fakes.families import make_family
 from outloop.buffer.errors import SettingsError
+from outloop.engine.train.algorithms.kl import adapted_coefficient
 from outloop.engine.train.step.reference_model import content_hash
 
 MakeRun = Callable[..., Setup]
@@ -70,6 +72,25 @@ def test_the_reference_may_be_another_model(
     assert abs(row["train/kl"]) > 1e-3
     state = json.loads((made.run.dir / "checkpoints/step_1/state.json").read_text())
     assert state["reference_hash"] == content_hash(tmp_path / "other")
+
+
+def test_the_weight_of_the_kl_follows_its_target(
+    setup: MakeRun, tiny_folder: Callable[..., Path]
+) -> None:
+    """Down by at most 2% a step while the policy is near its reference, up while it is far; a
+    resumed run goes on where it was."""
+    chosen = {"kl": "k3", "kl_coefficient": 0.1, "kl_target": 1e3, "num_steps": 2}
+    setup(trainer=FAST | chosen).train()
+    rows = setup(trainer=FAST | chosen | {"num_steps": 3}).train()
+    weights = [row["train/kl_coefficient"] for row in rows]
+    assert weights == pytest.approx([0.1, 0.1 * 0.98, 0.1 * 0.98**2])
+    far = {"kl_target": 1e-9, "learning_rate": 1e-2, "num_steps": 4, "resume": False}
+    rows = setup(trainer=FAST | chosen | far).train()[3:]
+    measured = [row["train/kl"] for row in rows]
+    weights = [row["train/kl_coefficient"] for row in rows]
+    for kl, (before, after) in zip(measured, pairwise(weights), strict=False):
+        assert after == pytest.approx(adapted_coefficient(before, kl, target=1e-9))
+    assert max(after / before for before, after in pairwise(weights)) == pytest.approx(1.02)
 
 
 def test_an_own_loss_takes_the_place_of_the_built_in_one(

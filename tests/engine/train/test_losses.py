@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outloop.engine.train.algorithms.denominators import denominator, token_weights
-from outloop.engine.train.algorithms.kl import kl_loss
+from outloop.engine.train.algorithms.kl import adapted_coefficient, kl_loss
 from outloop.engine.train.algorithms.losses import (
     LOSSES,
     LossInputs,
@@ -285,3 +285,11 @@ def test_denominators_count_tokens_or_episodes_or_neither() -> None:
             assert weights == pytest.approx([1 / 5, 1 / 5, 1 / 7])
         else:
             assert weights is None
+
+
+def test_the_kl_controller_is_its_papers() -> None:
+    """Proportional near the target, cut to a fifth of it, 2% a step at most."""
+    assert adapted_coefficient(0.5, 0.02, target=0.02) == 0.5
+    assert adapted_coefficient(0.5, 0.022, target=0.02) == pytest.approx(0.5 * 1.01)
+    assert adapted_coefficient(0.5, 9.0, target=0.02) == pytest.approx(0.5 * 1.02)
+    assert adapted_coefficient(0.5, -9.0, target=0.02) == pytest.approx(0.5 * 0.98)
