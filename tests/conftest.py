@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 import tomllib
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,10 @@ class ServerThread:
 
 @pytest.fixture(scope="session")
 def start_torch_server() -> Iterator[Callable[..., ServerThread]]:
-    """`start_torch_server(folder, max_context_tokens=512, ...)`; all are stopped at the end."""
+    """`start_torch_server(folder, max_context_tokens=512, ...)`; all are stopped at the end.
+
+    `makers`: the functions that `serve_torch` makes its engine and its grammars by.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -179,6 +182,7 @@ def start_torch_server() -> Iterator[Callable[..., ServerThread]]:
         max_context_tokens: int = 512,
         port: int = 0,
         key: str | None = None,
+        makers: Mapping[str, Callable[..., Any]] | None = None,
         **server: Any,
     ) -> ServerThread:
         tree = {
@@ -193,6 +197,7 @@ def start_torch_server() -> Iterator[Callable[..., ServerThread]]:
             build_settings(tree, source="test"),
             port=port,
             key=key,
+            **makers or {},
         )
         thread = ServerThread(serve, timeout_s=30)
         started.append(thread)

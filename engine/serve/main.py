@@ -12,6 +12,7 @@ import gc
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Literal
 
 import structlog
@@ -28,6 +29,7 @@ from outloop.engine.serve.registration import Registration
 from outloop.engine.serve.sglang.process import serve_sglang
 from outloop.engine.serve.torch_server.app import PURPOSE, ServerApp
 from outloop.engine.serve.torch_server.config import read_config
+from outloop.engine.serve.torch_server.constrained_decoding import Grammars
 from outloop.engine.serve.torch_server.generate import Progress
 from outloop.engine.serve.torch_server.scheduler import Engine
 from outloop.engine.serve.torch_server.tokenizer import Text
@@ -113,11 +115,15 @@ async def serve_torch(
     port: int = 0,
     advertise: str | None = None,
     key: str | None = None,
+    make_engine: Callable[..., Engine] = Engine,
+    make_grammars: Callable[[Path, int], Grammars] = Grammars,
 ) -> None:
     """A torch server of the settings' policy, without a run; `on_bound` gets its URL.
 
     Args:
         key: what every request but for its health must bring; None: nothing, on loopback only.
+        make_engine: called with what `Engine` takes.
+        make_grammars: called with the model folder and the size of the vocabulary.
 
     Raises:
         SettingsError: the model folder cannot be served, or it would be open to other machines.
@@ -131,7 +137,9 @@ async def serve_torch(
         )
     torch.set_num_threads(settings.server.num_threads)
     loop = asyncio.get_running_loop()
-    engine = await asyncio.to_thread(build_engine, settings, notify=Progress(loop))
+    engine = await asyncio.to_thread(
+        build_engine, settings, notify=Progress(loop), make_engine=make_engine
+    )
     # Loading leaves many long-lived objects behind; collecting them again costs whole passes.
     gc.collect()
     gc.freeze()
@@ -139,6 +147,7 @@ async def serve_torch(
         engine,
         model_path=str(settings.model.path),
         key=key,
+        make_grammars=make_grammars,
     )
     engine.start()
     try:
@@ -150,7 +159,9 @@ async def serve_torch(
             _log.error("engine_did_not_end", timeout_s=_STOP_TIMEOUT_S)
 
 
-def build_engine(settings: Settings, *, notify: Progress) -> Engine:
+def build_engine(
+    settings: Settings, *, notify: Progress, make_engine: Callable[..., Engine] = Engine
+) -> Engine:
     """The engine of a run's policy, not started.
 
     Raises:
@@ -165,7 +176,7 @@ def build_engine(settings: Settings, *, notify: Progress) -> Engine:
     weights = load_weights(
         config, folder, dtype=dtypes[server.dtype], device=torch.device(server.device)
     )
-    return Engine(
+    return make_engine(
         weights,
         Text(folder),
         max_running=server.max_running_requests,

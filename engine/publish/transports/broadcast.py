@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from typing import Any
@@ -51,12 +52,19 @@ class GroupSender:
     is_joint = True
 
     def __init__(
-        self, *, host: str, backend: Backend, num_ranks: int = 1, key: str | None = None
+        self,
+        *,
+        host: str,
+        backend: Backend,
+        num_ranks: int = 1,
+        key: str | None = None,
+        join: Callable[..., Group] = join_group,
     ) -> None:
         """`host` is where servers reach this process; each server joins with `num_ranks` ranks.
 
-        `key`: of the servers, see `Run.server_key`.
+        `key`: of the servers, see `Run.server_key`. `join`: as `join_group`.
         """
+        self._join = join
         self._key = key
         self._num_ranks = num_ranks
         self._host = host
@@ -177,7 +185,7 @@ class GroupSender:
         posts = fanout.start(post)
         own = in_thread(
             partial(
-                join_group,
+                self._join,
                 host,
                 port,
                 rank=0,

@@ -142,10 +142,12 @@ def join_group(
     name: str,
     backend: Backend,
     timeout_s: float,
+    nccl_type: Any = None,
 ) -> Group:
     """Join the group `name` at `host:port`; returns when all `world_size` members have.
 
-    Operations of the group end after `timeout_s` too.
+    Operations of the group end after `timeout_s` too. `nccl_type` is the class of the members of an
+    NCCL group; None: torch.distributed.ProcessGroupNCCL, which torch has on CUDA only.
 
     Raises:
         PublishFailed: not all members came in time, or the rendezvous was closed.
@@ -158,7 +160,10 @@ def join_group(
         # SGLang wraps once, torch's own helper twice more.
         for prefix in _prefixes(name, backend):
             store = PrefixStore(prefix, store)
-        members = _join(store, rank, world_size, backend, timeout, _own_address(host, rank))
+        if backend == "nccl":
+            members = _join_nccl(store, rank, world_size, timeout, nccl_type)
+        else:
+            members = _join_gloo(store, rank, world_size, timeout, _own_address(host, rank))
     except RuntimeError as error:
         raise PublishFailed(
             f"group name={name!r} at {host}:{port} was not complete after {timeout_s:.1f} s or was "
@@ -167,21 +172,22 @@ def join_group(
     return Group(members, backend)
 
 
-def _join(
-    store: Store, rank: int, world_size: int, backend: Backend, timeout: timedelta, address: str
-) -> Any:
+def _join_nccl(store: Store, rank: int, world_size: int, timeout: timedelta, nccl_type: Any) -> Any:
     """A backend of torch.distributed, whose stubs leave out most of what is used here."""
-    if backend == "nccl":
-        from torch.distributed import ProcessGroupNCCL
+    if nccl_type is None:
+        from torch.distributed import ProcessGroupNCCL as nccl_type  # noqa: N813 - a parameter
+    options = nccl_type.Options()
+    options._timeout = timeout
+    # The communicator is made in the first broadcast: one that blocks would have no deadline.
+    options.config.blocking = 0
+    seconds = str(max(1, math.ceil(timeout.total_seconds())))
+    os.environ.setdefault(_NONBLOCKING_TIMEOUT, seconds)
+    with _environment(_NCCL_ENVIRONMENT):
+        return nccl_type(store, rank, world_size, options)
 
-        nccl = ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        # The communicator is made in the first broadcast: one that blocks would have no deadline.
-        nccl.config.blocking = 0
-        seconds = str(max(1, math.ceil(timeout.total_seconds())))
-        os.environ.setdefault(_NONBLOCKING_TIMEOUT, seconds)
-        with _environment(_NCCL_ENVIRONMENT):
-            return ProcessGroupNCCL(store, rank, world_size, nccl)
+
+def _join_gloo(store: Store, rank: int, world_size: int, timeout: timedelta, address: str) -> Any:
+    """As `_join_nccl`, on the CPU."""
     gloo_type: Any = ProcessGroupGloo
     gloo = gloo_type._Options()
     gloo._timeout = timeout

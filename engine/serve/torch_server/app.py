@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outloop.engine.publish.flattened_bucket import PayloadRefused, read_bucket
 from outloop.engine.publish.transports.process_group import in_thread
+from outloop.engine.serve.torch_server.constrained_decoding import Grammars
 from outloop.engine.serve.torch_server.generate import GenerateEndpoint
 from outloop.engine.serve.torch_server.scheduler import Engine
 from outloop.engine.serve.torch_server.schemas import (
@@ -49,14 +50,17 @@ class ServerApp:
         *,
         model_path: str,
         key: str | None = None,
+        make_grammars: Callable[[Path, int], Grammars] = Grammars,
     ) -> None:
-        """`key`: what every request but for its health must bring as a bearer token."""
+        """`key`: what every request but for its health must bring as a bearer token;
+        `make_grammars`: of the model folder and the size of the vocabulary."""
         self._authorization = f"Bearer {key}".encode() if key else None
         self._engine = engine
         self._model_path = model_path
         self._groups = UpdateGroups(engine.update.live.device)
         self._start_version = engine.weight_version
-        self._generate = GenerateEndpoint(engine)
+        grammars = make_grammars(engine.text.folder, engine.update.live.config.vocab_size)
+        self._generate = GenerateEndpoint(engine, grammars)
         self._control = FastAPI(title="outloop torch server", description=PURPOSE)
         self._add_generation_routes()
         self._add_update_routes()

@@ -50,9 +50,9 @@ def _notify(requests: list[Running]) -> None:
 class GenerateEndpoint:
     """ASGI endpoint of /generate."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, grammars: Grammars) -> None:
         self._engine = engine
-        self._grammars = Grammars(engine.text.folder, engine.update.live.config.vocab_size)
+        self._grammars = grammars
         self._in_flight: set[str] = set()
         """Request ids."""
 

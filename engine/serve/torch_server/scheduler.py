@@ -52,11 +52,12 @@ class Engine:
         weight_version: str,
         notify: Notify,
         seed: int | None = None,
+        make_update: Callable[[Weights], UpdateSession] = UpdateSession,
     ) -> None:
         self.text = text
         self.max_tokens = max_tokens
         self.weight_version = weight_version
-        self.update = UpdateSession(weights)
+        self.update = make_update(weights)
         self.cache = KVCache(
             weights.config,
             max_running=max_running,

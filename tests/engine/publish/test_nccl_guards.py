@@ -18,7 +18,6 @@ import torch
 from outloop.buffer.errors import PublishFailed
 from outloop.engine.publish.buckets.pipeline import Filled
 from outloop.engine.publish.buckets.plan import PACKED, TensorSpec, plan_buckets
-from outloop.engine.publish.transports import broadcast
 from outloop.engine.publish.transports.broadcast import GroupSender
 from outloop.engine.publish.transports.process_group import Rendezvous, join_group
 
@@ -52,7 +51,6 @@ def test_a_group_of_nccl_does_not_block_and_does_not_end_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Communicators that do not block, errors that only clean up; for this group alone."""
-    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", _Nccl, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
     # Kept by the process, which reads it once.
@@ -66,6 +64,7 @@ def test_a_group_of_nccl_does_not_block_and_does_not_end_the_process(
         name="g",
         backend="nccl",
         timeout_s=5.0,
+        nccl_type=_Nccl,
     )
     (made,) = _Nccl.made
     assert made.blocking == 0
@@ -125,12 +124,10 @@ class _Answering:
 
 
 @pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Stuck]:
-    """What every joining gives."""
+def stuck() -> Iterator[_Stuck]:
+    """A group that lets go when the test is over."""
     until = threading.Event()
-    group = _Stuck(until)
-    monkeypatch.setattr(broadcast, "join_group", lambda *args, **kwargs: group)
-    yield group
+    yield _Stuck(until)
     until.set()
 
 
@@ -138,7 +135,8 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Stuck]:
 def test_a_broadcast_that_never_ends_costs_its_deadline(stuck: _Stuck, backend: Any) -> None:
     """Every member is given up, within the deadline."""
     servers: Any = _Answering()
-    sender = GroupSender(host="127.0.0.1", backend=backend)
+    group: Any = stuck
+    sender = GroupSender(host="127.0.0.1", backend=backend, join=lambda *_, **__: group)
     sender.connect(servers)
     spec = TensorSpec(name="t", shape=(4,), dtype=torch.float32)
     (bucket,) = plan_buckets([spec], 64, PACKED)

@@ -1,6 +1,8 @@
 """Publishing to real servers, and to ones that fail or lie."""
 
+import functools
 import os
+import re
 import socket
 import threading
 import time
@@ -17,6 +19,7 @@ from outloop.buffer.errors import DeadlineExceeded, PublishFailed
 from outloop.engine.publish.buckets.plan import TensorSpec, plan_buckets
 from outloop.engine.publish.buckets.staging import SharedBuffer
 from outloop.engine.publish.flattened_bucket import write_bucket
+from outloop.engine.serve.torch_server.scheduler import Engine
 from outloop.engine.serve.torch_server.weight_update import UpdateSession
 
 TINY_BUCKET_MB = 0.05
@@ -379,6 +382,21 @@ def test_no_server_is_a_deadline(
         publisher.publish(LocalTensors(other_weights), 0)
 
 
+SPOILED = "model.layers.1.mlp.up_proj.weight"
+SPOILS = 0.125
+"""Where the first element of SPOILED is this, another element is changed."""
+
+
+class SpoilingUpdate(UpdateSession):
+    """Changes an element of the weights that it has made live."""
+
+    def end(self) -> None:
+        super().end()
+        weights = self.live.named[SPOILED].view(-1)
+        if weights[0] == SPOILS:
+            weights[5] += 1
+
+
 @pytest.mark.parametrize("num_before", [0, 3])
 def test_a_server_that_spoils_its_weights_after_storing_them_is_quarantined(
     make_model: Callable[..., Path],
@@ -386,26 +404,20 @@ def test_a_server_that_spoils_its_weights_after_storing_them_is_quarantined(
     make_publisher: Callable[..., Any],
     registry: Any,
     other_weights: dict[str, torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
     num_before: int,
 ) -> None:
     """One element, between the last bucket and the checksums: at once, and after good publishes."""
-    registry.add("server-0", start_torch_server(make_model()).url)
-    publisher = make_publisher()
+    makers = {"make_engine": functools.partial(Engine, make_update=SpoilingUpdate)}
+    registry.add("server-0", start_torch_server(make_model(), makers=makers).url)
+    registry.add("server-1", start_torch_server(make_model()).url)
+    publisher = make_publisher(num_servers=2)
     for version in range(num_before):
         publisher.publish(LocalTensors(other_weights), version)
-    end = UpdateSession.end
-    name = "model.layers.1.mlp.up_proj.weight"
-
-    def spoil_and_end(session: UpdateSession) -> None:
-        assert session._staged is not None
-        session._staged.named[name].view(-1)[5] += 1
-        end(session)
-
-    monkeypatch.setattr(UpdateSession, "end", spoil_and_end)
-    with pytest.raises(PublishFailed, match=f"1 tensors differ.*{name}"):
-        publisher.publish(LocalTensors(other_weights), 8)
-    assert registry.state("server-0") == (None, True)
-    monkeypatch.setattr(UpdateSession, "end", end)
+    spoiled = other_weights | {SPOILED: torch.full_like(other_weights[SPOILED], SPOILS)}
+    report = publisher.publish(LocalTensors(spoiled), 8)
+    assert report.quarantined == ("server-0",)
+    assert [registry.state(f"server-{n}") for n in range(2)] == [(None, True), (8, False)]
+    (error,) = [result.error for result in report.results if result.is_quarantined]
+    assert re.search(f"1 tensors differ.*{SPOILED}", error)
     publisher.publish(LocalTensors(other_weights), 9)
     assert registry.state("server-0") == (9, False)

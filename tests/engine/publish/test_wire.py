@@ -5,17 +5,21 @@ import os
 import pickle
 import pickletools
 import sys
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.multiprocessing import reductions
 
 from outloop.engine.publish.buckets.plan import TensorSpec, plan_buckets
 from outloop.engine.publish.buckets.staging import SharedBuffer
-from outloop.engine.publish.flattened_bucket import PayloadRefused, read_bucket, write_bucket
+from outloop.engine.publish.flattened_bucket import (
+    CudaHandles,
+    PayloadRefused,
+    read_bucket,
+    write_bucket,
+)
 
 
 def _payload(buffer: SharedBuffer, tensors: dict[str, torch.Tensor]) -> str:
@@ -98,38 +102,44 @@ class _OnGpu(torch.Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-def test_a_cuda_handle_is_written_as_torch_writes_it_and_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class _Devices(CudaHandles):
+    """CUDA devices of these UUIDs; every handle is of the memory of `content`."""
+
+    def __init__(self, content: torch.Tensor, uuids: list[str]) -> None:
+        self.opened: list[tuple[Any, ...]] = []
+        self._content = content
+        self._uuids = uuids
+
+    def uuids(self) -> list[str]:
+        return self._uuids
+
+    def share(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        place = (torch.Tensor, tensor.size(), tensor.stride(), 0)
+        handle = (b"handle", 64, 0, False, b"counter", 0, b"event", True)
+        return (*place, torch.TypedStorage, torch.uint8, 1, *handle)
+
+    def open(self, handle: tuple[Any, ...]) -> torch.Tensor:
+        self.opened.append(handle)
+        return self._content
+
+
+def test_a_cuda_handle_is_written_as_torch_writes_it_and_read() -> None:
     """Every name that torch's reduction of a CUDA tensor brings is in the list; devices by UUID."""
     content = torch.arange(64, dtype=torch.uint8)
-    handle = (b"handle", 64, 0, False, b"counter", 0, b"event", True)
-    place = (torch.Tensor, content.size(), content.stride(), 0)
-    told = (*place, type(content._typed_storage()), torch.uint8, 0, *handle)
-    rebuilt: list[tuple] = []
-
-    def rebuild(*arguments: object) -> torch.Tensor:
-        rebuilt.append(arguments)
-        return content
-
-    uuids = {0: "GPU-ours", 1: "GPU-theirs"}
-    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (rebuild, told))
-    # The name under which it is pickled: of the function that is found there.
-    rebuild.__module__, rebuild.__qualname__ = reductions.__name__, "rebuild_cuda_tensor"
-    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[int(device)])
-    )
-    monkeypatch.setattr(_OnGpu, "device", 1, raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    sender = _Devices(content, ["GPU-a", "GPU-b"])
+    reader = _Devices(content, ["GPU-c", "GPU-d", "GPU-b"])
     (bucket,) = plan_buckets([TensorSpec(name="a", shape=(64,), dtype=torch.uint8)], 64)
-    ((name, tensor),) = read_bucket(write_bucket(content.as_subclass(_OnGpu), bucket))
+    payload = write_bucket(content.as_subclass(_OnGpu), bucket, cuda=sender)
+    ((name, tensor),) = read_bucket(payload, cuda=reader)
     assert (name, tensor.data_ptr(), torch.equal(tensor, content)) == (
         "a",
         content.data_ptr(),
         True,
     )
-    assert rebuilt == [(*told[:6], 1, *told[7:])]
+    handle = sender.share(content)
+    assert reader.opened == [(*handle[:6], 2, *handle[7:])]
+    with pytest.raises(PayloadRefused, match="uuid='GPU-b', which is not here"):
+        read_bucket(payload, cuda=_Devices(content, ["GPU-a"]))
 
 
 class _Evil:
