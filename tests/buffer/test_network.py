@@ -104,7 +104,7 @@ async def test_a_take_that_ends_halfway_gives_its_groups_to_the_next(
 
 async def test_cuts_at_any_moment_break_nothing(wire: BadWire, loop_on: Callable[..., Any]) -> None:
     """A runner beside a wire that is cut all the time gets every episode in, each once."""
-    loop = await loop_on(wire.url, buffer__max_staleness=3)
+    loop = await loop_on(wire.url, buffer__max_staleness=3, buffer__pipeline_depth=3)
     choices, done = random.Random(1), asyncio.Event()
 
     async def cut() -> None:
