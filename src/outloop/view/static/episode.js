@@ -4,7 +4,7 @@ import * as api from "./api.js";
 import { h, replace } from "./dom.js";
 import { fate, number, plain, seconds, short, time } from "./format.js";
 import { link } from "./route.js";
-import { bubble, messages, part, textOf, trainedTokens, tree, versions } from "./transcript.js";
+import { bubble, clipped, messages, part, textOf, trainedTokens, tree, versions } from "./transcript.js";
 
 export function facts(run, one) {
   const cell = (label, ...value) => h("div", {}, h("dt", {}, label), h("dd", {}, value));
@@ -45,7 +45,7 @@ function turnBlock(run, one, node, nodes, raw) {
       own !== undefined && h("span", { class: "badge" }, `reward ${number(own)}`), h("span", {}, seconds(turn.finished_at - turn.started_at)),
       h("a", { href: `${link(run, "tokens", one.episode_id)}?turn=${turn.turn_index}` }, "tokens")),
     why(node, one.turns, nodes),
-    raw ? [h("pre", { class: "raw prompt" }, plain(turn.prompt_text)), h("pre", { class: "raw output" }, plain(turn.output_text))]
+    raw ? [h("pre", { class: "raw prompt" }, clipped(turn.prompt_text, plain)), h("pre", { class: "raw output" }, clipped(turn.output_text, plain))]
       : [messages(turn.prompt_text, "context").map((m) => bubble(m.role, m.text)), bubble("policy", messages(turn.output_text, "policy").map((m) => m.text).join(""))]);
 }
 

@@ -51,14 +51,21 @@ function pretty(text, tag) {
   try { return JSON.stringify(JSON.parse(inside), null, 1); } catch { return inside; }
 }
 
-const LONG = 400;
+const LONG = 400, HUGE = 20000;
+
+// What `render` makes of a text; of a huge one its beginning, and the rest when it is asked for.
+export function clipped(text, render) {
+  if (text.length <= HUGE) return render(text);
+  const box = h("span", {}, render(text.slice(0, HUGE / 2)), h("button", { class: "more", onclick: () => box.replaceChildren(...[render(text)].flat()) }, `${(text.length - HUGE / 2).toLocaleString("en")} more characters`));
+  return box;
+}
 
 // A message; a long one that nobody sampled is closed at first.
 export function bubble(role, text) {
   const name = `message ${role.replace(/[^\w-]/g, "")}`;
-  if (role === "policy" || text.length <= LONG) return h("div", { class: name }, h("small", {}, role), h("div", { class: "text" }, body(text, role)));
-  const start = plain(text).trim().replace(/\s+/g, " ").slice(0, 110);
-  return h("details", { class: name }, h("summary", {}, h("small", {}, role), " ", h("span", { class: "start" }, `${start}…`)), h("div", { class: "text" }, body(text, role)));
+  if (role === "policy" || text.length <= LONG) return h("div", { class: name }, h("small", {}, role), h("div", { class: "text" }, clipped(text, (one) => body(one, role))));
+  const start = plain(text.slice(0, 1000)).trim().replace(/\s+/g, " ").slice(0, 110);
+  return h("details", { class: name }, h("summary", {}, h("small", {}, role), " ", h("span", { class: "start" }, `${start}…`)), h("div", { class: "text" }, clipped(text, (one) => body(one, role))));
 }
 
 // The turns of an episode as a tree: [{turn, depth, path}], parents before children, branches deeper.
