@@ -124,7 +124,8 @@ SCALING = """\
 
 `outloop plan FILE` says how fast a run would be, how many GPUs should serve and how many train, what memory
 and networks it needs and what a step costs. It simulates the loop, event by event, under exactly the buffer's
-admission, and puts closed-form bounds beside it. `outloop plan --run runs/NAME` takes settings, step times and
+admission (a test compares each claim and each batch with the buffer's own scripts), and puts closed-form bounds beside
+it. `outloop plan --run runs/NAME` takes settings, step times and
 the lengths of episodes from a run's metrics and ledger, and prints what that run reached beside it: start
 with a small run, then change one thing.
 

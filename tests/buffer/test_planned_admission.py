@@ -1,0 +1,128 @@
+"""The admission of `outloop plan` beside the buffer's own scripts, call by call."""
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from outloop.buffer.errors import DeadlineExceeded
+from outloop.engine.launch.plan.admission import Admission, Group, Rules
+
+GROUPS_PER_STEP, GROUP_SIZE, NUM_STEPS, UPDATE_S = 4, 3, 16, 0.5
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One attempt in both."""
+
+    group: Group[Any]
+    claim: Any
+    version: int
+    oldest_version: int | None = None
+    is_scored: bool = False
+
+
+class Pair:
+    """The same calls to the buffer and to the plan's admission; every answer is compared."""
+
+    def __init__(self, loop: Any, clock: Any, rules: Rules, seed: int) -> None:
+        self.loop, self.clock = loop, clock
+        self.admission: Admission[Attempt] = Admission(rules)
+        self.random = random.Random(seed)
+        self.events: list[tuple[float, int, Attempt]] = []
+        self.number = 0
+        self.version = 0
+        self.num_replayed = 0
+
+    async def claim(self) -> None:
+        """Whatever may start now starts in both."""
+        while claims := (await self.loop.claim(1000)).claims:
+            for claim in claims:
+                group = self.admission.claim()
+                assert group is not None
+                slot = int(claim.group_id.removeprefix("g").partition("-")[0])
+                assert group.slot == slot
+                attempt = Attempt(group, claim, self.version)
+                group.attempts.append(attempt)
+                tail = self.random.random() < 0.15
+                seconds = self.random.uniform(4.0, 12.0) if tail else self.random.random()
+                self.number += 1
+                heapq.heappush(
+                    self.events, (self.clock.now + round(seconds, 3), self.number, attempt)
+                )
+        assert self.admission.claim() is None
+
+    async def end_one(self) -> None:
+        """The next attempt ends in both; it counts in both or in neither."""
+        ends_at, _, attempt = heapq.heappop(self.events)
+        self.clock.now = max(self.clock.now, ends_at)
+        result = await self.loop.play(attempt.claim, version=attempt.version)
+        attempt.oldest_version = attempt.version
+        is_counted = self.admission.score(attempt, attempt.group)
+        assert is_counted == result.counted
+        self.num_replayed += not is_counted
+        await self.claim()
+
+    def take(self) -> tuple[Any, Any] | None:
+        """A batch of both, or of neither."""
+        taken = self.admission.take(GROUPS_PER_STEP, self.clock.now)
+        try:
+            leases = self.loop.take(GROUPS_PER_STEP, version=self.version)
+        except DeadlineExceeded:
+            assert taken is None
+            return None
+        assert taken is not None
+        assert [group.slot for group in taken] == [lease.group.slot for lease in leases]
+        return leases, taken
+
+    def train(self, leases: Any, taken: Any) -> None:
+        """Both publish the next version."""
+        self.version += 1
+        self.loop.train(leases, self.version)
+        self.admission.acknowledge(self.version)
+        self.admission.mark_trained(taken)
+
+    async def run(self) -> None:
+        """Some steps, with episodes that end while the trainer works."""
+        await self.claim()
+        for _ in range(NUM_STEPS):
+            while (batch := self.take()) is None:
+                await self.end_one()
+            await self.claim()
+            trained_at = self.clock.now + UPDATE_S
+            while self.events and self.events[0][0] <= trained_at:
+                await self.end_one()
+            self.clock.now = trained_at
+            self.train(*batch)
+            await self.claim()
+
+
+@pytest.mark.parametrize(
+    ("staleness", "depth", "over_provision"),
+    [(0, 0.0, 1.0), (0, 0.0, 1.5), (2, 0.5, 1.0), (1, "auto", 1.0), (4, "auto", 1.0)],
+)
+async def test_the_plan_admits_and_takes_what_the_buffer_does(
+    start: Callable[..., Any], clock: Any, staleness: int, depth: Any, over_provision: float
+) -> None:
+    """Each claim, each score and each batch, over steps of episodes with a tail."""
+    loop = await start(
+        num_tasks=1000,
+        buffer__group_size=GROUP_SIZE,
+        buffer__max_staleness=staleness,
+        buffer__pipeline_depth=depth,
+        buffer__over_provision=over_provision,
+        trainer__groups_per_step=GROUPS_PER_STEP,
+        env__max_replaced_share=1,
+        env__max_runner_silence_s=0,
+    )
+    rules = Rules(
+        group_size=GROUP_SIZE,
+        groups_per_step=GROUPS_PER_STEP,
+        max_staleness=staleness,
+        pipeline_depth=depth,
+        over_provision=over_provision,
+    )
+    await Pair(loop, clock, rules, seed=staleness).run()
