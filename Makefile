@@ -239,6 +239,7 @@ bench-router: $(STAMP) $(BENCH)/.installed
 
 bench-learning: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/learning.py
+	$(ONE_THREAD) $(BIN)/python tests/bench/turn_credit.py
 
 # Levels of asynchrony under agents that wait, about ten minutes on an idle machine. For the docs: SEEDS=10.
 .PHONY: bench-async

@@ -13,6 +13,7 @@ import pytest
 
 from outloop.buffer.codec.jsonl import format_line
 from outloop.buffer.errors import Conflict, RecordError
+from outloop.buffer.records import Reward, TokenReward
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.settings.trajectories import TrajectorySettings
 from outloop.buffer.trajectories.archiver import Archiver
@@ -91,6 +92,27 @@ async def play_a_mixture(loop: Any) -> dict[str, tuple[str, str]]:
         for trajectory in lease.group.trajectories:
             expected[trajectory.episode.episode_id] = fate
     return expected
+
+
+async def test_what_parts_of_an_episode_earned_is_archived(
+    start: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Components, turns, branches and spans of tokens come back as they were."""
+    loop = await start()
+    loop.reader.trajectories.open(10**6)
+    loop.reader.request_eval("0:m", policy_version=0, num_episodes=1, sampling={"temperature": 0.0})
+    (claim,) = (await loop.claim(1)).claims
+    reward = Reward(
+        value=0.5,
+        components={"form": 1.0},
+        turns={"t0": 0.25},
+        branches={"t1": -1.0},
+        tokens=(TokenReward("t0", 0, 2, -0.125),),
+    )
+    await loop.close(await loop.open(claim, "scored"), reward=reward)
+    archive(loop, tmp_path / "kept")
+    (found,) = read_trajectories(tmp_path / "kept")
+    assert found.episode.reward == reward
 
 
 async def test_every_ended_episode_is_archived_once_with_its_fate(
