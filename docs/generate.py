@@ -20,13 +20,15 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import outloop
-from outloop.buffer.settings import Settings, UpstreamSettings
+from outloop.buffer.settings import Settings, UpstreamSettings, load_settings
 from outloop.buffer.settings.env import TaskSourceSettings
 from outloop.buffer.settings.trainer import CriticSettings
 from outloop.buffer.stats import STATS
 from outloop.buffer.telemetry import METRIC_PREFIXES, METRICS
 from outloop.buffer.transcripts import Transcript, TurnText
+from outloop.engine.launch.known_models import KNOWN_CONFIGS
 from outloop.engine.launch.plan import bounds, cost, memory, network, serving
+from outloop.engine.launch.plan.fit import Gpus, fit, gib
 from outloop.engine.launch.plan.inputs import Inputs, load_plan
 from outloop.engine.launch.plan.report import Table as PlanTable
 from outloop.engine.launch.plan.report import (
@@ -116,6 +118,46 @@ The line that `outloop train` prints for each step has seven of them:
 | step s | `train/step_s` | most of it is `train/wait_s`: episodes are slower than training |
 
 This page is written by `make docs`.
+"""
+
+
+GPU_EXAMPLES = """\
+# Real models on GPUs
+
+**None of these settings has ever run.** No machine with so many GPUs was at hand: they load, they are consistent by
+the checks that need no GPU, and by the formulas of `outloop check` they fit. What did run on one GPU is in
+[gpu.md](../../docs/gpu.md). Expect the first start to find something, and please report it.
+
+| file | model | GPUs |
+|---|---|---|
+{files}
+
+`model.path` is a repository of the Hugging Face hub: it is downloaded at the start. The tasks are those of
+[examples/math](../math), so that there is something to play; put your own in their place. Start in the root of the
+repository, first `outloop check FILE`, then `outloop train FILE`.
+
+## What each takes
+
+By `outloop check`, for the GPUs in the table, with 989 TFLOP/s in bfloat16 of which 0.3 are reached, 2 TB/s of
+memory and 25 GB/s into a server: **assumed, not measured**. An episode is taken as one turn that fills
+`model.max_context_tokens`; shorter ones take less. Memory is for one GPU, "may take" is what a trainer rank has
+beside what the server keeps and a tenth of the GPU that is left free. `make docs` writes this table.
+
+{table}
+
+## What to know
+
+* Servers keep their memory while the trainer works, also where both share a GPU: `mem_fraction_static` is what they
+  get. A colocated run therefore has a small cache.
+* Qwen3-30B-A3B does not fit one node of 80 GB: weights, gradients and optimizer alone are 18 bytes for each of 30.5
+  billion parameters, 64 GiB for each of eight ranks before anything is served. On two nodes of 80 GB one serves and
+  one trains, with 4 GiB to spare by the formulas, which is little. Experts are computed one after the other
+  ([limitations](../../docs/limitations.md)): its update will take far longer than the table says.
+* `qwen3-30b-a3b-two-nodes.toml` is not for `outloop train`, which starts all parts on one machine. Both nodes need
+  the run's folder on a shared file system and a Redis at `node-a`; then, by
+  [operating](../../docs/operating.md#parts-on-several-machines): `outloop init FILE`; on node-a `outloop server
+  --index 0` to `3` with `CUDA_VISIBLE_DEVICES` of two GPUs each, `outloop router` and `outloop runner`; on node-b
+  `outloop trainer`. The model must be at the same path on both: download it with the same `HF_HOME`.
 """
 
 
@@ -431,6 +473,56 @@ def scaling_page() -> str:
     )
 
 
+GPU_FOLDER = DOCS.parent / "examples/gpu"
+_ONE_NODE_GIB = {"qwen3-30b-a3b-one-node": 141.0}
+"""Memory of a GPU by file, where it is not 80 GiB."""
+
+
+def gpu_examples_page() -> str:
+    """examples/gpu/README.md: what `outloop check` says of each settings file there."""
+    files, rows = [], []
+    for path in sorted(GPU_FOLDER.glob("*.toml")):
+        settings = load_settings(path)
+        name = str(settings.model.path)
+        gpus = Gpus(memory_gib=_ONE_NODE_GIB.get(path.stem, 80.0))
+        found = fit(settings, KNOWN_CONFIGS[name], gpus, source=name)
+        assert found.server is not None
+        kind = "shared by servers and trainer" if settings.trainer.is_colocated else "split"
+        number = f"{found.num_gpus} of {gpus.memory_gib:g} GB, {kind}"
+        files.append(f"| [{path.name}]({path.name}) | {name} | {number} |")
+        cells = (
+            path.stem,
+            gib(found.rank.weights),
+            gib(found.rank.gradients),
+            gib(found.rank.optimizer),
+            gib(found.rank.activations),
+            f"{gib(found.rank_total)} of {gib(found.rank_limit)}",
+            gib(found.server.weights),
+            f"{found.server.cache_tokens:,.0f}",
+            f"{found.generate_s:.0f} s",
+            f"{found.update_s:.0f} s",
+            f"{found.publish_s:.2g} s",
+            f"{found.step_s:.0f} s",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    names = [
+        "file",
+        "rank's weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "together of what it may take",
+        "server's weights",
+        "tokens in a server's cache",
+        "generate",
+        "update",
+        "publish",
+        "a step at least",
+    ]
+    head = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    return GPU_EXAMPLES.format(files="\n".join(files), table="\n".join([*head, *rows]))
+
+
 def _markdown(table: PlanTable) -> str:
     names = table.names if any(table.names) else ("", "")
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
@@ -469,6 +561,7 @@ PAGES = {
     "settings.md": settings_page,
     "metrics.md": metrics_page,
     "scaling.md": scaling_page,
+    "../examples/gpu/README.md": gpu_examples_page,
 }
 
 

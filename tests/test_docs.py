@@ -28,7 +28,9 @@ def generate() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["settings.md", "metrics.md", "python.md"])
+@pytest.mark.parametrize(
+    "name", ["settings.md", "metrics.md", "python.md", "../examples/gpu/README.md"]
+)
 def test_a_generated_page_is_what_the_code_says(name: str, generate: ModuleType) -> None:
     """`make docs` was run after the last change of a setting or metric."""
     assert generate.PAGES[name]() == (ROOT / "docs" / name).read_text(), "run make docs"

@@ -51,10 +51,16 @@ class RunSettings(_Section):
 
 
 class ModelSettings(_Section):
-    """The policy as a Hugging Face folder."""
+    """The policy: a Hugging Face folder, or a repository of their hub."""
 
     path: Path
-    """Folder with config.json, model.safetensors and tokenizer.json."""
+    """Folder with config.json, model.safetensors and tokenizer.json; or a repository such as
+    "Qwen/Qwen3-8B", which is downloaded at the start into huggingface_hub's cache (HF_HOME)."""
+    revision: str | None = None
+    """Branch, tag or commit of a repository; None: its main branch when the run begins. A run's
+    settings.json has the commit."""
+    repository: str | None = None
+    """Written by the launcher into a run's settings.json: the repository that `path` came from."""
     renderer: str = "auto"
     """Name of a `renderers` family, or auto."""
     renderer_options: dict[str, Any] = {}

@@ -317,8 +317,9 @@ def _check_model(settings: Settings) -> None:
         )
         hint = f"did you mean {str(folder.parent / near[0])!r}? " if near else ""
         raise SettingsError(
-            f"model.path={str(folder)!r} does not exist; {hint}give a Hugging Face folder, or make "
-            "a small one with `outloop new-policy --out DIR`"
+            f"model.path={str(folder)!r} does not exist; {hint}give a Hugging Face folder, or a "
+            'repository of their hub such as "Qwen/Qwen3-0.6B", or make a small one with '
+            "`outloop new-policy --out DIR`"
         )
     for name, pattern in _MODEL_FILES.items():
         if not any(path.is_file() for path in folder.glob(pattern)):

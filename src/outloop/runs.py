@@ -190,8 +190,9 @@ def train(
     from rich.console import Console
 
     from outloop.engine.launch import launcher
+    from outloop.engine.launch.model_folder import with_model_folder
 
-    resolved = _resolve(config, settings)
+    resolved = with_model_folder(_resolve(config, settings))
     launcher.check_before_start(resolved)
     run = Run._starting(resolved.run.dir / resolved.run.name)
     shown = console or Console(quiet=not wait)
@@ -224,8 +225,9 @@ def serve(
         SettingsError: the settings are wrong; nothing was started.
     """
     from outloop.engine.launch import launcher
+    from outloop.engine.launch.model_folder import with_model_folder
 
-    resolved = _resolve(config, settings)
+    resolved = with_model_folder(_resolve(config, settings))
     launcher.check_before_start(resolved, plays=False)
     return Serving(resolved, stop or threading.Event())
 

@@ -8,7 +8,8 @@ allocator, no workspace, no fragmentation. Leave a tenth of a device for those.
   one head where it is not tied.
 * Weights, gradients, optimizer (Megatron-LM's page on the distributed optimizer): bfloat16 weights
   2, float32 gradients 4, float32 main weights 4 and Adam's two moments 8 bytes a parameter: 18. The
-  distributed optimizer divides the last 12 by the data-parallel size. float32: 4 + 4 + 8.
+  distributed optimizer divides the last 12 by the number of ranks that hold the same parameters:
+  the data-parallel size, and for experts that size over the expert-parallel one. float32: 4, 4, 8.
 * Activations of a layer for one token, bfloat16 (derived here as Korthikanti et al. 2022, "Reducing
   Activation Recomputation in Large Transformer Models", section 4, for RMS norms, gated
   feed-forward and attention that keeps no scores): what backward reads is the inputs of two norms
@@ -32,6 +33,10 @@ from typing import Any
 from outloop.buffer.errors import SettingsError
 
 LOSS_BYTES = 128 * 2**20
+RESERVE = 0.1
+"""Share of a device for what no formula counts: allocator, workspace, fragmentation."""
+SERVER_SHARE = 0.85
+"""Share of a device that a server takes for weights and cache, about SGLang's own choice."""
 _CONFIG_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
 
 
@@ -182,18 +187,31 @@ def layer_activation_bytes(shape: ModelShape, *, dtype: str) -> float:
 
 def params_per_rank(shape: ModelShape, layout: Layout) -> float:
     """Parameters on the fullest rank: a stage with the embedding, or the head."""
+    return _dense_per_rank(shape, layout) + _experts_per_rank(shape, layout)
+
+
+def _dense_per_rank(shape: ModelShape, layout: Layout) -> float:
+    """Of them, those that data-parallel ranks share; all where there are no experts."""
     layers = -(-shape.num_layers // layout.pipeline)
-    experts = max(1, shape.num_experts) / layout.expert
-    layer = shape.attention_params + shape.router_params + experts * shape.expert_params
+    layer = shape.attention_params + shape.router_params
+    if not shape.num_experts:
+        layer += shape.expert_params
     ends = shape.embedding_params
     if layout.pipeline == 1 and not shape.is_tied:
         ends *= 2
     return (layers * layer + ends) / layout.tensor
 
 
+def _experts_per_rank(shape: ModelShape, layout: Layout) -> float:
+    layers = -(-shape.num_layers // layout.pipeline)
+    experts = shape.num_experts / layout.expert
+    return layers * experts * shape.expert_params / layout.tensor
+
+
 def rank_memory(shape: ModelShape, layout: Layout, *, microbatch_tokens: int) -> RankMemory:
     """Bytes on the fullest rank of the trainer, for microbatches of `microbatch_tokens`."""
-    params = params_per_rank(shape, layout)
+    dense, experts = _dense_per_rank(shape, layout), _experts_per_rank(shape, layout)
+    params = dense + experts
     shards = layout.data * layout.context if layout.distributed_optimizer else 1
     width = 2 if layout.dtype == "bfloat16" else 4
     state = 12 if layout.dtype == "bfloat16" else 8
@@ -205,22 +223,37 @@ def rank_memory(shape: ModelShape, layout: Layout, *, microbatch_tokens: int) ->
     return RankMemory(
         weights=width * params,
         gradients=4 * params,
-        optimizer=state * params / shards,
+        optimizer=state * (dense / shards + experts / max(1.0, shards / layout.expert)),
         activations=a_token * microbatch_tokens / (layout.tensor * layout.context),
     )
 
 
-def cached_tokens(shape: ModelShape, *, gpus: int, gpu_bytes: float, share: float = 0.85) -> float:
+def server_memory(
+    shape: ModelShape, *, gpus: int, gpu_bytes: float, share: float = SERVER_SHARE, width: int = 2
+) -> tuple[float, float]:
+    """Bytes of weights on a server of `gpus`, and what is left for keys and values; it may be less
+    than nothing.
+
+    Args:
+        width: bytes of a weight.
+    """
+    weights = float(width * shape.num_params)
+    return weights, gpus * gpu_bytes * share - weights
+
+
+def cached_tokens(
+    shape: ModelShape, *, gpus: int, gpu_bytes: float, share: float = SERVER_SHARE
+) -> float:
     """Tokens whose keys and values fit beside bfloat16 weights on a server of `gpus`.
 
     Raises:
         SettingsError: not even the weights fit.
     """
-    left = gpus * gpu_bytes * share - 2 * shape.num_params
+    weights, left = server_memory(shape, gpus=gpus, gpu_bytes=gpu_bytes, share=share)
     if left <= 0:
         raise SettingsError(
             f"servers.gpus={gpus} with gpu.memory_gb={gpu_bytes / 1e9:g} cannot hold "
-            f"{2 * shape.num_params / 1e9:.3g} GB of weights; at least "
-            f"{int(2 * shape.num_params // (gpu_bytes * share)) + 1} are needed"
+            f"{weights / 1e9:.3g} GB of weights; at least "
+            f"{int(weights // (gpu_bytes * share)) + 1} are needed"
         )
     return left / shape.cache_bytes_per_token

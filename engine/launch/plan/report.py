@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from outloop.buffer.settings import Settings
 from outloop.engine.launch.plan.admission import Rules
 from outloop.engine.launch.plan.bounds import age_estimate, best
 from outloop.engine.launch.plan.cost import (
@@ -18,8 +19,9 @@ from outloop.engine.launch.plan.cost import (
     per_step,
     trainer_share,
 )
+from outloop.engine.launch.plan.fit import Fit, Gpus, gib
 from outloop.engine.launch.plan.inputs import Plan
-from outloop.engine.launch.plan.memory import cached_tokens, rank_memory
+from outloop.engine.launch.plan.memory import RESERVE, cached_tokens, rank_memory
 from outloop.engine.launch.plan.network import broadcast_s, one_by_one_s
 from outloop.engine.launch.plan.simulate import Scenario, Simulated, simulate
 from outloop.engine.launch.plan.split import Split, best_split
@@ -133,7 +135,7 @@ def memory_table(plan: Plan) -> Table:
         ("activations", _gigabytes(memory.activations)),
         ("loss", _gigabytes(memory.loss)),
         ("together", _gigabytes(memory.total)),
-        ("fits into 0.9 of a GPU", "yes" if memory.total <= 0.9 * limit else "no"),
+        ("fits into 0.9 of a GPU", "yes" if memory.total <= (1 - RESERVE) * limit else "no"),
     ]
     if plan.inputs.servers is not None:
         tokens = cached_tokens(plan.model, gpus=plan.inputs.servers.gpus, gpu_bytes=limit)
@@ -303,3 +305,57 @@ def _pair(a: float, b: float) -> str:
 
 def _gigabytes(value: float) -> str:
     return f"{value / 1e9:.1f} GB"
+
+
+def fit_tables(found: Fit, gpus: Gpus, settings: Settings) -> tuple[Table, ...]:
+    """What a run's settings take: of a trainer rank, of a server, and in time."""
+    layout, trainer, rank = found.layout, settings.trainer, found.rank
+    split = ", ".join(
+        f"{name} {size}"
+        for name, size in (
+            ("tensor", layout.tensor),
+            ("pipeline", layout.pipeline),
+            ("context", layout.context),
+            ("expert", layout.expert),
+            ("data", layout.data),
+        )
+        if size > 1
+    )
+    rows = [
+        ("parameters", f"{found.shape.num_params / 1e9:.2f} billion"),
+        ("ranks", f"{trainer.num_ranks}, {trainer.dtype}" + (f", {split}" if split else "")),
+        ("weights", gib(rank.weights)),
+        ("gradients", gib(rank.gradients)),
+        ("optimizer", gib(rank.optimizer)),
+        ("activations", gib(rank.activations)),
+        ("loss", gib(rank.loss)),
+    ]
+    if found.reference:
+        rows.append(("reference", gib(found.reference)))
+    if found.critic:
+        rows.append(("critic", gib(found.critic)))
+    rows += [("together", gib(found.rank_total)), ("may take", gib(max(0.0, found.rank_limit)))]
+    tables = [Table("Each trainer rank", ("", ""), tuple(rows))]
+    server = found.server
+    if server is not None:
+        of_server = (
+            ("GPUs of a server", str(settings.server.tensor_parallel_size)),
+            ("weights on each", gib(server.weights)),
+            ("cache on each", gib(max(0.0, server.cache))),
+            ("tokens in a server's cache", f"{max(0.0, server.cache_tokens):,.0f}"),
+            ("turns of max_context_tokens at once", str(found.running)),
+        )
+        tables.append(Table("Each server", ("", ""), of_server))
+    times = (
+        ("GPUs of the run", str(found.num_gpus)),
+        ("generate", f"{found.generate_s:.3g} s" if server is not None else "by other servers"),
+        ("update", f"{found.update_s:.3g} s"),
+        ("publish", f"{found.publish_s:.3g} s"),
+        ("a step, at least", f"{found.step_s:.3g} s, by {found.bound}"),
+        (
+            "assumed",
+            f"{gpus.memory_gib:g} GiB, {gpus.tflops:g} TFLOP/s at mfu {gpus.mfu:g}, "
+            f"{gpus.tb_per_s:g} TB/s, publish at {gpus.publish_gb_per_s:g} GB/s",
+        ),
+    )
+    return (*tables, Table("Each step", ("", ""), times))

@@ -19,6 +19,7 @@ from outloop.buffer.errors import (
     SettingsError,
 )
 from outloop.cli.archiver import archiver
+from outloop.cli.check import check
 from outloop.cli.convert import convert
 from outloop.cli.doctor import doctor
 from outloop.cli.episodes import episodes
@@ -38,7 +39,7 @@ from outloop.cli.trajectories import trajectories
 from outloop.cli.view import view
 
 GROUPS: dict[str, tuple[click.Command, ...]] = {
-    "Run": (train, serve, new_policy, convert, doctor, plan),
+    "Run": (train, serve, new_policy, convert, doctor, check, plan),
     "Look into a run": (view, status, tail, episodes, trajectories, buffer, tasks),
     "Start parts one by one": (init, router, server, runner, trainer, archiver),
     "One side alone, for debugging": (rollout, train_recorded, replay_step),

@@ -16,7 +16,8 @@ def init(config: Path, overrides: tuple[str, ...]) -> None:
     """Make the run of CONFIG in its folder and in Redis, for parts that are started elsewhere."""
     from outloop.buffer.settings import load_settings
     from outloop.engine.launch import launcher
+    from outloop.engine.launch.model_folder import with_model_folder
 
-    settings = load_settings(config, overrides)
+    settings = with_model_folder(load_settings(config, overrides))
     launcher.check_before_start(settings)
     click.echo(launcher.make_run(settings).dir)

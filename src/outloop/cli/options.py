@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from outloop.engine.launch.plan.report import Table
+
+_MIN_WIDTH = 160
 
 
 def check_writable(path: Path, name: str) -> None:
@@ -44,3 +50,19 @@ ADVERTISE = click.option(
     metavar="HOST",
     help="Name or address at which other machines reach this one.",
 )
+
+
+def print_table(table: Table) -> None:
+    """Show a table as wide as it is; nothing where it has no rows."""
+    from rich.console import Console
+    from rich.table import Table as Shown
+
+    if not table.rows:
+        return
+    shown = Shown(title=table.title, title_justify="left", show_header=any(table.names))
+    for number, name in enumerate(table.names):
+        shown.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in table.rows:
+        shown.add_row(*row)
+    # A line that is longer than the terminal can be read; one that is cut cannot.
+    Console(width=max(_MIN_WIDTH, Console().width)).print(shown)

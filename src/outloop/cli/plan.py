@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from outloop.cli.options import print_table
+
 if TYPE_CHECKING:
     from outloop.engine.launch.plan.inputs import Plan
-    from outloop.engine.launch.plan.report import Table
     from outloop.engine.launch.plan.simulate import Episodes
 
 
-_MIN_WIDTH = 160
 _MIN_ARCHIVED = 50
 """With fewer episodes the ledger's buckets say more of a distribution."""
 _ARCHIVED = """
@@ -74,7 +74,7 @@ def plan(file: Path | None, run_dir: Path | None) -> None:
         transfer_table(made),
         size_table(made, sizes(made)),
     ):
-        _print(table)
+        print_table(table)
 
 
 def _of_run(run_dir: Path) -> tuple[Plan, float, int]:
@@ -115,18 +115,3 @@ def _archived(run_dir: Path) -> Episodes | None:
     seconds = np.array([float(row["seconds"]) for row in rows])
     tokens = np.array([float(row["num_output_tokens"]) for row in rows])
     return recorded_lengths([str(row["group_id"]) for row in rows], seconds, tokens)
-
-
-def _print(table: Table) -> None:
-    from rich.console import Console
-    from rich.table import Table as Shown
-
-    if not table.rows:
-        return
-    shown = Shown(title=table.title, title_justify="left", show_header=any(table.names))
-    for number, name in enumerate(table.names):
-        shown.add_column(name, justify="right" if number else "left", no_wrap=True)
-    for row in table.rows:
-        shown.add_row(*row)
-    # A line that is longer than the terminal can be read; one that is cut cannot.
-    Console(width=max(_MIN_WIDTH, Console().width)).print(shown)

@@ -68,8 +68,10 @@ def _train_on(settings: Settings, file: Path) -> None:
     from outloop.buffer.run import create_run
     from outloop.buffer.telemetry import configure_logging, read_metrics
     from outloop.engine.launch.launcher import stop_on_signals
+    from outloop.engine.launch.model_folder import with_model_folder
     from outloop.engine.train.main import train_from_recording
 
+    settings = with_model_folder(settings)
     configure_logging("trainer", settings.telemetry.log_level)
     run = create_run(settings, (settings.run.dir / settings.run.name).absolute(), "")
     with stop_on_signals() as stop:
@@ -91,10 +93,11 @@ def rollout(config: Path, out: Path, overrides: tuple[str, ...]) -> None:
     from outloop.buffer.telemetry import configure_logging
     from outloop.engine.launch import launcher
     from outloop.engine.launch.collect_rollouts import play_once
+    from outloop.engine.launch.model_folder import with_model_folder
 
     check_writable(out, "--out")
     one_step = ("buffer.max_staleness=0", "buffer.over_provision=1")
-    settings = load_settings(config, (*one_step, *overrides))
+    settings = with_model_folder(load_settings(config, (*one_step, *overrides)))
     configure_logging("launcher", settings.telemetry.log_level)
     launcher.check_before_start(settings)
     with launcher.stop_on_signals() as stop:

@@ -1,0 +1,166 @@
+"""`outloop check`: what settings take, by hand, and what does not fit with a remedy that does."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import Settings, build_settings, load_settings, with_overrides
+from outloop.cli import cli
+from outloop.engine.launch.known_models import KNOWN_CONFIGS
+from outloop.engine.launch.plan.fit import Fit, Gpus, fit
+from outloop.engine.launch.plan.memory import ModelShape
+
+GIB = 2**30
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples/gpu"
+SIZES = {"Qwen/Qwen3-0.6B": 0.6, "Qwen/Qwen3-8B": 8.2, "Qwen/Qwen3-30B-A3B": 30.5}
+"""Billions of parameters that the models' pages state."""
+
+
+def settings_of(**sections: dict[str, Any]) -> Settings:
+    """Of a run on GPUs, with changes by section."""
+    tree: dict[str, Any] = {
+        "model": {"path": "Qwen/Qwen3-8B", "max_context_tokens": 8192},
+        "server": {"kind": "sglang", "device": "cuda", "dtype": "bfloat16"},
+        "trainer": {"device": "cuda", "dtype": "bfloat16"},
+    }
+    for section, values in sections.items():
+        tree[section] = tree.get(section, {}) | values
+    return build_settings(tree, source="test")
+
+
+def fit_of(settings: Settings, **gpus: float) -> Fit:
+    """Of the model that the settings name."""
+    name = str(settings.model.path)
+    return fit(settings, KNOWN_CONFIGS[name], Gpus(**gpus), source=name)
+
+
+@pytest.mark.parametrize("name", KNOWN_CONFIGS)
+def test_known_sizes_give_the_parameters_of_their_pages(name: str) -> None:
+    """To the decimal that is stated."""
+    shape = ModelShape.of_config(KNOWN_CONFIGS[name], source=name)
+    assert round(shape.num_params / 1e9, 1) == SIZES[name]
+
+
+def test_an_8b_policy_by_hand() -> None:
+    """On four ranks, tensor-parallel by two, beside a server of one GPU; 8,190,735,360 weights, of
+    which 36 x 4 norms and one more are shared by no tensor-parallel rank but too few to show."""
+    split = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    found = fit_of(settings_of(trainer={"num_ranks": 4, "megatron": split}))
+    weights = 8.1907e9
+    assert found.num_gpus == 5
+    assert found.rank.weights == pytest.approx(2 * weights / 2, rel=1e-3)
+    assert found.rank.gradients == pytest.approx(4 * weights / 2, rel=1e-3)
+    assert found.rank.optimizer == pytest.approx(12 * weights / 2 / 2, rel=1e-3)
+    # Two bytes of four widths of 4096, queries and outputs of 4096, keys and values of 1024, three
+    # of 12288; 36 layers, 16384 tokens, two ranks.
+    a_token = 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 12288)
+    assert found.rank.activations == a_token * 36 * 16384 / 2
+    assert found.server is not None
+    left = 0.85 * 80 * GIB - 2 * weights
+    # Keys and values, eight heads of 128, two bytes, 36 layers.
+    assert found.server.cache_tokens == pytest.approx(left / (2 * 8 * 128 * 2 * 36), rel=1e-3)
+    # 32 groups of 8 full contexts; six operations a weight and token.
+    work = 6 * weights * 32 * 8 * 8192
+    reduce_s = 2 * 0.5 * 4 * weights / 2 / 25e9
+    assert found.update_s == pytest.approx(work / (4 * 989e12 * 0.3) + reduce_s, rel=1e-3)
+    assert found.publish_s == pytest.approx(2 * weights / 25e9, rel=1e-3)
+    assert found.step_s >= max(found.generate_s, found.update_s + found.publish_s)
+
+
+def test_optimizer_state_of_experts_is_shared_by_fewer_ranks() -> None:
+    """Eight ranks with an eighth of the experts each have nobody to share its state with."""
+    model = {"path": "Qwen/Qwen3-30B-A3B"}
+    split = {"expert_model_parallel_size": 8}
+    found = fit_of(settings_of(model=model, trainer={"num_ranks": 8, "megatron": split}))
+    experts = 48 * 128 * 3 * 2048 * 768 / 8
+    dense = found.rank.weights / 2 - experts
+    assert found.rank.optimizer == pytest.approx(12 * (experts + dense / 8))
+
+
+def test_what_is_beside_the_policy_counts() -> None:
+    """A reference is its weights once more, a critic all of it; on shared GPUs a rank has what the
+    server leaves, and a step does one thing after the other."""
+    plain = fit_of(settings_of())
+    assert fit_of(settings_of(trainer={"kl": "k3"})).rank_total == (
+        plain.rank_total + plain.rank.weights
+    )
+    critic = fit_of(settings_of(trainer={"recipe": "ppo"}))
+    assert critic.rank_total == 2 * plain.rank_total - plain.rank.loss
+    share = {"sglang": {"mem_fraction_static": 0.5}}
+    shared = fit_of(settings_of(server=share, trainer={"is_colocated": True}))
+    assert (shared.num_gpus, plain.num_gpus) == (1, 2)
+    assert plain.rank_limit - shared.rank_limit == 0.5 * 80 * GIB
+    parts = shared.generate_s + shared.update_s + shared.publish_s
+    assert shared.step_s == pytest.approx(parts)
+
+
+@pytest.mark.parametrize(
+    ("sections", "gpus", "words"),
+    [
+        ({"trainer": {"num_ranks": 1}}, {}, ["a trainer rank does not fit", "may take 72.0 GiB"]),
+        (
+            {"trainer": {"num_ranks": 4, "dtype": "float32"}},
+            {"memory_gib": 100.0},
+            ["a trainer rank does not fit"],
+        ),
+        (
+            {"trainer": {"num_ranks": 8}, "server": {"tensor_parallel_size": 1}},
+            {"memory_gib": 16.0},
+            ["a server does not fit", "15.3 GiB of weights"],
+        ),
+    ],
+)
+def test_what_does_not_fit_has_a_remedy_that_does(
+    sections: dict[str, Any], gpus: dict[str, float], words: list[str]
+) -> None:
+    """The sentence has the number; each setting that it proposes is enough for its part."""
+    settings = settings_of(**sections)
+    found = fit_of(settings, **gpus)
+    sentence = found.refusals[0]
+    assert [word for word in words if word not in sentence] == []
+    _, _, proposed = sentence.rpartition("; ")
+    for remedy in proposed.split(", or "):
+        pairs = re.findall(r'((?:trainer|server)\.[\w.]+) (?:=|to) ("?\w+"?)', remedy)
+        assert pairs, remedy
+        words_of = tuple(f"{name}={value}" for name, value in pairs)
+        changed = fit_of(with_overrides(settings, words_of), **gpus)
+        assert sentence.partition(":")[0] not in " ".join(changed.refusals), remedy
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_the_examples_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command that they name, without a network."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    command = next(line for line in path.read_text().splitlines() if "outloop check" in line)
+    arguments = command.removeprefix("#").split()[1:]
+    arguments[1] = str(path)
+    answer = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert "it fits" in answer.output
+    settings = load_settings(path)
+    assert f"{fit_of(settings).rank.total / GIB:.1f} GiB" in answer.output
+
+
+def test_a_node_of_80_gb_cannot_train_experts_beside_servers() -> None:
+    """The command refuses with the number, after its tables."""
+    path = EXAMPLES / "qwen3-30b-a3b-one-node.toml"
+    with pytest.raises(SettingsError, match=r"a trainer rank does not fit: it takes 68\.\d GiB"):
+        CliRunner().invoke(cli, ["check", str(path)], catch_exceptions=False)
+
+
+def test_check_reads_a_folder(tmp_path: Path) -> None:
+    """Its config.json alone; one without sizes is a sentence."""
+    config = dict(KNOWN_CONFIGS["Qwen/Qwen3-0.6B"])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "run.toml").write_text(f'[model]\npath = "{tmp_path}"\n')
+    command = ["check", str(tmp_path / "run.toml")]
+    answer = CliRunner().invoke(cli, command, catch_exceptions=False)
+    assert "0.60 billion" in answer.output
+    del config["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SettingsError, match="has no hidden_size"):
+        CliRunner().invoke(cli, command, catch_exceptions=False)
