@@ -31,7 +31,7 @@ from outloop.buffer.records import (
     Turn,
 )
 
-SCHEMA = 3
+SCHEMA = 4
 MAX_RECORD_BYTES = 64 * 2**20
 _HEAD = struct.Struct("<H")
 _OWN_HEAD = _HEAD.pack(SCHEMA)

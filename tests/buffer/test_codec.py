@@ -173,7 +173,7 @@ def test_damaged_bytes_are_refused_and_nothing_else(turn: Turn, data: st.DataObj
 def test_an_unknown_schema_is_refused_by_both_numbers() -> None:
     """The message names what was written and what this release reads."""
     data = records_codec.encode_reward(Reward(value=1.0))
-    with pytest.raises(SchemaMismatch, match="schema=7, this release reads schema=3"):
+    with pytest.raises(SchemaMismatch, match="schema=7, this release reads schema=4"):
         records_codec.decode_reward(struct.pack("<H", 7) + data[2:])
 
 

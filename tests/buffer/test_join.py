@@ -97,5 +97,5 @@ def test_a_run_keeps_its_schema_and_seed(
     client.hset(f"{{{run.run_id}:0}}:meta", "schema", "7")
     client.close()
     for join in (init_run, BufferReader.connect):
-        with pytest.raises(SchemaMismatch, match="schema=7, this release reads schema=3"):
+        with pytest.raises(SchemaMismatch, match="schema=7, this release reads schema=4"):
             join(longer)

@@ -18,7 +18,7 @@ from outloop.buffer.records import Turn
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.cli import cli
 
-OTHER_SCHEMA = "was written with schema=9, this release reads schema=3"
+OTHER_SCHEMA = "was written with schema=9, this release reads schema=4"
 RECORDS = ("opening", "closure", "reward", "turn")
 
 

@@ -200,7 +200,7 @@ async def test_records_of_another_schema_or_damaged_are_set_aside(whole: Whole) 
     client.lset(turns, 0, b"\x09\x00" + client.lindex(turns, 0)[2:])
     answer = await whole.stage.get(f"/episodes/{episode_id}")
     assert answer.status_code == 400
-    assert "schema=9, this release reads schema=3" in answer.json()["error"]["message"]
+    assert "schema=9, this release reads schema=4" in answer.json()["error"]["message"]
     client.lset(turns, 0, b"rubbish")
     client.close()
     for index in range(2):

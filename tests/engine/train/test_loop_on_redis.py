@@ -322,5 +322,5 @@ def test_groups_that_cannot_be_trained_are_dead_letters(
     letters = reader.dead_letters.list_all()
     reader.close()
     assert len(letters) == stats["buffer/dropped/malformed"] == stats["buffer/dead_letters"]
-    for said in ("schema=9, this release reads schema=3", "turn is damaged", "vocab_size=400"):
+    for said in ("schema=9, this release reads schema=4", "turn is damaged", "vocab_size=400"):
         assert any(said in x.error and x.error.startswith("episode_id=e") for x in letters), said
