@@ -126,3 +126,40 @@ async def test_the_plan_admits_and_takes_what_the_buffer_does(
         over_provision=over_provision,
     )
     await Pair(loop, clock, rules, seed=staleness).run()
+
+
+async def test_the_plan_plays_again_what_the_buffer_plays_again(
+    start: Callable[..., Any], clock: Any
+) -> None:
+    """Scored attempts become too old by two publishes that train nothing; so does one in flight."""
+    loop = await start(
+        num_tasks=1000,
+        buffer__group_size=GROUP_SIZE,
+        buffer__max_staleness=1,
+        buffer__pipeline_depth=1.0,
+        trainer__groups_per_step=GROUPS_PER_STEP,
+        env__max_replaced_share=1,
+        env__max_runner_silence_s=0,
+    )
+    rules = Rules(
+        group_size=GROUP_SIZE, groups_per_step=GROUPS_PER_STEP, max_staleness=1, pipeline_depth=1.0
+    )
+    pair = Pair(loop, clock, rules, seed=7)
+    await pair.claim()
+    late = len(pair.events) // 2
+    while len(pair.events) > late:
+        await pair.end_one()
+    assert pair.num_replayed == 0
+    for version in (1, 2):
+        pair.version = version
+        loop.publish(version, version - 1)
+        pair.admission.acknowledge(version)
+    lost = len(pair.admission.lost)
+    assert lost == loop.reader.stats()["buffer/replaced/stale"] > 0
+    await pair.claim()
+    # What was in flight has recorded nothing yet, and is looked at when it is scored.
+    while len(pair.events):
+        await pair.end_one()
+    assert pair.num_replayed > 0
+    assert len(pair.admission.lost) == loop.reader.stats()["buffer/replaced/stale"]
+    assert pair.take() is not None
