@@ -2,7 +2,8 @@
 
 A game of up to 32 turns, each asked in a branch of its own, in which the policy decides when to
 stop. A turn's one token is right, which pays 1/32 (which half of the vocabulary that is, differs
-from turn to turn), wrong, which pays nothing, or ends the game. The same rewards are trained three
+from turn to turn), wrong, which pays nothing, or ends the game; luck adds to
+what each turn pays, whatever the token. The same rewards are trained three
 ways: as one number an episode (dr_grpo of the sum), by turn (reward_to_go), and by turn with a
 critic (gae over turns); each from three seeds, and by turn once more with the rewards of all turns
 of a step less their mean, exchanged at random. Everything but agent, router and servers is the
