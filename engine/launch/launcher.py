@@ -48,6 +48,7 @@ from outloop.engine.launch.gpu_placement import (
     place_gpus,
 )
 from outloop.engine.launch.nccl_release import check_nccl
+from outloop.engine.launch.restarts import DEFAULT_BACKOFF, Backoff, Restarts, end_reason
 from outloop.engine.launch.run_summary import draw_curve, result_table
 from outloop.engine.port_reservation import hold_port
 from outloop.engine.publish.server_client import ServerClient
@@ -56,7 +57,6 @@ from outloop.engine.serve.sglang.arguments import check_arguments
 LAUNCHER_FILE = "launcher.json"
 _STOP_TIMEOUT_S = 15.0
 _TRAINER_STOP_TIMEOUT_S = 60.0
-_MAX_RESTARTS = 3
 _PARTS_THAT_END = frozenset({"trainer", "runner"})
 """Parts that end when the run is finished."""
 _WATCH_INTERVAL_S = 0.25
@@ -78,7 +78,12 @@ class Launcher:
     """One run's processes; use `running` to make sure that they are stopped."""
 
     def __init__(
-        self, run: Run, reader: BufferReader, stop: threading.Event, gpus: GpuPlacement
+        self,
+        run: Run,
+        reader: BufferReader,
+        stop: threading.Event,
+        gpus: GpuPlacement,
+        backoff: Backoff,
     ) -> None:
         self.run = run
         self.reader = reader
@@ -86,7 +91,10 @@ class Launcher:
         self.parts: dict[str, PartProcess] = {}
         self.usage = CpuUsage()
         self.redis_pid: int | None = None
-        self._restarts: dict[str, int] = {}
+        self._restarts = Restarts(backoff)
+        self._started: dict[str, float] = {}
+        self._due: dict[str, float] = {}
+        """When each part that ended is started again, by the monotonic clock."""
         self._commands: dict[str, tuple[str, ...]] = {}
         self._held_port: socket.socket | None = None
         self._gpus = gpus
@@ -94,6 +102,7 @@ class Launcher:
     def start(self, name: str, part: str, *extra: str) -> None:
         """Start `part` under `name`; its output goes to `logs/{name}.log`."""
         self._commands[name] = (part, *extra)
+        self._started[name] = time.monotonic()
         index = int(extra[extra.index("--index") + 1]) if "--index" in extra else 0
         environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.parts[name] = PartProcess(
@@ -138,38 +147,51 @@ class Launcher:
         return int(self._held_port.getsockname()[1])
 
     def check(self) -> None:
-        """Restart parts that may be restarted.
+        """Start parts again that ended and may be restarted, each after its back-off.
 
         Raises:
             SettingsError: a part refuses its settings.
-            PartFailed: another part ended, or one ended too often.
+            PartFailed: another part ended, or one ended too often in a row soon after its start.
         """
         for name, process in list(self.parts.items()):
             code = process.exit_code
             part = self._commands[name][0]
             if code is None or (code == 0 and part in _PARTS_THAT_END):
                 continue
-            count = self._restarts.get(name, 0)
-            if part in _OPTIONAL and (count >= _MAX_RESTARTS or code == SETTINGS_EXIT_CODE):
-                del self.parts[name]
-                _log.error("part_given_up", name=name, exit_code=code, log=str(process.log_path))
-                record_event(self.run.dir, "part_given_up", part=name, exit_code=code)
-                continue
-            if code == SETTINGS_EXIT_CODE:
-                raise SettingsError(process.last_words(1).removeprefix("outloop: "))
-            # A trainer that was killed resumes from its checkpoint; one that failed would again.
-            may_restart = part in _RESTARTABLE or (
-                part == "trainer" and (code < 0 or code == RANK_KILLED_EXIT_CODE)
-            )
-            if not may_restart or count >= _MAX_RESTARTS:
-                raise PartFailed(
-                    f"{name} ended with exit_code={code}; the last lines of {process.log_path}:\n"
-                    f"{process.last_words()}"
+            if name not in self._due:
+                self._plan_restart(name, part, process, code)
+            if name in self._due and time.monotonic() >= self._due[name]:
+                del self._due[name]
+                reason = end_reason(code, process.last_words(1))
+                _log.warning("part_restarted", name=name, exit_code=code, reason=reason)
+                record_event(
+                    self.run.dir, "part_restarted", part=name, exit_code=code, reason=reason
                 )
-            self._restarts[name] = count + 1
-            _log.warning("part_restarted", name=name, exit_code=code, restart=count + 1)
-            record_event(self.run.dir, "part_restarted", part=name, exit_code=code)
-            self._restart(name, part)
+                self._restart(name, part)
+
+    def _plan_restart(self, name: str, part: str, process: PartProcess, code: int) -> None:
+        """Decide when a part that ended is started again; gives an optional one up."""
+        wait_s = self._restarts.wait_s(name, lived_s=time.monotonic() - self._started[name])
+        if part in _OPTIONAL and (wait_s is None or code == SETTINGS_EXIT_CODE):
+            del self.parts[name]
+            _log.error("part_given_up", name=name, exit_code=code, log=str(process.log_path))
+            record_event(self.run.dir, "part_given_up", part=name, exit_code=code)
+            return
+        if code == SETTINGS_EXIT_CODE:
+            raise SettingsError(process.last_words(1).removeprefix("outloop: "))
+        # A trainer that was killed resumes from its checkpoint; one that failed would again.
+        may_restart = part in _RESTARTABLE or (
+            part == "trainer" and (code < 0 or code == RANK_KILLED_EXIT_CODE)
+        )
+        if not may_restart or wait_s is None:
+            raise PartFailed(
+                f"{name} ended with exit_code={code}; the last lines of {process.log_path}:\n"
+                f"{process.last_words()}"
+            )
+        self._due[name] = time.monotonic() + wait_s
+        if wait_s:
+            reason = end_reason(code, process.last_words(1))
+            _log.warning("part_ended", name=name, reason=reason, restart_in_s=wait_s)
 
     def _restart(self, name: str, part: str) -> None:
         extra = self._commands[name][1:]
@@ -256,7 +278,11 @@ def find_launcher(run_dir: Path) -> psutil.Process | None:
 
 @contextmanager
 def running(
-    settings: Settings, stop: threading.Event, *, gpus: GpuPlacement = NOT_PLACED
+    settings: Settings,
+    stop: threading.Event,
+    *,
+    gpus: GpuPlacement = NOT_PLACED,
+    backoff: Backoff = DEFAULT_BACKOFF,
 ) -> Iterator[Launcher]:
     """Redis (embedded, or the configured one) and an empty launcher; stops all parts at the end."""
     run_dir = settings.run.dir / settings.run.name
@@ -277,7 +303,7 @@ def running(
         reader = BufferReader.connect(run)
         stack.callback(reader.close)
         stack.enter_context(named_launcher(run.dir))
-        launcher = Launcher(run, reader, stop, gpus)
+        launcher = Launcher(run, reader, stop, gpus, backoff)
         launcher.redis_pid = redis_pid
         stack.callback(launcher.stop_all)
         yield launcher
