@@ -82,7 +82,7 @@ def create_run(settings: Settings, run_dir: Path, redis_url: str) -> Run:
         raise SettingsError(
             "the URL of Redis holds a password; name its file as buffer.redis_password_file instead"
         )
-    access = _with_access(redis_url, settings.buffer)
+    access = with_access(redis_url, settings.buffer)
     make_run_folder(settings, run_dir)
     run_path = run_dir / "run.json"
     if run_path.exists():
@@ -155,7 +155,7 @@ def load_run(run_dir: Path) -> Run:
         run_id=facts["run_id"],
         dir=run_dir,
         settings=settings,
-        redis_url=_with_access(facts["redis_url"], settings.buffer),
+        redis_url=with_access(facts["redis_url"], settings.buffer),
         keys=RunKeys(**json.loads(read_secret(keys_path, "run.keys_file"))),
     )
 
@@ -216,8 +216,12 @@ def _keys_path(settings: Settings, run_dir: Path) -> Path:
     return settings.run.keys_file or run_dir / "secrets.json"
 
 
-def _with_access(url: str, buffer: BufferSettings) -> str:
-    """`url` with the password and the files of TLS that the settings name."""
+def with_access(url: str, buffer: BufferSettings) -> str:
+    """`url` with the password and the files of TLS that the settings name.
+
+    Raises:
+        SettingsError: the password's file or variable is not there.
+    """
     files = {
         "ssl_ca_certs": buffer.redis_ca_file,
         "ssl_certfile": buffer.redis_cert_file,

@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 import outloop
 from outloop.buffer.settings import Settings, UpstreamSettings, load_settings
+from outloop.buffer.settings.deploy import PartResources
 from outloop.buffer.settings.env import TaskSourceSettings
 from outloop.buffer.settings.trainer import CriticSettings
 from outloop.buffer.stats import STATS
@@ -46,6 +47,7 @@ NAMED_TABLES: dict[str, type[BaseModel]] = {
     "env.tasks.NAME": TaskSourceSettings,
     "trainer.critic": CriticSettings,
     "router.upstreams.NAME": UpstreamSettings,
+    "deploy.parts.PART": PartResources,
 }
 SETTINGS_HEAD = """\
 # Settings

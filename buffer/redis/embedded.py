@@ -78,6 +78,44 @@ def find_server(*, packaged: Callable[[], Path | None] = packaged_server) -> Pat
     )
 
 
+def durable_options(
+    fsync: Literal["always", "everysec", "no"], max_memory_mb: int
+) -> dict[str, str]:
+    """What a server of a run is configured with, wherever it listens."""
+    return {
+        "daemonize": "no",
+        "save": "",
+        "appendonly": "yes",
+        "appendfsync": fsync,
+        "maxmemory": f"{max_memory_mb}mb",
+        "maxmemory-policy": "noeviction",
+    }
+
+
+def take_lock(data_dir: Path, timeout_s: float) -> int:
+    """A file descriptor that holds `data_dir` for one server; free again when all copies close.
+
+    Raises:
+        BufferUnavailable: another server has it for longer than `timeout_s`.
+    """
+    path = data_dir / "lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise BufferUnavailable(
+                    f"data_dir={str(data_dir)!r} is in use by another server (lock "
+                    f"{str(path)!r}); stop the run that uses it, or choose another run.name"
+                ) from None
+            time.sleep(_POLL_S)
+        else:
+            return descriptor
+
+
 class EmbeddedRedis:
     """One server on a Unix socket with an append-only file in `data_dir`.
 
@@ -129,7 +167,7 @@ class EmbeddedRedis:
             return self.url
         program = find_server()
         self._data_dir.mkdir(parents=True, exist_ok=True)
-        lock = self._take_lock()
+        lock = take_lock(self._data_dir, self._lock_timeout_s)
         self._lock = lock
         try:
             self._socket_dir = _make_socket_dir()
@@ -186,36 +224,13 @@ class EmbeddedRedis:
             "unixsocketperm": "700",
             "dir": str(self._data_dir),
             "logfile": str(self._log_path),
-            "daemonize": "no",
-            "save": "",
-            "appendonly": "yes",
-            "appendfsync": self._fsync,
-            "maxmemory": f"{self._max_memory_mb}mb",
-            "maxmemory-policy": "noeviction",
+            **durable_options(self._fsync, self._max_memory_mb),
         }
         return [word for name, value in options.items() for word in (f"--{name}", value)]
 
     @property
     def _log_path(self) -> Path:
         return self._data_dir / "server.log"
-
-    def _take_lock(self) -> int:
-        path = self._data_dir / "lock"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        deadline = time.monotonic() + self._lock_timeout_s
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    os.close(descriptor)
-                    raise BufferUnavailable(
-                        f"data_dir={str(self._data_dir)!r} is in use by another server (lock "
-                        f"{str(path)!r}); stop the run that uses it, or choose another run.name"
-                    ) from None
-                time.sleep(_POLL_S)
-            else:
-                return descriptor
 
     def _wait_for_answer(self) -> None:
         assert self._process is not None

@@ -26,6 +26,7 @@ from pydantic_settings import (
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings.buffer import BufferSettings
+from outloop.buffer.settings.deploy import DeploySettings
 from outloop.buffer.settings.env import EnvSettings, EvalSettings, check_choice
 from outloop.buffer.settings.recipes import DEFAULT_MAX_NEW_TOKENS, USES_PARTS, with_recipe
 from outloop.buffer.settings.server import ServerSettings
@@ -208,6 +209,7 @@ class Settings(BaseSettings):
     eval: EvalSettings = EvalSettings()  # type: ignore[call-arg]
     telemetry: TelemetrySettings = TelemetrySettings()  # type: ignore[call-arg]
     trajectories: TrajectorySettings = TrajectorySettings()  # type: ignore[call-arg]
+    deploy: DeploySettings = DeploySettings()  # type: ignore[call-arg]
 
     @classmethod
     def settings_customise_sources(

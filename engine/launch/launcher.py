@@ -48,7 +48,14 @@ from outloop.engine.launch.gpu_placement import (
     place_gpus,
 )
 from outloop.engine.launch.nccl_release import check_nccl
-from outloop.engine.launch.restarts import DEFAULT_BACKOFF, Backoff, Restarts, end_reason
+from outloop.engine.launch.placement import HERE, Placement
+from outloop.engine.launch.restarts import (
+    DEFAULT_BACKOFF,
+    Backoff,
+    Restarts,
+    end_reason,
+    was_killed,
+)
 from outloop.engine.launch.run_summary import draw_curve, result_table
 from outloop.engine.port_reservation import hold_port
 from outloop.engine.publish.server_client import ServerClient
@@ -84,6 +91,7 @@ class Launcher:
         stop: threading.Event,
         gpus: GpuPlacement,
         backoff: Backoff,
+        placement: Placement,
     ) -> None:
         self.run = run
         self.reader = reader
@@ -98,6 +106,7 @@ class Launcher:
         self._commands: dict[str, tuple[str, ...]] = {}
         self._held_port: socket.socket | None = None
         self._gpus = gpus
+        self._placement = placement
 
     def start(self, name: str, part: str, *extra: str) -> None:
         """Start `part` under `name`; its output goes to `logs/{name}.log`."""
@@ -107,7 +116,7 @@ class Launcher:
         environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.parts[name] = PartProcess(
             name,
-            part_command(part, self.run.dir, *extra),
+            self._placement.command(name, part, part_command(part, self.run.dir, *extra)),
             self.run.dir / "logs" / f"{name}.log",
             environment | self._gpus.environment(part, index),
         )
@@ -181,7 +190,7 @@ class Launcher:
             raise SettingsError(process.last_words(1).removeprefix("outloop: "))
         # A trainer that was killed resumes from its checkpoint; one that failed would again.
         may_restart = part in _RESTARTABLE or (
-            part == "trainer" and (code < 0 or code == RANK_KILLED_EXIT_CODE)
+            part == "trainer" and (was_killed(code) or code == RANK_KILLED_EXIT_CODE)
         )
         if not may_restart or wait_s is None:
             raise PartFailed(
@@ -283,6 +292,7 @@ def running(
     *,
     gpus: GpuPlacement = NOT_PLACED,
     backoff: Backoff = DEFAULT_BACKOFF,
+    placement: Placement = HERE,
 ) -> Iterator[Launcher]:
     """Redis (embedded, or the configured one) and an empty launcher; stops all parts at the end."""
     run_dir = settings.run.dir / settings.run.name
@@ -303,7 +313,7 @@ def running(
         reader = BufferReader.connect(run)
         stack.callback(reader.close)
         stack.enter_context(named_launcher(run.dir))
-        launcher = Launcher(run, reader, stop, gpus, backoff)
+        launcher = Launcher(run, reader, stop, gpus, backoff, placement)
         launcher.redis_pid = redis_pid
         stack.callback(launcher.stop_all)
         yield launcher
@@ -448,8 +458,17 @@ def router_url(launcher: Launcher) -> str | None:
     return facts["url"] if facts else None
 
 
-def train(settings: Settings, *, stop: threading.Event, console: Console) -> int:
+def train(
+    settings: Settings,
+    *,
+    stop: threading.Event,
+    console: Console,
+    placement: Placement = HERE,
+) -> int:
     """Run to the last step and return the exit code: 0 finished, 130 stopped, 1 failed.
+
+    Args:
+        placement: where parts run; elsewhere than here the engine gives them their GPUs.
 
     Raises:
         SettingsError: a part refuses its settings, or that nothing can be learned.
@@ -468,8 +487,10 @@ def train(settings: Settings, *, stop: threading.Event, console: Console) -> int
         console.print(result_table(run_dir.absolute()))
         return 0
     has_servers = settings.trainer.mode == "rl"
-    gpus = place_gpus(settings, list_gpus(), has_servers=has_servers)
-    with running(settings, stop, gpus=gpus) as launcher:
+    gpus = NOT_PLACED
+    if placement is HERE:
+        gpus = place_gpus(settings, list_gpus(), has_servers=has_servers)
+    with running(settings, stop, gpus=gpus, placement=placement) as launcher:
         run = launcher.run
         progress = RunProgress(run.dir, num_steps=settings.trainer.num_steps, console=console)
         console.print(f"run folder {settings.run.dir / settings.run.name}", highlight=False)

@@ -47,9 +47,15 @@ class Restarts:
         return float(min(backoff.first_s * 2 ** (before - 1), backoff.max_s))
 
 
+def was_killed(exit_code: int) -> bool:
+    """A signal ended the part; srun and shells report it as 128 + its number."""
+    return exit_code < 0 or exit_code > 128
+
+
 def end_reason(exit_code: int, last_line: str) -> str:
     """Why a part ended, for a person: the signal, or its exit code and last line."""
-    if exit_code < 0:
-        name = next((known.name for known in signal.Signals if known == -exit_code), -exit_code)
+    if was_killed(exit_code):
+        number = -exit_code if exit_code < 0 else exit_code - 128
+        name = next((known.name for known in signal.Signals if known == number), number)
         return f"ended by {name}"
     return f"exit_code={exit_code}: {last_line}" if last_line else f"exit_code={exit_code}"

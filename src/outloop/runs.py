@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -169,6 +169,7 @@ def train(
     wait: bool = True,
     console: Console | None = None,
     stop: threading.Event | None = None,
+    on: Literal["here", "slurm"] = "here",
 ) -> Run:
     """Train a policy: start all parts on this machine, and watch them until the last step.
 
@@ -182,6 +183,7 @@ def train(
         wait: False: return at once; see `Run.wait` and `Run.stop`.
         console: where progress is shown; None: standard output, or nowhere with `wait=False`.
         stop: an event that ends the run when it is set.
+        on: "slurm": inside a job of `outloop submit slurm`, place the parts in its components.
 
     Raises:
         SettingsError: the settings or the user's files are wrong; nothing was started.
@@ -202,6 +204,11 @@ def train(
             from outloop.single import train_in_one_process
 
             return train_in_one_process(resolved, stop=stopping, console=shown)
+        if on == "slurm":
+            from outloop.engine.launch.deploy.slurm import placed_by_slurm
+
+            placement = placed_by_slurm(resolved)
+            return launcher.train(resolved, stop=stopping, console=shown, placement=placement)
         return launcher.train(resolved, stop=stopping, console=shown)
 
     if wait:

@@ -24,14 +24,17 @@ from outloop.cli.convert import convert
 from outloop.cli.doctor import doctor
 from outloop.cli.episodes import episodes
 from outloop.cli.init import init
+from outloop.cli.manifests import manifests
 from outloop.cli.new_policy import new_policy
 from outloop.cli.plan import plan
 from outloop.cli.recorded import replay_recorded, replay_step, rollout, train_recorded
+from outloop.cli.redis import redis
 from outloop.cli.router import router
 from outloop.cli.runner import runner
 from outloop.cli.serve import serve
 from outloop.cli.server import server
 from outloop.cli.status import status
+from outloop.cli.submit import submit
 from outloop.cli.tail import tail
 from outloop.cli.train import train
 from outloop.cli.trainer import trainer
@@ -41,7 +44,8 @@ from outloop.cli.view import view
 GROUPS: dict[str, tuple[click.Command, ...]] = {
     "Run": (train, serve, new_policy, convert, doctor, check, plan),
     "Look into a run": (view, status, tail, episodes, trajectories, buffer, tasks),
-    "Start parts one by one": (init, router, server, runner, trainer, archiver),
+    "Start parts one by one": (init, redis, router, server, runner, trainer, archiver),
+    "On a cluster": (submit, manifests),
     "One side alone, for debugging": (rollout, train_recorded, replay_step),
 }
 """Every command, as `outloop --help` shows them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -22,6 +23,13 @@ from outloop.cli.options import CONFIG, SET
 @click.option("--agent-command", metavar="'PROGRAM {task_file}'", help="In place of a function.")
 @click.option("--verifier", metavar="MODULE:FUNCTION or COMMAND", help="Scores an agent command.")
 @click.option("--single-process", is_flag=True, help="All parts in this process, for a debugger.")
+@click.option(
+    "--on",
+    type=click.Choice(["here", "slurm"]),
+    default="here",
+    show_default=True,
+    help="slurm: inside a job of `outloop submit slurm`.",
+)
 def train(
     config: Path,
     overrides: tuple[str, ...],
@@ -29,6 +37,7 @@ def train(
     agent_command: str | None,
     verifier: str | None,
     single_process: bool,
+    on: Literal["here", "slurm"],
 ) -> None:
     """Train the policy of CONFIG: starts every part on this machine and watches them."""
     import outloop
@@ -47,5 +56,5 @@ def train(
     settings = load_settings(config, overrides)
     configure_logging("launcher", settings.telemetry.log_level)
     with stop_on_signals() as stop:
-        run = outloop.train(settings, single_process=single_process, stop=stop)
+        run = outloop.train(settings, single_process=single_process, stop=stop, on=on)
     sys.exit(run.exit_code)

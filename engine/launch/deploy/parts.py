@@ -1,0 +1,82 @@
+"""What every engine asks of the settings: how many processes of which part, and their GPUs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import Settings
+
+TRAINER_PORT = 29500
+"""Where the ranks of several trainer machines meet."""
+
+
+def num_servers(settings: Settings) -> int:
+    """Processes of `outloop server`; attached servers have one each, which watches them."""
+    if settings.trainer.mode != "rl":
+        return 0
+    return settings.server.num_servers or len(settings.server.urls)
+
+
+def gpus_of_server(settings: Settings) -> int:
+    """Of each server; 0 for one on a CPU, and for one that was started elsewhere."""
+    server = settings.server
+    is_on_gpu = server.num_servers and server.device.startswith("cuda")
+    return server.tensor_parallel_size if is_on_gpu else 0
+
+
+def ranks_of_node(settings: Settings) -> int:
+    """Trainer ranks on each of deploy.trainer_nodes machines.
+
+    Raises:
+        SettingsError: they do not divide.
+    """
+    ranks, nodes = settings.trainer.num_ranks, settings.deploy.trainer_nodes
+    if ranks % nodes:
+        raise SettingsError(
+            f"trainer.num_ranks={ranks} with deploy.trainer_nodes={nodes}: each machine has as "
+            "many ranks; choose a multiple"
+        )
+    return ranks // nodes
+
+
+def gpus_of_trainer_node(settings: Settings) -> int:
+    """On each machine of the trainer; `auto` means GPUs where they are listed or servers have any.
+
+    Raises:
+        SettingsError: ranks do not divide among the machines.
+    """
+    trainer = settings.trainer
+    is_on_gpu = trainer.device.startswith("cuda") or (
+        trainer.device == "auto" and bool(trainer.gpus or gpus_of_server(settings))
+    )
+    return ranks_of_node(settings) if is_on_gpu else 0
+
+
+def apart(settings: Settings, *, redis_url: str | None, trainer_host: str) -> dict[str, object]:
+    """Settings that parts on several machines need, by name: addresses, and weights by a way there.
+
+    Args:
+        redis_url: of a Redis that the engine starts; None: that of the settings.
+        trainer_host: where servers reach the trainer.
+    """
+    given: dict[str, object] = {"router.host": "0.0.0.0", "server.host": "0.0.0.0"}
+    if redis_url is not None:
+        given["buffer.redis_url"] = redis_url
+    if settings.publish.transport in ("shared_memory", "cuda_ipc"):
+        given["publish.transport"] = "disk"
+    elif settings.publish.transport == "collective":
+        given["publish.host"] = trainer_host
+    return given
+
+
+def override_words(given: Mapping[str, object]) -> list[str]:
+    """As words of a command line; JSON's values are TOML's."""
+    return [f"--set={name}={json.dumps(value)}" for name, value in given.items()]
+
+
+def fingerprint(*texts: str) -> str:
+    """Eight digits that change with the texts."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:8]

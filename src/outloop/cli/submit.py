@@ -1,0 +1,33 @@
+"""`outloop submit`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from outloop.cli.options import CONFIG, SET
+
+
+@click.group()
+def submit() -> None:
+    """Hand a run to a cluster's queue."""
+
+
+@submit.command()
+@CONFIG
+@SET
+@click.option("--dry-run", is_flag=True, help="Print the batch script and submit nothing.")
+def slurm(config: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
+    """Submit the run of CONFIG as one heterogeneous Slurm job, described by [deploy]."""
+    from outloop.buffer.settings import load_settings
+    from outloop.engine.launch import launcher
+    from outloop.engine.launch.deploy.slurm import batch_script, submit_job
+
+    settings = load_settings(config, overrides)
+    script = batch_script(settings, config, overrides)
+    if dry_run:
+        click.echo(script, nl=False)
+        return
+    launcher.check_before_start(settings)
+    click.echo(submit_job(settings, script))

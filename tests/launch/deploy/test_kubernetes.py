@@ -1,0 +1,262 @@
+"""The files for Kubernetes: against the published schemas, and what parts need of each other."""
+
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.run import keep_keys
+from outloop.buffer.settings import Settings, load_settings
+from outloop.engine.launch.deploy.kubernetes import kubernetes_files
+
+Tree = dict[str, Any]
+Written = Callable[..., tuple[Settings, Path]]
+
+
+def objects(files: dict[str, str]) -> dict[tuple[str, str], Tree]:
+    """By kind and name."""
+    found = {}
+    for name, text in files.items():
+        if name.endswith(".yaml") and name != "kustomization.yaml":
+            for item in yaml.safe_load_all(text):
+                found[item["kind"], item["metadata"]["name"]] = item
+    return found
+
+
+def pod_of(item: Tree) -> Tree:
+    """The pod's specification in an object that makes pods."""
+    if item["kind"] == "JobSet":
+        (replicated,) = item["spec"]["replicatedJobs"]
+        return replicated["template"]["spec"]["template"]["spec"]
+    return item["spec"]["template"]["spec"]
+
+
+PARTS = {
+    "redis": ("StatefulSet", "walk-redis"),
+    "router": ("Deployment", "walk-router"),
+    "server": ("StatefulSet", "walk-server"),
+    "trainer": ("JobSet", "walk"),
+    "runner": ("Deployment", "walk-runner"),
+}
+
+
+@pytest.fixture
+def cluster(written: Written) -> dict[tuple[str, str], Tree]:
+    """Every object of the run."""
+    settings, config = written()
+    return objects(kubernetes_files(settings, config))
+
+
+@pytest.mark.parametrize("version", ["1.30", "1.37"])
+@pytest.mark.parametrize("transport", ["disk", "collective"])
+def test_every_object_follows_the_published_schema(
+    written: Written, version: str, transport: str
+) -> None:
+    """Strictly: a field that does not exist is an error. A JobSet's job is held as a Job."""
+    settings, config = written(f"publish.transport={transport}")
+    found = objects(kubernetes_files(settings, config))
+    assert len(found) > 15
+    for item in found.values():
+        if item["kind"] == "JobSet":
+            job = item["spec"]["replicatedJobs"][0]["template"]
+            item = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "t"}, **job}
+        kubernetes_validate.validate(item, version, strict=True)
+
+
+def test_the_jobset_restarts_its_pods_together(cluster: dict[tuple[str, str], Tree]) -> None:
+    """The fields of jobset.x-k8s.io/v1alpha2 that are used, and the ranks' way to each other."""
+    jobset = cluster[PARTS["trainer"]]
+    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    spec = jobset["spec"]
+    assert set(spec) == {"network", "failurePolicy", "replicatedJobs"}
+    assert spec["network"] == {"enableDNSHostnames": True, "subdomain": "walk"}
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    (replicated,) = spec["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert (replicated["replicas"], job["parallelism"], job["completions"]) == (1, 2, 2)
+    assert job["completionMode"] == "Indexed"
+    (container,) = job["template"]["spec"]["containers"]
+    assert "--rdzv-endpoint=walk-trainer-0-0.walk:29500" in container["command"]
+    assert "--nproc-per-node=4" in container["command"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
+
+
+def test_every_part_has_the_files_that_its_command_names(
+    cluster: dict[tuple[str, str], Tree],
+) -> None:
+    """Volumes exist, and the run's folder, the password and the keys are where they are read."""
+    for part, key in PARTS.items():
+        pod = pod_of(cluster[key])
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        claims = cluster[key]["spec"].get("volumeClaimTemplates", [])
+        volumes |= {claim["metadata"]["name"] for claim in claims}
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+            assert mounts.keys() <= volumes
+            command = shlex.join(container["command"])
+            for path in re.findall(r"/(?:keys|outloop|data)[a-z/]*", command):
+                assert any(path.startswith(where) for where in mounts.values()), (part, path)
+    init = next(item for (kind, _), item in cluster.items() if kind == "Job")
+    (container,) = pod_of(init)["containers"]
+    for path in ("/keys/redis", "/keys/run", "/etc/outloop", "/outloop/runs"):
+        assert path in {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+def test_what_init_is_given_are_settings(written: Written, tmp_path: Path) -> None:
+    """The flags of the init Job load, and lead where services and volumes are."""
+    settings, config = written("trainer.num_steps=7", "publish.transport=collective")
+    files = kubernetes_files(settings, config, ("trainer.num_steps=7",))
+    init = next(item for (kind, _), item in objects(files).items() if kind == "Job")
+    line = pod_of(init)["containers"][0]["command"][2]
+    words = shlex.split(line.partition(" && ")[0])
+    assert words[:3] == ["outloop", "init", "/etc/outloop/run.toml"]
+    (tmp_path / "again.toml").write_text(files["run.toml"])
+    sets = tuple(word.removeprefix("--set=") for word in words[3:])
+    loaded = load_settings(tmp_path / "again.toml", (*sets, "publish.transport=collective"))
+    assert loaded.trainer.num_steps == 7
+    assert loaded.buffer.redis_url == "redis://walk-redis:6379"
+    assert ("Service", "walk-redis") in objects(files)
+    assert loaded.publish.host == "walk-trainer-0-0.walk"
+    assert (loaded.router.host, str(loaded.env.import_dir)) == ("0.0.0.0", "/project")
+
+
+def test_parts_wait_for_the_run_of_these_settings(written: Written) -> None:
+    """Other settings, another mark: a part does not start with what the last run was made from."""
+    marks = []
+    for steps in (1, 2):
+        settings, config = written(f"trainer.num_steps={steps}")
+        found = objects(kubernetes_files(settings, config, (f"trainer.num_steps={steps}",)))
+        init = next(item for (kind, _), item in found.items() if kind == "Job")
+        made = pod_of(init)["containers"][0]["command"][2].rpartition(" ")[2]
+        for part in ("router", "server", "trainer", "runner"):
+            (wait,) = pod_of(found[PARTS[part]])["initContainers"]
+            assert f"test -f {made}" in wait["command"][2]
+        marks.append((made, init["metadata"]["name"]))
+    assert len(set(marks)) == 2
+
+
+def test_no_secret_is_in_a_file_and_each_part_has_its_own(written: Written) -> None:
+    """The runner holds its key only; who makes a secret is the script, in the cluster."""
+    settings, config = written()
+    files = kubernetes_files(settings, config)
+    found = objects(files)
+    assert not [kind for kind, _ in found if kind == "Secret"]
+
+    def secrets(part: str) -> set[str]:
+        pod = pod_of(found[PARTS[part]])
+        names = {v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v}
+        for variable in pod["containers"][0]["env"]:
+            reference = variable.get("valueFrom", {}).get("secretKeyRef")
+            if reference is not None:
+                names.add(f"{reference['name']}:{reference['key']}")
+        return names
+
+    assert secrets("runner") == {"walk-runner", "walk-environment:SEARCH_KEY"}
+    assert secrets("router") == {"walk-redis", "walk-keys", "walk-environment:JUDGE_KEY"}
+    assert secrets("server") == secrets("trainer") == {"walk-redis", "walk-keys"}
+    assert secrets("redis") == {"walk-redis"}
+    made = set(re.findall(r"create (walk-[a-z]+) ", files["create_secrets.sh"]))
+    assert made == {"walk-redis", "walk-keys", "walk-runner", "walk-environment"}
+
+
+def test_the_script_makes_keys_that_a_run_can_read(written: Written, tmp_path: Path) -> None:
+    """With a kubectl that keeps what it is given: the files have the names that are mounted."""
+    settings, config = written()
+    script = tmp_path / "create_secrets.sh"
+    script.write_text(kubernetes_files(settings, config)["create_secrets.sh"])
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(
+        "#!/bin/bash\n"
+        'echo "$@" >> calls\n'
+        '[ "$1" != get ] || { test -e "made-$3"; exit; }\n'
+        'touch "made-$4"\n'
+        'for word in "${@:5}"; do file=${word#--from-file=}; cat "${file#*=}" > "$4:${file%%=*}"\n'
+        "done\n"
+    )
+    kubectl.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "JUDGE_KEY": "judge!", "SEARCH_KEY": "s"}
+
+    def make() -> None:
+        subprocess.run(["bash", str(script)], cwd=tmp_path, env=environment, check=True)
+
+    make()
+    keys = keep_keys(tmp_path / "walk-keys:keys.json")
+    assert (tmp_path / "walk-runner:key").read_text() == keys.runner_key
+    assert len(keys.episode_secret) == len((tmp_path / "walk-redis:password").read_text()) == 64
+    assert (tmp_path / "walk-environment:JUDGE_KEY").read_text() == "judge!"
+    assert keys.runner_key not in (tmp_path / "calls").read_text()
+    make()
+    assert keep_keys(tmp_path / "walk-keys:keys.json") == keys
+
+
+def test_only_the_router_is_reached_by_runners(cluster: dict[tuple[str, str], Tree]) -> None:
+    """Who may open which port to whom, from both sides; every part has a policy."""
+
+    def peers(rules: list[Tree], side: str) -> set[tuple[str, int]]:
+        return {
+            (peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"], port["port"])
+            for rule in rules
+            for peer in rule.get(side, [])
+            if "podSelector" in peer
+            for port in rule.get("ports", [{"port": 0}])
+        }
+
+    policies = {key[1]: item["spec"] for key, item in cluster.items() if key[0] == "NetworkPolicy"}
+    assert set(policies) == {f"walk-{part}" for part in (*PARTS, "init")}
+    assert all(spec["policyTypes"] == ["Ingress", "Egress"] for spec in policies.values())
+    into = {name: peers(spec["ingress"], "from") for name, spec in policies.items()}
+    out = {name: peers(spec["egress"], "to") for name, spec in policies.items()}
+    assert into["walk-router"] == {("runner", 8000), ("router", 8000)}
+    assert into["walk-server"] == {("router", 30000), ("trainer", 30000)}
+    assert {part for part, _ in into["walk-redis"]} == {"router", "server", "trainer", "init"}
+    assert into["walk-runner"] == set()
+    assert out["walk-runner"] == {("router", 8000)}
+    assert out["walk-redis"] == set()
+    for part in ("router", "server", "trainer"):
+        assert ("redis", 6379) in out[f"walk-{part}"]
+
+
+def test_probes_drain_and_spot(cluster: dict[tuple[str, str], Tree]) -> None:
+    """Each port that is probed is open; a router has the time to end its turns."""
+    for part in ("router", "server"):
+        pod = pod_of(cluster[PARTS[part]])
+        (container,) = pod["containers"]
+        (port,) = (entry["containerPort"] for entry in container["ports"])
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert container[probe]["httpGet"]["port"] == port
+        assert container["livenessProbe"]["httpGet"]["path"] == "/health"
+        assert str(port) in shlex.join(container["command"])
+        assert "preStop" in container["lifecycle"]
+        assert ("Service", f"walk-{part}") in cluster
+    router = pod_of(cluster[PARTS["router"]])
+    assert router["containers"][0]["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert router["terminationGracePeriodSeconds"] == 5 + 20 + 15
+    assert pod_of(cluster[PARTS["trainer"]])["terminationGracePeriodSeconds"] == 90
+    tolerant = {part for part, key in PARTS.items() if "tolerations" in pod_of(cluster[key])}
+    assert tolerant == {"server", "runner"}
+    scaler = cluster["HorizontalPodAutoscaler", "walk-runner"]["spec"]
+    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (3, 12)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ('run.name="Two_Words"', "no name for Kubernetes"),
+        ("trainer.num_ranks=7", "choose a multiple"),
+    ],
+)
+def test_what_cannot_be_deployed_is_a_sentence(
+    written: Written, override: str, sentence: str
+) -> None:
+    """Before a file is written."""
+    settings, config = written(override)
+    with pytest.raises(SettingsError, match=sentence):
+        kubernetes_files(settings, config)
