@@ -54,7 +54,7 @@ def run_ranks(run_dir: Path, *, num_ranks: int) -> None:
         # The launcher or a person stopped it: rank 0 has written its checkpoint by now.
         return
     except ChildFailedError as error:
-        raise _what_failed(list(error.failures.items())) from None
+        raise cause_of_failure(list(error.failures.items())) from None
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def as_rank() -> Iterator[None]:
         raise
 
 
-def _what_failed(failures: Sequence[tuple[int, Any]]) -> Exception:
+def cause_of_failure(failures: Sequence[tuple[int, Any]]) -> Exception:
     """The first cause among the ranks that failed: the others fail because of it."""
     for rank, failure in failures:
         if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:

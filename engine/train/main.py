@@ -61,7 +61,7 @@ def train(run: Run, *, stop: threading.Event, on_hang: Callable[[str], None] | N
     torch.set_num_threads(run.settings.trainer.num_threads)
     with ExitStack() as stack:
         if int(os.environ.get("RANK", "0")):
-            follow(*_join(run, stack, on_hang))
+            follow(*join_ranks(run, stack, on_hang))
             return
         reader, leases = BufferReader.connect(run), BufferReader.connect(run)
         stack.callback(reader.close)
@@ -97,10 +97,26 @@ def train_from_recording(run: Run, path: Path, *, stop: threading.Event) -> None
         _lead(run, recording, recording, NoServers, stop, stack)
 
 
-def _join(
-    run: Run, stack: ExitStack, on_hang: Callable[[str], None] | None = None
+def join_ranks(
+    run: Run,
+    stack: ExitStack,
+    on_hang: Callable[[str], None] | None = None,
+    *,
+    join_group: Callable[..., None] = model_and_optimizer.join_process_group,
+    make_worker: Callable[..., RankWorker] = RankWorker,
 ) -> tuple[RankWorker, Watchdog]:
-    """This rank's models and its watchdog, once it is among the others."""
+    """This rank's models and its watchdog, once it is among the others.
+
+    Files that do not belong to the model are refused before `join_group` is called.
+
+    Args:
+        stack: leaves the group and ends both.
+        on_hang: see `train`.
+        make_worker: called with what `RankWorker` takes.
+
+    Raises:
+        SettingsError: what `train` would refuse before any rank waits for another.
+    """
     settings = run.settings
     trainer = settings.trainer
     config = model_and_optimizer.read_config(
@@ -112,7 +128,7 @@ def _join(
     )
     _log.info("trainer_model", device=device_of(trainer), dtype=trainer.dtype, layers=config.layers)
     _check_files(run, config)
-    model_and_optimizer.join_process_group(
+    join_group(
         seed=settings.run.seed,
         sizes=config.sizes,
         timeout_s=trainer.rank_timeout_s,
@@ -129,7 +145,7 @@ def _join(
         on_hang=on_hang,
     )
     stack.callback(watchdog.close)
-    worker = RankWorker(run, config, watchdog)
+    worker = make_worker(run, config, watchdog)
     stack.callback(worker.close)
     return worker, watchdog
 
@@ -169,7 +185,7 @@ def _lead(
     """Rank 0: everything that is not the model."""
     settings = run.settings
     _log_recipe(settings)
-    worker, watchdog = _join(run, stack, on_hang)
+    worker, watchdog = join_ranks(run, stack, on_hang)
     ranks = RankController(
         worker,
         watchdog,

@@ -1,6 +1,6 @@
 """Logprobs and entropies of tokens from logits, without a second tensor of the logits' size.
 
-Beside the logits at most `_BLOCK` numbers in float32 are alive. The vocabulary may be split over
+Beside the logits at most a block of numbers in float32 are alive. The vocabulary may be split over
 ranks and is never gathered.
 
 Shape letters: N tokens, V vocabulary, or this rank's part of it.
@@ -26,6 +26,7 @@ def logprobs_and_entropies(
     has_entropy_gradient: bool = False,
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
+    block_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log_softmax(logits / temperature) at `token_ids`, and the distribution's entropy in nats.
 
@@ -39,6 +40,7 @@ def logprobs_and_entropies(
         has_entropy_gradient: False: entropies are constants.
         vocab_start: the first id of this rank's part of the vocabulary.
         group: ranks that hold the other parts; None: this one holds all of it.
+        block_size: numbers computed at once; None: what suits the device.
 
     The entropy is that of the bonus of A3C, arXiv:1602.01783, section 4: exact, over the whole
     vocabulary, not an estimate from sampled tokens.
@@ -47,7 +49,7 @@ def logprobs_and_entropies(
         Both [N] float32, the same on every rank of `group`.
     """
     logprobs, entropies = _TokenStatistics.apply(
-        logits, token_ids, temperature, has_entropy_gradient, vocab_start, group
+        logits, token_ids, temperature, has_entropy_gradient, vocab_start, group, block_size
     )
     return logprobs, entropies
 
@@ -65,11 +67,12 @@ class _TokenStatistics(torch.autograd.Function):
         has_entropy_gradient: bool,
         vocab_start: int,
         group: dist.ProcessGroup | None,
+        block_size: int | None,
     ) -> tuple[Tensor, Tensor]:
         sums = logits.new_zeros((3, len(logits)), dtype=torch.float32)
         places, is_here = _places(token_ids, vocab_start, logits.shape[1])
         highest = _highest(logits, temperature, group)
-        for rows in _blocks(logits):
+        for rows in _blocks(logits, block_size):
             block = _scaled(logits, temperature, rows).sub_(highest[rows, None])
             sums[0, rows] = block.gather(1, places[rows, None])[:, 0].mul_(is_here[rows])
             weights = block.exp()
@@ -83,6 +86,7 @@ class _TokenStatistics(torch.autograd.Function):
         entropies = log_total - sums[2] / sums[1]
         ctx.save_for_backward(logits, places, is_here, temperature, highest + log_total, entropies)
         ctx.has_entropy_gradient = has_entropy_gradient
+        ctx.block_size = block_size
         if not has_entropy_gradient:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -90,7 +94,7 @@ class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor) -> tuple[Tensor | None, ...]:
         logits, places, is_here, temperature, log_total, entropies = ctx.saved_tensors
-        for rows in _blocks(logits):
+        for rows in _blocks(logits, ctx.block_size):
             log_p = _scaled(logits, temperature, rows).sub_(log_total[rows, None])
             p = log_p.exp()
             if ctx.has_entropy_gradient:
@@ -103,7 +107,7 @@ class _TokenStatistics(torch.autograd.Function):
             if temperature is not None:
                 p.div_(temperature[rows, None])
             logits[rows] = p
-        return logits, None, None, None, None, None
+        return logits, None, None, None, None, None, None
 
 
 def _places(token_ids: Tensor, vocab_start: int, size: int) -> tuple[Tensor, Tensor]:
@@ -131,8 +135,9 @@ def _scaled(logits: Tensor, temperature: Tensor | None, rows: slice) -> Tensor:
     return block if temperature is None else block.div_(temperature[rows, None])
 
 
-def _blocks(logits: Tensor) -> list[slice]:
+def _blocks(logits: Tensor, block_size: int | None) -> list[slice]:
     if not logits.numel():
         return []
-    size = max(1, _BLOCK.get(logits.device.type, _BLOCK["cuda"]) // logits.shape[1])
+    num_numbers = block_size or _BLOCK.get(logits.device.type, _BLOCK["cuda"])
+    size = max(1, num_numbers // logits.shape[1])
     return [slice(start, start + size) for start in range(0, len(logits), size)]

@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -275,6 +276,7 @@ def begin_save(
     reference_hash: str = "",
     timeout_s: float = 600.0,
     is_copied: bool = True,
+    make_shards: Callable[..., Shards] = Shards,
 ) -> Saving:
     """Copy what `folder/step_{step}` will hold; all ranks together. Then each calls run or start.
 
@@ -286,12 +288,13 @@ def begin_save(
         is_copied: false: nothing is copied, and training must wait for `run`.
         keep: older checkpoints than the newest `keep` are removed when this one is complete.
         timeout_s: how long rank 0 waits for another rank's shards.
+        make_shards: called with what `Shards` takes.
     """
     final = folder / f"step_{step}"
     temporary = writing_folder(final)
     agree("save", lambda: _make_room(temporary))
     num_updates = policy.scheduler.num_steps
-    shards = Shards(temporary / "shards", is_copied=is_copied)
+    shards = make_shards(temporary / "shards", is_copied=is_copied)
     state = state_to_save(policy, has_moments=num_updates > 0)
     num_critic_updates = 0
     if critic is not None:

@@ -88,13 +88,16 @@ class _NullEvent:
         pass
 
 
-def install() -> None:
+def install(installed: str | None = None) -> None:
     """Make the CPU look like the device that megatron-core asks for; call before importing it.
+
+    Args:
+        installed: the version of megatron-core; None: as its package says.
 
     Raises:
         SettingsError: the installed megatron-core is another version.
     """
-    installed = metadata.version("megatron-core")
+    installed = installed or metadata.version("megatron-core")
     if installed != SUPPORTED_VERSION:
         raise SettingsError(
             f"megatron-core=={installed} is installed; {SUPPORTED_VERSION} is allowed. "

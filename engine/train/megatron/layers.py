@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 
 from outloop.engine.models.rotary import inverse_frequencies
 from outloop.engine.train.megatron.layer_kind import LayerKind
@@ -261,9 +262,14 @@ class TorchVarlenKernel(torch.nn.Module):
         layer_number: int,
         *,
         softmax_scale: float | None = None,
+        attend: Callable[..., Any] = varlen_attn,
         **unused: Any,
     ) -> None:
+        """`attend`: as torch's varlen_attn."""
         super().__init__()
+        self._attend = attend
+        self._takes_grouped_heads = "enable_gqa" in inspect.signature(attend).parameters
+        """torch 2.11's varlen_attn needs as many key as query heads."""
         self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -278,16 +284,14 @@ class TorchVarlenKernel(torch.nn.Module):
         packed_seq_params: PackedRow,
     ) -> Tensor:
         """[T, H, D], of query [T, H, D], key and value [T, K, D] in bfloat16."""
-        from torch.nn.attention.varlen import varlen_attn
-
         options: dict[str, Any] = {"scale": self._scale, "window_size": (-1, 0)}
         num_groups = query.shape[1] // key.shape[1]
-        if num_groups > 1 and _TAKES_GROUPED_HEADS:
+        if num_groups > 1 and self._takes_grouped_heads:
             options["enable_gqa"] = True
         elif num_groups > 1:
             key, value = (x.repeat_interleave(num_groups, dim=1) for x in (key, value))
         row = packed_seq_params
-        out = varlen_attn(
+        out = self._attend(
             query,
             key,
             value,
@@ -299,16 +303,6 @@ class TorchVarlenKernel(torch.nn.Module):
         )
         assert isinstance(out, Tensor)
         return out
-
-
-def _takes_grouped_heads() -> bool:
-    """torch 2.11's varlen_attn needs as many key as query heads."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-_TAKES_GROUPED_HEADS = _takes_grouped_heads()
 
 
 class _Rotation(torch.autograd.Function):

@@ -42,6 +42,37 @@ class Call(msgspec.Struct, tag="call"):
 
     method: str
     arguments: dict[str, msgspec.Raw]
+    """In msgpack; the method's annotations are the types to decode."""
+
+    @classmethod
+    def of(cls, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
+        """A call of a method of `RankWorker`, without the worker.
+
+        Raises:
+            TypeError: the method does not take these arguments.
+        """
+        given = inspect.signature(operation).bind(None, *args, **kwargs).arguments
+        return cls(
+            operation.__name__,
+            {
+                name: msgspec.Raw(msgspec.msgpack.encode(value, enc_hook=plain))
+                for name, value in given.items()
+                if name != "self"
+            },
+        )
+
+    def perform(self, worker: RankWorker) -> None:
+        """Run it on this rank's worker; an update that every rank refuses is logged."""
+        hints = _hints_of(self.method)
+        decoded = {
+            name: msgspec.msgpack.decode(data, type=hints[name], dec_hook=restored)
+            for name, data in self.arguments.items()
+        }
+        try:
+            getattr(worker, self.method)(**decoded)
+        except UpdateRefused as error:
+            # Every rank refuses alike; rank 0 decides what follows.
+            _log.warning("update_refused", sentence=str(error))
 
 
 class End(msgspec.Struct, tag="end"):
@@ -168,9 +199,7 @@ class RankController:
     def _call(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Announce an operation; encoding a batch is not free, so only where others listen."""
         if self._has_followers:
-            bound = inspect.signature(operation).bind(self.worker, *args, **kwargs).arguments
-            given = {name: value for name, value in bound.items() if name != "self"}
-            self._send(Call(operation.__name__, {n: _encode(v) for n, v in given.items()}))
+            self._send(Call.of(operation, *args, **kwargs))
 
     def _send(self, message: Message) -> None:
         with self.watchdog.enter("send to the other ranks"):
@@ -193,22 +222,9 @@ def follow(worker: RankWorker, watchdog: Watchdog) -> None:
                 raise PartFailed(f"trainer rank 0 failed: {sentence}")
             case End():
                 return
-            case Call(method, arguments):
-                with watchdog.enter(_phase_of(method)):
-                    _perform(worker, method, arguments)
-
-
-def _perform(worker: RankWorker, method: str, arguments: dict[str, msgspec.Raw]) -> None:
-    hints = _hints_of(method)
-    decoded = {
-        name: msgspec.msgpack.decode(data, type=hints[name], dec_hook=restored)
-        for name, data in arguments.items()
-    }
-    try:
-        getattr(worker, method)(**decoded)
-    except UpdateRefused as error:
-        # Every rank refuses alike; rank 0 decides what follows.
-        _log.warning("update_refused", sentence=str(error))
+            case Call() as call:
+                with watchdog.enter(_phase_of(call.method)):
+                    call.perform(worker)
 
 
 def _phase_of(method: str) -> str:
@@ -218,8 +234,3 @@ def _phase_of(method: str) -> str:
 @functools.cache
 def _hints_of(method: str) -> dict[str, Any]:
     return typing.get_type_hints(getattr(RankWorker, method))
-
-
-def _encode(value: Any) -> msgspec.Raw:
-    """An argument as msgpack; the method's annotation is the type to decode."""
-    return msgspec.Raw(msgspec.msgpack.encode(value, enc_hook=plain))

@@ -6,7 +6,7 @@ When they are done is decided on rank 0 (loop, sft), through `RankController`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -20,7 +20,12 @@ from outloop.buffer.settings import Settings
 from outloop.engine.train.algorithms.credit import VALUE_ADVANTAGES
 from outloop.engine.train.algorithms.kl import adapted_coefficient
 from outloop.engine.train.algorithms.user_functions import advantage_of, loss_of
-from outloop.engine.train.checkpoint.async_writer import Saving, begin_save, save_checkpoint
+from outloop.engine.train.checkpoint.async_writer import (
+    Saving,
+    Shards,
+    begin_save,
+    save_checkpoint,
+)
 from outloop.engine.train.checkpoint.checkpoint_format import Checkpoint, load_checkpoint
 from outloop.engine.train.data.batch_builder import Credit, with_reference
 from outloop.engine.train.data.samples import prompt_sample
@@ -67,8 +72,17 @@ class RankWorker:
     Every public method is an operation that all ranks run together, with equal arguments.
     """
 
-    def __init__(self, run: Run, config: PolicyConfig, watchdog: Watchdog) -> None:
+    def __init__(
+        self,
+        run: Run,
+        config: PolicyConfig,
+        watchdog: Watchdog,
+        *,
+        make_shards: Callable[..., Shards] = Shards,
+    ) -> None:
+        """`make_shards`: of its checkpoints, see `begin_save`."""
         self.config = config
+        self._make_shards = make_shards
         self._watchdog = watchdog
         self._settings = run.settings
         self._run_dir = run.dir
@@ -324,6 +338,7 @@ class RankWorker:
             reference_hash=reference_hash,
             timeout_s=trainer.rank_timeout_s,
             is_copied=trainer.trains_while_saving,
+            make_shards=self._make_shards,
         )
         (self._saving.start if trainer.trains_while_saving else self._saving.run)()
         return self._saving

@@ -47,6 +47,7 @@ def rl_update(
     policy_version: int,
     on_microbatch: Callable[[], None],
     loss: LossFunction | None = None,
+    max_chunk_logits: int | None = None,
 ) -> UpdateReport:
     """One policy-gradient update.
 
@@ -55,6 +56,7 @@ def rl_update(
         policy_version: of the weights before the update; the logprob gap is told by age from it.
         on_microbatch: called before every forward, for heartbeats.
         loss: in place of trainer.loss.
+        max_chunk_logits: how many logits are alive at once; None: what suits the device.
 
     Raises:
         FloatingPointError: the gradient is not finite; weights are unchanged.
@@ -102,6 +104,7 @@ def rl_update(
         token_losses,
         on_microbatch,
         sees_sequences=needs_sequences(function, settings),
+        max_chunk_logits=max_chunk_logits,
     )
 
 
@@ -169,6 +172,7 @@ def _update(
     on_microbatch: Callable[[], None],
     *,
     sees_sequences: bool,
+    max_chunk_logits: int | None = None,
 ) -> UpdateReport:
     report = UpdateReport()
     model = policy.model
@@ -182,10 +186,10 @@ def _update(
         gradients: list[Tensor] = []
         if sees_sequences:
             loss, *gradients = _gradients_by_token(
-                model, microbatch, leaf, token_losses, report, scale
+                model, microbatch, leaf, token_losses, report, scale, max_chunk_logits
             )
             losses.append(loss.double())
-        for where in _chunks(len(leaf), model):
+        for where in _chunks(len(leaf), model, max_chunk_logits):
             logprobs, entropies = _logprobs_and_entropies(
                 model,
                 microbatch.targets.part(where),
@@ -231,12 +235,15 @@ def _gradients_by_token(
     token_losses: TokenLosses,
     report: UpdateReport,
     scale: float,
+    max_chunk_logits: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and its gradients by every logprob and by every entropy, both [N].
 
     From one look at the whole microbatch; logits are computed once more for their own backward.
     """
-    logprobs, entropies = trained_statistics(model, microbatch, hidden_NH)
+    logprobs, entropies = trained_statistics(
+        model, microbatch, hidden_NH, max_chunk_logits=max_chunk_logits
+    )
     logprobs.requires_grad_()
     entropies.requires_grad_()
     sequences = Sequences(microbatch.sequences_N, microbatch.num_samples, context_group())
@@ -251,13 +258,17 @@ def _gradients_by_token(
 
 @torch.no_grad()
 def trained_statistics(
-    model: PolicyModel, microbatch: Microbatch, hidden_NH: Tensor
+    model: PolicyModel,
+    microbatch: Microbatch,
+    hidden_NH: Tensor,
+    *,
+    max_chunk_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [N] of the trained tokens, chunk by chunk as in an update, without
     gradient."""
     parts = [
         _logprobs_and_entropies(model, microbatch.targets.part(where), hidden_NH[where])
-        for where in _chunks(len(hidden_NH), model)
+        for where in _chunks(len(hidden_NH), model, max_chunk_logits)
     ]
     if not parts:
         nothing = hidden_NH.new_zeros(0, dtype=torch.float32)
@@ -279,9 +290,10 @@ def _logprobs_and_entropies(
     )
 
 
-def _chunks(num_tokens: int, model: PolicyModel) -> Iterator[slice]:
+def _chunks(num_tokens: int, model: PolicyModel, max_chunk_logits: int | None) -> Iterator[slice]:
     """Equal on all ranks that share the vocabulary, since they exchange numbers in each chunk."""
     width = -(-model.config.vocab_size // model.config.tensor_model_parallel_size)
-    size = max(1, _MAX_CHUNK_LOGITS[model.output_weight.device.type] // width)
+    max_logits = max_chunk_logits or _MAX_CHUNK_LOGITS[model.output_weight.device.type]
+    size = max(1, max_logits // width)
     for start in range(0, num_tokens, size):
         yield slice(start, min(start + size, num_tokens))

@@ -33,6 +33,7 @@ with warnings.catch_warnings():
     from fakes.bandit_run import MakeTurn, RewardOf, Server, Setup, arm, join
     from fakes.families import make_family
     from fakes.twin import Twin
+    from outloop.engine.train.checkpoint.async_writer import Shards
     from outloop.engine.train.data.samples import Sample
     from outloop.engine.train.megatron import import_weights, model_and_optimizer
     from outloop.engine.train.ranks.controller import RankController
@@ -201,9 +202,12 @@ def make_policy(tiny_folder: Callable[..., Path]) -> Callable[..., model_and_opt
 
 @pytest.fixture
 def make_ranks() -> Iterator[Callable[..., RankController]]:
-    """A run's rank 0 without followers: `make_ranks(run, num_updates=3)`."""
+    """A run's rank 0 without followers: `make_ranks(run, num_updates=3)`.
 
-    def make(run: Run, *, num_updates: int | None = None) -> RankController:
+    Other arguments are those of `RankWorker`.
+    """
+
+    def make(run: Run, *, num_updates: int | None = None, **parts: Any) -> RankController:
         config = model_and_optimizer.read_config(
             run.settings.model.path,
             run.settings.trainer.megatron,
@@ -212,7 +216,7 @@ def make_ranks() -> Iterator[Callable[..., RankController]]:
         timeout_s = run.settings.trainer.hang_timeout_s
         watchdog = Watchdog(run.dir, rank=0, num_ranks=1, hang_timeout_s=timeout_s)
         watchdogs.append(watchdog)
-        worker = RankWorker(run, config, watchdog)
+        worker = RankWorker(run, config, watchdog, **parts)
         ranks = RankController(worker, watchdog, num_ranks=1, timeout_s=60.0)
         if num_updates is not None:
             ranks.run(RankWorker.build, num_updates=num_updates)
@@ -235,7 +239,12 @@ def setup(
     twin = Twin()
     made: list[Setup] = []
 
-    def make(reward_of: RewardOf = arm, lag: int = 0, **sections: dict[str, Any]) -> Setup:
+    def make(
+        reward_of: RewardOf = arm,
+        lag: int = 0,
+        make_shards: Callable[..., Shards] = Shards,
+        **sections: dict[str, Any],
+    ) -> Setup:
         nonlocal twin
         settings = Settings(model={"path": tiny_folder()}, **sections)
         if not settings.trainer.resume:
@@ -245,7 +254,8 @@ def setup(
         server = Server(tiny_folder(), events)
         buffer = join(run, twin, server, make_turn)
         buffer.events, buffer.reward_of, buffer.lag = events, reward_of, lag
-        ranks = make_ranks(run, num_updates=settings.trainer.num_steps)
+        num_updates = settings.trainer.num_steps
+        ranks = make_ranks(run, num_updates=num_updates, make_shards=make_shards)
         made.append(Setup(run, buffer, server, ranks))
         return made[-1]
 

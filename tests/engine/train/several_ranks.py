@@ -26,10 +26,10 @@ with warnings.catch_warnings():
     from outloop.buffer.errors import CheckpointFailed, DeadlineExceeded, UpdateRefused
     from outloop.buffer.records import CheckpointMark
     from outloop.buffer.run import load_run
-    from outloop.engine.train import main
     from outloop.engine.train.checkpoint.async_writer import Shards
     from outloop.engine.train.data.batch_builder import Credit
     from outloop.engine.train.data.train_batch import TrainBatch
+    from outloop.engine.train.main import join_ranks
     from outloop.engine.train.ranks.controller import RankController, follow
     from outloop.engine.train.ranks.rank_worker import RankWorker
 
@@ -38,23 +38,22 @@ FOLDER = Path(sys.argv[1])
 MARK = CheckpointMark(fence=1, group_ids=(), next_slot=0, policy_version=0)
 
 
-def misbehave_when_told() -> None:
-    """Rank 1 finds a full disk, or stops dead, while a file of that name lies in the folder."""
-    write, train_step = Shards.write, RankWorker.train_step
+class ShardsOnAFullDisk(Shards):
+    """Finds a full disk while a file "full" lies in the folder."""
 
-    def write_or_fail(self: Shards) -> Any:
+    def write(self) -> Any:
         if (FOLDER / "full").exists():
             raise OSError(28, "No space left on device")
-        return write(self)
+        return super().write()
 
-    @functools.wraps(train_step)
-    def step_or_stop(self: RankWorker, *args: Any, **kwargs: Any) -> Any:
+
+class StoppingWorker(RankWorker):
+    """Stops dead in a step while a file "stop" lies in the folder."""
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
         if (FOLDER / "stop").exists():
             os.kill(os.getpid(), signal.SIGSTOP)
-        return train_step(self, *args, **kwargs)
-
-    Shards.write = write_or_fail  # type: ignore[method-assign]
-    RankWorker.train_step = step_or_stop  # type: ignore[method-assign]
+        return super().train_step(*args, **kwargs)
 
 
 def weights_after_journeys(
@@ -146,14 +145,15 @@ def hang(ranks: RankController) -> dict[str, Any]:
 
 def run_ranks() -> None:
     """The script, or following it."""
+    make_worker = RankWorker
     if RANK == 1:
-        misbehave_when_told()
+        make_worker = functools.partial(StoppingWorker, make_shards=ShardsOnAFullDisk)
     stays, travels = (load_run(FOLDER / name) for name in ("stays", "travels"))
     results: dict[str, Any] = {}
     with ExitStack() as stack:
         weights = []
         for run in (stays, travels):
-            work, watchdog = main._join(run, stack)
+            work, watchdog = join_ranks(run, stack, make_worker=make_worker)
             if RANK:
                 follow(work, watchdog)
                 continue

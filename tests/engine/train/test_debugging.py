@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from fakes.bandit_run import FAST, Setup, arm
 from outloop.buffer.errors import SettingsError, UpdateRefused
 from outloop.cli.recorded import replay_step
-from outloop.engine.train.data.batch_builder import Credit
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.debug.bad_gradient_report import suspects
@@ -67,35 +66,38 @@ def test_a_folder_that_is_no_dump_is_refused(tmp_path: Path) -> None:
         read_dump(tmp_path)
 
 
-def test_an_update_that_is_not_finite_names_its_episodes_and_stops(
-    setup: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One episode's advantage is NaN at step 2: it is named first, and nothing was updated."""
-    made = setup(trainer=FAST | {"num_steps": 4, "checkpoint_every": 0})
-    advantages = Credit.advantages
-    poisoned: list[str] = []
+def test_an_update_that_is_not_finite_names_its_episodes_and_stops(setup: MakeRun) -> None:
+    """One episode's reward at step 2 is too large for the gradient's norm: it is named first, and
+    nothing was updated."""
+    made = setup(trainer=FAST | {"num_steps": 4, "checkpoint_every": 0, "advantage": "dr_grpo"})
+    too_large = 1e30
+    rewards: list[float] = []
 
-    def with_poison(self: Credit, rows: TrainBatch, **options: Any) -> Any:
-        column = advantages(self, rows, **options)
-        if made.policy.scheduler.num_steps == 1 and not poisoned:
-            poisoned.append(rows.episode_ids[-1])
-            column[rows.starts[-2] :] = np.nan
-        return column
+    def reward_of(token: int) -> float:
+        is_due = made.policy.scheduler.num_steps == 1 and too_large not in rewards
+        rewards.append(too_large if is_due else arm(token))
+        return rewards[-1]
 
-    monkeypatch.setattr(Credit, "advantages", with_poison)
+    made.buffer.reward_of = reward_of
     with pytest.raises(UpdateRefused) as caught:
         made.train()
+    (poisoned,) = [
+        trajectory.episode.episode_id
+        for lease in made.buffer.taken
+        for trajectory in lease.group.trajectories
+        if trajectory.episode.reward.value == too_large
+    ]
     sentence = str(caught.value)
-    assert sentence.startswith("step 2: grad_norm=nan")
-    assert f"Likeliest first: {poisoned[0]} (" in sentence
+    assert sentence.startswith("step 2: grad_norm=inf")
+    assert f"Likeliest first: {poisoned} (" in sentence
     assert made.policy.scheduler.num_steps == 1
     first, *rest = (made.run.dir / "reports/refused_step_2.jsonl").read_text().splitlines()
     assert json.loads(first)["step"] == 2
-    assert json.loads(rest[0])["suspect"]["episode_id"] == poisoned[0]
+    assert json.loads(rest[0])["suspect"]["episode_id"] == poisoned
     assert json.loads(rest[1])["suspect"]["num_not_finite"] == 0
     (outcome,) = replay(made.run.dir / "dumps/step_2")
     assert outcome.is_equal
-    assert "grad_norm=nan" in outcome.sentence
+    assert "grad_norm=inf" in outcome.sentence
 
 
 def test_a_spike_is_refused_before_it_is_made(setup: MakeRun) -> None:

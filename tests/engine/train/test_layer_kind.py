@@ -1,5 +1,6 @@
 """Which layers a trainer uses, and attention by kernels of variable length."""
 
+import functools
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,12 @@ from outloop.buffer.settings.trainer import TrainerSettings
 from outloop.engine.models.weight_map import expected_tensors, find_row
 from outloop.engine.train.megatron import import_weights, model_and_optimizer
 from outloop.engine.train.megatron.layer_kind import choose_layers, layers_of
-from outloop.engine.train.megatron.layers import PackedRow, VarlenAttention, pack_row
+from outloop.engine.train.megatron.layers import (
+    PackedRow,
+    TorchVarlenKernel,
+    VarlenAttention,
+    pack_row,
+)
 
 TinyFolder = Callable[..., Path]
 LENGTHS = [7, 33, 1, 24, 24, 90]
@@ -54,11 +60,13 @@ class OneByOne(torch.nn.Module):
         return torch.cat([part.transpose(0, 1).flatten(1) for part in parts])
 
 
-def _varlen(model: model_and_optimizer.PolicyModel) -> list[OneByOne]:
+def _varlen(
+    model: model_and_optimizer.PolicyModel, kernel: Callable[..., Any] = OneByOne
+) -> list[Any]:
     """Give the model's layers attention by a kernel; gives the kernels."""
     kernels = []
     for layer in model.decoder.layers:
-        attention = VarlenAttention(model.config, layer.layer_number, kernel=OneByOne)
+        attention = VarlenAttention(model.config, layer.layer_number, kernel=kernel)
         layer.self_attention.core_attention = attention
         kernels.append(attention.kernel)
     return kernels
@@ -157,15 +165,12 @@ def _varlen_attn_of_a_cpu(
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama3"])
-def test_torchs_kernel_is_asked_for_packed_attention(
-    kind: str, tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchs_kernel_is_asked_for_packed_attention(kind: str, tiny_folder: TinyFolder) -> None:
     """Layers of kind local_varlen give what padded attention gives, to bfloat16's rounding.
 
     The kernel itself has no CPU side: here a stand-in checks how it is called, and on a GPU
     tests/gpu does the same with the kernel.
     """
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _varlen_attn_of_a_cpu)
     folder = tiny_folder(kind, tied=False)
     ids = torch.randint(0, 400, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
     everywhere = torch.arange(sum(LENGTHS))
@@ -174,6 +179,10 @@ def test_torchs_kernel_is_asked_for_packed_attention(
         config = model_and_optimizer.read_config(folder, {}, layers=layers)
         model = model_and_optimizer.PolicyModel(config)
         import_weights.load_huggingface(model, folder)
+        if layers == "local_varlen":
+            own = [layer.self_attention.core_attention.kernel for layer in model.decoder.layers]
+            assert {type(kernel) for kernel in own} == {TorchVarlenKernel}
+            _varlen(model, functools.partial(TorchVarlenKernel, attend=_varlen_attn_of_a_cpu))
         row = pack_row(LENGTHS, torch.device("cpu"), layers=layers)
         with torch.no_grad():
             logits.append(model.logits(model(ids, row, everywhere)))

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outloop.engine.train.algorithms import token_logprobs as logprobs_module
 from outloop.engine.train.algorithms.token_logprobs import logprobs_and_entropies
 
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -53,12 +52,10 @@ def test_values_and_gradients_are_those_of_log_softmax(
     """Each token at its own temperature, however few rows are computed at once."""
     logits, ids, temperature, weights = drawn(num_tokens, size, seed, tempered=tempered)
     leaf = logits.clone().requires_grad_()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(logprobs_module._BLOCK, "cpu", block)
-        logprobs, entropies = logprobs_and_entropies(
-            leaf * 1, ids, temperature, has_entropy_gradient=True
-        )
-        (logprobs * weights[0] + entropies * weights[1]).sum().backward()
+    logprobs, entropies = logprobs_and_entropies(
+        leaf * 1, ids, temperature, has_entropy_gradient=True, block_size=block
+    )
+    (logprobs * weights[0] + entropies * weights[1]).sum().backward()
     want = wanted(logits, ids, temperature, weights)
     assert leaf.grad is not None
     for got, right in zip((logprobs.detach(), entropies.detach(), leaf.grad), want, strict=True):

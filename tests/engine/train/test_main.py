@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import Settings
-from outloop.engine.train import main
 from outloop.engine.train.checkpoint.async_writer import save_checkpoint
-from outloop.engine.train.main import check_settings
+from outloop.engine.train.main import check_settings, join_ranks
 from outloop.engine.train.megatron import cpu_backend, model_and_optimizer
 
 
@@ -45,28 +43,24 @@ def test_the_defaults_are_accepted(tiny_folder: Callable[..., Path]) -> None:
     check_settings(Settings(model={"path": tiny_folder()}))
 
 
-def test_the_cpu_backend_knows_one_megatron_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_backend_knows_one_megatron_only() -> None:
     """Another version is refused with the command that installs the right one."""
-    monkeypatch.setattr(metadata, "version", lambda name: "0.17.0")
     with pytest.raises(SettingsError, match=r"pip install megatron-core==0\.16\.1"):
-        cpu_backend.install()
+        cpu_backend.install("0.17.0")
 
 
 @pytest.fixture
-def join(
-    tiny_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., None]:
+def join(tiny_folder: Callable[..., Path], tmp_path: Path) -> Callable[..., None]:
     """A rank's start, up to the process group: `join("qwen3", kl="k3")`."""
 
     def no_group(**_: Any) -> None:
         raise AssertionError("a process group is formed")
 
-    monkeypatch.setattr(model_and_optimizer, "join_process_group", no_group)
-
     def start(kind: str = "qwen3", **trainer: Any) -> None:
         settings = Settings(model={"path": tiny_folder(kind)}, trainer=trainer)
         with ExitStack() as stack:
-            main._join(create_run(settings, tmp_path / "run", "unix:///nowhere"), stack)
+            run = create_run(settings, tmp_path / "run", "unix:///nowhere")
+            join_ranks(run, stack, join_group=no_group)
 
     return start
 

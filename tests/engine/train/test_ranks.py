@@ -11,13 +11,13 @@ import pytest
 
 from outloop.buffer.errors import RankKilled
 from outloop.buffer.records import CheckpointMark
-from outloop.engine.launch.torchrun import _what_failed
+from outloop.engine.launch.torchrun import cause_of_failure
 from outloop.engine.train.algorithms.credit import ScoredEpisode, ScoredGroup, ScoredTurn
 from outloop.engine.train.checkpoint.checkpoint_format import Checkpoint
 from outloop.engine.train.data.batch_builder import Credit
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.data.train_batch import TrainBatch
-from outloop.engine.train.ranks import controller
+from outloop.engine.train.ranks.controller import Call
 from outloop.engine.train.ranks.rank_worker import RankWorker
 
 
@@ -102,11 +102,9 @@ def test_every_rank_gets_the_arguments_that_rank_0_gave(
 ) -> None:
     """Each operation of the worker survives its way as bytes, by the types that it declares."""
     assert set(arguments) == set(inspect.signature(operation).parameters) - {"self"}
-    encoded = {name: controller._encode(value) for name, value in arguments.items()}
-    call = msgspec.msgpack.encode(controller.Call(operation.__name__, encoded))
-    message = msgspec.msgpack.decode(call, type=controller.Message)
+    data = msgspec.msgpack.encode(Call.of(operation, **arguments))
     recorder = Recorder()
-    controller._perform(recorder, message.method, message.arguments)
+    msgspec.msgpack.decode(data, type=Call).perform(recorder)
     ((name, _, given),) = recorder.calls
     assert name == operation.__name__
     for key, value in arguments.items():
@@ -129,6 +127,6 @@ def test_torchruns_failures_become_one_cause() -> None:
     """A killed rank first, then settings, then others; torchrun's own SIGTERM last."""
     settings = _Failure(2, {"message": "SettingsError: a: b", "extraInfo": {}})
     broken = _Failure(1, {"message": "RuntimeError: connection", "extraInfo": {}})
-    assert str(_what_failed([(0, broken), (1, settings)])) == "a: b"
-    assert isinstance(_what_failed([(0, broken), (1, _Failure(-9, ""))]), RankKilled)
-    assert "rank 0" in str(_what_failed([(0, broken), (1, _Failure(-15, ""))]))
+    assert str(cause_of_failure([(0, broken), (1, settings)])) == "a: b"
+    assert isinstance(cause_of_failure([(0, broken), (1, _Failure(-9, ""))]), RankKilled)
+    assert "rank 0" in str(cause_of_failure([(0, broken), (1, _Failure(-15, ""))]))

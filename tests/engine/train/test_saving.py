@@ -1,7 +1,9 @@
 """Checkpoints that are written while training goes on: what is in them, and when they count."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +53,38 @@ def test_what_is_trained_meanwhile_is_not_in_the_checkpoint(
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Every write of shards waits for it."""
-    opened = threading.Event()
-    write = Shards.write
+class GatedShards(Shards):
+    """Written when the gate is set."""
 
-    def write_when_opened(self: Shards) -> Any:
-        assert opened.wait(100), "nobody opened the gate"
-        return write(self)
+    def __init__(self, gate: threading.Event, folder: Path, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self._gate = gate
 
-    monkeypatch.setattr(Shards, "write", write_when_opened)
-    return opened
+    def write(self) -> Any:
+        assert self._gate.wait(100), "the gate was never set"
+        return super().write()
 
 
-def test_steps_go_on_while_a_checkpoint_is_written(setup: MakeRun, gate: threading.Event) -> None:
+class FailingShards(Shards):
+    """Finds a full disk at these writes of the run, numbered from 1 on."""
+
+    def __init__(
+        self, failing: set[int], numbers: Iterator[int], folder: Path, **options: Any
+    ) -> None:
+        super().__init__(folder, **options)
+        self._failing = failing
+        self._numbers = numbers
+
+    def write(self) -> Any:
+        if next(self._numbers) in self._failing:
+            raise OSError(28, "No space left on device")
+        return super().write()
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(setup: MakeRun) -> None:
     """The step after it is trained; nothing is acknowledged before the write has ended."""
-    made = setup(trainer=EVERY_OTHER)
+    gate = threading.Event()
+    made = setup(trainer=EVERY_OTHER, make_shards=partial(GatedShards, gate))
     seen: list[list[int]] = []
 
     def watch() -> None:
@@ -82,9 +99,10 @@ def test_steps_go_on_while_a_checkpoint_is_written(setup: MakeRun, gate: threadi
     assert [mark.policy_version for mark in made.buffer.marks] == [2, 4, 5]
 
 
-def test_a_save_waits_for_the_one_before(setup: MakeRun, gate: threading.Event) -> None:
+def test_a_save_waits_for_the_one_before(setup: MakeRun) -> None:
     """The second save begins only when the first has ended; the trainer says what it waits for."""
-    made = setup(trainer=EVERY_OTHER)
+    gate = threading.Event()
+    made = setup(trainer=EVERY_OTHER, make_shards=partial(GatedShards, gate))
     sentences: list[str] = []
 
     def note(sentence: str) -> None:
@@ -114,26 +132,9 @@ def test_saving_while_training_can_be_switched_off(setup: MakeRun) -> None:
     assert seen == [0, 0, 1, 1, 2]
 
 
-def fail_writes(monkeypatch: pytest.MonkeyPatch, failing: set[int]) -> None:
-    """Make the writes of these numbers, from 1 on, find a full disk."""
-    write, count = Shards.write, 0
-
-    def sometimes_write(self: Shards) -> Any:
-        nonlocal count
-        count += 1
-        if count in failing:
-            raise OSError(28, "No space left on device")
-        return write(self)
-
-    monkeypatch.setattr(Shards, "write", sometimes_write)
-
-
-def test_a_failed_write_is_told_and_its_groups_are_in_the_next(
-    setup: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_is_logged_and_its_groups_are_in_the_next(setup: MakeRun) -> None:
     """Nothing is acknowledged by it; the next checkpoint's mark has the groups of both."""
-    fail_writes(monkeypatch, {1})
-    made = setup(trainer=EVERY_OTHER)
+    made = setup(trainer=EVERY_OTHER, make_shards=partial(FailingShards, {1}, count(1)))
     with structlog.testing.capture_logs() as logs:
         made.train()
     (warning,) = [entry for entry in logs if entry["event"] == "checkpoint_failed"]
@@ -147,11 +148,10 @@ def test_a_failed_write_is_told_and_its_groups_are_in_the_next(
 
 @pytest.mark.parametrize("failing", [{2, 3}, {3}])
 def test_the_run_ends_at_the_second_failure_or_the_last_save(
-    failing: set[int], setup: MakeRun, monkeypatch: pytest.MonkeyPatch
+    failing: set[int], setup: MakeRun
 ) -> None:
     """Two in a row, or one that no other follows; the checkpoint before stays in use."""
-    fail_writes(monkeypatch, failing)
-    made = setup(trainer=EVERY_OTHER)
+    made = setup(trainer=EVERY_OTHER, make_shards=partial(FailingShards, failing, count(1)))
     with pytest.raises(CheckpointFailed, match="step_5 was not written"):
         made.train()
     in_use = 4 if failing == {3} else 2
@@ -161,9 +161,13 @@ def test_the_run_ends_at_the_second_failure_or_the_last_save(
     assert found.step == in_use
 
 
-def test_a_write_that_never_ends_ends_the_run(setup: MakeRun, gate: threading.Event) -> None:
+def test_a_write_that_never_ends_ends_the_run(setup: MakeRun) -> None:
     """The sentence says what was written and how long it was waited for."""
-    made = setup(trainer=FAST | {"num_steps": 2, "checkpoint_every": 1, "hang_timeout_s": 0.3})
+    gate = threading.Event()
+    made = setup(
+        trainer=FAST | {"num_steps": 2, "checkpoint_every": 1, "hang_timeout_s": 0.3},
+        make_shards=partial(GatedShards, gate),
+    )
     with pytest.raises(DeadlineExceeded, match="write the checkpoint of step 1"):
         made.train()
     gate.set()

@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from outloop.engine.train.data.microbatch import build_microbatch
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
-from outloop.engine.train.step import policy_update as update_module
 from outloop.engine.train.step.policy_update import rl_update
 from outloop.engine.train.step.recompute_logprobs import (
     score,
@@ -52,10 +52,14 @@ def scored(policy: Policy, samples: list[Sample], trainer: TrainerSettings) -> l
     return list(batch)
 
 
-def update(policy: Policy, samples: list[Sample], trainer: TrainerSettings) -> UpdateReport:
+def update(
+    policy: Policy, samples: list[Sample], trainer: TrainerSettings, **options: Any
+) -> UpdateReport:
     """One RL update at version 0."""
     batch = TrainBatch.of(samples)
-    return rl_update(policy, batch, trainer, policy_version=0, on_microbatch=lambda: None)
+    return rl_update(
+        policy, batch, trainer, policy_version=0, on_microbatch=lambda: None, **options
+    )
 
 
 def gradient(policy: Policy) -> torch.Tensor:
@@ -138,7 +142,6 @@ def test_gradients_agree_with_the_formulas_however_they_are_split(
     chosen: dict[str, object],
     make_policy: MakePolicy,
     make_samples: MakeSamples,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Several branches an episode; one microbatch, or many with five tokens' logits at a time."""
     trainer = TrainerSettings(max_grad_norm=1e9, **chosen)
@@ -148,11 +151,11 @@ def test_gradients_agree_with_the_formulas_however_they_are_split(
     whole_report = update(policy, samples, trainer)
     assert wanted.abs().max() > 0
     assert (gradient(policy) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
-    monkeypatch.setattr(update_module, "_MAX_CHUNK_LOGITS", {"cpu": 5 * 400})
     split = make_policy(max_grad_norm=1e9)
     order = np.random.default_rng(1).permutation(len(samples))
     shuffled = [samples[index] for index in order]
-    split_report = update(split, shuffled, trainer.model_copy(update={"max_microbatch_tokens": 40}))
+    in_parts = trainer.model_copy(update={"max_microbatch_tokens": 40})
+    split_report = update(split, shuffled, in_parts, max_chunk_logits=5 * 400)
     assert (gradient(split) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
     assert split_report.loss == pytest.approx(whole_report.loss, rel=1e-4, abs=1e-6)
     assert split_report.policy_metrics() == pytest.approx(

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from outloop.engine.train.data.packing import deal
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
-from outloop.engine.train.step import policy_update as update_module
 from outloop.engine.train.step.policy_update import UpdateReport, rl_update, sft_update
 
 MakePolicy = Callable[..., Policy]
@@ -55,6 +53,9 @@ DENOMINATORS = {
 }
 
 
+ONE_DENOMINATOR = {"denominator": "constant", "denominator_constant": 7.0}
+
+
 @pytest.mark.parametrize("kind", DENOMINATORS)
 def test_splitting_and_permuting_leave_the_gradient_unchanged(
     kind: str, make_policy: MakePolicy, make_samples: MakeSamples
@@ -89,23 +90,28 @@ def test_dealing_over_ranks_leaves_the_gradient_unchanged(
     make_samples: MakeSamples,
     whole_gradient: torch.Tensor,
 ) -> None:
-    """The sum over all ranks' microbatches is the gradient of one microbatch, in any order.
+    """The sum of the ranks' gradients is the gradient of one microbatch, in any order.
 
-    One process does the work of every rank: what ranks add is a sum, which test_parity holds.
+    One process does the work of every rank: that ranks add up is what test_parity holds.
     """
     samples = make_samples(13)
     order = np.random.default_rng(seed).permutation(len(samples))
-
-    def deal_to_one(lengths: list[int], config: Any, *, max_tokens: int) -> list[Any]:
-        ranks = deal(lengths, max_tokens=max_tokens, num_ranks=num_ranks, hidden_size=64)
-        return [list(chain.from_iterable(ranks))]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update_module, "deal_rows", deal_to_one)
-        dealt = gradient_of(
+    shuffled = [samples[index] for index in order]
+    ranks = deal(
+        [len(sample.token_ids) for sample in shuffled],
+        max_tokens=budget,
+        num_ranks=num_ranks,
+        hidden_size=64,
+    )
+    assert len(ranks) == num_ranks
+    dealt = torch.zeros_like(whole_gradient)
+    for microbatches in ranks:
+        rows = list(chain.from_iterable(microbatches))
+        dealt += gradient_of(
             make_policy(max_grad_norm=1e9),
-            [samples[index] for index in order],
+            [shuffled[row] for row in rows],
             max_microbatch_tokens=budget,
+            **ONE_DENOMINATOR,
         )
     assert (whole_gradient - dealt).abs().max() <= 1e-5 * whole_gradient.abs().max()
 
@@ -122,7 +128,9 @@ def whole_gradient(
 ) -> torch.Tensor:
     """The gradient of thirteen samples in one microbatch."""
     if not gradients:
-        gradients["whole"] = gradient_of(make_policy(max_grad_norm=1e9), make_samples(13))
+        gradients["whole"] = gradient_of(
+            make_policy(max_grad_norm=1e9), make_samples(13), **ONE_DENOMINATOR
+        )
     return gradients["whole"]
 
 
