@@ -63,7 +63,8 @@ class ModelSettings(_Section):
     repository: str | None = None
     """Written by the launcher into a run's settings.json: the repository that `path` came from."""
     renderer: str = "auto"
-    """Name of a `renderers` family, or auto."""
+    """Name of a `renderers` family; "default" for the chat template in the folder; or auto: by the
+    model and its tokenizer."""
     renderer_options: dict[str, Any] = {}
     """Passed to the renderer, for example { enable_thinking = false }."""
     name: str = "policy"

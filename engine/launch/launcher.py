@@ -23,6 +23,7 @@ import psutil
 import structlog
 from rich.console import Console
 
+from outloop.buffer.chat_format import chat_format_of
 from outloop.buffer.errors import (
     RANK_KILLED_EXIT_CODE,
     SETTINGS_EXIT_CODE,
@@ -363,6 +364,8 @@ def _check_model(settings: Settings) -> None:
                 f"model.path={str(folder)!r} holds no {name}; "
                 "give a Hugging Face folder with config.json, tokenizer.json and model.safetensors"
             )
+    if settings.model.renderer == "auto":
+        chat_format_of(folder)
     known = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
     if isinstance(known, int) and limit > known:
         raise SettingsError(
@@ -383,6 +386,16 @@ def _check_model(settings: Settings) -> None:
             f"{trainer.max_microbatch_tokens}: an episode could not be trained. Raise the second "
             "or lower the first."
         )
+
+
+def _model_line(settings: Settings) -> str:
+    """Which weights and chat format the run has, for a person."""
+    model = settings.model
+    where = f"{model.repository} at {model.revision}" if model.repository else str(model.path)
+    chosen = model.renderer
+    if chosen == "auto":
+        chosen = f"{chat_format_of(model.path)}, by the model"
+    return f"model {where}; renderer {chosen}"
 
 
 def _check_environment(settings: Settings) -> None:
@@ -494,6 +507,7 @@ def train(
         run = launcher.run
         progress = RunProgress(run.dir, num_steps=settings.trainer.num_steps, console=console)
         console.print(f"run folder {settings.run.dir / settings.run.name}", highlight=False)
+        console.print(_model_line(settings), highlight=False, markup=False, soft_wrap=True)
         if recipe := recipe_sentence(dict(settings.trainer), dict(settings.buffer)):
             console.print(recipe, highlight=False, markup=False, soft_wrap=True)
         for line in gpus.lines():

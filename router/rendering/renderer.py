@@ -17,10 +17,12 @@ from renderers.base import ParsedResponse, ParsedToolCall
 from renderers.configs import config_from_name
 from renderers.reasoning import prompt_ends_in_reasoning
 
+from outloop.buffer.chat_format import OWN_TEMPLATE, chat_format_of
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import ModelSettings
 from outloop.router.dialects.base import Message, ToolCall
 from outloop.router.errors import Refusal
+from outloop.router.rendering.own_template import OwnTemplateRenderer
 from outloop.router.rendering.parsing import (
     Answer,
     MessageBuilder,
@@ -36,16 +38,6 @@ _MAX_CACHED_PROMPT_END = 32
 # What a renderer may raise on a conversation or on a policy's wildest output: json.loads alone
 # raises ValueError on huge integers and RecursionError on deep nesting.
 _RENDERER_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError)
-_FAMILY_OF_MODEL_TYPE = {
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3",
-    "qwen3_5": "qwen3.5",
-    "llama": "llama-3",
-    "glm4_moe": "glm-4.5",
-    "deepseek_v3": "deepseek-v3",
-    "gpt_oss": "gpt-oss",
-    "minimax_m2": "minimax-m2",
-}
 
 
 class PolicyRenderer:
@@ -362,18 +354,10 @@ def _make_renderer(tokenizer: PolicyTokenizer, model: ModelSettings) -> Any:
     Raises:
         SettingsError: an unknown `model.renderer`, or options it refuses.
     """
-    name = model.renderer
-    if name == "auto":
-        config = json.loads((model.path / "config.json").read_text())
-        model_type = config.get("model_type")
-        if model_type not in _FAMILY_OF_MODEL_TYPE:
-            raise SettingsError(
-                f'model.renderer="auto" does not know model_type={model_type!r} of '
-                f"{str(model.path)!r}; known: {', '.join(sorted(_FAMILY_OF_MODEL_TYPE))}. "
-                "Set model.renderer to a family of the renderers package."
-            )
-        name = _FAMILY_OF_MODEL_TYPE[model_type]
+    name = chat_format_of(model.path) if model.renderer == "auto" else model.renderer
     try:
+        if name == OWN_TEMPLATE:
+            return OwnTemplateRenderer(tokenizer, model.path, model.renderer_options)
         default = config_from_name(name)
         if default is None:
             raise ValueError("it names no family")
