@@ -310,7 +310,7 @@ async def test_version_and_info(server: Any) -> None:
     assert len(set(sums.values())) == len(sums) > 10
 
 
-async def test_its_logprobs_are_of_what_it_draws(server: Any) -> None:
+async def test_its_logprobs_are_of_what_it_samples(server: Any) -> None:
     """It passes the question that is asked when it joins, also when somebody left it paused."""
     await server.post("/pause_generation", mode="retract")
     await asyncio.to_thread(check_logprobs, "server-0", server.url, timeout_s=60)

@@ -17,7 +17,7 @@ from outloop.router.main import serve
 
 
 async def fail() -> None:
-    """Ends with an error that nobody foresaw."""
+    """Ends with an unexpected error."""
     raise ValueError("a registry entry is rubbish")
 
 
@@ -86,7 +86,7 @@ async def test_a_router_that_cannot_follow_the_registry_ends(live_run: Run) -> N
 
 
 async def test_ready_says_what_has_failed(stage) -> None:
-    """Whoever asks for readiness before the process has ended is told."""
+    """Readiness says so until the process has ended."""
     background = stage.app.state.parts.background
     background.failure = "the router no longer follows the registry: ValueError: x"
     answer = await stage.http.get("/ready")

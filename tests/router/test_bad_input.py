@@ -1,4 +1,4 @@
-"""What nobody should send, over HTTP onto a real Redis: refused by name, and the loop goes on."""
+"""Malformed requests, over HTTP onto a real Redis: refused by name, and the loop goes on."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
@@ -121,7 +121,7 @@ async def test_two_rewards_under_one_key_are_a_conflict(whole: Whole) -> None:
 
 
 async def test_what_is_not_known_is_not_found(whole: Whole) -> None:
-    """Episodes, groups and attempts that nobody opened or claimed: 404 or 410, by their names."""
+    """Episodes, groups and attempts never opened or claimed: 404 or 410, by their names."""
     for path, body in (
         ("/episodes/ep-none/reward", SCORE),
         ("/episodes/ep-none/close", {"outcome": "completed", "key": "c"}),
@@ -169,7 +169,7 @@ async def test_ids_out_of_vocabulary_are_refused(whole: Whole) -> None:
 
 
 async def test_a_server_s_unequal_arrays_are_not_recorded(whole: Whole) -> None:
-    """Fewer logprobs than ids are no turn: the server is suspended and the client told to retry."""
+    """Fewer logprobs than ids are no turn: the server is suspended, the client asked to retry."""
     whole.stage.server.answer = lambda request: Script(ids=[1, 2, 3], logprobs=[-0.5])
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     status, error = await whole.send("/v1/chat/completions", body, whole.episode(0)["api_key"])

@@ -30,7 +30,7 @@ async def closed(stage, episode, **fields) -> dict:
 
 
 async def test_tokens_are_bounded_to_the_last_one(make_stage) -> None:
-    """A turn draws what is left; then no turn is served, for good, and the outcome tells of it."""
+    """A turn generates what is left; then no turn is served, for good, and the outcome says so."""
     stage = await make_stage(router={"max_tokens_per_episode": 60})
     stage.server.answer = lambda request: stage.script("x")
     episode = await stage.open()
@@ -53,7 +53,7 @@ async def test_tokens_are_bounded_to_the_last_one(make_stage) -> None:
 
 
 async def test_choices_share_what_is_left(make_stage) -> None:
-    """Drawn to their limit, the choices of one request spend the budget and no token more."""
+    """Generated to their limit, the choices of one request spend the budget and no token more."""
     stage = await make_stage(router={"max_tokens_per_episode": 100})
     stage.server.answer = lambda request: Script(
         ids=stage.renderer.tokenizer.encode("x" * 99)[
@@ -70,7 +70,7 @@ async def test_choices_share_what_is_left(make_stage) -> None:
     check_final(await ask(stage, episode), "token_budget_spent")
 
 
-async def test_a_prompt_that_spends_the_budget_is_not_drawn(make_stage) -> None:
+async def test_a_prompt_that_spends_the_budget_is_not_served(make_stage) -> None:
     """What is known before the server is asked costs it nothing."""
     stage = await make_stage(router={"max_tokens_per_episode": 10})
     episode = await stage.open()
@@ -135,7 +135,7 @@ async def test_exactly_the_budget_is_no_truncation(make_stage, is_spent) -> None
 
 
 async def test_an_unacknowledged_turn_is_counted_once(make_stage) -> None:
-    """A turn that Redis has, and this process has not been told of, is one turn of the budget,
+    """A turn that Redis has, and this process has not recorded, is one turn of the budget,
     also when a rewritten history has the episode read again meanwhile."""
     stage = await make_stage(router={"max_turns_per_episode": 4})
     stage.server.answer = lambda request: stage.script("x")

@@ -150,7 +150,7 @@ PIECES = {
 
 
 @each_dialect
-async def test_a_call_is_told_while_it_is_drawn(stage, dialect) -> None:
+async def test_a_call_is_streamed_while_it_is_generated(stage, dialect) -> None:
     """Its name comes first, then its arguments piece by piece, before the server has finished."""
     stage.server.step_gate = asyncio.Event()
     stage.server.chunk = 8

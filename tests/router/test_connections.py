@@ -191,7 +191,7 @@ async def test_a_head_without_end_is_not_kept(piece: bytes) -> None:
 @pytest.mark.parametrize("is_answered", [False, True])
 @pytest.mark.parametrize("piece", [b"a" * 50_000, b"a: b\r\n" * 5_000])
 async def test_trailers_without_end_are_not_kept(piece: bytes, is_answered: bool) -> None:
-    """What comes after a chunked body is read by nobody, also when the answer, a 401, was sent
+    """What comes after a chunked body is not read, also when the answer, a 401, was sent
     before it: neither one endless trailer nor many are kept in memory."""
     headers: list[dict] = []
 

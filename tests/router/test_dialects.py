@@ -157,7 +157,7 @@ async def test_eval_episodes_are_never_trained_in_any_dialect(stage, meet, diale
 
 
 @each_dialect
-async def test_reasoning_is_shown_while_it_is_drawn(stage, meet, dialect) -> None:
+async def test_reasoning_is_streamed_while_it_is_generated(stage, meet, dialect) -> None:
     """The client reads thoughts before the answer is generated, and has all of them in the end."""
     stage.server.step_gate, stage.server.chunk = asyncio.Event(), 6
     thought = "First this, then that."

@@ -67,7 +67,7 @@ class Documented:
         return case.call(base_url=self.url, headers=headers)
 
     def hold(self, operation: Any, mode: GenerationMode, num_draws: int) -> set[int]:
-        """Send what is drawn and hold the answers to the document; returns their statuses."""
+        """Send what is sampled and hold the answers to the document; returns their statuses."""
         bare = operation.path.removeprefix("/episodes/{episode_id}")
         likely = LIKELY.get(bare if "/v1/" in bare else operation.path)
         statuses = set()

@@ -20,7 +20,7 @@ OTHER = {"model": "policy", "messages": [{"role": "user", "content": "ho"}]}
 
 
 async def begun(stage, episode, **fields) -> asyncio.Task:
-    """A request whose turn is being drawn."""
+    """A request whose turn is being generated."""
     stage.server.gate.clear()
     num_before = len(stage.server.requests)
     body = {**BODY, **fields}
@@ -86,7 +86,7 @@ async def test_a_retry_of_a_running_turn_is_no_new_one(stage) -> None:
 
 
 async def test_a_turn_that_outlasts_the_deadline_may_be_retried(stage) -> None:
-    """Its client is told to come back, never that the episode is over; its server is freed."""
+    """Its client is asked to come back, as the episode is not over; its server is freed."""
     episode = await stage.open()
     running = await begun(stage, episode)
     await (await draining(stage, 0.05))
@@ -100,8 +100,8 @@ async def test_a_turn_that_outlasts_the_deadline_may_be_retried(stage) -> None:
     assert not stage.turns(episode)
 
 
-async def test_nobody_waits_for_turns_whose_client_has_left(stage) -> None:
-    """A router whose agents are gone stops at once, whatever its deadline."""
+async def test_turns_of_clients_that_left_are_not_waited_for(stage) -> None:
+    """A router stops when its agents are gone, at once, whatever its deadline."""
     episode = await stage.open()
     running = await begun(stage, episode)
     running.cancel()
@@ -123,7 +123,7 @@ def live_run(make_run, tmp_path: Path):
 
 
 async def test_a_stopped_process_leaves_the_port_to_the_others(live_run, renderer) -> None:
-    """Its stream is told to the end; new connections reach the other process, every one."""
+    """Its stream is sent to the end; new connections reach the other process, every one."""
     stop_id = renderer.stop_ids[0]
     ids = [*renderer.tokenizer.encode("a long answer"), stop_id]
     server = FakeServer(

@@ -13,7 +13,7 @@ EVAL = {"purpose": "eval", "group_id": None, "sampling": OWN}
 
 
 def check_masked(stage, episode, num_turns: int) -> None:
-    """Every turn has its own sampling and no loss, and the servers drew by it."""
+    """Every turn has its own sampling and no loss, and the servers sample by it."""
     turns = stage.turns(episode)
     assert len(turns) == num_turns
     for turn in turns:
@@ -48,8 +48,8 @@ async def test_an_evaluation_gone_on_with_by_id_is_not_trained(make_stage, stage
 
 
 async def test_retries_and_choices_of_an_evaluation_are_not_trained(make_stage, stage) -> None:
-    """A retry is told the recorded turn, here and by another process, with all of its choices; a
-    turn that nobody received is masked as evaluation first."""
+    """A retry gets the recorded turn, here and by another process, with all of its choices; a
+    undelivered turn is masked as evaluation first."""
     stage.server.answer = lambda request: stage.script("fine")
     episode = await stage.open(**EVAL)
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "n": 3}
@@ -65,8 +65,8 @@ async def test_retries_and_choices_of_an_evaluation_are_not_trained(make_stage, 
 
 @pytest.mark.parametrize("purposes", [("eval", "train"), ("train", "eval")])
 async def test_no_episode_goes_on_with_a_turn_of_another_purpose(stage, purposes) -> None:
-    """What evaluation drew does not become a trained episode's history by its id, nor the other
-    way; the same words in it are prompt."""
+    """What evaluation generated does not become a trained episode's history by its id, nor the
+    other way; the same words in it are prompt."""
     fields = {"eval": EVAL, "train": {}}
     stage.server.answer = lambda request: stage.script("fine")
     one, two = [await stage.open(**fields[purpose]) for purpose in purposes]
@@ -85,7 +85,7 @@ async def test_no_episode_goes_on_with_a_turn_of_another_purpose(stage, purposes
     assert len(turn.prompt_ids) > len(stage.turns(one)[0].prompt_ids)
 
 
-async def test_a_turn_that_two_servers_drew_for_an_evaluation_is_not_trained(stage) -> None:
+async def test_a_turn_that_two_servers_generated_for_an_evaluation_is_not_trained(stage) -> None:
     """Its server dies in the middle; the rest comes from another, under the same sampling."""
     whole = stage.script("Hello there, my old friend.")
     other = FakeServer(lambda request: stage.script("never asked"))

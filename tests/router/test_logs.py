@@ -48,7 +48,7 @@ async def test_every_turn_is_logged_with_its_ids_and_no_secret(make_stage) -> No
 
 
 @pytest.mark.parametrize(("log_turns", "level"), [(False, "debug"), (True, "info")])
-async def test_turns_are_told_at_the_level_that_the_run_wants(
+async def test_turns_are_logged_at_the_level_of_the_run(
     make_stage, log_turns: bool, level: str
 ) -> None:
     """`router.log_turns` lifts the line of each turn, and nothing else, to info."""

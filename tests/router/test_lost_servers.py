@@ -36,7 +36,7 @@ async def test_a_server_that_fails_for_hours_is_asked_again_soon(stage) -> None:
 async def test_turns_of_a_server_that_is_silent_and_left_go_on_elsewhere(
     make_stage, stream: bool
 ) -> None:
-    """It accepts and never answers; once it has left the registry nobody waits for it, and what a
+    """It accepts and never answers; once it has left the registry no turn waits for it, and what a
     streaming client has seen of it stays."""
     stage = await make_stage(timings=Timings(server_grace_s=0.05))
     whole = stage.script("Hello there, my old friend.")
@@ -101,7 +101,7 @@ async def test_a_server_that_left_and_came_back_keeps_its_turns(make_stage) -> N
 
 
 async def test_what_an_empty_answer_says_of_a_version_is_not_believed(make_stage) -> None:
-    """Ids that an earlier version drew name no version of the server that went on with none."""
+    """Ids that an earlier version sampled name no version of the server that went on with none."""
     stage = await make_stage()
     pool = stage.app.state.parts.pool
     whole = stage.script("Hello there, friend.")
@@ -192,7 +192,7 @@ async def test_a_stream_is_held_through_a_publish(make_stage, staleness: int) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_half_an_answer_under_a_schema_is_drawn_anew(make_stage, stream: bool) -> None:
+async def test_half_an_answer_under_a_schema_is_generated_anew(make_stage, stream: bool) -> None:
     """Another server's grammar would begin again in the middle: nothing of the half is kept, and a
     client that has read of it is told that the turn is lost."""
     stage = await make_stage()

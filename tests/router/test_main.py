@@ -109,7 +109,7 @@ async def play(episode: dict) -> None:
 
 
 async def test_sft_conversations_need_no_server(live_run) -> None:
-    """Trajectories are rendered and stored while nothing serves; claims are told to come back."""
+    """Trajectories are rendered and stored while nothing serves; claims are asked to come back."""
     async with live_router(live_run) as url, httpx.AsyncClient(base_url=url, headers=KEY) as http:
         row = {
             "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

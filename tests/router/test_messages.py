@@ -163,7 +163,7 @@ def test_what_cannot_be_is_refused_by_name(fields: dict, named: str) -> None:
     assert (caught.value.status, caught.value.param) == (400, named)
 
 
-def test_choices_of_tools_are_told_apart() -> None:
+def test_choices_of_tools_are_distinguished() -> None:
     """Any tool, one by name, none: each becomes the turn's own word for it."""
     choices = [
         decode(*HI["messages"], tool_choice=choice)

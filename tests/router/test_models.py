@@ -16,7 +16,7 @@ async def ask(stage, episode, model: str):
     return await stage.post("/v1/chat/completions", body, episode["api_key"])
 
 
-async def test_a_version_is_drawn_by_a_server_that_holds_it(stage) -> None:
+async def test_a_version_is_served_by_a_server_that_holds_it(stage) -> None:
     """policy@VERSION goes to that version only, policy to any."""
     other = FakeServer(lambda request: stage.script("newer"))
     other.url, other.version = await stage.stack.enter_async_context(serving(other)), "1"
@@ -149,7 +149,7 @@ async def test_an_upstream_is_asked_and_never_recorded(judged, path: str) -> Non
 
 
 async def test_an_upstream_streams_and_is_left_when_the_client_leaves(judged) -> None:
-    """The first piece comes before the last is written; nobody draws for nobody."""
+    """The first piece comes before the last is written; without a reader nothing is generated."""
     episode = await judged.open()
     headers = {"Authorization": f"Bearer {episode['api_key']}"}
     async with judged.http.stream(
@@ -224,7 +224,7 @@ async def test_upstreams_are_for_open_episodes_and_their_failures_are_named(judg
     assert len(judged.judge.asked) == 1
 
 
-async def test_an_upstream_is_for_nobody_without_an_episode(make_stage) -> None:
+async def test_an_upstream_needs_an_episode(make_stage) -> None:
     """Where traffic without a key is served, the policy is: the run's own key to an upstream, which
     may cost money, is not lent to whoever reaches the port."""
     judge = FakeUpstream()

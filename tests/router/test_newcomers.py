@@ -50,7 +50,7 @@ async def test_a_model_is_shown_to_its_episode_only(stage) -> None:
 
 
 async def test_a_client_whose_key_is_fixed_has_its_episodes_in_the_path(stage) -> None:
-    """The path alone says whose turn it is, in every dialect; nothing short of the key opens it."""
+    """The path alone names the episode, in every dialect; nothing short of the key opens it."""
     one, other = await stage.open(), await stage.open()
     stage.server.answer = lambda request: stage.script("fine")
     url = f"{stage.url}/episodes/{one['api_key']}/v1"
@@ -181,7 +181,7 @@ async def test_reasoning_is_counted(stage, stream: bool) -> None:
 
 
 async def test_functions_are_not_left_out_unsaid(stage) -> None:
-    """An agent of the time before tools is told what to send."""
+    """An agent of the time before tools gets an error that says what to send."""
     client = await stage.client(await stage.open())
     functions = [{"name": "f", "parameters": {"type": "object"}}]
     with pytest.raises(openai.BadRequestError, match="in tools"):

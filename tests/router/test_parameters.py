@@ -31,7 +31,7 @@ async def test_an_impossible_value_is_refused_by_name(make_stage, fields: dict) 
     ("fields", "sent"),
     [({"seed": -(2**63)}, -(2**63)), ({"top_k": 0}, -1), ({"top_k": 2**31 - 1}, 2**31 - 1)],
 )
-async def test_a_value_at_its_border_is_drawn_with_and_recorded(make_stage, fields, sent) -> None:
+async def test_a_value_at_its_border_is_used_and_recorded(make_stage, fields, sent) -> None:
     """The extremes reach the server and the record; a top_k of 0 means none."""
     stage = await make_stage(sampling={"governance": "record"})
     stage.says("fine")

@@ -42,7 +42,7 @@ def messages(stage) -> list:
 
 
 def said(stage, kind):
-    """What routers have told each other, of one kind."""
+    """The messages between routers, of one kind."""
     return [message for _, message in messages(stage) if isinstance(message, kind)]
 
 
@@ -56,7 +56,7 @@ async def begin(stage, episode, body=BODY, **headers):
 
 
 async def retry_elsewhere(stage, other, episode, body=BODY):
-    """A retry at another router, which has learned that the turn is being drawn."""
+    """A retry at another router, which has learned that the turn is being generated."""
     task = asyncio.create_task(ask(other, episode, body, **RETRY))
     await until(lambda: any(answer.generates for answer in said(stage, Answer)))
     return task
@@ -79,8 +79,8 @@ def text_of(answer) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_retry_waits_for_the_turn_that_another_router_draws(pair, stream: bool) -> None:
-    """The client left; its retry, elsewhere, gets the turn, which is drawn once and trained. The
+async def test_a_retry_waits_for_the_turn_of_another_router(pair, stream: bool) -> None:
+    """The client left; its retry, elsewhere, gets the turn, generated once and trained. The
     same request without a mark is then a fresh sample wherever it arrives."""
     first, other = pair
     first.says("one", "two", "three")
@@ -101,7 +101,7 @@ async def test_a_retry_waits_for_the_turn_that_another_router_draws(pair, stream
 
 async def test_a_retry_is_of_the_last_such_turn(pair) -> None:
     """Two fresh samples of one request at two routers: a retry anywhere gets the later one, also
-    while it is drawn."""
+    while it is generated."""
     first, other = pair
     first.says("one", "two", "three")
     episode = await first.open()
@@ -114,7 +114,7 @@ async def test_a_retry_is_of_the_last_such_turn(pair) -> None:
 
 
 async def test_whoever_waits_gets_the_same_bytes(pair) -> None:
-    """The client that stayed and retries at both routers are told one turn."""
+    """The client that stayed and retries at both routers get one turn."""
     first, other = pair
     first.says("one")
     episode = await first.open()
@@ -127,8 +127,8 @@ async def test_whoever_waits_gets_the_same_bytes(pair) -> None:
     assert len(first.turns(episode)) == 1
 
 
-async def test_retries_that_reach_all_routers_at_once_are_drawn_once(make_stage, pair) -> None:
-    """Nobody draws the turn, three are asked for it: the first to ask draws it."""
+async def test_retries_that_reach_all_routers_at_once_are_generated_once(make_stage, pair) -> None:
+    """Three routers get one turn at once: the first to ask the others generates it."""
     first, other = pair
     third = await make_stage(beside=first)
     first.says("one", "two", "three")
@@ -139,7 +139,7 @@ async def test_retries_that_reach_all_routers_at_once_are_drawn_once(make_stage,
     assert len(first.server.requests) == len(first.turns(episode)) == 1
 
 
-async def test_a_turn_that_its_router_gives_up_is_drawn_by_who_waits(pair) -> None:
+async def test_a_turn_that_its_router_gives_up_is_generated_by_the_router_that_waits(pair) -> None:
     """A router that stops in the middle of a turn lets the waiting one go on at once."""
     first, other = pair
     first.says("one", "two")
@@ -154,7 +154,7 @@ async def test_a_turn_that_its_router_gives_up_is_drawn_by_who_waits(pair) -> No
     assert len(first.turns(episode)) == 1
 
 
-async def test_who_waits_for_a_turn_that_comes_to_nothing_is_told_no_earlier_one(pair) -> None:
+async def test_a_wait_for_a_turn_that_failed_is_not_answered_with_an_earlier_one(pair) -> None:
     """An equal request was answered before; the retry is of the one that its router gave up, which
     is a sample of its own."""
     first, other = pair
@@ -254,7 +254,7 @@ async def test_a_turn_whose_waiting_client_leaves_elsewhere_is_recorded_without_
 
 
 async def test_who_left_and_asks_again_elsewhere_without_a_mark_gets_the_turn(pair) -> None:
-    """The answer was drawn and never handed over; its router waits for the client to come back,
+    """The answer was generated and never handed over; its router waits for the client to come back,
     which it does at another one. Then the same request is a fresh sample."""
     first, other = pair
     first.says("one", "two")
@@ -346,7 +346,7 @@ async def test_a_client_elsewhere_may_wait_for_two_equal_turns(make_stage) -> No
 
 
 async def test_a_question_that_is_put_again_keeps_its_place(stage) -> None:
-    """Another router asked before this one did: asked again, it is not told to wait for this one,
+    """Another router asked before this one did: asked again, it is not asked to wait for this one,
     which waits for it."""
     stage.says("one")
     episode = await stage.open()

@@ -91,7 +91,7 @@ async def test_no_traffic_to_a_quarantined_server_or_a_wrong_version(make_stage)
 
 
 async def test_a_turn_waits_for_a_publish_and_is_stamped(stage) -> None:
-    """No server at a serving version: the turn is held, then drawn at the new one."""
+    """No server at a serving version: the turn is held, then generated at the new one."""
     buffer, server = stage.buffer, stage.server
     buffer.serve(server.url, version=None)
     await stage.app.state.parts.pool.refresh()
@@ -125,7 +125,7 @@ async def test_a_publish_in_the_middle_of_a_turn_is_recorded_span_by_span(stage)
 
 
 async def test_an_aborted_turn_goes_on_with_its_partial_ids(stage) -> None:
-    """What was drawn before an abort is kept and continued, and counts once."""
+    """What was generated before an abort is kept and continued, and counts once."""
     whole = stage.script("Hello there, friend.")
     part = replace(whole, ids=whole.ids[:4], finish={"type": "abort", "message": "x"})
     rest = replace(whole, ids=whole.ids[4:])
@@ -315,7 +315,7 @@ async def test_partial_ids_go_on_at_another_server_of_the_same_version(make_stag
     assert {span.policy_version for span in turn.version_spans} == {0}
 
 
-async def test_partial_ids_of_another_version_are_drawn_anew_where_versions_may_not_mix(
+async def test_partial_ids_of_another_version_are_generated_anew_where_versions_may_not_mix(
     make_stage,
 ) -> None:
     """At max_staleness=0 a turn that was cut by a publish begins again at the new version."""
@@ -339,7 +339,7 @@ async def test_partial_ids_of_another_version_are_drawn_anew_where_versions_may_
 
 
 async def test_a_turn_that_waits_for_a_suspended_server_gets_it_again(make_stage) -> None:
-    """The only server failed for a moment: nobody else wakes who waits for it."""
+    """The only server failed for a moment: no other turn that waits for it wakes."""
     stage = await make_stage()
     fine = stage.script("fine")
     scripts = iter([replace(fine, fail=500), fine])

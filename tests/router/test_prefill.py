@@ -99,7 +99,7 @@ async def test_what_follows_is_read_as_any_answer(
     assert len(stage.server.requests) == 1
 
 
-async def test_counted_as_it_is_drawn(stage, ask) -> None:
+async def test_tokens_are_counted_as_they_are_generated(stage, ask) -> None:
     """count_tokens counts what the server is given."""
     stage.says("x")
     episode = await stage.open()
@@ -110,7 +110,7 @@ async def test_counted_as_it_is_drawn(stage, ask) -> None:
 
 
 async def test_an_answer_that_was_cut_is_gone_on_with(stage, ask) -> None:
-    """A client that hands the first half back gets the second; the cause is told."""
+    """A client that hands the first half back gets the second; the cause is recorded."""
     stage.server.answer = lambda request: Script(
         ids=stage.renderer.tokenizer.encode("one two"), finish={"type": "length"}
     )
@@ -123,7 +123,7 @@ async def test_an_answer_that_was_cut_is_gone_on_with(stage, ask) -> None:
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
-async def test_chat_completions_go_on_when_told_to(stage, goes_on: bool) -> None:
+async def test_chat_completions_go_on_when_asked_to(stage, goes_on: bool) -> None:
     """As SGLang and vLLM have it; otherwise the answer is a message of its own."""
     stage.says(" 42.")
     episode = await stage.open()

@@ -31,7 +31,7 @@ START_TIMEOUT_S = 150.0
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port without a listener."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -116,7 +116,7 @@ def live_run(make_run, tmp_path: Path):
 async def test_killing_a_router_loses_no_turn_and_a_retry_gets_its_answer(
     live_run, renderer
 ) -> None:
-    """A turn that was told is there; one that was being told is told by another process."""
+    """An answered turn is there; one that was being streamed is answered by another process."""
     stop = renderer.stop_ids[0]
     ids = [*renderer.tokenizer.encode(TEXT), stop]
     server = FakeServer(lambda request: Script(ids=ids, finish={"type": "stop", "matched": stop}))
@@ -234,11 +234,11 @@ async def test_one_episode_through_two_processes_is_one_branch(live_run, rendere
 
 
 @pytest.mark.timeout(420)
-async def test_a_retry_at_another_process_waits_for_the_turn_and_draws_it_when_its_process_dies(
+async def test_a_retry_at_another_process_waits_for_the_turn_or_generates_it_when_that_dies(
     live_run, renderer
 ) -> None:
-    """While the first process lives both are told its turn, drawn once; killed in the middle of a
-    turn, it is noticed, and the process that waits draws the turn."""
+    """While the first process lives both get its turn, generated once; killed in the middle of a
+    turn, it is noticed, and the process that waits generates the turn."""
     stop = renderer.stop_ids[0]
     ids = [*renderer.tokenizer.encode("fine"), stop]
     server = FakeServer(lambda request: Script(ids=ids, finish={"type": "stop", "matched": stop}))
@@ -254,7 +254,7 @@ async def test_a_retry_at_another_process_waits_for_the_turn_and_draws_it_when_i
                 await asyncio.sleep(0.01)
 
     async def waits_elsewhere(ask) -> asyncio.Task:
-        """A retry at the other process, which knows that its turn is drawn elsewhere."""
+        """A retry at the other process, which knows that its turn is generated elsewhere."""
         listening = asyncio.create_task(writer.channel.listen({"routers": heard.append}))
         assert await writer.channel.is_listening(30)
         heard.clear()

@@ -1,4 +1,4 @@
-"""Whose turn is next, and what it costs to find out."""
+"""Which turn is served next, and what the choice costs."""
 
 import asyncio
 
@@ -45,7 +45,7 @@ async def test_episodes_are_served_in_rotation() -> None:
 
 
 @pytest.mark.parametrize("first", [None, 7])
-async def test_a_version_that_no_server_has_holds_nobody_up(first: int | None) -> None:
+async def test_a_version_that_no_server_has_holds_no_turn_up(first: int | None) -> None:
     """Turns that ask for a version wait for it; the others, before or behind them, go on."""
     servers, queue = Servers(v0=0), FairQueue[int]()
     queue.add(servers.ticket("first", first))

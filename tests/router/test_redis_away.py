@@ -37,8 +37,8 @@ async def drawing(stage, num: int) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_drawn_turn_waits_to_be_recorded(stage, stream: bool) -> None:
-    """What was shown already is not followed by an error, and nothing is drawn twice."""
+async def test_a_generated_turn_waits_to_be_recorded(stage, stream: bool) -> None:
+    """What was shown already is not followed by an error, and nothing is generated twice."""
     stage.says("fine")
     episode = await stage.open()
     client = await stage.client(episode, max_retries=0)
@@ -135,7 +135,7 @@ async def test_a_turn_waits_to_be_begun(make_stage, stage) -> None:
 
 
 async def test_who_waits_is_let_go_when_the_router_stops(stage) -> None:
-    """To begin a turn or to record one: nobody holds up a router, and clients are told to come
+    """To begin a turn or to record one: no turn holds up a router, and clients are asked to come
     back."""
     stage.says("fine", "fine")
     known, unknown = await stage.open(), await stage.open()

@@ -69,7 +69,7 @@ def essence(turn) -> tuple:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-async def test_recorded_turns_are_not_drawn_again(make_stage, stage, elsewhere) -> None:
+async def test_recorded_turns_are_not_generated_again(make_stage, stage, elsewhere) -> None:
     """The agent gets the same answers, call ids included, also from another router process; the
     turns keep ids, logprobs and versions, and the server is asked from the next turn on only."""
     stage.says(CALL, CALL, "never", "never")
@@ -162,7 +162,7 @@ async def test_choices_are_replayed_together(stage) -> None:
 
 
 async def test_other_sampling_is_another_request(make_stage) -> None:
-    """A turn drawn at one temperature is no answer to a request at another."""
+    """A turn sampled at one temperature is no answer to a request at another."""
     stage = await make_stage(sampling={"governance": "record"})
     stage.says("cold", "warm")
     lost = await stage.open()
@@ -191,7 +191,7 @@ async def test_what_a_named_version_said_is_not_replayed_for_the_policy(stage) -
 
 
 async def test_what_is_masked_stays_masked_but_for_delivery(make_stage) -> None:
-    """Unknown logprobs stay unknown; a turn that nobody received is now delivered and trained."""
+    """Unknown logprobs stay unknown; an undelivered turn is now delivered and trained."""
     stage = await make_stage()
     stage.says("unknown", "left alone")
     played, lost = await stage.open(), await stage.open()

@@ -85,7 +85,7 @@ async def test_a_response_is_gone_on_with_by_its_id(stage) -> None:
     ("instructions", "cause"),
     [("Be short.", "extension"), (None, "extension"), ("Be long.", "system_changed")],
 )
-async def test_instructions_are_told_once(stage, instructions, cause: str) -> None:
+async def test_instructions_are_rendered_once(stage, instructions, cause: str) -> None:
     """Going on by id: the same ones, or none, leave the conversation as it is, others stand in the
     place of the earlier ones."""
     stage.says("one", "two")
@@ -103,7 +103,7 @@ async def test_instructions_are_told_once(stage, instructions, cause: str) -> No
 
 
 async def test_another_router_goes_on_by_ids_alone(make_stage, renderer) -> None:
-    """A process that never heard what was said continues the recorded ids, and then its own."""
+    """A process that did not serve the conversation continues recorded ids, and then its own."""
     here = await make_stage()
     here.says(PLAIN_CALL)
     episode = await here.open()

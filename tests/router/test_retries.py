@@ -81,7 +81,7 @@ async def test_a_retry_joins_the_turn_in_flight(stage, headers) -> None:
     assert stage.turns(episode)[0].loss_spans
 
 
-async def test_a_turn_nobody_received_has_no_loss(stage) -> None:
+async def test_an_undelivered_turn_has_no_loss(stage) -> None:
     """The client left for good: its turn is recorded at the close, without loss."""
     stage.says("one")
     episode = await stage.open()
@@ -96,7 +96,7 @@ async def test_a_turn_nobody_received_has_no_loss(stage) -> None:
     assert turn.mask_reason == "undelivered"
 
 
-async def test_closing_aborts_what_is_still_drawn(stage) -> None:
+async def test_closing_aborts_what_is_still_generated(stage) -> None:
     """An episode that is closed mid-turn frees its server."""
     stage.says("one")
     episode = await stage.open()

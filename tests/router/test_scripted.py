@@ -1,5 +1,5 @@
 """Real SDKs, router, Redis and torch server with a scripted policy: what Redis holds is what the
-server was given and drew."""
+server was given and generated."""
 
 import asyncio
 import json
@@ -82,15 +82,15 @@ async def test_tool_loops_of_every_sdk_are_recorded_as_the_server_saw_them(scene
             said = await talker.ask(stream=stream)
             assert said.text == "The answer is 84, caf\u00e9 \U0001f600."
             assert scene.check_exact(episode) == ["root", "extension"]
-            # The second turn's prompt was computed once: the cache held what was drawn and given.
+            # The second turn's prompt was computed once: the cache held the first turn.
             assert scene.server.seen[1].num_cached > len(scene.server.seen[0].prompt_ids) // 2
             assert all(turn.loss_spans for turn in scene.turns(episode))
         await meeting.close()
 
 
-async def test_structured_output_is_drawn_under_the_schema(scene) -> None:
+async def test_structured_output_is_sampled_under_the_schema(scene) -> None:
     """A random policy's answer is parsed by the SDK's helper into the caller's type, plain and
-    streamed; what the grammar forced is recorded as the server drew it, and masked."""
+    streamed; what the grammar forced is recorded as the server sampled it, and masked."""
     scene.draws_freely()
     episode = await scene.open(purpose="eval", sampling={"max_new_tokens": 200, "seed": 3})
     client = openai.AsyncOpenAI(base_url=episode["base_url"], api_key=episode["api_key"])
@@ -128,10 +128,10 @@ async def test_the_check_finds_a_wrong_record(scene) -> None:
             scene.check_exact(episode)
 
 
-async def test_only_what_the_policy_drew_for_training_reaches_the_trainer(scene) -> None:
-    """Of a group whose episodes also ask the frozen policy, and of evaluations that draw beside it
+async def test_only_what_the_policy_generated_for_training_reaches_the_trainer(scene) -> None:
+    """Of a group whose episodes also ask the frozen policy, and of evaluations that run beside it
     under the same words, the trainer is leased the group alone, and its samples train exactly the
-    ids that the engine drew for the policy's own turns."""
+    ids that the engine sampled for the policy's own turns."""
     scene.says("fine")
     trained, group = [], [await scene.open() for _ in range(2)]
     exam = await scene.open(purpose="eval", group_id=None, sampling={"temperature": 0.5})
@@ -175,7 +175,7 @@ async def test_only_what_the_policy_drew_for_training_reaches_the_trainer(scene)
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_a_stream_is_held_while_its_server_is_paused(scene, mode) -> None:
     """A client reads a stream whose server is paused in the middle, in each of its ways, and goes
-    on: one text, one turn, every id of it drawn once, and nothing recorded while it is paused."""
+    on: one text, one turn, every id of it sampled once, and nothing recorded while it is paused."""
     text = "The answer is told at length. " * 3 + "Done."
     scene.says(text)
     (whole,) = scene.server.lines

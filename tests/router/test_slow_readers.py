@@ -97,9 +97,7 @@ async def serving(
 
 @pytest.mark.parametrize("more", [(), ("connection: close",)], ids=["kept", "close"])
 @pytest.mark.parametrize("size", [20_000_000, 3_000_000])
-def test_an_answer_that_nobody_reads_is_not_kept(
-    play: Play, size: int, more: tuple[str, ...]
-) -> None:
+def test_an_unread_answer_is_not_kept(play: Play, size: int, more: tuple[str, ...]) -> None:
     """However large it is, and whether or not the connection was to be closed after it."""
 
     async def app(scope, receive, send) -> None:
@@ -115,7 +113,7 @@ def test_an_answer_that_nobody_reads_is_not_kept(
     play(go())
 
 
-def test_the_little_that_nobody_reads_is_not_kept(play: Play) -> None:
+def test_an_unread_remainder_is_not_kept(play: Play) -> None:
     """Of an idle connection, which is closed, less may be left than a transport waits for."""
     seen: list[int] = []
     accepted: list[ClientConnection] = []
@@ -143,7 +141,7 @@ def test_the_little_that_nobody_reads_is_not_kept(play: Play) -> None:
 
 
 def test_who_reads_none_of_a_stream_is_gone(play: Play) -> None:
-    """A stream waits for its reader, with little of it in memory, then it is told."""
+    """A stream waits for its reader, with little of it in memory, then it is sent."""
     most, is_told = 0, False
     accepted: list[ClientConnection] = []
 

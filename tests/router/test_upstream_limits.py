@@ -13,7 +13,7 @@ Answer = Callable[[dict], tuple[int, list[tuple[bytes, bytes]], bytes]]
 
 
 class Judge:
-    """An upstream that answers as it is told to; redirects lead to itself."""
+    """An upstream that answers as the test says; redirects lead to itself."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer

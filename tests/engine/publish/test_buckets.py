@@ -44,7 +44,7 @@ def _specs(*sizes: int) -> list[TensorSpec]:
 
 
 def _ignore(bucket: Filled) -> None:
-    """Nobody follows."""
+    """There are no other ranks."""
 
 
 def _filler(
@@ -75,7 +75,7 @@ class Recorded:
             self.sums[place.spec.name] = tensor_checksum(content[place.start : place.end])
 
     def verify(self, client: ServerClient, deadline: float) -> None:
-        """Nobody asks."""
+        """It is not called."""
         raise AssertionError
 
 

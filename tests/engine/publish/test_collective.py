@@ -137,13 +137,13 @@ def test_a_member_that_joined_and_does_not_take_buckets_is_quarantined(
     assert registry.state("good") == (1, False)
 
 
-def test_nobody_left_is_an_error_within_the_deadline(
+def test_no_server_left_is_an_error_within_the_deadline(
     server_process: Callable[..., Any],
     publish_to: Callable[..., Any],
     registry: Any,
     other_weights: dict[str, torch.Tensor],
 ) -> None:
-    """The only member is killed between two buckets: PublishFailed, and the source is told."""
+    """The only member is killed between two buckets: PublishFailed, and the source is closed."""
     server = server_process()
     publish = publish_to({"server-0": server.url}, phase_timeout_s=SHORT_S)
 
@@ -186,7 +186,7 @@ def test_names_that_do_not_match_are_refused_by_every_member(
     other_weights: dict[str, torch.Tensor],
     greedy: Any,
 ) -> None:
-    """A tensor that the model does not have: nobody holds the version, the old weights stay."""
+    """A tensor that the model does not have: no server holds the version, the old weights stay."""
     server = server_process()
     publish = publish_to({"server-0": server.url}, phase_timeout_s=20.0)
     publish(1)

@@ -32,7 +32,7 @@ except PublishFailed as error:
 
 @pytest.mark.parametrize("where", ["disk", "shared_memory"])
 def test_a_full_disk_is_an_error_that_says_so(where: str, tmp_path: Path) -> None:
-    """PublishFailed with the place and what to do; nothing half-written stays, nobody is killed."""
+    """PublishFailed with the place and what to do; no half-written file, no kill."""
     folder = tmp_path / "publish"
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, where, "150000", str(folder)],

@@ -140,7 +140,7 @@ def test_a_server_that_hangs_costs_one_deadline(
     registry: Any,
     other_weights: dict[str, torch.Tensor],
 ) -> None:
-    """It is quarantined when the phase's deadline passes; nobody waits longer."""
+    """It is quarantined when the phase's deadline passes; no server waits longer."""
     registry.add("good", torch_server.url)
     registry.add("bad", lying_server("hang", "end").url)
     publisher = make_publisher(num_servers=2, phase_timeout_s=3.0)
@@ -373,7 +373,7 @@ def test_no_server_is_a_deadline(
     registry: Any,
     other_weights: dict[str, torch.Tensor],
 ) -> None:
-    """Nobody registered, or nobody answering: the error says who waited for what."""
+    """No server registered, or none answers: the error names what waited, and for what."""
     publisher = make_publisher(start_timeout_s=0.2)
     with pytest.raises(DeadlineExceeded, match=r"publisher waited .*\(0 registered"):
         publisher.publish(LocalTensors(other_weights), 0)

@@ -1,4 +1,4 @@
-"""The port that a server is told, until it listens there."""
+"""The port that a server is to use, held until it listens there."""
 
 import asyncio
 import socket
@@ -25,7 +25,7 @@ async def test_a_server_listens_on_its_held_port(host: str) -> None:
             writer.close()
 
 
-def test_a_held_port_is_given_to_nobody_else() -> None:
+def test_a_held_port_is_given_to_no_other_process() -> None:
     """Neither to a plain socket nor, held again, to another server."""
     with hold_port("127.0.0.1") as held, socket.socket() as other:
         port = held.getsockname()[1]

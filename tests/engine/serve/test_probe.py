@@ -11,7 +11,7 @@ from outloop.engine.serve.logprob_convention import check_logprobs
 
 @pytest.fixture
 def start() -> Iterator[Callable[[str], LogprobServer]]:
-    """Start a server that behaves as told; all are ended."""
+    """Start a server that behaves as asked; all are ended."""
     started: list[LogprobServer] = []
 
     def start_one(behaviour: str) -> LogprobServer:
@@ -32,7 +32,7 @@ def start() -> Iterator[Callable[[str], LogprobServer]]:
         ("none", PublishFailed, "no top logprobs"),
     ],
 )
-def test_logprobs_must_be_those_of_what_is_drawn(
+def test_logprobs_must_be_those_of_what_is_sampled(
     behaviour: str,
     error: type[OutloopError] | None,
     sentence: str,

@@ -41,7 +41,7 @@ def test_samples_follow_the_distribution() -> None:
         (SamplingParams(temperature=0.0), {2}),
     ],
 )
-def test_truncation_draws_only_what_is_left(params: SamplingParams, allowed: set[int]) -> None:
+def test_truncation_samples_only_what_is_left(params: SamplingParams, allowed: set[int]) -> None:
     """top_k, top_p, min_p and greedy never draw outside their support, and draw all of it."""
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]])
     assert set(_sample_many(params, logits, 2000).tolist()) == allowed

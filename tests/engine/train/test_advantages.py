@@ -102,7 +102,7 @@ def test_group_advantages_do_not_see_other_groups(groups: list[list[float]], nam
 
 
 def test_under_a_baseline_of_the_take_equal_groups_have_signal() -> None:
-    """All right against all wrong teaches REINFORCE++, and nobody else."""
+    """All right against all wrong teaches REINFORCE++, and no other estimator."""
     groups = [[1.0, 1.0], [0.0, 0.0, 0.0], []]
     assert groups_with_signal(groups, "reinforce_pp") == [True, True, False]
     assert groups_with_signal(groups, "reinforce_pp_baseline") == [False] * 3
@@ -131,7 +131,7 @@ def test_grpo_divides_by_the_deviation_that_torch_computes(size: int) -> None:
     assert group_advantages(rewards.tolist(), "grpo") == pytest.approx(wanted.numpy())
 
 
-def test_groups_that_do_not_count_change_nobodys_statistics() -> None:
+def test_groups_that_do_not_count_change_no_statistics() -> None:
     """Left out of the take's mean and deviation, with advantages of zero."""
     groups = [[1.0, 0.0], [9.0, 9.0], [0.5]]
     signal = [True, True, True]

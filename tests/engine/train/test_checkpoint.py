@@ -87,7 +87,7 @@ def test_a_checkpoint_before_the_first_update_resumes_too(
 
 
 def test_the_random_states_come_back(make_policy: MakePolicy, tmp_path: Path) -> None:
-    """What is drawn after loading is what was drawn after saving."""
+    """Random numbers after loading are those after saving."""
     policy = make_policy()
     save_checkpoint(policy, tmp_path, step=0, mark=mark(0), keep=1)
     drawn = torch.rand(3)

@@ -115,7 +115,7 @@ def test_attention_of_variable_length_is_refused_on_a_cpu() -> None:
 
 
 def test_settings_choose_the_layers() -> None:
-    """Local ones on a CPU by default, and a word of one's own is heard."""
+    """Local ones on a CPU by default, and the setting is followed."""
     assert layers_of(TrainerSettings()) == "local"
     with pytest.raises(SettingsError, match="need CUDA"):
         layers_of(TrainerSettings(layers="transformer_engine"))

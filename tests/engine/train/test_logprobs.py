@@ -73,7 +73,7 @@ def test_entropies_without_gradient_are_constants() -> None:
     assert torch.allclose(leaf.grad.double(), wanted(logits, ids, None, weights)[2], atol=1e-6)
 
 
-def test_a_token_that_cannot_be_drawn_adds_nothing() -> None:
+def test_a_token_that_cannot_be_sampled_adds_nothing() -> None:
     """Logits of minus infinity leave entropy and gradient finite."""
     logits = torch.tensor([[0.0, -torch.inf, 1.0]])
     leaf = logits.clone().requires_grad_()

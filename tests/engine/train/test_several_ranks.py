@@ -24,7 +24,7 @@ TIMEOUT_S = 15.0
 
 
 @pytest.fixture(scope="module")
-def told(
+def results(
     tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """What the program's rank 0 left behind, and how the other ranks ended."""
@@ -75,38 +75,38 @@ def told(
 
 
 @pytest.mark.timeout(300)
-def test_a_colocated_trainer_of_several_ranks_is_bit_equal(told: dict[str, Any]) -> None:
+def test_a_colocated_trainer_of_several_ranks_is_bit_equal(results: dict[str, Any]) -> None:
     """Every rank's tensors leave after each update; the weights are those without journeys."""
-    assert told["is_bit_equal"]
+    assert results["is_bit_equal"]
 
 
 @pytest.mark.timeout(300)
-def test_a_step_of_several_ranks_is_dumped_and_made_again(told: dict[str, Any]) -> None:
+def test_a_step_of_several_ranks_is_dumped_and_made_again(results: dict[str, Any]) -> None:
     """One process makes it again, equal to rounding."""
-    (outcome,) = replay(told["folder"] / "travels" / "dumps/step_1")
+    (outcome,) = replay(results["folder"] / "travels" / "dumps/step_1")
     assert outcome.is_equal, outcome.sentence
     assert outcome.now is not None
 
 
 @pytest.mark.timeout(300)
-def test_an_update_that_several_ranks_refuse_names_its_episode(told: dict[str, Any]) -> None:
+def test_an_update_that_several_ranks_refuse_names_its_episode(results: dict[str, Any]) -> None:
     """All ranks refuse alike: weights are unchanged, logprobs are computed, the step is dumped."""
-    not_finite, spike = told["steps"]["refusals"]
-    assert f"Likeliest first: {told['steps']['episode']} (" in not_finite
+    not_finite, spike = results["steps"]["refusals"]
+    assert f"Likeliest first: {results['steps']['episode']} (" in not_finite
     assert "replay-step" in not_finite
     assert "max_grad_spike" in spike
-    assert told["steps"]["is_unchanged"]
-    (outcome,) = replay(told["folder"] / "travels" / "dumps/step_3")
+    assert results["steps"]["is_unchanged"]
+    (outcome,) = replay(results["folder"] / "travels" / "dumps/step_3")
     assert outcome.now is None
     assert outcome.is_equal
 
 
 @pytest.mark.timeout(300)
-def test_one_rank_that_cannot_write_fails_the_checkpoint(told: dict[str, Any]) -> None:
-    """Its sentence is told by rank 0, nothing appears under the name, and the next one is whole."""
-    assert "rank 1 could not write its shards" in told["saves"]["failure"]
-    assert "No space left" in told["saves"]["failure"]
-    found = latest_checkpoint(told["folder"] / "travels" / "checkpoints")
+def test_one_rank_that_cannot_write_fails_the_checkpoint(results: dict[str, Any]) -> None:
+    """Rank 0 raises its sentence, nothing appears under the name, and the next one is whole."""
+    assert "rank 1 could not write its shards" in results["saves"]["failure"]
+    assert "No space left" in results["saves"]["failure"]
+    found = latest_checkpoint(results["folder"] / "travels" / "checkpoints")
     assert found is not None
     assert found.step == 6
     names = {path.name for path in found.path.parent.iterdir()}
@@ -114,22 +114,22 @@ def test_one_rank_that_cannot_write_fails_the_checkpoint(told: dict[str, Any]) -
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_that_is_stopped_in_a_collective_is_named(told: dict[str, Any]) -> None:
+def test_a_rank_that_is_stopped_in_a_collective_is_named(results: dict[str, Any]) -> None:
     """SIGSTOP in an update: rank and phase within the deadline, and no other rank is left."""
-    assert told["is_stopped"]
-    sentence = told["hang"]["sentence"]
+    assert results["is_stopped"]
+    sentence = results["hang"]["sentence"]
     assert "trainer rank 1 (no sign of life, in phase='train step')" in sentence
     assert "rank 2" not in sentence
-    assert told["hang"]["waited_s"] < 3 * TIMEOUT_S
-    assert told["codes"] == [0, 1]
-    assert "rank 1 (no sign of life, in phase='train step')" in told["error_of_rank_2"]
+    assert results["hang"]["waited_s"] < 3 * TIMEOUT_S
+    assert results["codes"] == [0, 1]
+    assert "rank 1 (no sign of life, in phase='train step')" in results["error_of_rank_2"]
 
 
 @pytest.mark.timeout(300)
-def test_every_rank_reports_a_hang_and_names_the_others(told: dict[str, Any]) -> None:
+def test_every_rank_reports_a_hang_and_names_the_others(results: dict[str, Any]) -> None:
     """Ranks 0 and 2 stand in the collective that rank 1 does not join; both say who is silent."""
     for rank, other in ((0, 2), (2, 0)):
-        report = (told["folder"] / f"stays/progress/hang_rank_{rank}.txt").read_text()
+        report = (results["folder"] / f"stays/progress/hang_rank_{rank}.txt").read_text()
         assert f"trainer rank {rank} made no progress" in report
         assert "rank 1: phase='train step', no sign of life" in report
         assert f"rank {other}: phase='train step" in report

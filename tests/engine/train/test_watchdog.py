@@ -165,7 +165,7 @@ class Leases:
 
 
 def test_leases_are_renewed_while_the_training_thread_waits(make_watchdog: MakeWatchdog) -> None:
-    """Nobody calls anything, and still they are renewed; Redis may be away for a while."""
+    """Without a call they are still renewed; Redis may be away for a while."""
     leases = Leases({2: BufferUnavailable("away")})
     watchdog = make_watchdog()
     watchdog.renew_leases(leases.renew, every_s=0.02)
@@ -258,7 +258,9 @@ def test_a_rank_that_is_gone_is_named(two: tuple[Watchdog, Watchdog]) -> None:
         fail_in(two[0], "update", gone())
 
 
-def test_the_sentence_of_the_rank_that_failed_first_is_told(two: tuple[Watchdog, Watchdog]) -> None:
+def test_the_sentence_of_the_rank_that_failed_first_is_reported(
+    two: tuple[Watchdog, Watchdog],
+) -> None:
     """Not the broken connection that it left behind; settings stay settings."""
     with pytest.raises(ValueError, match="NaN"):
         fail_in(two[1], "update", ValueError("NaN in layer 3"))
