@@ -35,13 +35,16 @@ def hub(tmp_path: Path) -> Iterator[str]:
         yield url
 
 
-def resolve(folder: Path, endpoint: str, lines: str) -> subprocess.CompletedProcess[str]:
-    """What a process with that hub makes of [model]; its cache is in `folder`."""
+def resolve(
+    folder: Path, endpoint: str, lines: str, *command: str
+) -> subprocess.CompletedProcess[str]:
+    """What a process with that hub makes of [model], or what `outloop command` says of it; its
+    cache is in `folder`."""
     (folder / "run.toml").write_text(f'[run]\ndir = "runs"\n[model]\n{lines}\n')
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "cache")}
     return subprocess.run(
-        [sys.executable, "-c", RESOLVE],
+        [sys.executable, *(("-m", "outloop.cli", *command) if command else ("-c", RESOLVE))],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -98,3 +101,21 @@ def test_no_network_is_a_sentence(tmp_path: Path) -> None:
     for words in ("'acme/tiny'", "cannot be reached", "hf download acme/tiny --local-dir DIR"):
         assert words in found.stderr
     assert len(found.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["train", "serve"])
+def test_a_command_begins_with_the_download(command: str, hub: str, tmp_path: Path) -> None:
+    """What is refused next is not the model, but a limit that its config.json says."""
+    lines = 'path = "acme/tiny"\nmax_context_tokens = 4096'
+    found = resolve(tmp_path, hub, lines, command, "run.toml")
+    assert found.returncode == 2
+    assert "exceeds max_position_embeddings=512" in found.stderr
+    assert f"{COMMIT}/config.json" in found.stderr
+
+
+def test_check_downloads_no_weights(hub: str, tmp_path: Path) -> None:
+    """It names the commit whose sizes it counted."""
+    found = resolve(tmp_path, hub, 'path = "acme/tiny"', "check", "run.toml")
+    assert found.returncode == 0
+    assert f"model: acme/tiny at {COMMIT}" in found.stdout
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))

@@ -38,6 +38,8 @@ RESERVE = 0.1
 SERVER_SHARE = 0.85
 """Share of a device that a server takes for weights and cache, about SGLang's own choice."""
 _CONFIG_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+_OTHER_KINDS = ("n_routed_experts", "n_shared_experts", "num_local_experts", "kv_lora_rank")
+"""Of DeepSeek, GLM-4.5, gpt-oss and Mixtral: other experts, or other attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ class ModelShape:
         """From a Hugging Face config.json of a Llama, Qwen2, Qwen3 or Qwen3-MoE policy.
 
         Raises:
-            SettingsError: a size is missing.
+            SettingsError: a size is missing, or its layers are of another kind.
         """
         missing = [key for key in (*_CONFIG_KEYS, "vocab_size") if key not in config]
         if missing:
@@ -73,6 +75,12 @@ class ModelShape:
                 "policy, or its sizes in [model]"
             )
         kind = str(config.get("model_type", ""))
+        unknown = [key for key in _OTHER_KINDS if config.get(key)]
+        if unknown:
+            raise SettingsError(
+                f"{source} has {unknown[0]}={config[unknown[0]]!r}: parameters of model_type="
+                f"{kind!r} are not counted; give the config.json of a Llama, Qwen2, Qwen3 or Qwen3-MoE policy"
+            )
         heads = config["num_attention_heads"]
         num_experts = int(config.get("num_experts") or 0)
         return cls(

@@ -153,13 +153,17 @@ def test_a_node_of_80_gb_cannot_train_experts_beside_servers() -> None:
 
 
 def test_check_reads_a_folder(tmp_path: Path) -> None:
-    """Its config.json alone; one without sizes is a sentence."""
+    """Its config.json alone; one of other layers, or without sizes, is a sentence."""
     config = dict(KNOWN_CONFIGS["Qwen/Qwen3-0.6B"])
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "run.toml").write_text(f'[model]\npath = "{tmp_path}"\n')
     command = ["check", str(tmp_path / "run.toml")]
     answer = CliRunner().invoke(cli, command, catch_exceptions=False)
     assert "0.60 billion" in answer.output
+    for other in ({"n_routed_experts": 128}, {"kv_lora_rank": 512}):
+        (tmp_path / "config.json").write_text(json.dumps(config | other))
+        with pytest.raises(SettingsError, match=f"{next(iter(other))}=.* are not counted"):
+            CliRunner().invoke(cli, command, catch_exceptions=False)
     del config["hidden_size"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SettingsError, match="has no hidden_size"):
