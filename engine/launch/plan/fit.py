@@ -361,9 +361,10 @@ def _rank_remedies(settings: Settings, found: Fit) -> list[str]:
             break
     tensor = 2 * layout.tensor
     while tensor <= _MAX_TENSOR:
-        data = max(1, layout.data * layout.tensor // tensor)
-        if fits(replace(layout, tensor=tensor, data=data), tokens):
-            ranks = max(trainer.num_ranks, tensor * layout.pipeline * layout.context)
+        split = tensor * layout.pipeline * max(layout.context, layout.expert)
+        ranks = max(trainer.num_ranks, split)
+        data = ranks // (tensor * layout.pipeline * layout.context)
+        if fits(replace(layout, tensor=tensor, data=data, distributed_optimizer=True), tokens):
             remedies.append(
                 f"set trainer.megatron.tensor_model_parallel_size = {tensor}, "
                 "trainer.megatron.sequence_parallel = true and "

@@ -79,7 +79,8 @@ class ModelShape:
         if unknown:
             raise SettingsError(
                 f"{source} has {unknown[0]}={config[unknown[0]]!r}: parameters of model_type="
-                f"{kind!r} are not counted; give the config.json of a Llama, Qwen2, Qwen3 or Qwen3-MoE policy"
+                f"{kind!r} are not counted; give the config.json of a Llama, Qwen2, Qwen3 or "
+                "Qwen3-MoE policy"
             )
         heads = config["num_attention_heads"]
         num_experts = int(config.get("num_experts") or 0)

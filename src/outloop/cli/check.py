@@ -36,8 +36,12 @@ def check(
     from outloop.engine.launch.model_folder import read_model_config
     from outloop.engine.launch.plan.fit import Gpus, fit
     from outloop.engine.launch.plan.report import fit_tables
+    from outloop.engine.train.megatron.parallel_config import read_sizes
 
     settings = load_settings(config, overrides)
+    # Which layers the trainer will have is not known here; these have every direction.
+    trainer = settings.trainer
+    read_sizes(trainer.megatron, num_ranks=trainer.num_ranks, layers="transformer_engine")
     found, source = read_model_config(settings)
     gpus = Gpus(
         memory_gib=gpu_memory_gib,

@@ -14,11 +14,18 @@ from outloop.cli import cli
 from outloop.engine.launch.known_models import KNOWN_CONFIGS
 from outloop.engine.launch.plan.fit import Fit, Gpus, fit
 from outloop.engine.launch.plan.memory import ModelShape
+from outloop.engine.train.megatron.parallel_config import read_sizes
 
 GIB = 2**30
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples/gpu"
 SIZES = {"Qwen/Qwen3-0.6B": 0.6, "Qwen/Qwen3-8B": 8.2, "Qwen/Qwen3-30B-A3B": 30.5}
 """Billions of parameters that the models' pages state."""
+
+EXPERTS = {
+    "tensor_model_parallel_size": 2,
+    "expert_model_parallel_size": 4,
+    "sequence_parallel": True,
+}
 
 
 def settings_of(**sections: dict[str, Any]) -> Settings:
@@ -113,6 +120,15 @@ def test_what_is_beside_the_policy_counts() -> None:
             {"memory_gib": 16.0},
             ["a server does not fit", "15.3 GiB of weights"],
         ),
+        (
+            {
+                "model": {"path": "Qwen/Qwen3-30B-A3B"},
+                "server": {"tensor_parallel_size": 2},
+                "trainer": {"num_ranks": 8, "megatron": EXPERTS},
+            },
+            {"memory_gib": 60.0},
+            ["a trainer rank does not fit", "may take 54.0 GiB"],
+        ),
     ],
 )
 def test_what_does_not_fit_has_a_remedy_that_does(
@@ -128,7 +144,10 @@ def test_what_does_not_fit_has_a_remedy_that_does(
         pairs = re.findall(r'((?:trainer|server)\.[\w.]+) (?:=|to) ("?\w+"?)', remedy)
         assert pairs, remedy
         words_of = tuple(f"{name}={value}" for name, value in pairs)
-        changed = fit_of(with_overrides(settings, words_of), **gpus)
+        other = with_overrides(settings, words_of)
+        trainer = other.trainer
+        read_sizes(trainer.megatron, num_ranks=trainer.num_ranks, layers="transformer_engine")
+        changed = fit_of(other, **gpus)
         assert sentence.partition(":")[0] not in " ".join(changed.refusals), remedy
 
 
@@ -164,6 +183,9 @@ def test_check_reads_a_folder(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config | other))
         with pytest.raises(SettingsError, match=f"{next(iter(other))}=.* are not counted"):
             CliRunner().invoke(cli, command, catch_exceptions=False)
+    wrong = [*command, "--set", "trainer.megatron.tensor_model_parallel_size=3"]
+    with pytest.raises(SettingsError, match="tensor_model_parallel_size=3"):
+        CliRunner().invoke(cli, wrong, catch_exceptions=False)
     del config["hidden_size"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SettingsError, match="has no hidden_size"):
