@@ -1,6 +1,7 @@
 """Models that are rendered by the chat template in their folder, and what auto chooses."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,26 @@ def test_a_template_without_tools_refuses_them(make_folder: MakeFolder) -> None:
     broken = make_folder("llama", CHATML, "{% if %}")
     with pytest.raises(SettingsError, match="chat template"):
         renderer_of(broken)
+
+
+def test_a_tool_conversation_is_one_branch(make_folder: MakeFolder) -> None:
+    """Each turn continues the ids of the one before, though the policy writes its calls otherwise
+    than the template does."""
+    renderer = renderer_of(make_folder("qwen2", (*CHATML, *CALLS)))
+    conversation = [Message("user", "Look these up.")]
+    prompt = renderer.render(conversation, TOOLS)
+    for number in range(3):
+        wild = f'<tool_call>\n{{"name":"look_up",  "arguments":{{"n":{number}}}}}\n</tool_call>'
+        output = renderer.tokenizer.encode(f"{wild}<|im_end|>")
+        said = renderer.parse(output, prompt_ids=prompt, tools=TOOLS, call_prefix=f"{number}_")
+        assert json.loads(said.message.tool_calls[0].arguments) == {"n": number}
+        result = Message("tool", f"found {number}", tool_call_id=f"{number}_0")
+        added = renderer.bridge(prompt, output, [result], TOOLS)
+        assert added is not None
+        prompt = [*prompt, *output, *added]
+        conversation += [said.message, result]
+    again = renderer.tokenizer.decode(renderer.render(conversation, TOOLS))
+    text = renderer.tokenizer.decode(prompt)
+    assert text.count("<|im_start|>assistant\n") == again.count("<|im_start|>assistant\n") == 4
+    headers = re.compile(r"<\|im_start\|>\w+")
+    assert headers.findall(text) == headers.findall(again)
