@@ -134,7 +134,7 @@ class RandomAgent:
         return self.stage.turns(self.episode)
 
     @property
-    def num_drawn(self) -> int:
+    def num_sampled(self) -> int:
         """How often a server was asked for this episode."""
         return sum(self.mark in one.marks for one in self.policy.generated.values())
 

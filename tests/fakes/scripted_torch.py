@@ -87,9 +87,9 @@ class ScriptedServer:
     def pause_after(self, num_ids: int, mode: PauseMode) -> None:
         """Have the next sequence generated up to there, and the engine paused before it goes on."""
 
-        def pause(num_drawn: int) -> None:
+        def pause(num_sampled: int) -> None:
             engine = self.engine
-            if num_drawn == num_ids and engine is not None:
+            if num_sampled == num_ids and engine is not None:
                 self.on_taken = None
                 self.paused = engine.call(lambda: engine.pause(mode))
 
@@ -187,7 +187,7 @@ class Scene:
         self.server.lines, self.server.last = deque(lines), lines[-1]
         self.server.seen = []
 
-    def draws_freely(self) -> None:
+    def samples_freely(self) -> None:
         """The policy says what it likes."""
         self.server.lines, self.server.last, self.server.seen = deque(), None, []
 

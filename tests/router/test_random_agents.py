@@ -177,11 +177,11 @@ async def retry(agent: RandomAgent, move: Move) -> None:
     ]
     if not same:
         return
-    num_turns, num_drawn = len(agent.turns), agent.num_drawn
+    num_turns, num_sampled = len(agent.turns), agent.num_sampled
     turn_id, said = await agent.post(asked.body, **{"x-stainless-retry-count": "1"})
     assert turn_id == same[-1].turn_ids[0]
     assert said == same[-1].answer
-    assert (len(agent.turns), agent.num_drawn) == (num_turns, num_drawn)
+    assert (len(agent.turns), agent.num_sampled) == (num_turns, num_sampled)
 
 
 def count_leaves(agent: RandomAgent) -> int:

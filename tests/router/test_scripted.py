@@ -91,7 +91,7 @@ async def test_tool_loops_of_every_sdk_are_recorded_as_the_server_saw_them(scene
 async def test_structured_output_is_sampled_under_the_schema(scene) -> None:
     """A random policy's answer is parsed by the SDK's helper into the caller's type, plain and
     streamed; what the grammar forced is recorded as the server sampled it, and masked."""
-    scene.draws_freely()
+    scene.samples_freely()
     episode = await scene.open(purpose="eval", sampling={"max_new_tokens": 200, "seed": 3})
     client = openai.AsyncOpenAI(base_url=episode["base_url"], api_key=episode["api_key"])
     asked = {"model": "policy", "messages": [{"role": "user", "content": "How many?"}]}

@@ -143,7 +143,7 @@ def test_no_server_left_is_an_error_within_the_deadline(
     registry: Any,
     other_weights: dict[str, torch.Tensor],
 ) -> None:
-    """The only member is killed between two buckets: PublishFailed, and the source is closed."""
+    """The only member is killed between two buckets: PublishFailed, and it is quarantined."""
     server = server_process()
     publish = publish_to({"server-0": server.url}, phase_timeout_s=SHORT_S)
 

@@ -15,7 +15,9 @@ from outloop.engine.train.algorithms.token_logprobs import logprobs_and_entropie
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def drawn(num_tokens: int, size: int, seed: int, *, tempered: bool) -> tuple[torch.Tensor, ...]:
+def random_case(
+    num_tokens: int, size: int, seed: int, *, tempered: bool
+) -> tuple[torch.Tensor, ...]:
     """Logits, ids, temperatures and the weights of both results in a loss."""
     random = torch.Generator().manual_seed(seed)
     logits = 4 * torch.randn(num_tokens, size, generator=random)
@@ -50,7 +52,7 @@ def test_values_and_gradients_are_those_of_log_softmax(
     num_tokens: int, size: int, seed: int, tempered: bool, block: int
 ) -> None:
     """Each token at its own temperature, however few rows are computed at once."""
-    logits, ids, temperature, weights = drawn(num_tokens, size, seed, tempered=tempered)
+    logits, ids, temperature, weights = random_case(num_tokens, size, seed, tempered=tempered)
     leaf = logits.clone().requires_grad_()
     logprobs, entropies = logprobs_and_entropies(
         leaf * 1, ids, temperature, has_entropy_gradient=True, block_size=block
@@ -64,7 +66,7 @@ def test_values_and_gradients_are_those_of_log_softmax(
 
 def test_entropies_without_gradient_are_constants() -> None:
     """The gradient is that of the logprobs alone."""
-    logits, ids, _, weights = drawn(5, 11, 1, tempered=False)
+    logits, ids, _, weights = random_case(5, 11, 1, tempered=False)
     leaf = logits.clone().requires_grad_()
     logprobs, entropies = logprobs_and_entropies(leaf * 1, ids, None)
     assert not entropies.requires_grad
@@ -91,7 +93,7 @@ def test_a_token_that_cannot_be_sampled_adds_nothing() -> None:
 
 def test_a_logit_that_is_not_a_number_is_not_hidden() -> None:
     """One NaN among the logits reaches that token's logprob and no other."""
-    logits, ids, _, _ = drawn(3, 7, 2, tempered=False)
+    logits, ids, _, _ = random_case(3, 7, 2, tempered=False)
     logits[1, 4] = torch.nan
     logprobs, _ = logprobs_and_entropies(logits, ids, None)
     assert logprobs.isnan().tolist() == [False, True, False]
@@ -99,7 +101,7 @@ def test_a_logit_that_is_not_a_number_is_not_hidden() -> None:
 
 def test_no_second_tensor_of_the_logits_size_is_made() -> None:
     """Forward and backward allocate a few blocks, however many tokens there are."""
-    logits, ids, temperature, _ = drawn(512, 4096, 3, tempered=True)
+    logits, ids, temperature, _ = random_case(512, 4096, 3, tempered=True)
     leaf = logits.requires_grad_()
     own = leaf * 1
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -132,7 +134,7 @@ def in_parts(part: Callable[[int, dist.ProcessGroup], Result], num_parts: int) -
 @pytest.mark.parametrize("bounds", [[0, 20, 33], [0, 33, 33]])
 def test_a_split_vocabulary_gives_what_the_whole_gives(bounds: list[int]) -> None:
     """Two ranks with a part of the columns each, one with none: same values, its own gradient."""
-    logits, ids, temperature, weights = drawn(6, 33, 5, tempered=True)
+    logits, ids, temperature, weights = random_case(6, 33, 5, tempered=True)
     want = wanted(logits, ids, temperature, weights)
 
     def part(rank: int, group: dist.ProcessGroup) -> Result:
