@@ -88,7 +88,7 @@ def _accelerator() -> Finding:
     return Finding(what="accelerator", found=found, is_ok=True, is_required=False)
 
 
-def _placement(settings: Settings) -> list[Finding]:
+def _placement(settings: Settings, trainer_python: Path) -> list[Finding]:
     """The GPUs of each part with these settings, and whether NCCL can join them."""
     try:
         lines = place_gpus(settings, list_gpus()).lines() or ["no part has a GPU"]
@@ -100,8 +100,8 @@ def _placement(settings: Settings) -> list[Finding]:
     findings = [found]
     if uses_nccl(settings):
         try:
-            check_nccl(settings)
-            release = nccl_release(Path(sys.executable)) or "none here"
+            check_nccl(settings, trainer_python=trainer_python)
+            release = nccl_release(trainer_python) or "none here"
             findings.append(Finding(what="NCCL", found=release, is_ok=True, is_required=True))
         except SettingsError as error:
             findings.append(
@@ -196,18 +196,24 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
 )
 
 
-def examine(console: Console | None = None, settings: Settings | None = None) -> int:
+def examine(
+    console: Console | None = None,
+    settings: Settings | None = None,
+    *,
+    trainer_python: Path | None = None,
+) -> int:
     """Print every finding and return 0 if nothing required is missing, else 1.
 
     Args:
         settings: of a run whose placement is shown too.
+        trainer_python: the trainer's interpreter; None: this process's own.
     """
     table = Table(title="outloop doctor", title_justify="left")
     for heading in ("what", "found", "", "what to do"):
         table.add_column(heading)
     findings = [check() for check in _CHECKS]
     if settings is not None:
-        findings += _placement(settings)
+        findings += _placement(settings, trainer_python or Path(sys.executable))
     for finding in findings:
         mark = "ok" if finding.is_ok else "missing" if finding.is_required else "optional"
         table.add_row(finding.what, finding.found, mark, finding.advice)

@@ -46,8 +46,11 @@ def uses_nccl(settings: Settings) -> bool:
     return is_there and is_chosen
 
 
-def check_nccl(settings: Settings) -> None:
+def check_nccl(settings: Settings, *, trainer_python: Path | None = None) -> None:
     """Refuse servers that could not join the trainer's group.
+
+    Args:
+        trainer_python: the trainer's interpreter; None: this process's own.
 
     Raises:
         SettingsError: their release of NCCL is another one.
@@ -55,7 +58,7 @@ def check_nccl(settings: Settings) -> None:
     if not uses_nccl(settings):
         return
     python = find_python(settings.server.sglang_python)
-    ours, theirs = nccl_release(Path(sys.executable)), nccl_release(python)
+    ours, theirs = nccl_release(trainer_python or Path(sys.executable)), nccl_release(python)
     if ours is not None and theirs is not None and ours != theirs:
         raise SettingsError(
             f'publish.transport="collective": the trainer has NCCL {ours} and {str(python)!r} has '

@@ -5,7 +5,6 @@ Another environment is a program that answers as its torch would; real ones diff
 
 import io
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from rich.console import Console
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
-from outloop.engine.launch import nccl_release as module
 from outloop.engine.launch.doctor import examine
 from outloop.engine.launch.nccl_release import check_nccl, nccl_release
 
@@ -52,16 +50,17 @@ def test_a_release_is_what_torch_loads(python_with: Callable[[str], Path]) -> No
 
 
 def test_another_release_is_refused_with_the_remedy(
-    python_with: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    python_with: Callable[[str], Path],
 ) -> None:
     """Where weights go by NCCL only; what cannot be known is not refused."""
-    monkeypatch.setattr(sys, "executable", str(python_with("2 29 7")))
+    ours = python_with("2 29 7")
     sentence = "the trainer has NCCL 2.29.7 and .* NCCL 2.30.7.*nvidia-nccl-cu13==2.30.7"
     with pytest.raises(SettingsError, match=sentence):
-        check_nccl(settings_of(python_with("2 30 7")))
-    check_nccl(settings_of(python_with("2 29 7")))
-    check_nccl(settings_of(python_with("")))
-    check_nccl(settings_of(python_with("2 30 7"), transport="shared_memory"))
+        check_nccl(settings_of(python_with("2 30 7")), trainer_python=ours)
+    check_nccl(settings_of(ours), trainer_python=ours)
+    check_nccl(settings_of(python_with("")), trainer_python=ours)
+    by_memory = settings_of(python_with("2 30 7"), transport="shared_memory")
+    check_nccl(by_memory, trainer_python=ours)
 
 
 def test_doctor_says_who_sits_where_and_which_nccl(
@@ -76,15 +75,15 @@ def test_doctor_says_who_sits_where_and_which_nccl(
     driver.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(module.sys, "executable", str(python_with("2 29 7")))
+    ours = python_with("2 29 7")
 
-    def told(python: Path) -> str:
+    def report(python: Path) -> str:
         console = Console(record=True, width=250, file=io.StringIO())
-        examine(console, settings_of(python))
+        examine(console, settings_of(python), trainer_python=ours)
         return re.sub(r"\s+", " ", console.export_text())
 
-    same = told(python_with("2 29 7"))
+    same = report(ours)
     assert "2 x NVIDIA H100, 80 GiB" in same
     assert "server-0: GPU 0 (NVIDIA H100); trainer rank 0: GPU 1 (NVIDIA H100)" in same
     assert "2.29.7" in same
-    assert "NCCL 2.30.7" in told(python_with("2 30 7"))
+    assert "NCCL 2.30.7" in report(python_with("2 30 7"))
