@@ -17,7 +17,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 LOCKED ?= $(if $(filter Linux.x86_64.python3.11,$(shell uname -s).$(shell uname -m).$(notdir $(PYTHON))),yes,no)
 PYTEST := -m pytest -n 2 --dist worksteal
 # Which tests are slow and medium is in tests/durations.toml.
-HERE := not clients and not sglang and not parity and not gpu and not chaos and not container and not browser
+HERE := not clients and not sglang and not parity and not gpu and not chaos and not container and not browser and not slurm
 LIGHT := "$(HERE) and not e2e and not slow"
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # What a wheel could lack: modules, Lua scripts, settings, programs started by path.
@@ -114,6 +114,20 @@ test-slow: $(STAMP) bwrap test-browser
 # The page of `outloop view` in a real browser; under a minute.
 test-browser: $(STAMP) chromium
 	$(BIN)/python -m pytest -m browser tests/view/test_browser.py
+
+# A run through the distribution's Slurm: a controller and four node daemons on this machine, as root.
+SLURM_INSTALL := apt-get install -y -qq --no-install-recommends slurm-wlm munge
+.PHONY: slurm test-slurm
+slurm:
+	@command -v slurmctld > /dev/null && command -v munged > /dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    $(SLURM_INSTALL) > /dev/null || { apt-get update -qq && $(SLURM_INSTALL) > /dev/null; }; \
+	  else \
+	    echo "no slurmctld on PATH; install it, for example: sudo $(SLURM_INSTALL)" >&2; \
+	    exit 1; \
+	  fi; }
+test-slurm: $(STAMP) slurm
+	$(ONE_THREAD) $(BIN)/python -m pytest -m slurm tests/launch/deploy/test_slurm_cluster.py
 
 # Router, buffer and envs, which need no torch, on other releases of Python that are here (pyenv's too).
 PYTHONS ?= python3.12 python3.13
