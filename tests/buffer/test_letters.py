@@ -47,7 +47,7 @@ async def test_a_malformed_group_can_be_read(start: Callable[..., Any]) -> None:
     loop = await start(buffer__max_staleness=1)
     await loop.play_all()
     turns = loop.reader.key("episode:g0-1-0:turns")
-    loop.reader.client.lset(turns, 0, b"\x03\0rubbish")
+    loop.reader.client.lset(turns, 0, b"\x04\0rubbish")
     loop.take(2)
     (letter,) = loop.reader.dead_letters.list_all()
     assert letter.reason == "malformed"

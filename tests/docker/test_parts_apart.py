@@ -113,7 +113,7 @@ def test_making_a_run_again_leaves_its_parts_alone(
     )
     other = make_run(load_settings(workspace / "run.toml", ("trainer.num_steps=3",)))
     assert other.run_id == first.run_id
-    assert BufferReader.connect(other).servers() == ()
+    assert BufferReader.connect(other).registry.servers() == ()
 
 
 def test_a_run_of_separate_parts_needs_a_redis_of_its_own(workspace: Path) -> None:

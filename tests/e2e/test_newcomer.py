@@ -249,7 +249,7 @@ def test_a_wrong_step_is_one_sentence_before_anything_starts(
     """Exit code 2, no traceback, no run folder; the sentence says what to do."""
     for file in ("config.json", "tokenizer.json", "model.safetensors"):
         (folder / "policy").mkdir(exist_ok=True)
-        (folder / "policy" / file).write_text("{}")
+        (folder / "policy" / file).write_text('{"model_type": "qwen3_moe"}')
     if name == "rollout.py":
         (folder / "run.toml").write_text(ROLLOUT)
     if text:

@@ -24,6 +24,8 @@ from outloop.buffer.run import create_run
 from outloop.buffer.writer import BufferWriter
 from outloop.engine.launch.gpu_placement import NOT_PLACED
 from outloop.engine.launch.launcher import Launcher, start_routers
+from outloop.engine.launch.placement import HERE
+from outloop.engine.launch.restarts import DEFAULT_BACKOFF
 from outloop.router.peers import turn_locator
 
 TEXT = "a long answer that is told in many pieces"
@@ -122,7 +124,7 @@ async def test_killing_a_router_loses_no_turn_and_a_retry_gets_its_answer(
     server = FakeServer(lambda request: Script(ids=ids, finish={"type": "stop", "matched": stop}))
     runner = {"Authorization": f"Bearer {live_run.keys.runner_key}"}
     reader = BufferReader.connect(live_run)
-    launcher = Launcher(live_run, reader, threading.Event(), NOT_PLACED)
+    launcher = Launcher(live_run, reader, threading.Event(), NOT_PLACED, DEFAULT_BACKOFF, HERE)
     try:
         async with serving(server) as server_url, httpx.AsyncClient(timeout=60) as control:
             publish(live_run, server_url)
