@@ -119,7 +119,7 @@ def download(repository: str, revision: str | None, patterns: tuple[str, ...]) -
     except OSError as error:
         raise SettingsError(
             f"{named} could not be downloaded from {hub} into {constants.HF_HUB_CACHE} ({error}); "
-            "mend the connection or make room there (HF_HOME names another folder)"
+            "restore the connection or make room there (HF_HOME names another folder)"
         ) from error
 
 

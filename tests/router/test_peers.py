@@ -158,7 +158,7 @@ async def test_a_wait_for_a_turn_that_failed_is_not_answered_with_an_earlier_one
     """An equal request was answered before; the retry is of the one that its router gave up, which
     is a sample of its own."""
     first, other = pair
-    first.says("earlier", "given up", "drawn again")
+    first.says("earlier", "given up", "sampled again")
     episode = await first.open()
     assert text_of(await ask(first, episode)) == "earlier"
     stayed = await begin(first, episode)
@@ -167,7 +167,7 @@ async def test_a_wait_for_a_turn_that_failed_is_not_answered_with_an_earlier_one
     assert (await stayed).status_code == 503
     await until(lambda: len(first.server.requests) == 3)
     first.server.gate.set()
-    assert text_of(await again) == "drawn again"
+    assert text_of(await again) == "sampled again"
     assert len(first.turns(episode)) == 2
 
 

@@ -111,7 +111,7 @@ class Batch:
 
         Whole groups, each in one update of a pass; the numbers of groups differ by one at most, so
         that no update's tokens weigh several times what another's do. The first pass keeps the
-        order of admission, the others deal the groups anew by `seed`.
+        order of admission, the others deal the groups again by `seed`.
         """
         groups = [members for members in self.trained if members]
         count = min(num_updates, len(groups))

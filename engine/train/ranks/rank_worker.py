@@ -180,7 +180,7 @@ class RankWorker:
 
         Args:
             updates: rows of the batch, for each update.
-            credit: the rewards behind the batch's advantages, where these depend on the reference.
+            credit: the rewards of the batch's advantages, where these depend on the reference.
             policy_version: that the weights have now.
 
         Returns:

@@ -81,7 +81,7 @@ def values_of(
     max_tokens: int,
     on_microbatch: Callable[[], None],
 ) -> tuple[Float32, dict[int, float]]:
-    """What the critic expects before each trained token, and behind the last token of some rows.
+    """What the critic expects before each trained token, and after the last token of some rows.
 
     Args:
         cut_rows: rows whose last state is asked for too.
@@ -138,7 +138,7 @@ def with_values(
 
     Args:
         values: [T] before each trained token.
-        behind: value behind the last token of rows of truncated episodes.
+        behind: value after the last token of rows of truncated episodes.
     """
     critic = settings.critic
     advantages = np.zeros(batch.token_ids.shape, np.float64)

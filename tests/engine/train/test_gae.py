@@ -53,7 +53,7 @@ def by_definition(
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.8, 0.0)])
 def test_gae_is_its_papers_sum(gamma: float, lam: float) -> None:
-    """In float64, with a value behind the last step and without."""
+    """In float64, with a value after the last step and without."""
     generator = np.random.default_rng(3)
     rewards, values = generator.normal(size=(2, 7))
     for bootstrap in (0.0, 1.5):
@@ -187,7 +187,7 @@ def make_critic(tiny_folder: Callable[..., Path]) -> Callable[..., Policy]:
 
 
 def reference_values(folder: Path, head: torch.Tensor, row: Sample) -> np.ndarray:
-    """[T + 1] in float64 by transformers: before each token (the first: 0) and behind the last."""
+    """[T + 1] in float64 by transformers: before each token (the first: 0) and after the last."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).double()

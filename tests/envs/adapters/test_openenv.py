@@ -2,13 +2,14 @@
 in test_openenv_server.py."""
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from aiohttp import WSMsgType, web
 
 PlayWith = Callable[..., Any]
+Serve = Callable[[web.Application], Awaitable[str]]
 
 SOURCE = """
 from outloop.envs.adapters import openenv
@@ -32,14 +33,11 @@ class EchoServer:
         self.reward: Any = 1.0
         self.url = ""
 
-    async def start(self) -> web.AppRunner:
+    def app(self) -> web.Application:
+        """What serves `/ws`."""
         app = web.Application()
         app.router.add_get("/ws", self._serve)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        return runner
+        return app
 
     async def _serve(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
@@ -83,12 +81,11 @@ def _error(code: str, message: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[EchoServer]:
+async def server(serve: Serve) -> EchoServer:
     """A started server."""
     echo = EchoServer()
-    runner = await echo.start()
-    yield echo
-    await runner.cleanup()
+    echo.url = await serve(echo.app())
+    return echo
 
 
 def source(*servers: str, action: str = "word") -> str:
@@ -129,17 +126,14 @@ async def test_a_full_server_is_asked_again(
 
 
 async def test_episodes_are_spread_over_the_servers(
-    router: Any, play_with: PlayWith, server: EchoServer
+    router: Any, play_with: PlayWith, server: EchoServer, serve: Serve
 ) -> None:
     """A second server of the same environment gets half of what is played at once."""
     other = EchoServer()
-    runner = await other.start()
+    other.url = await serve(other.app())
     router.num_episodes = 4
     router.answer = says("hello")
-    try:
-        await play_with(router, source(server.url, other.url), **OPTIONS)
-    finally:
-        await runner.cleanup()
+    await play_with(router, source(server.url, other.url), **OPTIONS)
     assert len(server.seeds) == len(other.seeds) == 2
 
 

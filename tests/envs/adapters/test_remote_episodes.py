@@ -1,7 +1,7 @@
 """Episodes that a system behind one HTTP request plays by itself."""
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -11,6 +11,7 @@ from aiohttp import web
 from outloop.buffer.errors import SettingsError
 
 PlayWith = Callable[..., Any]
+Serve = Callable[[web.Application], Awaitable[str]]
 
 SOURCE = """
 from outloop.envs.adapters import remote_episodes
@@ -40,14 +41,11 @@ class Gym:
         self.requests: list[dict[str, Any]] = []
         self.answer: tuple[int, str] | None = None
 
-    async def start(self) -> web.AppRunner:
+    def app(self) -> web.Application:
+        """What serves `/run`."""
         app = web.Application()
         app.router.add_post("/run", self._run)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        return runner
+        return app
 
     async def _run(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -71,12 +69,11 @@ class Gym:
 
 
 @pytest.fixture
-async def gym() -> AsyncIterator[Gym]:
+async def gym(serve: Serve) -> Gym:
     """A started system."""
     system = Gym()
-    runner = await system.start()
-    yield system
-    await runner.cleanup()
+    system.url = await serve(system.app())
+    return system
 
 
 def source(gym: Gym, request: dict[str, Any] = REQUEST) -> str:
