@@ -63,7 +63,7 @@ class TrainerSettings(BaseModel):
     num_updates_per_take: int = Field(1, gt=0)
     """Optimizer updates made from one pass over a taken batch; one publish per take."""
     num_epochs_per_take: int = Field(1, gt=0)
-    """Passes over a taken batch. In each but the first its groups are dealt to the updates again."""
+    """Passes over a taken batch. In all but the first its groups are dealt to the updates again."""
     num_epochs: int = Field(1, gt=0)
     """SFT: passes over the conversations."""
     max_microbatch_tokens: int = Field(16384, gt=0)
