@@ -50,24 +50,25 @@ async def play_conversation(
     environment: TextEnvironment,
     episode: Episode,
     *,
-    instructions: str = "",
-    max_actions: int = 64,
     max_invalid_actions: int = 2,
 ) -> float:
     """Play `environment` with the episode's policy and return the sum of its rewards.
 
-    The episode ends when the environment does, or after `max_actions` actions with the reward so
-    far.
+    The episode ends when the environment does, or after as many actions as its task's field
+    `max_actions` says (64 where it is left out), with the reward so far. The task's field
+    `instructions` is the system message.
 
     Args:
-        instructions: the system message; "": none.
         max_invalid_actions: so many are answered with what is allowed; the next one fails the
             episode, because a reward of what was played so far could be better than to go on.
 
     Raises:
+        SettingsError: one of these fields is of another type.
         InvalidAction: more than `max_invalid_actions` in this episode: the agent's failure.
         EnvironmentFailure: the environment failed.
     """
+    instructions = field(episode.task, "instructions", str, "")
+    max_actions = field(episode.task, "max_actions", int, 64)
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})

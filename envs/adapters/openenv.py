@@ -111,12 +111,7 @@ class OpenEnv:
             deadline=episode.deadline,
         )
         try:
-            return await play_conversation(
-                environment,
-                episode,
-                instructions=field(task, "instructions", str, ""),
-                max_actions=field(task, "max_actions", int, 64),
-            )
+            return await play_conversation(environment, episode)
         finally:
             self._num_playing[server] -= 1
 

@@ -80,12 +80,7 @@ async def play(task: Task, episode: Episode) -> float:
         options=field(task, "options", dict, {}),
         episode=episode,
     )
-    return await play_conversation(
-        game,
-        episode,
-        instructions=field(task, "instructions", str, ""),
-        max_actions=field(task, "max_actions", int, 64),
-    )
+    return await play_conversation(game, episode)
 
 
 class _Game:

@@ -36,6 +36,7 @@ from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.buffer.writer import BufferWriter
 from outloop.engine.publish.tensor_source import TensorSource
+from outloop.engine.train.debug.recorded_groups import NoPublish
 from outloop.engine.train.loop import RlLoop
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.ranks.controller import RankController
@@ -50,16 +51,6 @@ FAST = {"learning_rate": 1e-2, "groups_per_step": 8}
 def arm(token_id: int) -> float:
     """The two arms of the bandit: the lower half of the vocabulary pays."""
     return 1.0 if token_id < 200 else 0.0
-
-
-@dataclass
-class Report:
-    """What publishing in memory costs."""
-
-    duration_s: float = 0.0
-    num_bytes: int = 0
-    pause_s: float = 0.0
-    peak_extra_buckets: float = 0.0
 
 
 class Server:
@@ -81,7 +72,7 @@ class Server:
 
     def publish(
         self, source: TensorSource, policy_version: int, *, on_wait: Callable[[str], None]
-    ) -> Report:
+    ) -> NoPublish:
         """Take the weights in place of the old ones; every name must be known."""
         known = dict(self._model.named_parameters())
         with torch.no_grad():
@@ -92,7 +83,7 @@ class Server:
         self.num_publishes += 1
         self._events.append(("publish", policy_version))
         self.on_publish(policy_version)
-        return Report()
+        return NoPublish()
 
     def share_of_the_paying_arm(self) -> float:
         """Its probability under the published weights."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import redis.asyncio
 
-from fakes.bandit_run import Report, Server
+from fakes.bandit_run import Server
 from outloop.buffer.errors import FenceExpired, Gone
 from outloop.buffer.reader import BufferReader, init_run
 from outloop.buffer.records import Opening, Reward, Sampling, Task, Turn, VersionSpan
@@ -25,6 +25,7 @@ from outloop.buffer.store.budget_notes import EpisodeUsage
 from outloop.buffer.telemetry import MetricsWriter, read_metrics
 from outloop.buffer.writer import BufferWriter
 from outloop.engine.publish.tensor_source import TensorSource
+from outloop.engine.train.debug.recorded_groups import NoPublish
 from outloop.engine.train.loop import RlLoop
 from outloop.engine.train.ranks.controller import RankController
 
@@ -41,7 +42,7 @@ class LateServer(Server):
 
     def publish(
         self, source: TensorSource, policy_version: int, *, on_wait: Callable[[str], None]
-    ) -> Report:
+    ) -> NoPublish:
         """As its base class."""
         until = time.monotonic() + (self.away_s if policy_version == 2 else 0.0)
         while time.monotonic() < until:
