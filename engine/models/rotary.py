@@ -25,7 +25,8 @@ def rotary_parameters(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         source: what to call the config.json in an error.
 
     Returns:
-        rope_theta, rope_type and, for scaled variants, their own numbers.
+        rope_theta, rope_type, where only a part of each head is rotated partial_rotary_factor,
+        and, for scaled variants, their own numbers.
 
     Raises:
         SettingsError: a variant that is not known, or one whose numbers are missing.
@@ -39,6 +40,9 @@ def rotary_parameters(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         )
     theta = float(table.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     found: dict[str, Any] = {"rope_theta": theta, "rope_type": kind}
+    factor = float(table.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
+    if factor != 1.0:
+        found["partial_rotary_factor"] = factor
     if kind == "llama3":
         names = (
             "factor",
@@ -56,14 +60,18 @@ def rotary_parameters(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> Tensor:
-    """[head_dim / 2] float32: radians by which a position advances each pair of dimensions.
+    """[R / 2] float32: radians by which a position advances each pair of dimensions.
+
+    The first R = head_dim * partial_rotary_factor dimensions of a head are rotated, all where there
+    is no such factor.
 
     llama3 (Llama 3.1's config, "rope_scaling"): a pair whose wavelength exceeds
     original_max_position_embeddings / low_freq_factor is slowed down by `factor`, one below
     original_max_position_embeddings / high_freq_factor is left alone, those between are blended
     linearly in the number of turns that fit into the original context.
     """
-    powers = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    num_rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    powers = torch.arange(0, num_rotated, 2, dtype=torch.int64).float() / num_rotated
     plain = 1.0 / (parameters["rope_theta"] ** powers)
     if parameters["rope_type"] == "default":
         return plain

@@ -4,7 +4,7 @@ One table serves import, export, publish and convert, for every supported family
 an error that lists the nearest.
 
 Shape letters: V vocabulary, H hidden, Q all query heads, K all key (or value) heads, D head size,
-F intermediate size, E intermediate size of an expert, X experts.
+F intermediate size, E intermediate size of an expert, S of all shared experts together, X experts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from torch import Tensor
 from outloop.buffer.errors import SettingsError
 
 Layout = Literal["plain", "qkv", "gate_up"]
-Feature = Literal["all", "untied", "qkv_bias", "qk_norm", "dense", "moe"]
+Feature = Literal[
+    "all", "untied", "qkv_bias", "qk_norm", "dense", "moe", "shared_experts", "router_bias"
+]
+_OF_MIXTURES = frozenset({"moe", "shared_experts", "router_bias"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +48,8 @@ class Row:
     """Models that have it."""
     alias: str = ""
     """Megatron's name with Transformer Engine layers, where it differs."""
+    is_float32: bool = False
+    """Kept in float32, whatever the other weights have."""
 
     @property
     def is_expert(self) -> bool:
@@ -124,6 +129,13 @@ ROWS = (
         huggingface=((_HF + "mlp.gate.weight", "X H"),),
         only="moe",
     ),
+    # No parameter, a buffer: no gradient reaches it.
+    Row(
+        megatron=_M + "mlp.router.expert_bias",
+        huggingface=((_HF + "mlp.gate.e_score_correction_bias", "X"),),
+        only="router_bias",
+        is_float32=True,
+    ),
     Row(
         megatron=_M + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
         huggingface=(
@@ -133,12 +145,30 @@ ROWS = (
         layout="gate_up",
         shard_dim=0,
         only="moe",
+        alias=_M + "mlp.experts.linear_fc1.weight{expert}",
     ),
     Row(
         megatron=_M + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
         huggingface=((_HF + "mlp.experts.{expert}.down_proj.weight", "H E"),),
         shard_dim=1,
         only="moe",
+        alias=_M + "mlp.experts.linear_fc2.weight{expert}",
+    ),
+    Row(
+        megatron=_M + "mlp.shared_experts.linear_fc1.weight",
+        huggingface=(
+            (_HF + "mlp.shared_experts.gate_proj.weight", "S H"),
+            (_HF + "mlp.shared_experts.up_proj.weight", "S H"),
+        ),
+        layout="gate_up",
+        shard_dim=0,
+        only="shared_experts",
+    ),
+    Row(
+        megatron=_M + "mlp.shared_experts.linear_fc2.weight",
+        huggingface=((_HF + "mlp.shared_experts.down_proj.weight", "H S"),),
+        shard_dim=1,
+        only="shared_experts",
     ),
     Row(megatron="decoder.final_layernorm.weight", huggingface=(("model.norm.weight", "H"),)),
     Row(
@@ -198,13 +228,22 @@ def sizes(config: Any) -> dict[str, int]:
         "D": config.kv_channels,
         "F": config.ffn_hidden_size,
         "E": config.moe_ffn_hidden_size or 0,
+        "S": config.moe_shared_expert_intermediate_size or 0,
         "X": config.num_moe_experts or 0,
     }
 
 
 def features(config: Any) -> frozenset[Feature]:
     """Which rows a PolicyConfig's model has."""
-    found: set[Feature] = {"all", "moe" if config.num_moe_experts else "dense"}
+    found: set[Feature] = {"all"}
+    if config.num_moe_experts:
+        found.add("moe")
+    if not all(mixture_layers(config)):
+        found.add("dense")
+    if config.moe_shared_expert_intermediate_size:
+        found.add("shared_experts")
+    if config.moe_router_enable_expert_bias:
+        found.add("router_bias")
     if not config.is_tied:
         found.add("untied")
     if config.add_qkv_bias:
@@ -212,6 +251,15 @@ def features(config: Any) -> frozenset[Feature]:
     if config.qk_layernorm:
         found.add("qk_norm")
     return frozenset(found)
+
+
+def mixture_layers(config: Any) -> list[bool]:
+    """For each layer of a PolicyConfig's model whether it has experts."""
+    if not config.num_moe_experts:
+        return [False] * config.num_layers
+    if isinstance(config.moe_layer_freq, int):
+        return [layer % config.moe_layer_freq == 0 for layer in range(config.num_layers)]
+    return [bool(is_mixture) for is_mixture in config.moe_layer_freq]
 
 
 def expected_tensors(config: Any) -> dict[str, tuple[int, ...]]:
@@ -225,17 +273,38 @@ def expected_tensors(config: Any) -> dict[str, tuple[int, ...]]:
             found[part.format(**indices)] = shape
 
     rows = [row for row in ROWS if row.only in has]
+    is_mixture = mixture_layers(config)
     for is_per_layer, group in groupby(rows, key=lambda row: "{layer}" in row.megatron):
         members = list(group)
         for layer in range(config.num_layers) if is_per_layer else (0,):
             for row in members:
+                if row.only == "dense" and is_mixture[layer]:
+                    continue
+                if row.only in _OF_MIXTURES and not is_mixture[layer]:
+                    continue
                 for expert in range(letters["X"]) if row.is_expert else (0,):
                     add(row, layer=layer, expert=expert)
     return found
 
 
+def float32_tensors(config: Any) -> frozenset[str]:
+    """Names of the Hugging Face tensors that stay in float32."""
+    if not config.moe_router_enable_expert_bias:
+        return frozenset()
+    return frozenset(
+        part.format(layer=layer)
+        for row in ROWS
+        if row.is_float32
+        for part, _ in row.huggingface
+        for layer, is_mixture in enumerate(mixture_layers(config))
+        if is_mixture
+    )
+
+
 def check_tensors(found: Mapping[str, tuple[int, ...]], config: Any, source: str) -> None:
     """Refuse a folder whose tensors are not those of its configuration.
+
+    Layers that predict further tokens, which come behind a model's own, are left out.
 
     Args:
         found: name and shape of what is there.
@@ -253,7 +322,12 @@ def check_tensors(found: Mapping[str, tuple[int, ...]], config: Any, source: str
             f"{near}. Give the folder that config.json belongs to"
         )
     tied_head = {"lm_head.weight"} if config.is_tied else set()
-    unknown = sorted(found.keys() - expected.keys() - tied_head)
+    further = tuple(
+        f"model.layers.{config.num_layers + index}." for index in range(config.num_further_layers)
+    )
+    unknown = sorted(
+        name for name in found.keys() - expected.keys() - tied_head if not name.startswith(further)
+    )
     if unknown:
         near = difflib.get_close_matches(unknown[0], list(expected), n=3)
         raise SettingsError(

@@ -11,7 +11,22 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 """As in Llama 3.1, for a context short enough that every band of frequencies matters."""
-FAMILIES = ("qwen3", "llama", "llama3", "qwen2", "smollm2", "qwen3_moe")
+FAMILIES = ("qwen3", "llama", "llama3", "qwen2", "smollm2", "qwen3_moe", "glm4_moe")
+GLM4_MOE: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
+"""Every part that GLM-4.5 or GLM-4.6 has, and groups of experts, which theirs have one of."""
 
 
 def make_family(kind: str, folder: Path, *, is_tied: bool, **more: Any) -> None:
@@ -56,6 +71,10 @@ def make_family(kind: str, folder: Path, *, is_tied: bool, **more: Any) -> None:
             transformers.Qwen3MoeConfig(**(experts | sizes)),
             transformers.Qwen3MoeForCausalLM,
         ),
+        "glm4_moe": (
+            transformers.Glm4MoeConfig(**(GLM4_MOE | sizes)),
+            transformers.Glm4MoeForCausalLM,
+        ),
     }[kind]
     made = model(config)
     with torch.no_grad():
@@ -63,4 +82,7 @@ def make_family(kind: str, folder: Path, *, is_tied: bool, **more: Any) -> None:
             # Norms and biases begin as ones and zeros, which would hide a swap of two of them.
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, bias in made.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.add_(torch.randn_like(bias) * 0.1)
     made.save_pretrained(folder)

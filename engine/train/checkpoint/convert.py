@@ -53,7 +53,13 @@ from outloop.engine.models.safetensors_folder import (
     folder_dtype,
     write_folder,
 )
-from outloop.engine.models.weight_map import expected_tensors, find_row, merge, split
+from outloop.engine.models.weight_map import (
+    expected_tensors,
+    find_row,
+    float32_tensors,
+    merge,
+    split,
+)
 from outloop.engine.publish.buckets.plan import TensorSpec
 from outloop.engine.train.checkpoint import checkpoint_format
 from outloop.engine.train.checkpoint.async_writer import (
@@ -63,6 +69,7 @@ from outloop.engine.train.checkpoint.async_writer import (
     writing_folder,
 )
 from outloop.engine.train.megatron import model_and_optimizer
+from outloop.engine.train.megatron.import_weights import weights_of
 
 _DESCRIPTION = "huggingface"
 """Folder in a converted checkpoint with config.json and tokenizer."""
@@ -123,7 +130,7 @@ class _Skeleton:
     def names(self) -> list[str]:
         """Names of its parameters, without a tied output layer."""
         copies = {"output_layer.weight"} if self.config.is_tied else set()
-        return [name for name, _ in self.model.named_parameters() if name not in copies]
+        return [name for name, _ in weights_of(self.model) if name not in copies]
 
 
 @contextlib.contextmanager
@@ -180,9 +187,7 @@ class _ReadWhenWritten(Shards):
         self._skeleton = skeleton
         self._tensors = tensors
         # What Megatron makes of a parameter are views of it, also where nothing is behind them.
-        self._names = {
-            _storage(parameter): name for name, parameter in skeleton.model.named_parameters()
-        }
+        self._names = {_storage(weight): name for name, weight in weights_of(skeleton.model)}
         self._whole: tuple[str, Tensor] | None = None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -242,7 +247,11 @@ def to_huggingface(
         _check_keys(shards, stored.shapes, skeleton)
         dtype = folder_dtype(description)
         shapes = expected_tensors(skeleton.config)
-        specs = [TensorSpec(name=n, shape=shape, dtype=dtype) for n, shape in shapes.items()]
+        in_float32 = float32_tensors(skeleton.config)
+        specs = [
+            TensorSpec(name=n, shape=shape, dtype=torch.float32 if n in in_float32 else dtype)
+            for n, shape in shapes.items()
+        ]
         write_folder(
             out,
             specs,

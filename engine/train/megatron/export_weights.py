@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outloop.engine.models.safetensors_folder import folder_dtype, write_folder
-from outloop.engine.models.weight_map import expected_tensors
+from outloop.engine.models.weight_map import expected_tensors, float32_tensors
 from outloop.engine.publish.buckets.plan import TensorSpec
 from outloop.engine.train.megatron.import_weights import Part, local_parts, read_part
 from outloop.engine.train.megatron.model_and_optimizer import PolicyModel
@@ -52,8 +52,9 @@ class Exports:
         self._device = next(model.parameters()).device
         self._held = _who_holds_what(self._parts.values())
         self._shapes = expected_tensors(model.config)
+        self._in_float32 = float32_tensors(model.config)
         self.specs = tuple(
-            TensorSpec(name=name, shape=shape, dtype=self._dtype)
+            TensorSpec(name=name, shape=shape, dtype=self._dtype_of(name))
             for name, shape in self._shapes.items()
         )
         """Every tensor, in the order of a forward pass."""
@@ -86,23 +87,27 @@ class Exports:
         if self._rank:
             self.send([spec.name for spec in self.specs])
             return
-        specs = [TensorSpec(name=s.name, shape=s.shape, dtype=dtype) for s in self.specs]
+        specs = [
+            s if s.name in self._in_float32 else TensorSpec(name=s.name, shape=s.shape, dtype=dtype)
+            for s in self.specs
+        ]
         write_folder(folder, specs, self.gather, source=source)
 
     def _gather(self, name: str, place: Tensor | None) -> Tensor | None:
         senders = self._held[name]
         mine = self._parts.get(name)
+        dtype = self._dtype_of(name)
         if self._rank:
             if any(held.rank == self._rank for held in senders):
                 assert mine is not None
-                for rows in self._messages(read_part(self._model, mine)):
+                for rows in self._messages(read_part(self._model, mine), dtype):
                     dist.send(rows.contiguous(), dst=0)
             return None
         if mine is not None and mine.dim is None:
             return read_part(self._model, mine)
         whole = place
         if whole is None:
-            whole = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
+            whole = torch.empty(self._shapes[name], dtype=dtype, device=self._device)
         for held in senders:
             cut = whole
             if held.dim is not None:
@@ -111,22 +116,25 @@ class Exports:
                 assert mine is not None
                 cut.copy_(read_part(self._model, mine))
             else:
-                self._receive(cut, held.rank)
+                self._receive(cut, held.rank, dtype)
         return whole
 
-    def _receive(self, cut: Tensor, rank: int) -> None:
-        for rows in self._messages(cut):
-            is_fit = rows.is_contiguous() and rows.dtype == self._dtype
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if name in self._in_float32 else self._dtype
+
+    def _receive(self, cut: Tensor, rank: int, dtype: torch.dtype) -> None:
+        for rows in self._messages(cut, dtype):
+            is_fit = rows.is_contiguous() and rows.dtype == dtype
             if is_fit and rows.device == self._device:
                 dist.recv(rows, src=rank)
             else:
-                message = torch.empty(rows.shape, dtype=self._dtype, device=self._device)
+                message = torch.empty(rows.shape, dtype=dtype, device=self._device)
                 dist.recv(message, src=rank)
                 rows.copy_(message)
 
-    def _messages(self, part: Tensor) -> tuple[Tensor, ...]:
-        """Views of the part's rows; sender and receiver cut alike, by its shape alone."""
-        row_bytes = part[0].numel() * self._dtype.itemsize
+    def _messages(self, part: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Views of the part's rows; sender and receiver cut alike, by its shape and dtype alone."""
+        row_bytes = part[0].numel() * dtype.itemsize
         return part.split(max(1, self._message_bytes // max(1, row_bytes)))
 
 

@@ -23,7 +23,8 @@ from outloop.engine.train.megatron.model_and_optimizer import (
 )
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
-_EXPERT = re.compile(r"(.+\.local_experts\.)(\d+)(\..+)")
+_EXPERT = re.compile(r"(.+\.local_experts\.|.+\.experts\.linear_fc[12]\.weight)(\d+)(\..+|)")
+_ROUTER_BIAS = ".router.expert_bias"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,16 +39,25 @@ class Part:
     start: int
     stop: int
     parameter: str
-    """Megatron's local name of the parameter that holds it."""
+    """Megatron's local name of the parameter, or of the router's bias, that holds it."""
     index: int
     """Which of the parameter's tensors it is."""
 
 
+def weights_of(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """By name what a folder has tensors for: parameters, and the biases of routers, buffers that no
+    gradient reaches."""
+    yield from model.named_parameters()
+    for name, buffer in model.named_buffers():
+        if name.endswith(_ROUTER_BIAS):
+            yield name, buffer
+
+
 def local_parts(model: PolicyModel) -> list[Part]:
-    """What this rank holds, in the order of its parameters."""
+    """What this rank holds: of its parameters, in their order, then of its routers' biases."""
     found: list[Part] = []
     letters = sizes(model.config)
-    for local_name, _ in model.named_parameters():
+    for local_name, _ in weights_of(model):
         is_head = isinstance(model, ValueModel) and local_name.startswith("output_layer.")
         if is_head or _is_copy(model, local_name):
             continue
@@ -91,7 +101,7 @@ def global_name(model: PolicyModel, name: str) -> str:
 
 def read_part(model: PolicyModel, part: Part) -> Tensor:
     """The part's values, a view of the parameter if its layout allows, without gradient."""
-    parameter = model.get_parameter(part.parameter).detach()
+    parameter = _tensor(model, part.parameter).detach()
     row = find_row(global_name(model, part.parameter)).row
     config: PolicyConfig = model.config
     whole = split(
@@ -114,7 +124,7 @@ def load_huggingface(model: PolicyModel, folder: Path) -> None:
     with HuggingFaceFolder(folder) as source, torch.no_grad():
         check_tensors(source.shapes, config, f"model.path={str(folder)!r}")
         for name, parts in _by_parameter(local_parts(model)):
-            parameter = model.get_parameter(name)
+            parameter = _tensor(model, name)
             row = find_row(global_name(model, name)).row
             read = tuple(source.read(p.name, p.dim, p.start, p.stop) for p in parts)
             whole = merge(read, row.layout, num_groups=groups)
@@ -123,6 +133,13 @@ def load_huggingface(model: PolicyModel, folder: Path) -> None:
         is_shared = model.share_embeddings_and_output_weights
         if is_shared and model.post_process and not model.pre_process:
             _copy_head(model, source)
+
+
+def _tensor(model: PolicyModel, name: str) -> Tensor:
+    """One of `weights_of`."""
+    if name.endswith(_ROUTER_BIAS):
+        return model.get_buffer(name)
+    return model.get_parameter(name)
 
 
 def _copy_head(model: PolicyModel, source: HuggingFaceFolder) -> None:

@@ -3,7 +3,7 @@
 Attention never crosses samples, and a sample's positions start at zero wherever it lies in the row.
 
 Shape letters: T tokens of a row, B samples of a length class, L its padded length, H heads,
-K key/value heads, D head size.
+K key/value heads, D head size, R rotated dimensions of a head.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
 from outloop.engine.models.rotary import inverse_frequencies
+from outloop.engine.models.weight_map import mixture_layers
 from outloop.engine.train.megatron.layer_kind import LayerKind
 
 _MAX_PADDING_SHARE = 0.02
@@ -58,7 +60,7 @@ class PackedRow(PackedSeqParams):
     num_tokens: int = field(default=0)
     """T, on this rank."""
     rotation: tuple[dict[str, Any], Tensor, Tensor] | None = None
-    """Parameters of the rotary embedding, its cosines and sines [T, D/2], once a layer has them."""
+    """Parameters of the rotary embedding, its cosines and sines [T, R/2], once a layer has them."""
 
     @property
     def num_padded_tokens(self) -> int:
@@ -306,8 +308,9 @@ class TorchVarlenKernel(torch.nn.Module):
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotary embedding of [T, heads, D] by cosines and sines [T, 1, D/2]; keeps neither input nor
-    output for the way back, which is the rotation by the opposite angles."""
+    """Rotary embedding of [T, heads, D] by cosines and sines [T, 1, R/2]; keeps neither input nor
+    output for the way back, which is the rotation by the opposite angles. Dimensions from R on stay
+    as they are."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -321,9 +324,11 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
+    num_rotated = 2 * cos.shape[-1]
+    first, second = x[..., :num_rotated].chunk(2, dim=-1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    to_first, to_second = out.chunk(2, dim=-1)
+    to_first, to_second = out[..., :num_rotated].chunk(2, dim=-1)
+    out[..., num_rotated:] = x[..., num_rotated:]
     torch.mul(first, cos, out=to_first)
     to_first.addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=to_second)
@@ -339,36 +344,53 @@ def block_spec(config: Any) -> TransformerBlockSubmodules:
 
 
 def _transformer_engine_spec(config: Any) -> TransformerBlockSubmodules:
-    """Transformer Engine's layers; norms are part of the linear layer that follows them."""
+    """Transformer Engine's layers; norms are part of the linear layer that follows them, and the
+    experts of a rank are computed by one grouped kernel, unless the raw table says otherwise."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
-    spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
-    )
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = partial(VarlenAttention, kernel=TEDotProductAttention)
-    num_layers = get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=TENorm)
+    def layer(num_experts: int | None) -> ModuleSpec:
+        spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm and num_experts is not None,
+            qk_layernorm=config.qk_layernorm,
+        )
+        attention = spec.submodules.self_attention.submodules
+        attention.core_attention = partial(VarlenAttention, kernel=TEDotProductAttention)
+        return spec
+
+    return TransformerBlockSubmodules(layer_specs=_of_stage(config, layer), layer_norm=TENorm)
 
 
 def _local_spec(config: Any) -> TransformerBlockSubmodules:
-    """Megatron-core's local layers with our norm and attention."""
-    spec: ModuleSpec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
-        normalization="RMSNorm",
-    )
-    spec.submodules.input_layernorm = RMSNorm
-    spec.submodules.pre_mlp_layernorm = RMSNorm
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.layers == "local_varlen":
-        attention.core_attention = partial(VarlenAttention, kernel=TorchVarlenKernel)
-    if config.qk_layernorm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
+    """Megatron-core's local layers with our norm and attention; experts one after the other."""
+
+    def layer(num_experts: int | None) -> ModuleSpec:
+        spec: ModuleSpec = get_gpt_layer_local_spec(
+            num_experts=num_experts,
+            moe_grouped_gemm=False,
+            qk_layernorm=config.qk_layernorm,
+            normalization="RMSNorm",
+        )
+        spec.submodules.input_layernorm = RMSNorm
+        spec.submodules.pre_mlp_layernorm = RMSNorm
+        attention = spec.submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if config.layers == "local_varlen":
+            attention.core_attention = partial(VarlenAttention, kernel=TorchVarlenKernel)
+        if config.qk_layernorm:
+            attention.q_layernorm = RMSNorm
+            attention.k_layernorm = RMSNorm
+        return spec
+
+    return TransformerBlockSubmodules(layer_specs=_of_stage(config, layer), layer_norm=RMSNorm)
+
+
+def _of_stage(config: Any, layer: Callable[[int | None], ModuleSpec]) -> list[ModuleSpec]:
+    """The specification of each layer of this pipeline stage, by its number of experts."""
+    is_mixture = mixture_layers(config)
+    specs = {
+        has_experts: layer(config.num_moe_experts if has_experts else None)
+        for has_experts in set(is_mixture)
+    }
+    first, number = get_transformer_layer_offset(config), get_num_layers_to_build(config)
+    return [specs[is_mixture[index]] for index in range(first, first + number)]

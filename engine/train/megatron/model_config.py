@@ -24,6 +24,7 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from outloop.buffer.errors import SettingsError  # noqa: E402
+from outloop.engine.models.mixture import Mixture, mixture_of  # noqa: E402
 from outloop.engine.models.rotary import rotary_parameters  # noqa: E402
 from outloop.engine.models.safetensors_folder import HuggingFaceFolder  # noqa: E402
 from outloop.engine.models.weight_map import check_tensors  # noqa: E402
@@ -36,15 +37,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"add_qkv_bias": True},
     "Qwen3ForCausalLM": {"qk_layernorm": True},
     "Qwen3MoeForCausalLM": {"qk_layernorm": True},
+    "Glm4MoeForCausalLM": {},
 }
-"""Architecture -> what its config.json leaves unsaid. SmolLM2 is a Llama."""
+"""Architecture -> what its config.json leaves unsaid. SmolLM2 is a Llama; GLM-4.6 a GLM-4.5."""
+_HAS_QKV_BIAS = frozenset({"Glm4MoeForCausalLM"})
+"""Architectures whose attention_bias is one of queries, keys and values alone."""
 _REFUSED_FEATURES = {
     "use_sliding_window": (False, None),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "hidden_act": ("silu", None),
-    "decoder_sparse_step": (1, None),
-    "mlp_only_layers": ([], None),
 }
 """config.json field -> values that the trainer has layers for."""
 _FIXED: dict[str, Any] = {
@@ -71,7 +73,7 @@ _FIXED: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
 }
 """What follows from how this trainer computes: packed rows of any length, gradients summed."""
-_OWNED = frozenset({"fp16", "bf16", "multi_latent_attention", "moe_grouped_gemm"})
+_OWNED = frozenset({"fp16", "bf16", "multi_latent_attention", "moe_enable_routing_replay"})
 _OWNED_DDP = frozenset(
     {
         "average_in_collective",
@@ -112,6 +114,8 @@ class PolicyConfig(TransformerConfig):
     """See `outloop.engine.models.rotary.rotary_parameters`."""
     vocab_size: int = 0
     is_tied: bool = False
+    num_further_layers: int = 0
+    """Layers of the folder that predict further tokens; they are neither trained nor exported."""
     sizes: ParallelSizes = field(default_factory=ParallelSizes)
     layers: LayerKind = "local"
     described: dict[str, Any] = field(default_factory=dict)
@@ -156,6 +160,7 @@ def read_config(
         config = PolicyConfig(
             **(
                 fields
+                | _expert_defaults(layers, options, has_experts=bool(fields["num_moe_experts"]))
                 | _on_device()
                 | _precision(dtype, has_experts=bool(fields["num_moe_experts"]))
                 | options
@@ -180,6 +185,23 @@ def read_config(
 def _on_device() -> dict[str, Any]:
     """Weights are made where they are trained: 8 billion on a host take over a minute."""
     return {"use_cpu_initialization": not torch.cuda.is_available()}
+
+
+def _expert_defaults(
+    layers: LayerKind, options: Mapping[str, Any], *, has_experts: bool
+) -> dict[str, Any]:
+    """What a model with experts has unless the raw table asks for something else: a router that
+    rewards alone train, and one kernel for all experts of a rank where there is one."""
+    has_kernel = layers == "transformer_engine"
+    if options.get("moe_grouped_gemm") and not has_kernel:
+        raise SettingsError(
+            f'{parallel_config.TABLE}.moe_grouped_gemm=true with trainer.layers="{layers}": '
+            "Megatron-core's grouped kernels are Transformer Engine's; remove it, or set "
+            'trainer.layers = "transformer_engine"'
+        )
+    if not has_experts:
+        return {}
+    return {"moe_router_bias_update_rate": 0.0, "moe_grouped_gemm": has_kernel}
 
 
 def _precision(dtype: Literal["float32", "bfloat16"], *, has_experts: bool) -> dict[str, Any]:
@@ -210,6 +232,8 @@ def _model_fields(model_path: Path) -> dict[str, Any]:
             f"{', '.join(sorted(FAMILIES))}"
         )
     for name, allowed in _REFUSED_FEATURES.items():
+        if name == "attention_bias" and architecture in _HAS_QKV_BIAS:
+            continue
         if hf.get(name) not in allowed:
             raise SettingsError(
                 f"model.path={str(model_path)!r} has {name}={hf[name]!r} in config.json; this "
@@ -229,17 +253,45 @@ def _model_fields(model_path: Path) -> dict[str, Any]:
         "rope": rotary_parameters(hf, str(path)),
         "num_moe_experts": None,
     }
-    if hf.get("num_experts"):
-        fields |= {
-            "num_moe_experts": hf["num_experts"],
-            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-            "moe_router_topk": hf["num_experts_per_tok"],
-            # Without renormalisation the weights are the softmax over all experts.
-            "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-        }
+    if hf.get("num_nextn_predict_layers"):
+        fields["num_further_layers"] = hf["num_nextn_predict_layers"]
+    if architecture in _HAS_QKV_BIAS:
+        fields["add_qkv_bias"] = bool(hf.get("attention_bias", False))
+    if "use_qk_norm" in hf:
+        fields["qk_layernorm"] = bool(hf["use_qk_norm"])
+    mixture = mixture_of(hf, str(path))
+    if mixture is not None:
+        fields |= _mixture_fields(mixture, fields["num_layers"])
     return fields | FAMILIES[architecture]
+
+
+def _mixture_fields(mixture: Mixture, num_layers: int) -> dict[str, Any]:
+    has_experts = set(mixture.layers)
+    fields: dict[str, Any] = {
+        "num_moe_experts": mixture.num_experts,
+        "moe_ffn_hidden_size": mixture.expert_size,
+        "moe_router_topk": mixture.top_k,
+        # Without renormalisation the weights are the softmax over all experts.
+        "moe_router_pre_softmax": not mixture.is_renormalised,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+    if len(has_experts) < num_layers:
+        fields["moe_layer_freq"] = [int(layer in has_experts) for layer in range(num_layers)]
+    if mixture.shared_size:
+        fields["moe_shared_expert_intermediate_size"] = mixture.shared_size
+    if mixture.score == "sigmoid":
+        fields |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": mixture.scale,
+        }
+    if mixture.num_groups > 1:
+        fields |= {
+            "moe_router_num_groups": mixture.num_groups,
+            "moe_router_group_topk": mixture.num_chosen_groups,
+        }
+    return fields
 
 
 def _described(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from outloop.buffer.errors import SettingsError
 from outloop.engine.train.megatron.layer_kind import LayerKind
 
-_TABLE = "trainer.megatron"
+TABLE = "trainer.megatron"
 FIELDS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -58,11 +58,11 @@ def read_sizes(
     """
     for name, reason in _REFUSED.items():
         if raw.get(name) not in (None, 1):
-            raise SettingsError(f"{_TABLE}.{name}={raw[name]!r}: {reason}. Remove it")
+            raise SettingsError(f"{TABLE}.{name}={raw[name]!r}: {reason}. Remove it")
     for name in FIELDS:
         value = raw.get(name, 1)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise SettingsError(f"{_TABLE}.{name}={value!r}; a whole number from 1 on is allowed")
+            raise SettingsError(f"{TABLE}.{name}={value!r}; a whole number from 1 on is allowed")
     tensor = int(raw.get("tensor_model_parallel_size", 1))
     sizes = ParallelSizes(
         num_ranks=num_ranks,
@@ -75,7 +75,7 @@ def read_sizes(
     )
     if sizes.context > 1 and layers != "transformer_engine":
         raise SettingsError(
-            f"{_TABLE}.context_parallel_size={sizes.context}: only Transformer Engine's attention "
+            f"{TABLE}.context_parallel_size={sizes.context}: only Transformer Engine's attention "
             "exchanges keys and values between ranks, and this run has Megatron's local layers, as "
             'every run on a CPU has. Remove it, or set trainer.device = "cuda" where '
             "transformer_engine is importable"
@@ -102,12 +102,12 @@ def _check_ranks(sizes: ParallelSizes) -> None:
         )
     if sizes.is_sequence and sizes.tensor == 1:
         raise SettingsError(
-            f"{_TABLE}.sequence_parallel=true with tensor_model_parallel_size=1 splits nothing; "
+            f"{TABLE}.sequence_parallel=true with tensor_model_parallel_size=1 splits nothing; "
             "set tensor_model_parallel_size to 2 or more, or remove sequence_parallel"
         )
     if sizes.expert > 1 and sizes.tensor > 1 and not sizes.is_sequence:
         raise SettingsError(
-            f"{_TABLE}.expert_model_parallel_size={sizes.expert} with tensor_model_parallel_size="
+            f"{TABLE}.expert_model_parallel_size={sizes.expert} with tensor_model_parallel_size="
             f"{sizes.tensor} needs sequence_parallel=true; set it"
         )
 
@@ -140,7 +140,7 @@ def check_model(
     if num_experts is None:
         for name, size in (("expert_model_parallel_size", sizes.expert),):
             if size > 1:
-                raise SettingsError(f"{_TABLE}.{name}={size}: the model has no experts; remove it")
+                raise SettingsError(f"{TABLE}.{name}={size}: the model has no experts; remove it")
         return
     _must_divide("expert_model_parallel_size", sizes.expert, {"num_moe_experts": num_experts})
     _must_divide(
@@ -169,7 +169,7 @@ def _must_divide(name: str, size: int, totals: Mapping[str, int]) -> None:
     if any(total % size for total in totals.values()):
         named = ", ".join(f"{key}={value}" for key, value in totals.items())
         allowed = ", ".join(map(str, common_divisors(totals.values())))
-        raise SettingsError(f"{_TABLE}.{name}={size} does not divide {named}; these do: {allowed}")
+        raise SettingsError(f"{TABLE}.{name}={size} does not divide {named}; these do: {allowed}")
 
 
 def common_divisors(totals: Iterable[int]) -> list[int]:

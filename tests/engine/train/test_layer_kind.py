@@ -1,6 +1,7 @@
 """Which layers a trainer uses, and attention by kernels of variable length."""
 
 import functools
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings.trainer import TrainerSettings
 from outloop.engine.models.weight_map import expected_tensors, find_row
 from outloop.engine.train.megatron import import_weights, model_and_optimizer
+from outloop.engine.train.megatron.import_weights import global_name, weights_of
 from outloop.engine.train.megatron.layer_kind import choose_layers, layers_of
 from outloop.engine.train.megatron.layers import (
     PackedRow,
@@ -219,6 +221,28 @@ def test_kernels_of_variable_length_agree_with_packed_attention(
     assert (gradient - packed_gradient).abs().max() <= 0.02 * packed_gradient.abs().max()
     whole = pack_row([sum(LENGTHS)], torch.device("cpu"), layers="transformer_engine")
     assert (run(whole)[0] - packed).abs().max() > 10 * MAX_BFLOAT16_GAP
+
+
+def test_grouped_experts_are_known_by_both_names(tiny_folder: TinyFolder) -> None:
+    """Transformer Engine's grouped kernel names a rank's experts in another way."""
+    config = model_and_optimizer.read_config(tiny_folder("glm4_moe", tied=False), {})
+    model = model_and_optimizer.PolicyModel(config)
+    names = [name for name, _ in weights_of(model)]
+    grouped = [
+        re.sub(r"local_experts\.(\d+)\.(linear_fc[12]\.weight)", r"\2\1", name) for name in names
+    ]
+    assert sum(before != after for before, after in zip(names, grouped, strict=True)) == 16
+    assert [global_name(model, name) for name in grouped] == grouped
+    found = [tensor for name in grouped for tensor in find_row(name).names]
+    assert sorted(found) == sorted(expected_tensors(config))
+
+
+def test_grouped_kernels_are_refused_where_there_are_none(tiny_folder: TinyFolder) -> None:
+    """The sentence names the layers that have them."""
+    with pytest.raises(SettingsError, match=r"moe_grouped_gemm=true .*transformer_engine"):
+        model_and_optimizer.read_config(
+            tiny_folder("qwen3_moe", tied=False), {"moe_grouped_gemm": True}
+        )
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])

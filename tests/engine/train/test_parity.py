@@ -41,6 +41,7 @@ MODELS: dict[str, tuple[str, bool, dict[str, int]]] = {
     "llama_tied": ("llama3", True, {}),
     "qwen2_tied": ("qwen2", True, {}),
     "moe": ("qwen3_moe", False, {}),
+    "glm": ("glm4_moe", False, {}),
     "odd_tied": ("qwen3", True, {"vocab_size": 401}),
 }
 MATRIX: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -62,6 +63,8 @@ MATRIX: dict[str, tuple[int, str, dict[str, Any]]] = {
     "moe_tp2_sp": (2, "moe", SP2),
     "moe_pp2": (2, "moe", PP2),
     "ep2_tp2_etp1": (2, "moe", SP2 | EP2 | {"expert_tensor_parallel_size": 1}),
+    "glm_pp2": (2, "glm", PP2),
+    "glm_ep2_tp2_etp1": (2, "glm", SP2 | EP2 | {"expert_tensor_parallel_size": 1}),
     "tp2_pp2": (4, "qwen3", TP2 | PP2),
     "tp2_sp_pp2": (4, "qwen3", SP2 | PP2),
     "tp2_sp_pp2_tied": (4, "odd_tied", SP2 | PP2),
@@ -167,6 +170,7 @@ RESHARDINGS = (
     ("ep2", "moe_tp2_sp"),
     ("moe_pp2", "ep2_tp2_etp1"),
     ("ep2_tp2_etp1", "moe_dp2"),
+    ("glm_pp2", "glm_ep2_tp2_etp1"),
 )
 """From one layout of two ranks to another, the distributed optimizer to the plain one and back."""
 
