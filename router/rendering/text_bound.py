@@ -35,7 +35,7 @@ def max_chars_per_token(tokenizer: Mapping[str, Any], longest_token: int) -> int
         # It takes any number of spaces beside it with it.
         return None
     shrinking = 1
-    for step in _steps(tokenizer.get("normalizer"), "normalizers"):
+    for step in steps(tokenizer.get("normalizer"), "normalizers"):
         if step["type"] in _UNICODE_FORMS:
             shrinking = _COMPOSED
         elif step["type"] == "Replace":
@@ -43,18 +43,18 @@ def max_chars_per_token(tokenizer: Mapping[str, Any], longest_token: int) -> int
                 return None
         elif step["type"] not in ("Prepend", "Lowercase"):
             return None
-    for step in _steps(tokenizer.get("pre_tokenizer"), "pretokenizers"):
+    for step in steps(tokenizer.get("pre_tokenizer"), "pretokenizers"):
         if step["type"] not in _KEEPING or step.get("behavior") == "Removed":
             return None
     return longest_token * shrinking
 
 
-def _steps(one: Any, name: str) -> Iterator[Mapping[str, Any]]:
-    """A step, or those of a sequence."""
+def steps(one: Any, name: str) -> Iterator[Mapping[str, Any]]:
+    """A step of a tokenizer.json, or those of a sequence."""
     if one is None:
         return
     if one["type"] == "Sequence":
         for inner in one[name]:
-            yield from _steps(inner, name)
+            yield from steps(inner, name)
     else:
         yield one

@@ -22,6 +22,7 @@ from tokenizers.decoders import DecodeStream
 from outloop.buffer.errors import SettingsError
 from outloop.router.errors import context_length_exceeded
 from outloop.router.rendering.text_bound import max_chars_per_token
+from outloop.router.rendering.word_ids import WordIds, encodes_words_apart
 
 _CACHED_TEXTS = 256
 _CACHED_TOKENS = 256
@@ -65,11 +66,13 @@ class PolicyTokenizer:
                 "with config.json, tokenizer.json and model.safetensors"
             )
         self._tokenizer = Tokenizer.from_file(str(path))
+        description = json.loads(path.read_bytes())
+        self._words = WordIds(self._tokenizer) if encodes_words_apart(description) else None
         self._max_tokens = max_tokens
         self._max_chars: int | None = None
         if max_tokens is not None:
             longest = max(map(len, self.get_vocab()))
-            each = max_chars_per_token(json.loads(path.read_bytes()), longest)
+            each = max_chars_per_token(description, longest)
             self._max_chars = max_tokens * each if each is not None else None
         self.name_or_path = str(folder)
         self.unk_token_id: int | None = None
@@ -168,6 +171,8 @@ class PolicyTokenizer:
             assert self._max_tokens is not None
             least = self._max_tokens * len(text) // self._max_chars
             raise context_length_exceeded(least, self._max_tokens)
+        if self._words is not None and not is_long:
+            return self._words.encode(text)
         # A batch of one: only a batch may leave out where in the text each id stands, and lets
         # other threads go on meanwhile.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
