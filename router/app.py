@@ -42,6 +42,7 @@ from outloop.router.peers.turn_locator import TurnLocator
 from outloop.router.rendering.renderer import PolicyRenderer
 from outloop.router.routes.admin import admin_router
 from outloop.router.routes.model_names import ModelTable
+from outloop.router.routes.posted import PostedTrajectories
 from outloop.router.routes.rewards import Scores
 from outloop.router.routes.runner import RunnerRoutes
 from outloop.router.routes.turns import TurnRoutes
@@ -128,6 +129,7 @@ class Parts:
             conversations=ConversationRenderer(
                 renderer, max_context_tokens=settings.model.max_context_tokens
             ),
+            posted=PostedTrajectories(settings, renderer),
             metrics=self.metrics,
             scores=Scores(settings, buffer),
             timings=timings,

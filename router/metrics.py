@@ -72,6 +72,11 @@ class RouterMetrics:
             registry=self.registry,
         )
         self.episodes = Counter("router_opened_episodes", "episodes opened", registry=self.registry)
+        self.posted = Counter(
+            "router_posted_trajectories",
+            "trajectories for RL that were recorded elsewhere",
+            registry=self.registry,
+        )
         self.in_flight = Gauge(
             "router_turns_in_flight", "turns being answered now", registry=self.registry
         )

@@ -27,7 +27,7 @@ _ROUTES: tuple[tuple[str, str, str, type | None], ...] = (
     ("get", "/episodes/{episode_id}", "Read an episode and its turns.", None),
     ("post", "/episodes/{episode_id}/reward", "Score an episode.", bodies.RewardBody),
     ("post", "/episodes/{episode_id}/close", "End an episode.", bodies.CloseBody),
-    ("post", "/trajectories", "Conversations for SFT.", bodies.TrajectoriesBody),
+    ("post", "/trajectories", "Episodes or conversations.", bodies.TrajectoriesBody),
     ("get", "/episodes/{episode_id}/v1/models", "The same as /v1/models, by path.", None),
     ("get", "/episodes/{episode_id}/v1/models/{model_id}", "One of them, by path.", None),
     (

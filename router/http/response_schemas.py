@@ -90,7 +90,10 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
         ),
         "/episodes/{episode_id}/reward": _object(),
         "/episodes/{episode_id}/close": _object(counted=_FLAG, sealed_group=_maybe(_TEXT)),
-        "/trajectories": _object(num_accepted=_COUNT),
+        "/trajectories": _object(
+            num_accepted=_COUNT,
+            results=_list(_object(episode_id=_TEXT, counted=_FLAG, error=_TEXT)),
+        ),
         "/v1/models": _object(object=_just("list"), data=_list(_MODEL, minItems=1), has_more=_FLAG),
         "/v1/models/{model_id}": _MODEL,
         "/v1/messages/count_tokens": _object(input_tokens=_COUNT),

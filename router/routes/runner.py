@@ -17,11 +17,19 @@ from typing import Any
 import msgspec
 import structlog
 
-from outloop.buffer.errors import DeadlineExceeded, Gone, OutloopError, RecordError
+from outloop.buffer.errors import (
+    Conflict,
+    DeadlineExceeded,
+    Gone,
+    NotFound,
+    OutloopError,
+    RecordError,
+)
 from outloop.buffer.records import (
     SOURCE,
     Claim,
     ClaimResult,
+    CloseResult,
     Opening,
     Task,
     Turn,
@@ -35,6 +43,7 @@ from outloop.router.episodes.sft import ConversationRenderer
 from outloop.router.errors import Refusal, stopping
 from outloop.router.http.endpoint import Exchange
 from outloop.router.metrics import RouterMetrics
+from outloop.router.routes.posted import PostedTrajectories
 from outloop.router.routes.rewards import Scores
 from outloop.router.routes.schemas import (
     ClaimBody,
@@ -44,6 +53,7 @@ from outloop.router.routes.schemas import (
     RewardBody,
     TasksBody,
     TrajectoriesBody,
+    TrajectoryBody,
 )
 from outloop.router.servers.pool import ServerPool
 from outloop.router.timings import DEFAULT_TIMINGS, Timings
@@ -77,6 +87,7 @@ class RunnerRoutes:
         episodes: Episodes,
         service: TurnService,
         conversations: ConversationRenderer,
+        posted: PostedTrajectories,
         metrics: RouterMetrics,
         scores: Scores,
         timings: Timings = DEFAULT_TIMINGS,
@@ -87,6 +98,7 @@ class RunnerRoutes:
         self._episodes = episodes
         self._service = service
         self._conversations = conversations
+        self._posted = posted
         self._metrics = metrics
         self._scores = scores
         self._claim_wait_s = timings.claim_wait_s
@@ -227,8 +239,107 @@ class RunnerRoutes:
         """`POST /episodes/{id}/close`: end an episode; the same key twice is one close."""
         self._keys.require_runner(exchange.key)
         body = await exchange.decode(_close)
+        result = await self._close(exchange.path("episode_id"), body)
+        await _answer(exchange, {"counted": result.counted, "sealed_group": result.sealed_group})
+
+    async def trajectories(self, exchange: Exchange) -> None:
+        """`POST /trajectories`: episodes that were played elsewhere, or conversations for SFT."""
+        self._keys.require_runner(exchange.key)
+        body = await exchange.decode(_trajectories)
+        played = [one.is_played for one in body.trajectories]
+        if not any(played):
+            await self._take_conversations(exchange, body)
+            return
+        if not all(played):
+            raise Refusal(
+                400,
+                "invalid_value",
+                f"trajectories[{played.index(False)}] has neither turns nor samples, others have; "
+                "post conversations for SFT by themselves",
+                param="trajectories",
+            )
+        ready = [
+            await self._check_played(one, index) for index, one in enumerate(body.trajectories)
+        ]
+        results = [
+            await self._record_played(one, turns)
+            for one, turns in zip(body.trajectories, ready, strict=True)
+        ]
+        num_accepted = sum(result["counted"] for result in results)
+        await _answer(exchange, {"num_accepted": num_accepted, "results": results})
+
+    async def _take_conversations(self, exchange: Exchange, body: TrajectoriesBody) -> None:
         check_id(body.key, "key")
-        episode_id = exchange.path("episode_id")
+        # Rendering a batch takes long; other requests go on meanwhile.
+        trajectories = await asyncio.to_thread(
+            self._conversations.render_all,
+            [(bytes(one.messages), bytes(one.tools), one.metadata) for one in body.trajectories],
+            body.key,
+        )
+        await self._buffer.put_trajectories(trajectories, key=body.key, final=body.final)
+        await _answer(exchange, {"num_accepted": len(trajectories), "results": []})
+
+    async def _check_played(self, body: TrajectoryBody, index: int) -> tuple[Turn, ...]:
+        """The turns of one posted trajectory, none of which is recorded yet.
+
+        Raises:
+            Refusal: 400 or 404, naming the trajectory and what is wrong with it.
+        """
+        where = f"trajectories[{index}]"
+        if body.turns is not None and body.samples is not None:
+            raise Refusal(400, "invalid_value", f"{where} has turns and samples; give one of them")
+        loaded = await self._buffer.load_episode(check_episode_id(body.episode_id))
+        if loaded is None:
+            raise _no_episode(body.episode_id)
+        newest = await self._newest_version()
+        try:
+            turns = self._posted.turns(
+                loaded.opening, body.turns, body.samples, newest_version=newest
+            )
+        except Refusal as error:
+            raise Refusal(error.status, error.code, f"{where}: {error}", param=where) from error
+        except RecordError as error:
+            raise Refusal(400, "invalid_value", f"{where}: {error}", param=where) from error
+        if strangers := {turn.turn_id for turn in loaded.turns} - {turn.turn_id for turn in turns}:
+            raise Refusal(
+                400,
+                "invalid_value",
+                f"{where}: episode_id={body.episode_id} has {len(strangers)} turns that were "
+                "recorded here; an episode is played through this router or posted whole",
+                param=where,
+            )
+        return turns
+
+    async def _record_played(self, body: TrajectoryBody, turns: Sequence[Turn]) -> dict[str, Any]:
+        """Record and close an episode; what the buffer refuses of it is part of the answer."""
+        result: dict[str, Any] = {"episode_id": body.episode_id, "counted": False, "error": ""}
+        try:
+            for turn in turns:
+                await self._buffer.append_turn(turn)
+            # The key is the same each time, so the same trajectory again is one close.
+            closing = CloseBody(
+                outcome=body.outcome,
+                key="posted",
+                failure_kind=body.failure_kind,
+                reward=body.reward,
+                error=body.error,
+                output=body.output,
+            )
+            closed = await self._close(body.episode_id, closing)
+        except (Conflict, Gone, NotFound) as error:
+            return result | {"error": str(error)}
+            return result | {"error": str(error)}
+        if not closed.counted and body.reward is not None:
+            result["error"] = "it is too old to be trained, or failed; its attempt is played again"
+        self._metrics.posted.inc()
+        return result | {"counted": closed.counted}
+
+    async def _newest_version(self) -> int:
+        state = await self._buffer.policy_state()
+        return -1 if state.announced_version is None else state.announced_version
+
+    async def _close(self, episode_id: str, body: CloseBody) -> CloseResult:
+        check_id(body.key, "key")
         reward = None
         if body.reward is not None:
             reward = await self._scores.reward(episode_id, body.reward)
@@ -250,20 +361,7 @@ class RunnerRoutes:
             if episode.tree.nodes:
                 self._metrics.branches_per_episode.observe(episode.tree.num_branches)
             self._episodes.forget(episode)
-        await _answer(exchange, {"counted": result.counted, "sealed_group": result.sealed_group})
-
-    async def trajectories(self, exchange: Exchange) -> None:
-        """`POST /trajectories`: conversations for SFT, rendered turn by turn."""
-        self._keys.require_runner(exchange.key)
-        body = await exchange.decode(_trajectories)
-        # Rendering a batch takes long; other requests go on meanwhile.
-        trajectories = await asyncio.to_thread(
-            self._conversations.render_all,
-            [(bytes(one.messages), bytes(one.tools), one.metadata) for one in body.trajectories],
-            body.key,
-        )
-        await self._buffer.put_trajectories(trajectories, key=body.key, final=body.final)
-        await _answer(exchange, {"num_accepted": len(trajectories)})
+        return result
 
     async def _claim(self, body: ClaimBody) -> ClaimResult:
         state = self._pool.state

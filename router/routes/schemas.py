@@ -10,7 +10,14 @@ from typing import Annotated, Any
 
 import msgspec
 
-from outloop.buffer.records import FailureKind, Outcome, Purpose
+from outloop.buffer.records import (
+    FailureKind,
+    FinishReason,
+    Outcome,
+    Purpose,
+    Sampling,
+    VersionSpan,
+)
 
 
 def _no_tools() -> msgspec.Raw:
@@ -112,17 +119,75 @@ class CloseBody(msgspec.Struct):
     output: str = ""
 
 
-class ConversationBody(msgspec.Struct):
-    """One conversation for SFT, as OpenAI messages."""
+Id = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""Of a token."""
+Version = Annotated[int, msgspec.Meta(ge=0)]
 
-    messages: msgspec.Raw
+
+class PostedTurn(msgspec.Struct, kw_only=True):
+    """One model call of a posted trajectory; fields as in `GET /episodes/{id}`."""
+
+    turn_id: str = ""
+    parent_turn_id: str | None = None
+    choice_index: int = 0
+    prompt_ids: list[Id]
+    """Given after the parent's ids."""
+    output_ids: list[Id]
+    behavior_logprobs: list[float]
+    policy_version: Version | None = None
+    """Of all output ids; or version_spans."""
+    version_spans: list[VersionSpan] = []
+    loss_spans: list[tuple[int, int]] | None = None
+    """Which output ids are trained; left out: all whose distribution is known."""
+    sampling: Sampling
+    """In force when it was sampled."""
+    finish_reason: FinishReason = "stop"
+    started_at: float = 0.0
+    finished_at: float = 0.0
+
+
+class PostedSample(msgspec.Struct, kw_only=True):
+    """A branch of a posted trajectory as one row; all lists are of one length."""
+
+    token_ids: list[Id]
+    loss_mask: list[bool | int]
+    """True, 1: sampled by the policy, and trained."""
+    behavior_logprobs: list[float]
+    """Read where loss_mask is true."""
+    policy_versions: Version | list[Version]
+    sampling: Sampling
+    finish_reason: FinishReason = "stop"
+
+
+class TrajectoryBody(msgspec.Struct, kw_only=True):
+    """`turns` or `samples` of an open episode, for RL; or `messages`, a conversation for SFT."""
+
+    episode_id: str = ""
+    turns: list[PostedTurn] | None = None
+    samples: list[PostedSample] | None = None
+    outcome: Outcome = "completed"
+    failure_kind: FailureKind | None = None
+    reward: RewardValue | None = None
+    """Left out: it comes later, by `POST /episodes/{id}/reward`."""
+    error: str = ""
+    output: str = ""
+    messages: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    """As OpenAI's."""
     tools: msgspec.Raw = msgspec.field(default_factory=_no_tools)
     metadata: dict[str, str] = {}
+    """Of a conversation."""
+
+    @property
+    def is_played(self) -> bool:
+        """True if it is for RL."""
+        return self.turns is not None or self.samples is not None
 
 
 class TrajectoriesBody(msgspec.Struct):
-    """Body of `POST /trajectories`; `final`: no more will come."""
+    """Body of `POST /trajectories`: of one kind, all for RL or all for SFT."""
 
-    trajectories: list[ConversationBody]
-    key: str
-    final: bool
+    trajectories: list[TrajectoryBody]
+    key: str = ""
+    """SFT: the same key again adds nothing. Trajectories for RL have their episode_id."""
+    final: bool = False
+    """SFT: no more will come."""

@@ -1,9 +1,19 @@
 """reasoning-gym with math-verify: tasks, players, verdicts, and two steps of training."""
 
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -62,3 +72,53 @@ def test_it_trains(train_example) -> None:
     rows = [row for row in train_example("math") if "train/loss" in row]
     assert [row["train/episodes"] for row in rows] == [12, 12]
     assert all(row["train/failed_share"] == 0 for row in rows)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(240)
+def test_trajectories_posted_by_another_program_train(
+    train_example, free_port: int, tmp_path: Path
+) -> None:
+    """The run starts no runner; a program that renders, samples and scores by itself feeds it."""
+    folder = ROOT / "examples/math"
+    address = f"http://127.0.0.1:{free_port}"
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(
+            train_example, "math", env__num_runners=0, router__port=free_port, eval__every=1,
+            eval__num_episodes=4, eval__final_num_episodes=4,
+        )  # fmt: skip
+        wait_for_port(free_port, training)
+        posting = subprocess.run(
+            [sys.executable, str(folder / "post.py"), "runs/short", address],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        rows = training.result(timeout=200)
+    assert posting.returncode == 0, posting.stderr
+    said = json.loads(posting.stdout.splitlines()[-1])
+    assert said["counted"] == said["posted"] >= 24
+    steps = [row for row in rows if "train/loss" in row]
+    assert [row["train/episodes"] for row in steps] == [12, 12]
+    assert any(row.get("eval/sampled_reward") is not None for row in rows)
+
+
+def wait_for_port(port: int, training: Future) -> None:
+    """Return when a router listens there."""
+    deadline = time.monotonic() + 150
+    while True:
+        assert not training.done(), training.exception()
+        assert time.monotonic() < deadline
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port without a listener."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

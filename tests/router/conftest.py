@@ -183,7 +183,8 @@ async def make_stage(
             **sections: dict,
         ) -> Stage:
             redis_run = run
-            run = run or make_run(**sections, buffer={"max_staleness": staleness})
+            buffer = {"max_staleness": staleness} | sections.pop("buffer", {})
+            run = run or make_run(**sections, buffer=buffer)
             server = FakeServer(lambda request: Script(ids=[1]))
             server.url = await stack.enter_async_context(serving(server))
             if redis_run is not None:

@@ -47,7 +47,7 @@ async def test_rendered_equals_played(stage) -> None:
             "final": True,
         },
     )
-    assert answer.json() == {"num_accepted": 25}, answer.text
+    assert answer.json() == {"num_accepted": 25, "results": []}, answer.text
     assert stage.buffer.reader.sft_progress() == (25, True)
     for row, trajectory in zip(rows, stage.buffer.reader.sft_trajectories(), strict=True):
         assert trajectory.episode.purpose == "sft"
