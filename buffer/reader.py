@@ -30,10 +30,10 @@ from outloop.buffer.limits import AdmissionLimits
 from outloop.buffer.records import (
     CheckpointMark,
     DropReason,
+    EvalEpisode,
     EvalProgress,
     Lease,
     OpenEpisode,
-    Split,
     Trajectory,
 )
 from outloop.buffer.redis.client import connect_sync, translated
@@ -55,6 +55,7 @@ __all__ = ["BufferReader", "init_run"]
 _WAKE_TIMEOUT_S = 0.5
 _REMEMBERED_MARKS = 16
 _KEPT_EVALS = 8
+"""And four of each suite."""
 _MAX_ERROR_CHARS = 2000
 
 _log = structlog.get_logger()
@@ -76,6 +77,7 @@ class BufferReader:
         self._taken: list[Lease] = []
         """Leases of a take that failed; the next take returns them first."""
         self.task_weights = TaskWeights(client, self._prefix, self._scripts)
+        self._kept_evals = _KEPT_EVALS + 4 * len(run.settings.eval.suites)
         self.limits = AdmissionLimits(self._scripts)
         """How far ahead of the trainer episodes start, and how old a trained token may be."""
         self.archive = Archive(client, self._prefix, self._scripts)
@@ -305,27 +307,40 @@ class BufferReader:
         policy_version: int,
         num_episodes: int,
         sampling: dict[str, float],
-        split: Split = "validation",
+        suite: str = "validation",
+        samples_per_task: int = 0,
     ) -> None:
         """Request evaluation episodes; the same request again changes nothing.
 
-        Tasks are taken from the start of the split's list, repeatedly if it is shorter than
-        `num_episodes`. All evaluation tasks outside the test split are "validation".
+        Args:
+            suite: "validation", "test", or one of eval.suites that has tasks of its own.
+            samples_per_task: how often each of the first num_episodes / samples_per_task tasks of
+                the suite is played; if it has fewer tasks there are fewer episodes. 0: all of its
+                tasks, again and again in the same order, until there are `num_episodes`.
 
         Raises:
             NotFound: the run has no such tasks.
             Conflict: `name` was requested with other values.
         """
-        if num_episodes < 1 or not 1 <= len(name) <= 256:
+        if num_episodes < max(1, samples_per_task) or not 1 <= len(name) <= 256:
             raise RecordError(
-                f"name={name!r}, num_episodes={num_episodes}; a name of 1 to 256 characters and at "
-                "least one episode are allowed"
+                f"name={name!r}, num_episodes={num_episodes}, samples_per_task={samples_per_task}; "
+                "a name of 1 to 256 characters, at least one episode, and no more samples than "
+                "episodes are allowed"
             )
         try:
             text = json.dumps(sampling, sort_keys=True, allow_nan=False)
         except ValueError as error:
             raise RecordError(f"sampling={sampling}: finite numbers are allowed") from error
-        arguments = (name, num_episodes, text, policy_version, _KEPT_EVALS, split)
+        arguments = (
+            name,
+            num_episodes,
+            text,
+            policy_version,
+            self._kept_evals,
+            suite,
+            samples_per_task,
+        )
         self._scripts.call("request_eval", *arguments, what=f"requesting evaluation name={name}")
 
     def eval_progress(self, name: str) -> EvalProgress:
@@ -352,6 +367,58 @@ class BufferReader:
             rewards=tuple(float(value) for _, value in ordered),
             num_in_flight=num_in_flight,
         )
+
+    def eval_episodes(self, name: str) -> tuple[EvalEpisode, ...]:
+        """The scored episodes of one of the last evaluations, in the order of their attempts.
+
+        One that is damaged is logged and left out.
+        """
+        e = self._key(f"eval:{name}")
+        with translated(f"reading the episodes of evaluation name={name}"):
+            ids: Any = self._client.lrange(f"{e}:episodes", 0, -1)
+            with self._client.pipeline(transaction=False) as pipeline:
+                for episode_id in ids:
+                    episode = self._key(f"episode:{episode_id.decode()}")
+                    pipeline.hmget(episode, ["opening", "closure", "reward", "num_tokens"])
+                    pipeline.llen(f"{episode}:turns")
+                pipeline.hmget(e, ["suite", "samples", "requested"])
+                *found, (suite, samples, requested) = pipeline.execute()
+            rows: list[tuple[Any, ...]] = [
+                (*fields, num_turns)
+                for fields, num_turns in zip(found[::2], found[1::2], strict=True)
+                if fields[0] is not None and fields[1] is not None and fields[2] is not None
+            ]
+            max_tasks = int(requested) // int(samples) if rows and int(samples) else None
+            sources = self._eval_sources(suite.decode(), max_tasks) if rows else []
+        episodes: dict[int, EvalEpisode] = {}
+        for opening, closure, reward, num_tokens, num_turns in rows:
+            try:
+                began = records_codec.decode_opening(opening)
+                scored = records_codec.decode_reward(reward)
+                outcome = records_codec.decode_closure(closure).outcome
+            except UNREADABLE as error:
+                _log.error("episode_left_out", evaluation=name, error=str(error))
+                continue
+            episodes[began.attempt] = EvalEpisode(
+                attempt=began.attempt,
+                task_id=began.task_id,
+                source=sources[began.attempt % len(sources)],
+                reward=scored,
+                outcome=outcome,
+                num_turns=int(num_turns),
+                num_tokens=int(num_tokens or 0),
+            )
+        return tuple(episodes[attempt] for attempt in sorted(episodes))
+
+    def _eval_sources(self, suite: str, max_tasks: int | None) -> list[str]:
+        """The source of each task that an evaluation plays, in their order."""
+        place: Any = self._client.hget(self._key("state"), f"suite:{suite}")
+        first, count = (int(number) for number in place.split())
+        count = count if max_tasks is None else min(count, max_tasks)
+        records: Any = self._client.hmget(
+            self._key("eval_tasks"), [str(first + index) for index in range(count)]
+        )
+        return [records_codec.decode_task(record).source for record in records]
 
     def sft_progress(self) -> tuple[int, bool]:
         """(number of trajectories stored for supervised training, no more will come)."""

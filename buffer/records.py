@@ -18,7 +18,6 @@ from outloop.buffer.errors import RecordError
 
 Purpose = Literal["train", "eval", "sft"]
 """`train`: may be trained by RL. `eval`: never trained. `sft`: messages only, trained by SFT."""
-Split = Literal["validation", "test"]
 Outcome = Literal["completed", "truncated", "failed", "aborted"]
 FailureKind = Literal["agent", "environment", "infrastructure"]
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
@@ -27,6 +26,7 @@ DropReason = Literal["stale", "no_signal", "failed", "overlong", "malformed", "f
 # a type that is not equal to the declared one.
 Int32 = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
 Float32 = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
+MAX_ANSWER_CHARS = 1000
 SOURCE = "source"
 """Key of an episode's metadata: which of several lists of tasks its task is from."""
 INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
@@ -211,10 +211,18 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Scores of single branches, by the turn_id of their last turn."""
     tokens: tuple[TokenReward, ...] = ()
     """What spans of output tokens earned; those of a turn do not overlap."""
+    answer: str = ""
+    """What the episode answered, as its verifier reads it; equal answers count together in the
+    majority vote of an evaluation. Empty: the verifier does not say."""
 
     def __post_init__(self) -> None:
         if type(self.value) is not float or not math.isfinite(self.value):
             _check_number("value", self.value)
+        if len(self.answer) > MAX_ANSWER_CHARS:
+            raise RecordError(
+                f"answer has {len(self.answer)} characters; at most {MAX_ANSWER_CHARS} are "
+                "allowed: give the final answer, or a hash of it"
+            )
         if not (self.components or self.has_parts):
             return
         for name in ("components", "turns", "branches"):
@@ -361,6 +369,9 @@ class Task:
     priority: int = 0
     """A higher one is played earlier, by up to buffer.priority_window slots. Set when tasks are
     registered; 0 in the task of a claim."""
+    source: str = ""
+    """Of an evaluation task: the list of env.tasks that it was held out from, where there are
+    several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -375,7 +386,7 @@ class Claim:
     sampling: dict[str, float] | None = None
     """Only eval claims carry their own sampling."""
     eval_name: str = ""
-    """Which evaluation this belongs to: `{version}:{sampling name}`; empty for train."""
+    """Which evaluation this belongs to: `{version}:{name}`; empty for train."""
     resumes: str | None = None
     """A lost episode: its recorded turns answer this attempt's requests until these differ."""
     source: str = ""
@@ -460,6 +471,21 @@ class PolicyState:
     acknowledged_version: int | None
     servers: tuple[ServerEntry, ...]
     run_state: Literal["running", "finished", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalEpisode:
+    """A scored episode of an evaluation."""
+
+    attempt: int
+    task_id: str
+    source: str
+    """The list of env.tasks that the task was held out from, where there are several."""
+    reward: Reward
+    outcome: Outcome
+    num_turns: int
+    num_tokens: int
+    """Sampled, over all its turns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -196,6 +196,11 @@ METRIC_PREFIXES: dict[str, str] = {
     "reward/": "and a component's name: its mean over the taken episodes that have it",
     "source/": "and the name of one of several lists of tasks: `reward_mean` and `episodes` of the "
     "taken episodes from it, `reward/COMPONENT` their means of a component",
+    "eval/": "and `sampled`, `greedy` or the name of a suite: `reward`, `pass_at_K`, "
+    "`majority_at_K`, `component/NAME`, `source/NAME/reward`, `change` since the one "
+    "before, each with its standard error by task as `_se`; `tasks`, `episodes`, "
+    "`generated_tokens_mean`, `turns_mean`, `truncated_share`; see evaluation.md",
+    "test/": "and `sampled` or `greedy`: the same of the test split",
 }
 """What the names begin with that a run's own verifier and tasks give."""
 

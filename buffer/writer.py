@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, get_args
 
 import msgspec
@@ -50,6 +51,7 @@ from outloop.buffer.tasks.validation import (
     check_sources,
     deadline_of,
     encode_priorities,
+    encode_suites,
     encode_tasks,
     refuse_cut,
     refuse_overlap,
@@ -111,21 +113,23 @@ class BufferWriter:
         eval_tasks: Sequence[Task],
         sources: Sequence[TaskSource] = (),
         *,
-        num_test_tasks: int = 0,
+        suites: Mapping[str, int] | None = None,
     ) -> None:
         """Fix the run's tasks; the same tasks again change nothing.
 
         Args:
             sources: the sources of `tasks`, one after the other; left out: there is one.
-            num_test_tasks: how many of the last `eval_tasks` are the test split.
+            suites: of which `eval_tasks` consist, in order: name and number of tasks; left out:
+                all are "validation".
 
         Raises:
             Conflict: the run has other tasks.
-            RecordError: an id is used twice, a payload is not JSON-able, a priority is no whole
-                number, a training task has the content of an evaluation task, or its deadline is
-                later than its group's.
+            RecordError: an id is used twice, a payload is not JSON-able, suites are not made of
+                `eval_tasks`, a priority is no whole number, a training task has the content of an
+                evaluation task, or its deadline is later than its group's.
         """
-        encoded = [encode_tasks(tasks, "tasks"), encode_tasks(eval_tasks, "eval_tasks")]
+        suites = {"validation": len(eval_tasks)} if suites is None else suites
+        encoded = [encode_tasks(tasks, "tasks"), *encode_suites(eval_tasks, suites)]
         refuse_overlap(tasks, eval_tasks)
         refuse_cut(tasks, self._run.settings)
         what = "registering tasks"
@@ -135,13 +139,14 @@ class BufferWriter:
         priorities = encode_priorities(tasks, sources)
         arguments = (tasks_digest(encoded, priorities), len(tasks), len(eval_tasks))
         window = self._run.settings.buffer.priority_window
-        tail = (encode_sources(sources), weights, num_test_tasks, priorities, window)
+        suites_text = " ".join(f"{name} {number}" for name, number in suites.items())
+        tail = (encode_sources(sources), weights, suites_text, priorities, window)
         (complete,) = await self._scripts.call(
             "register_tasks", *arguments, "begin", *tail, what=what
         )
         if complete:
             return
-        for name, records in zip(("tasks", "eval_tasks"), encoded, strict=True):
+        for name, records in (("tasks", encoded[0]), ("eval_tasks", list(chain(*encoded[1:])))):
             for start in range(0, len(records), _TASKS_PER_COMMAND):
                 chunk = enumerate(records[start : start + _TASKS_PER_COMMAND], start)
                 fields: Any = {str(index): record for index, record in chunk}

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 import outloop
 from outloop.buffer.settings import Settings, UpstreamSettings, load_settings
 from outloop.buffer.settings.deploy import PartResources
-from outloop.buffer.settings.env import TaskSourceSettings
+from outloop.buffer.settings.env import EvalSuiteSettings, TaskSourceSettings
 from outloop.buffer.settings.trainer import CriticSettings
 from outloop.buffer.stats import STATS
 from outloop.buffer.telemetry import METRIC_PREFIXES, METRICS
@@ -45,6 +45,7 @@ from outloop.router.metrics import RouterMetrics
 DOCS = Path(__file__).resolve().parent
 NAMED_TABLES: dict[str, type[BaseModel]] = {
     "env.tasks.NAME": TaskSourceSettings,
+    "eval.suites.NAME": EvalSuiteSettings,
     "trainer.critic": CriticSettings,
     "router.upstreams.NAME": UpstreamSettings,
     "deploy.parts.PART": PartResources,

@@ -91,7 +91,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("version_parents", "hash", _RUN, "announce_version", "version -> parent or empty"),
     KeySpec("evals", "list", _RUN, "request_eval", "names of evaluations whose episodes are kept"),
     KeySpec("eval_queue", "list", _RUN, "request_eval", "evaluation attempts to claim"),
-    KeySpec("eval:NAME", "hash", _RUN, "request_eval", "total, done, sampling, version, split"),
+    KeySpec("eval:NAME", "hash", _RUN, "request_eval", "total, done, sampling, version, suite"),
     KeySpec("eval:NAME:rewards", "hash", _RUN, "close", "attempt -> reward"),
     KeySpec("eval:NAME:episodes", "list", "last evaluations", "close", "closed episode ids"),
     KeySpec(

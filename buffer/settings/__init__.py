@@ -27,7 +27,7 @@ from pydantic_settings import (
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings.buffer import BufferSettings
 from outloop.buffer.settings.deploy import DeploySettings
-from outloop.buffer.settings.env import EnvSettings, EvalSettings, check_choice
+from outloop.buffer.settings.env import EnvSettings, EvalSettings, check_evaluations
 from outloop.buffer.settings.recipes import DEFAULT_MAX_NEW_TOKENS, USES_PARTS, with_recipe
 from outloop.buffer.settings.server import ServerSettings
 from outloop.buffer.settings.trainer import TrainerSettings
@@ -252,7 +252,7 @@ class Settings(BaseSettings):
                 f"trainer.pass_k={pass_k} with buffer.group_size={self.buffer.group_size}: the "
                 "best of all attempts says nothing of one; less than group_size is allowed"
             )
-        check_choice(self.env, self.eval)
+        check_evaluations(self.env, self.eval)
         self.refuse_cut(self.env.episode_deadline_s, "env.episode_deadline_s")
         if self.server.num_servers == 0 and not self.server.urls and self.trainer.mode == "rl":
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -105,6 +106,26 @@ class EnvSettings(BaseModel):
     """The run stops when a larger share of attempts ended without a result (after 200 attempts)."""
 
 
+class EvalSuiteSettings(BaseModel):
+    """One named evaluation with a schedule of its own; see docs/evaluation.md."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tasks: str | None = None
+    """JSONL file, or package.module:function; left out: the tasks of env.eval_tasks, or the split
+    that is evaluated."""
+    every: int = Field(10, gt=0)
+    """Policy versions between its evaluations. Version 0 and the last are evaluated too."""
+    num_tasks: int = Field(128, gt=0)
+    """The first of its tasks, at most."""
+    samples_per_task: int = Field(1, gt=0)
+    """Episodes of each task."""
+    temperature: float | None = Field(None, ge=0)
+    """Left out: sampling.temperature; 0: greedy."""
+    pass_reward: float = 1.0
+    """An episode with this reward or more passes, for pass_at_K and majority_at_K."""
+
+
 class EvalSettings(BaseModel):
     """Evaluation episodes on a schedule, through the same router, never trained."""
 
@@ -116,6 +137,13 @@ class EvalSettings(BaseModel):
     """Per evaluation and sampling; tasks are taken from the front of the evaluation list."""
     final_num_episodes: int = Field(128, gt=0)
     """The same for version 0 and the last version."""
+    samples_per_task: int | None = Field(None, gt=0)
+    """Episodes of each task: the first num_episodes / samples_per_task tasks are played. Left out:
+    all tasks, again and again."""
+    pass_reward: float = 1.0
+    """An episode with this reward or more passes, for pass_at_K and majority_at_K."""
+    suites: dict[str, EvalSuiteSettings] = {}
+    """Further evaluations by name, each with tasks, samples and a schedule of its own."""
     greedy: bool = True
     """Evaluate with temperature 0 beside the run's own sampling, at version 0 and the last."""
     timeout_s: float = Field(300.0, gt=0)
@@ -128,13 +156,51 @@ class EvalSettings(BaseModel):
     """Evaluate on the validation split, keep the weights that did best on it, and evaluate these
     once on the test split; needs both in env.split."""
 
+    def task_list(self, suite: str) -> str:
+        """The list of tasks that a suite plays: "validation", or the first suite with equal
+        `tasks`, which both share."""
+        tasks = self.suites[suite].tasks
+        if tasks is None:
+            return "validation"
+        return next(name for name, other in self.suites.items() if other.tasks == tasks)
 
-def check_choice(env: EnvSettings, plan: EvalSettings) -> None:
-    """Refuse a choice of checkpoints that has nothing to choose by.
+    def samples_of(self, num_episodes: int) -> int:
+        """How often each task of an evaluation of so many episodes is played; 0: again and again.
+
+        Raises:
+            ValueError: samples_per_task does not divide it.
+        """
+        if self.samples_per_task is not None and num_episodes % self.samples_per_task:
+            raise ValueError(
+                f"eval.samples_per_task={self.samples_per_task} does not divide num_episodes="
+                f"{num_episodes}; each task is played so often: change one of them"
+            )
+        return self.samples_per_task or 0
+
+
+_SUITE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
+_TAKEN_NAMES = ("validation", "test", "sampled", "greedy")
+
+
+def check_evaluations(env: EnvSettings, plan: EvalSettings) -> None:
+    """Refuse suites that have no tasks or no usable name, and a choice of checkpoints that has
+    nothing to choose by.
 
     Raises:
-        ValueError: which setting is missing.
+        ValueError: which setting is missing or wrong.
     """
+    for name, suite in plan.suites.items():
+        if not _SUITE_NAME.fullmatch(name) or name in _TAKEN_NAMES:
+            raise ValueError(
+                f"eval.suites: name={name!r}; small letters, digits, - and _ are allowed, and none "
+                f"of {', '.join(_TAKEN_NAMES)}"
+            )
+        if suite.tasks is None and env.eval_tasks is None and env.split is None:
+            raise ValueError(
+                f"eval.suites.{name} has no tasks; set its `tasks`, env.eval_tasks or env.split"
+            )
+    for num_episodes in (plan.num_episodes, plan.final_num_episodes):
+        plan.samples_of(num_episodes)
     shares = env.split or {}
     is_split = shares.get("validation", 0) > 0 and shares.get("test", 0) > 0
     if plan.chooses_checkpoint and not (plan.every and is_split):
@@ -143,10 +209,10 @@ def check_choice(env: EnvSettings, plan: EvalSettings) -> None:
             "needs evaluations, and shares above 0 of validation and test; set eval.every, and for "
             "example env.split = {train = 8, validation = 1, test = 1}"
         )
-    if not plan.blocks_publish and not plan.every:
+    if not plan.blocks_publish and not plan.every and not plan.suites:
         raise ValueError(
-            "eval.blocks_publish=false has no effect with eval.every=0; leave it out, or set "
-            "eval.every"
+            "eval.blocks_publish=false has no effect with eval.every=0 and no eval.suites; leave "
+            "it out, or set eval.every"
         )
     if not plan.blocks_publish and plan.chooses_checkpoint:
         raise ValueError(

@@ -6,7 +6,7 @@ The same tasks in the same order have the same digest in every process.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -48,6 +48,30 @@ def encode_tasks(tasks: Iterable[Task], name: str) -> list[bytes]:
         seen.add(task.task_id)
         records.append(records_codec.encode_task(task))
     return records
+
+
+def encode_suites(tasks: Sequence[Task], suites: Mapping[str, int]) -> list[list[bytes]]:
+    """Bytes of the evaluation tasks of each suite; a task may be in several.
+
+    Args:
+        suites: name and number of tasks of each, in the order of `tasks`.
+
+    Raises:
+        RecordError: as `encode_tasks`, or the suites have more or fewer tasks than there are.
+    """
+    for name in suites:
+        check_id(name, "suites: name")
+    numbers = list(suites.values())
+    if min(numbers, default=0) < 0 or sum(numbers) != len(tasks):
+        raise RecordError(
+            f"suites={dict(suites)} with {len(tasks)} eval_tasks; they consist of their suites, "
+            "one after the other"
+        )
+    found, first = [], 0
+    for name, number in suites.items():
+        found.append(encode_tasks(tasks[first : first + number], f"eval_tasks of {name!r}"))
+        first += number
+    return found
 
 
 def refuse_overlap(tasks: Iterable[Task], eval_tasks: Iterable[Task]) -> None:

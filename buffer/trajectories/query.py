@@ -30,7 +30,8 @@ def connect(folder: Path) -> duckdb.DuckDBPyConnection:
         paths = [str(part_paths(folder, part)[index].absolute()) for part in parts]
         if paths:
             quoted = ", ".join("'" + path.replace("'", "''") + "'" for path in paths)
-            connection.execute(f"CREATE VIEW {name} AS SELECT * FROM read_parquet([{quoted}])")
+            source = f"read_parquet([{quoted}], union_by_name=true)"
+            connection.execute(f"CREATE VIEW {name} AS SELECT * FROM {source}")
         else:
             empty = schema.empty_table()
             connection.register("nothing", empty)

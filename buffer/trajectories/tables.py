@@ -40,6 +40,7 @@ EPISODES: pa.Schema = pa.schema(
         ("reward_turns", pa.string()),
         ("reward_branches", pa.string()),
         ("reward_tokens", pa.string()),
+        ("reward_answer", pa.string()),
         ("metadata", pa.string()),
         ("opened_at", pa.float64()),
         ("closed_at", pa.float64()),
@@ -178,7 +179,7 @@ def _reward_parts(reward: Reward | None) -> dict[str, str]:
     known = Reward(value=0.0) if reward is None else reward
     parts = {name: getattr(known, name) for name in ("components", "turns", "branches")}
     parts["tokens"] = [(s.turn_id, s.start, s.end, s.value) for s in known.tokens]
-    return {name: json.dumps(part) for name, part in parts.items()}
+    return {name: json.dumps(part) for name, part in parts.items()} | {"answer": known.answer}
 
 
 def _turn_row(index: int, turn: Turn, prompt_text: str, output_text: str) -> dict[str, Any]:
@@ -252,6 +253,8 @@ def reward_of(row: dict[str, Any]) -> Reward | None:
         turns=json.loads(row["reward_turns"]),
         branches=json.loads(row["reward_branches"]),
         tokens=tuple(TokenReward(*span) for span in json.loads(row["reward_tokens"])),
+        # Parts written before answers were recorded lack the column.
+        answer=row.get("reward_answer") or "",
     )
 
 

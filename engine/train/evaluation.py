@@ -1,4 +1,4 @@
-"""Evaluation on a schedule.
+"""Evaluations on their schedules: the run's own and those of named suites.
 
 With eval.blocks_publish an evaluation is complete before the next version is published, so that its
 episodes are of one version.
@@ -9,26 +9,48 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
 
 from outloop.buffer.errors import DeadlineExceeded
-from outloop.buffer.records import EvalProgress, Split
+from outloop.buffer.evaluations import results
+from outloop.buffer.evaluations.estimates import Change, change_between
+from outloop.buffer.evaluations.results import Evaluation
+from outloop.buffer.records import EvalProgress
 from outloop.buffer.settings import Settings
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.train.interfaces import Reader
 
 _POLL_S = 0.1
+_MIN_TASKS_TO_WARN = 8
+"""With fewer, an interval by task says little."""
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One sampling of a list of tasks."""
+
+    name: str
+    """Its beginning in metrics, behind eval/ or test/."""
+    key: str
+    """Of the request."""
+    temperature: float
+    pass_reward: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
     step: int
-    names: dict[str, str]
-    """Sampling name -> name of the evaluation."""
+    parts: tuple[_Part, ...]
     policy_version: int
     requested_at: float
-    split: Split = "validation"
+    kind: str = "eval"
+    """What its metrics begin with: eval, or test."""
+    is_suite: bool = False
 
 
 class Evaluations:
@@ -40,25 +62,30 @@ class Evaluations:
         settings: Settings,
         metrics: MetricsWriter,
         *,
+        run_dir: Path,
         stop: threading.Event,
         beat: Callable[[str], None],
     ) -> None:
         self._reader = reader
         self._settings = settings
         self._metrics = metrics
+        self._run_dir = run_dir
         self._stop = stop
         self._beat = beat
         self._pending: list[_Pending] = []
         """In the order of their requests."""
 
     def request(self, *, step: int, policy_version: int) -> None:
-        """Ask for an evaluation of the version just acknowledged, if the schedule wants one."""
+        """Ask for the evaluations of the version just acknowledged that the schedules want."""
         is_end = step in (0, self._settings.trainer.num_steps)
+        for name, suite in self._settings.eval.suites.items():
+            if step % suite.every == 0 or is_end:
+                self._request_suite(name, step, policy_version)
         if self.is_due(step):
             self._request(step, policy_version, "validation", is_end=is_end)
 
     def is_due(self, step: int) -> bool:
-        """Whether the schedule wants an evaluation of this step."""
+        """Whether the run's own schedule wants an evaluation of this step."""
         every = self._settings.eval.every
         return every > 0 and (step % every == 0 or step == self._settings.trainer.num_steps)
 
@@ -66,22 +93,45 @@ class Evaluations:
         """Ask for the test split, of the version that was chosen."""
         self._request(step, policy_version, "test", is_end=True)
 
-    def _request(self, step: int, policy_version: int, split: Split, *, is_end: bool) -> None:
+    def _request(self, step: int, policy_version: int, suite: str, *, is_end: bool) -> None:
         plan = self._settings.eval
         temperatures = {"sampled": self._settings.sampling.temperature}
         if plan.greedy and is_end:
             temperatures["greedy"] = 0.0
-        prefix = "" if split == "validation" else f"{split}-"
-        names = {name: f"{policy_version}:{prefix}{name}" for name in temperatures}
-        for name, temperature in temperatures.items():
+        prefix = "" if suite == "validation" else f"{suite}-"
+        parts = tuple(
+            _Part(name, f"{policy_version}:{prefix}{name}", temperature, plan.pass_reward)
+            for name, temperature in temperatures.items()
+        )
+        num_episodes = plan.final_num_episodes if is_end else plan.num_episodes
+        for part in parts:
             self._reader.request_eval(
-                names[name],
+                part.key,
                 policy_version=policy_version,
-                num_episodes=plan.final_num_episodes if is_end else plan.num_episodes,
-                sampling={"temperature": temperature},
-                split=split,
+                num_episodes=num_episodes,
+                sampling={"temperature": part.temperature},
+                suite=suite,
+                samples_per_task=plan.samples_of(num_episodes),
             )
-        self._pending.append(_Pending(step, names, policy_version, time.monotonic(), split))
+        kind = "eval" if suite == "validation" else suite
+        self._pending.append(_Pending(step, parts, policy_version, time.monotonic(), kind))
+
+    def _request_suite(self, name: str, step: int, policy_version: int) -> None:
+        suite = self._settings.eval.suites[name]
+        temperature = suite.temperature
+        if temperature is None:
+            temperature = self._settings.sampling.temperature
+        part = _Part(name, f"{policy_version}:suite-{name}", temperature, suite.pass_reward)
+        self._reader.request_eval(
+            part.key,
+            policy_version=policy_version,
+            num_episodes=suite.num_tasks * suite.samples_per_task,
+            sampling={"temperature": temperature},
+            suite=self._settings.eval.task_list(name),
+            samples_per_task=suite.samples_per_task,
+        )
+        pending = _Pending(step, (part,), policy_version, time.monotonic(), is_suite=True)
+        self._pending.append(pending)
 
     def collect_done(self, *, policy_version: int) -> None:
         """Record the evaluations that are complete; wait for none.
@@ -92,13 +142,13 @@ class Evaluations:
         for pending in list(self._pending):
             progress = self._progress(pending)
             if _is_done(progress):
-                self._record(pending, progress, policy_version)
+                self._record(pending, policy_version)
 
     def collect(self, *, policy_version: int) -> tuple[int, float] | None:
         """Wait for the evaluations under way, if any, and record them.
 
-        Returns the step of the last and its mean reward under the run's sampling; None without one,
-        on stop, or when no episode was scored.
+        Returns the step of the last of the run's own and its mean reward under the run's sampling;
+        None without one, on stop, or when no episode was scored.
 
         Args:
             policy_version: that is published now.
@@ -108,66 +158,100 @@ class Evaluations:
         """
         found = None
         for pending in list(self._pending):
-            progress = self._wait_for(pending)
-            if progress is None:
+            if not self._wait_for(pending):
                 return None
-            reward = self._record(pending, progress, policy_version)
-            found = None if math.isnan(reward) else (pending.step, reward)
+            reward = self._record(pending, policy_version)
+            if not pending.is_suite:
+                found = None if math.isnan(reward) else (pending.step, reward)
         return found
 
-    def _progress(self, pending: _Pending) -> dict[str, EvalProgress]:
-        return {name: self._reader.eval_progress(key) for name, key in pending.names.items()}
+    def _progress(self, pending: _Pending) -> list[EvalProgress]:
+        return [self._reader.eval_progress(part.key) for part in pending.parts]
 
-    def _wait_for(self, pending: _Pending) -> dict[str, EvalProgress] | None:
-        """What it scored, once it is complete; None on stop."""
+    def _wait_for(self, pending: _Pending) -> bool:
+        """True once it is complete; False on stop."""
         timeout_s = self._settings.eval.timeout_s
         deadline = time.monotonic() + timeout_s
         while not _is_done(progress := self._progress(pending)):
-            done = sum(part.num_done for part in progress.values())
-            total = sum(part.num_total for part in progress.values())
-            self._beat(f"evaluation at step {pending.step}: {done} of {total} episodes")
+            done = sum(part.num_done for part in progress)
+            total = sum(part.num_total for part in progress)
+            what = f"evaluation {pending.parts[0].name}" if pending.is_suite else "evaluation"
+            self._beat(f"{what} at step {pending.step}: {done} of {total} episodes")
             if self._stop.wait(_POLL_S):
-                return None
-            if any(part.num_in_flight for part in progress.values()):
+                return False
+            if any(part.num_in_flight for part in progress):
                 deadline = time.monotonic() + timeout_s
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     who="trainer",
-                    phase=f"evaluation at step {pending.step} ({done} of {total} episodes)",
+                    phase=f"{what} at step {pending.step} ({done} of {total} episodes)",
                     peer="runner",
                     after_s=timeout_s,
                 )
-        return progress
+        return True
 
-    def _record(
-        self, pending: _Pending, progress: dict[str, EvalProgress], policy_version: int
-    ) -> float:
-        """Write its row; returns the mean reward under the run's sampling, NaN without any."""
+    def _record(self, pending: _Pending, policy_version: int) -> float:
+        """Write its row and its results; returns the mean reward of its first sampling, NaN
+        without any."""
         self._pending.remove(pending)
-        kind = "eval" if pending.split == "validation" else pending.split
-        row = {
-            f"{kind}/episodes": float(max(len(part.rewards) for part in progress.values())),
-            f"{kind}/duration_s": time.monotonic() - pending.requested_at,
-        }
+        kind, row = pending.kind, dict[str, float]()
+        own = f"eval/{pending.parts[0].name}" if pending.is_suite else kind
+        rewards = []
+        for part in pending.parts:
+            evaluation = Evaluation(
+                step=pending.step,
+                policy_version=pending.policy_version,
+                name=part.name if kind == "eval" else f"{kind}/{part.name}",
+                temperature=part.temperature,
+                pass_reward=part.pass_reward,
+                tasks=results.tasks_of(self._reader.eval_episodes(part.key)),
+            )
+            measured = evaluation.metrics() | self._change(evaluation)
+            row |= {f"{kind}/{part.name}/{name}": value for name, value in measured.items()}
+            if not pending.is_suite:
+                row[f"{kind}/{part.name}_reward"] = measured["reward"]
+                row[f"{kind}/{part.name}_se"] = measured["reward_se"]
+                row[f"{kind}/episodes"] = max(
+                    row.get(f"{kind}/episodes", 0.0), measured["episodes"]
+                )
+            rewards.append(measured["reward"])
+            if not evaluation.tasks:
+                continue
+            results.append(self._run_dir, evaluation)
+        row[f"{own}/duration_s"] = time.monotonic() - pending.requested_at
         if not self._settings.eval.blocks_publish:
-            row[f"{kind}/num_publishes"] = float(policy_version - pending.policy_version)
-        for name, part in progress.items():
-            row[f"{kind}/{name}_reward"], row[f"{kind}/{name}_se"] = mean_and_error(part.rewards)
+            row[f"{own}/num_publishes"] = float(policy_version - pending.policy_version)
         self._metrics.write(pending.step, row)
-        return row[f"{kind}/sampled_reward"]
+        return rewards[0]
+
+    def _change(self, evaluation: Evaluation) -> dict[str, float]:
+        """How far it moved from the evaluation of the same name before it, task by task."""
+        earlier = [
+            one
+            for one in results.read(self._run_dir)
+            if one.name == evaluation.name and one.step < evaluation.step
+        ]
+        if not earlier:
+            return {}
+        before = earlier[-1]
+        try:
+            change = change_between(before.rewards, evaluation.rewards)
+        except ValueError:
+            # Too few tasks are in both, as after a change of eval.num_episodes.
+            return {}
+        if change.is_regression and change.num_tasks >= _MIN_TASKS_TO_WARN:
+            _log.warning("evaluation_fell", sentence=_sentence(before, evaluation, change))
+        return {"change": change.difference, "change_se": change.standard_error}
 
 
-def _is_done(progress: dict[str, EvalProgress]) -> bool:
-    return all(part.num_done >= part.num_total for part in progress.values())
+def _sentence(before: Evaluation, after: Evaluation, change: Change) -> str:
+    worst = ", ".join(f"{name} {old:.2f} to {new:.2f}" for name, old, new in change.fell[:3])
+    return (
+        f"evaluation {after.name!r} fell by {-change.difference:.3f} from step {before.step} to "
+        f"{after.step} (95%: {-change.high:.3f} to {-change.low:.3f}, {change.num_tasks} tasks); "
+        f"most: {worst}. `outloop evaluations` compares any two steps"
+    )
 
 
-def mean_and_error(rewards: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error (sample standard deviation over root n); NaN without data."""
-    count = len(rewards)
-    if count == 0:
-        return math.nan, math.nan
-    mean = math.fsum(rewards) / count
-    if count == 1:
-        return mean, math.nan
-    variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (count - 1)
-    return mean, math.sqrt(variance / count)
+def _is_done(progress: list[EvalProgress]) -> bool:
+    return all(part.num_done >= part.num_total for part in progress)

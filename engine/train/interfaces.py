@@ -12,10 +12,10 @@ from typing import Literal, Protocol
 from outloop.buffer.records import (
     CheckpointMark,
     DropReason,
+    EvalEpisode,
     EvalProgress,
     Lease,
     ServerEntry,
-    Split,
     Trajectory,
 )
 from outloop.engine.publish.tensor_source import TensorSource
@@ -71,10 +71,13 @@ class Reader(Protocol):
         policy_version: int,
         num_episodes: int,
         sampling: dict[str, float],
-        split: Split = "validation",
+        suite: str = "validation",
+        samples_per_task: int = 0,
     ) -> None: ...
 
     def eval_progress(self, name: str) -> EvalProgress: ...
+
+    def eval_episodes(self, name: str) -> tuple[EvalEpisode, ...]: ...
 
     def sft_progress(self) -> tuple[int, bool]: ...
 

@@ -89,7 +89,9 @@ class RlLoop:
             on_wait=self._wait,
             on_failure=self._save_failed,
         )
-        self._evaluations = Evaluations(reader, run.settings, metrics, stop=stop, beat=self._wait)
+        self._evaluations = Evaluations(
+            reader, run.settings, metrics, run_dir=run.dir, stop=stop, beat=self._wait
+        )
         self._best = BestCheckpoint(run.dir) if run.settings.eval.chooses_checkpoint else None
         self._step = 0
         self._version = -1

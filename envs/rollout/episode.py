@@ -75,6 +75,7 @@ class Episode:
         turn: object | None = None,
         branch: object | None = None,
         tokens: tuple[int, int] | None = None,
+        answer: str | None = None,
         **components: float,
     ) -> None:
         """Score the episode instead of returning a reward, or score a part of it.
@@ -86,11 +87,14 @@ class Episode:
         the answer. Scores of parts add to the episode's, which is 0 unless it is given. They are
         trained with env.turn_scores="train", and kept with "record".
 
+        `answer` is what the episode answered, for majority votes of an evaluation: `score(1.0,
+        answer="42")`, or without a score beside a reward that is returned.
+
         Raises:
             RecordError: a number is not finite, or the arguments do not name what is scored.
             SettingsError: this run takes no scores of turns, branches and tokens.
         """
-        self.scores.add(value, turn, branch, tokens, components)
+        self.scores.add(value, turn, branch, tokens, components, answer)
 
     def environ(self) -> dict[str, str]:
         """Environment variables for an agent that is a program."""

@@ -29,6 +29,7 @@ class Scores:
         self._turns: dict[str, float] = {}
         self._branches: dict[str, float] = {}
         self._tokens: dict[tuple[str, int, int], TokenReward] = {}
+        self._answer = ""
 
     def add(
         self,
@@ -37,8 +38,9 @@ class Scores:
         branch: object | None,
         tokens: tuple[int, int] | None,
         components: Mapping[str, float],
+        answer: str | None = None,
     ) -> None:
-        """Add a score; a later one of the same name replaces it.
+        """Add a score, or say what was answered; a later one of the same name replaces it.
 
         Raises:
             RecordError: a number is not finite, the call gives no score, or spans overlap.
@@ -47,12 +49,15 @@ class Scores:
         if turn is not None or branch is not None or tokens is not None:
             self._add_part(value, turn, branch, tokens)
             return
-        if value is None and not components:
+        if value is None and not components and answer is None:
             raise RecordError(
                 "episode.score() without a score; give a value, components by name, or a turn"
             )
         # Checks every number before any is kept.
-        checked = Reward(value=0.0 if value is None else value, components=dict(components))
+        checked = Reward(
+            value=0.0 if value is None else value, components=dict(components), answer=answer or ""
+        )
+        self._answer = checked.answer or self._answer
         if value is not None:
             self._value = checked.value
         self._components |= checked.components
@@ -104,6 +109,7 @@ class Scores:
             turns=dict(self._turns),
             branches=dict(self._branches),
             tokens=tuple(self._tokens.values()),
+            answer=self._answer,
         )
 
     def reward(self, returned: Any, what: str) -> Reward:
@@ -128,4 +134,5 @@ class Scores:
             turns=given.turns | self._turns,
             branches=given.branches | self._branches,
             tokens=(*given.tokens, *self._tokens.values()),
+            answer=self._answer or given.answer,
         )

@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
@@ -112,16 +112,19 @@ class RouterClient:
         eval_tasks: Sequence[Task],
         sources: Sequence[TaskSource] = (),
         *,
-        num_test_tasks: int = 0,
+        suites: Mapping[str, int] | None = None,
     ) -> None:
         """Register the run's tasks; the same tasks again change nothing."""
         await self._post(
             "/tasks",
             {
                 "tasks": [asdict(task) for task in tasks],
-                "eval_tasks": [{"task_id": t.task_id, "payload": t.payload} for t in eval_tasks],
+                "eval_tasks": [
+                    {"task_id": t.task_id, "payload": t.payload, "source": t.source}
+                    for t in eval_tasks
+                ],
                 "sources": [asdict(source) for source in sources],
-                "num_test_tasks": num_test_tasks,
+                "suites": suites,
             },
         )
 
@@ -184,6 +187,8 @@ class RouterClient:
                 ],
             }
             scored |= {name: scores for name, scores in parts.items() if scores}
+            if reward.answer:
+                scored["answer"] = reward.answer
         answer = await self._post(
             f"/episodes/{episode_id}/close",
             {

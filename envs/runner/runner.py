@@ -86,7 +86,7 @@ async def run(
             return
         found = load_run_tasks(settings)
         registering = router.register_tasks(
-            found.tasks, found.eval_tasks, found.sources, num_test_tasks=found.num_test_tasks
+            found.tasks, found.eval_tasks, found.sources, suites=found.suites
         )
         await _until_stopped(registering, stop)
         if stop.is_set():

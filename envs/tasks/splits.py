@@ -5,11 +5,13 @@ A content is in the same split in every run and in every source.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Task
@@ -42,7 +44,11 @@ def split_of(content: object, shares: Mapping[str, float]) -> str:
 def split_sources(
     lists: dict[str, tuple[Task, ...]], env: EnvSettings
 ) -> tuple[dict[str, tuple[Task, ...]], dict[str, tuple[Task, ...]]]:
-    """The training split of each source, and the other splits of all sources together, by name."""
+    """The training split of each source, and the other splits of all sources together, by name.
+
+    Of several sources the other splits have a task of each in turn, so that the first of them are
+    of all; these tasks name their source.
+    """
     shares: dict[str, float] = {
         name: env.split.get(name, 0.0) if env.split else 0.0
         for name in ("train", "validation", "test")
@@ -58,24 +64,33 @@ def split_sources(
                 f"env.split={env.split} leaves no training task of env.tasks {name!r}, which has "
                 f"{len(lists[name])}; give more tasks, or a larger train share"
             )
-    held_out = {
-        split: tuple({t.task_id: t for some in parts[split].values() for t in some}.values())
-        for split in ("validation", "test")
-    }
+    held_out = {split: _in_turn(parts[split], len(lists)) for split in ("validation", "test")}
     return {name: tuple(some) for name, some in parts["train"].items()}, held_out
 
 
-def validation_and_test(
-    held_out: dict[str, tuple[Task, ...]], env: EnvSettings
-) -> tuple[tuple[Task, ...], int]:
-    """The validation tasks followed by the test tasks, and the number of the latter."""
+def _in_turn(parts: Mapping[str, Sequence[Task]], num_sources: int) -> tuple[Task, ...]:
+    """A task of each source, another of each, and so on, each task once."""
+    found: dict[str, Task] = {}
+    for row in zip_longest(*parts.values()):
+        for name, task in zip(parts, row, strict=True):
+            if task is not None and task.task_id not in found:
+                source = name if num_sources > 1 else ""
+                found[task.task_id] = dataclasses.replace(task, source=source)
+    return tuple(found.values())
+
+
+def refuse_no_choice(held_out: Mapping[str, tuple[Task, ...]], env: EnvSettings) -> None:
+    """Refuse to choose checkpoints without tasks of both splits.
+
+    Raises:
+        SettingsError: which split has none.
+    """
     for split, some in held_out.items():
         if not some:
             raise SettingsError(
                 f"eval.chooses_checkpoint=true: env.split={env.split} leaves no task for {split}; "
                 "give more tasks, or a larger share of it"
             )
-    return held_out["validation"] + held_out["test"], len(held_out["test"])
 
 
 def _normalised(content: object) -> object:

@@ -18,7 +18,7 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Task
 from outloop.buffer.settings import Settings
 from outloop.buffer.tasks.mixture import TaskSource
-from outloop.envs.tasks.splits import content_hash, split_sources, validation_and_test
+from outloop.envs.tasks.splits import content_hash, refuse_no_choice, split_sources
 from outloop.envs.user_code import import_folders, import_object
 
 _log = structlog.get_logger()
@@ -32,8 +32,8 @@ class RunTasks:
     tasks: tuple[Task, ...]
     eval_tasks: tuple[Task, ...]
     sources: tuple[TaskSource, ...]
-    num_test_tasks: int = 0
-    """How many of the last `eval_tasks` are the test split."""
+    suites: dict[str, int]
+    """Of which `eval_tasks` consist, in order: name and number of tasks."""
 
 
 def load_run_tasks(settings: Settings) -> RunTasks:
@@ -44,26 +44,30 @@ def load_run_tasks(settings: Settings) -> RunTasks:
     """
     env = settings.env
     lists = _load_sources(settings)
-    eval_tasks: tuple[Task, ...] = ()
-    num_test_tasks = 0
+    suites: dict[str, tuple[Task, ...]] = {}
     if env.eval_tasks is not None:
         if env.split is not None:
             raise SettingsError(
                 f"env.split={env.split} and env.eval_tasks={env.eval_tasks!r} are both given; "
                 "leave one out"
             )
-        eval_tasks = load_tasks(env.eval_tasks, setting="env.eval_tasks", import_dir=env.import_dir)
+        suites["validation"] = load_tasks(
+            env.eval_tasks, setting="env.eval_tasks", import_dir=env.import_dir
+        )
     elif env.split is not None:
         # Before mixing: a content is in the same split in every source.
         lists, held_out = split_sources(lists, env)
-        eval_tasks = held_out[env.eval_split]
+        suites["validation"] = held_out[env.eval_split]
         if settings.eval.chooses_checkpoint:
-            eval_tasks, num_test_tasks = validation_and_test(held_out, env)
+            refuse_no_choice(held_out, env)
+            suites["test"] = held_out["test"]
     elif settings.eval.every > 0:
         raise SettingsError(
             f"eval.every={settings.eval.every} needs env.eval_tasks or env.split; give held-out "
             "tasks, or set eval.every to 0"
         )
+    suites |= _load_suites(settings)
+    eval_tasks = tuple(task for some in suites.values() for task in some)
     _refuse_repeats(lists)
     tasks = tuple(task for some in lists.values() for task in some)
     _refuse_overlap(tasks, eval_tasks)
@@ -75,8 +79,23 @@ def load_run_tasks(settings: Settings) -> RunTasks:
         for name, some in lists.items()
     )
     return RunTasks(
-        tasks=tasks, eval_tasks=eval_tasks, sources=sources, num_test_tasks=num_test_tasks
+        tasks=tasks,
+        eval_tasks=eval_tasks,
+        sources=sources,
+        suites={name: len(some) for name, some in suites.items()},
     )
+
+
+def _load_suites(settings: Settings) -> dict[str, tuple[Task, ...]]:
+    """The tasks of the suites that have some of their own; one list for suites with equal ones."""
+    plan, env = settings.eval, settings.env
+    return {
+        name: load_tasks(
+            suite.tasks, setting=f"eval.suites.{name}.tasks", import_dir=env.import_dir
+        )
+        for name, suite in plan.suites.items()
+        if suite.tasks is not None and plan.task_list(name) == name
+    }
 
 
 def _load_sources(settings: Settings) -> dict[str, tuple[Task, ...]]:
@@ -251,8 +270,9 @@ def _refuse_overlap(tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> None:
     shared = [task for task in eval_tasks if content_hash(task.payload) in trained]
     if shared:
         raise SettingsError(
-            f"{len(shared)} of {len(eval_tasks)} tasks of env.eval_tasks are in env.tasks too, for "
-            f"example payload={str(shared[0].payload)[:120]}; evaluation tasks must be held out: "
+            f"{len(shared)} of {len(eval_tasks)} tasks of env.eval_tasks and eval.suites are in "
+            f"env.tasks too, for example payload={str(shared[0].payload)[:120]}; evaluation tasks "
+            "must be held out: "
             "leave env.eval_tasks out and set env.split, or remove them from env.tasks"
         )
     ids = {task.task_id for task in tasks}

@@ -31,7 +31,7 @@ class Scores:
             RecordError: a number is not finite, or spans of tokens overlap.
         """
         if not (body.turns or body.branches or body.tokens):
-            return Reward(value=body.value, components=body.components)
+            return Reward(value=body.value, components=body.components, answer=body.answer)
         if self._settings.env.turn_scores == "refuse":
             raise Refusal(
                 422,
@@ -62,6 +62,7 @@ class Scores:
             turns=_by_turn(body.turns, known, episode_id, "turns"),
             branches=branches,
             tokens=tuple(_span(one, known, episode_id) for one in body.tokens),
+            answer=body.answer,
         )
 
 

@@ -108,19 +108,16 @@ class RunnerRoutes:
         self._keys.require_runner(exchange.key)
         body = await exchange.decode(_tasks)
         tasks, eval_tasks = (
-            [Task(task_id=x.task_id, payload=x.payload, priority=x.priority) for x in group]
+            [
+                Task(task_id=x.task_id, payload=x.payload, priority=x.priority, source=x.source)
+                for x in group
+            ]
             for group in (body.tasks, body.eval_tasks)
         )
         sources = [
             TaskSource(one.name, one.num_tasks, one.weight, one.priority) for one in body.sources
         ]
-        if not 0 <= body.num_test_tasks <= len(eval_tasks):
-            raise RecordError(
-                f"num_test_tasks={body.num_test_tasks}; at most the {len(eval_tasks)} eval_tasks, "
-                "of which they are the last, are allowed"
-            )
-        num_test_tasks = body.num_test_tasks
-        await self._buffer.register_tasks(tasks, eval_tasks, sources, num_test_tasks=num_test_tasks)
+        await self._buffer.register_tasks(tasks, eval_tasks, sources, suites=body.suites)
         await _answer(exchange, {"num_tasks": len(tasks), "num_eval_tasks": len(eval_tasks)})
 
     async def claim(self, exchange: Exchange) -> None:

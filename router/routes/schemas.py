@@ -30,6 +30,8 @@ class TaskBody(msgspec.Struct):
     task_id: str
     payload: dict[str, Any]
     priority: int = 0
+    source: str = ""
+    """Of an evaluation task: the list that it was held out from."""
 
 
 class SourceBody(msgspec.Struct):
@@ -47,8 +49,9 @@ class TasksBody(msgspec.Struct):
     tasks: list[TaskBody]
     eval_tasks: list[TaskBody] = []
     sources: list[SourceBody] = []
-    num_test_tasks: int = 0
-    """The last of `eval_tasks`: the test split."""
+    suites: dict[str, int] | None = None
+    """Of which `eval_tasks` consist, in order: name and number of tasks; null: all are
+    "validation"."""
 
 
 class ClaimBody(msgspec.Struct):
@@ -100,6 +103,8 @@ class RewardValue(msgspec.Struct):
     turns: dict[str, float] = {}
     branches: dict[str, float] = {}
     tokens: list[TokenRewardBody] = []
+    answer: str = ""
+    """What the episode answered, for majority votes of an evaluation."""
 
 
 class RewardBody(RewardValue, kw_only=True):

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from outloop.buffer.errors import Conflict, DeadlineExceeded, NotFound, RecordError
-from outloop.buffer.records import Task
+from outloop.buffer.records import Opening, Reward, Task
 
 
 @pytest.mark.parametrize(
@@ -256,14 +257,76 @@ async def test_the_test_split_is_played_when_asked_for_alone(join: Callable[...,
     """Both splits are registered in one list; each evaluation cycles through its own."""
     writer, reader = await join()
     held_out = [Task(task_id=f"e{i}", payload={"n": -1 - i}) for i in range(5)]
-    await writer.register_tasks([Task(task_id="t", payload={})], held_out, num_test_tasks=2)
+    await writer.register_tasks(
+        [Task(task_id="t", payload={})], held_out, suites={"validation": 3, "test": 2}
+    )
     reader.recover(None, fence=reader.acquire_fence())
     reader.announce_version(0, None)
     reader.acknowledge_version(0)
     for split, number in (("validation", 4), ("test", 3)):
-        reader.request_eval(split, policy_version=0, num_episodes=number, sampling={}, split=split)
+        reader.request_eval(split, policy_version=0, num_episodes=number, sampling={}, suite=split)
     claims = (await writer.claim(key="k", count=7)).claims
     assert [claim.task.task_id for claim in claims] == ["e0", "e1", "e2", "e0", "e3", "e4", "e3"]
+    await writer.close()
+
+
+async def test_the_episodes_of_an_evaluation_are_read_with_task_source_and_answer(
+    join: Callable[..., Any], make_turn: Callable[..., Any]
+) -> None:
+    """Three samples of each of the first two tasks of a suite of three; a suite with fewer tasks
+    than were asked for is played whole, and the evaluation is done with that."""
+    writer, reader = await join()
+    hard = [Task(task_id=f"h{i}", payload={"n": i}, source="ab"[i % 2]) for i in range(3)]
+    held_out = [Task(task_id="v", payload={"n": -1}), *hard]
+    suites = {"validation": 1, "hard": 3}
+    await writer.register_tasks([Task(task_id="t", payload={})], held_out, suites=suites)
+    reader.recover(None, fence=reader.acquire_fence())
+    reader.announce_version(0, None)
+    reader.acknowledge_version(0)
+    for name, number, samples in (("two", 6, 3), ("all", 20, 2)):
+        reader.request_eval(
+            name,
+            policy_version=0,
+            num_episodes=number,
+            sampling={},
+            suite="hard",
+            samples_per_task=samples,
+        )
+    claims = (await writer.claim(key="k", count=12)).claims
+    assert [claim.task.task_id for claim in claims] == ["h0", "h1"] * 3 + ["h0", "h1", "h2"] * 2
+    for claim in claims:
+        name = f"{claim.eval_name}-{claim.attempt}"
+        await writer.open_episode(
+            Opening(
+                episode_id=name,
+                task_id=claim.task.task_id,
+                group_id=None,
+                attempt=claim.attempt,
+                purpose="eval",
+                deadline_at=1e10,
+                sampling={},
+                eval_name=claim.eval_name,
+                opened_at=0.0,
+            )
+        )
+        await writer.append_turn(structs.replace(make_turn(name), episode_id=name))
+        reward = Reward(value=float(claim.attempt), answer=claim.task.task_id[-1])
+        await writer.close_episode(
+            name, outcome="completed", failure_kind=None, reward=reward, error="", key="c"
+        )
+    assert (await writer.claim(key="none", count=1)).claims[0].purpose == "train"
+    found = reader.eval_episodes("two")
+    assert [(one.task_id, one.source, one.reward.answer) for one in found[:2]] == [
+        ("h0", "a", "0"),
+        ("h1", "b", "1"),
+    ]
+    assert [one.reward.value for one in found] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert {(one.num_turns, one.outcome) for one in found} == {(1, "completed")}
+    assert found[0].num_tokens > 0
+    progress = reader.eval_progress("all")
+    assert (progress.num_done, progress.num_total) == (6, 6)
+    with pytest.raises(RecordError, match="consist of their suites"):
+        await writer.register_tasks([], held_out, suites={"validation": 5})
     await writer.close()
 
 

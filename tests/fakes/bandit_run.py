@@ -25,7 +25,6 @@ from outloop.buffer.records import (
     Opening,
     Reward,
     ServerEntry,
-    Split,
     Task,
     Turn,
 )
@@ -191,7 +190,7 @@ class BanditReader(BufferReader):
             )
             evaluated = [Task(task_id=f"e{n}", payload={"eval": n}) for n in range(2)]
             await writer.register_tasks(
-                [Task(task_id="t", payload={})], evaluated, num_test_tasks=1
+                [Task(task_id="t", payload={})], evaluated, suites={"validation": 1, "test": 1}
             )
         while count > 0:
             self._num_claims += 1
@@ -325,7 +324,8 @@ class BanditReader(BufferReader):
         policy_version: int,
         num_episodes: int,
         sampling: dict[str, float],
-        split: Split = "validation",
+        suite: str = "validation",
+        samples_per_task: int = 0,
     ) -> None:
         """As its base class."""
         super().request_eval(
@@ -333,7 +333,8 @@ class BanditReader(BufferReader):
             policy_version=policy_version,
             num_episodes=num_episodes,
             sampling=sampling,
-            split=split,
+            suite=suite,
+            samples_per_task=samples_per_task,
         )
         self.events.append(("eval", (name, num_episodes, sampling["temperature"])))
 

@@ -132,7 +132,13 @@ async def test_an_episode_can_be_read_scored_and_closed_once(stage) -> None:
     read = (await stage.get(path)).json()
     assert read["opening"]["metadata"] == {"a": "b"}
     assert read["outcome"] == "completed"
-    assert read["reward"] == {**reward, "turns": {}, "branches": {}, "tokens": []}
+    assert read["reward"] == {
+        **reward,
+        "turns": {},
+        "branches": {},
+        "tokens": [],
+        "answer": "",
+    }
     (turn,) = read["turns"]
     assert len(turn["output_ids"]) == len(turn["behavior_logprobs"])
     late = await stage.post(f"{path}/close", {**close, "key": "other"})

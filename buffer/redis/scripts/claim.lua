@@ -46,25 +46,32 @@ local function start_attempt(member, kind, source)
   count('attempts')
 end
 
--- The evaluation tasks are those of the validation split and then those of the test split.
+-- The place of an attempt's task among all evaluation tasks; nil: the suite has fewer tasks than the
+-- evaluation would play. Its tasks are the first of the suite, each as often as the next.
 local function eval_task(name, attempt)
-  local s = redis.call('HMGET', STATE, 'num_eval_tasks', 'num_test_tasks')
-  local num_test = number(s[2]) or 0
-  local num_validation = number(s[1]) - num_test
-  if redis.call('HGET', eval_key(name), 'split') == 'test' then
-    return num_validation + attempt % num_test
+  local f = redis.call('HMGET', eval_key(name), 'suite', 'samples', 'requested')
+  local first, count = string.match(redis.call('HGET', STATE, 'suite:' .. f[1]), '^(%d+) (%d+)$')
+  count = tonumber(count)
+  local samples = tonumber(f[2])
+  if samples > 0 then
+    if attempt >= count * samples then return nil end
+    count = math.min(count, math.floor(tonumber(f[3]) / samples))
   end
-  return attempt % num_validation
+  return tonumber(first) + attempt % count
 end
 
 local function next_eval()
   local item = redis.call('LPOP', key('eval_queue'))
   if not item then return nil end
   local name, attempt = string.match(item, '^(.*):(%d+)$')
-  start_attempt('e:' .. item, 'eval')
   attempt = tonumber(attempt)
-  return {'eval', name, attempt, eval_task(name, attempt),
-    redis.call('HGET', eval_key(name), 'sampling'), ''}
+  local task = eval_task(name, attempt)
+  if not task then
+    redis.call('HINCRBY', eval_key(name), 'total', -1)
+    return next_eval()
+  end
+  start_attempt('e:' .. item, 'eval')
+  return {'eval', name, attempt, task, redis.call('HGET', eval_key(name), 'sampling'), ''}
 end
 
 local function mint_group()

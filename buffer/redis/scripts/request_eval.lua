@@ -1,28 +1,27 @@
 -- Put the attempts of one evaluation into the queue that claims serve first.
 --
 -- ARGV[2]  name   ARGV[3] number of episodes   ARGV[4] sampling JSON   ARGV[5] policy_version
--- ARGV[6]  evaluations whose episodes are kept   ARGV[7] 'validation' or 'test'
--- Returns  {'ok'}; conflict: the name was used with other values; not_found: no evaluation tasks.
+-- ARGV[6]  evaluations whose episodes are kept   ARGV[7] suite of tasks
+-- ARGV[8]  how often each task is played; 0: all tasks, again and again
+-- Returns  {'ok'}; conflict: the name was used with other values; not_found: the suite has no tasks.
 -- Keeps    one evaluation per name; the episodes of the oldest ones make room.
 
 local e = eval_key(ARGV[2])
-local was = redis.call('HMGET', e, 'total', 'sampling')
+local was = redis.call('HMGET', e, 'requested', 'sampling')
 if was[1] then
   if was[1] ~= ARGV[3] or was[2] ~= ARGV[4] then
     return {'conflict', 'name=' .. ARGV[2] .. ' was requested with other values'}
   end
   return {'ok'}
 end
-local state = redis.call('HMGET', STATE, 'num_eval_tasks', 'num_test_tasks')
-local num_test_tasks = number(state[2]) or 0
-local first, num_tasks = 0, (number(state[1]) or 0) - num_test_tasks
-if ARGV[7] == 'test' then first, num_tasks = num_tasks, num_test_tasks end
-if state[1] and num_tasks == 0 then
-  return {'not_found', 'the run has no ' .. ARGV[7] .. ' tasks to evaluate; give env.eval_tasks or '
-    .. 'env.split, or switch eval off'}
+-- Before the tasks are registered nobody knows; claims find out.
+local state = redis.call('HMGET', STATE, 'num_eval_tasks', 'suite:' .. ARGV[7])
+if state[1] and not state[2] then
+  return {'not_found', 'the run has no ' .. ARGV[7] .. ' tasks to evaluate; give env.eval_tasks, '
+    .. 'env.split or tasks of the suite, or switch eval off'}
 end
-redis.call('HSET', e, 'total', ARGV[3], 'sampling', ARGV[4], 'policy_version', ARGV[5], 'done', 0,
-  'split', ARGV[7])
+redis.call('HSET', e, 'requested', ARGV[3], 'total', ARGV[3], 'sampling', ARGV[4],
+  'policy_version', ARGV[5], 'done', 0, 'suite', ARGV[7], 'samples', ARGV[8])
 for attempt = 0, tonumber(ARGV[3]) - 1 do
   redis.call('RPUSH', key('eval_queue'), ARGV[2] .. ':' .. attempt)
 end

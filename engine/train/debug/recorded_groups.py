@@ -17,11 +17,11 @@ from outloop.buffer.errors import RecordError, SettingsError
 from outloop.buffer.records import (
     CheckpointMark,
     DropReason,
+    EvalEpisode,
     EvalProgress,
     Group,
     Lease,
     ServerEntry,
-    Split,
     Trajectory,
 )
 from outloop.buffer.trajectories.folder import FOLDER
@@ -143,6 +143,10 @@ class Recording:
         """A recording has no runners."""
         return EvalProgress(num_done=0, num_total=0, rewards=())
 
+    def eval_episodes(self, name: str) -> tuple[EvalEpisode, ...]:
+        """A recording has no runners."""
+        return ()
+
     def version_depths(self, versions: Collection[int]) -> dict[int, int]:
         """Unknown: every version counts as one publish."""
         return {}
@@ -184,7 +188,8 @@ class Recording:
         policy_version: int,
         num_episodes: int,
         sampling: dict[str, float],
-        split: Split = "validation",
+        suite: str = "validation",
+        samples_per_task: int = 0,
     ) -> None:
         """A recording has no runners."""
 

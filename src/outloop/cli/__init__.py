@@ -23,6 +23,7 @@ from outloop.cli.check import check
 from outloop.cli.convert import convert
 from outloop.cli.doctor import doctor
 from outloop.cli.episodes import episodes
+from outloop.cli.evaluations import evaluations
 from outloop.cli.init import init
 from outloop.cli.manifests import manifests
 from outloop.cli.new_policy import new_policy
@@ -43,7 +44,16 @@ from outloop.cli.view import view
 
 GROUPS: dict[str, tuple[click.Command, ...]] = {
     "Run": (train, serve, new_policy, convert, doctor, check, plan),
-    "Look into a run": (view, status, tail, episodes, trajectories, buffer, tasks),
+    "Look into a run": (
+        view,
+        status,
+        tail,
+        evaluations,
+        episodes,
+        trajectories,
+        buffer,
+        tasks,
+    ),
     "Start parts one by one": (init, redis, router, server, runner, trainer, archiver),
     "On a cluster": (submit, manifests),
     "One side alone, for debugging": (rollout, train_recorded, replay_step),

@@ -11,6 +11,7 @@ import torch
 
 from fakes.bandit_run import FAST, Setup
 from outloop.buffer.errors import DeadlineExceeded, SettingsError
+from outloop.buffer.evaluations import results
 from outloop.buffer.settings import build_settings
 
 MakeRun = Callable[..., Setup]
@@ -39,6 +40,58 @@ def test_evaluations_follow_their_schedule(setup: MakeRun) -> None:
     assert sorted(answers) == [0, 2, 4, 5]
     assert answers[5]["eval/greedy_reward"] == 0.75
     assert answers[5]["eval/sampled_se"] == pytest.approx((0.75 * 0.25 / 31) ** 0.5)
+
+
+def test_suites_follow_schedules_of_their_own(setup: MakeRun) -> None:
+    """Each with its samples, its temperature and its row; none is more than its list of tasks, and
+    what every sample got is in the run's folder."""
+    suites = {
+        "often": {"every": 1, "samples_per_task": 4, "temperature": 0.5},
+        "seldom": {"every": 3, "num_tasks": 1, "samples_per_task": 2},
+    }
+    made = setup(
+        trainer=FAST | {"num_steps": 4}, eval={"suites": suites}, env={"eval_tasks": "t.jsonl"}
+    )
+    made.buffer.eval_rewards = {f"{n}:suite-often": (1.0, 0.0, 0.0, 0.0) for n in range(4)}
+    rows = [row for row in made.train() if "train/loss" not in row]
+    asked = [value for kind, value in made.events if kind == "eval"]
+    assert [name for name, _, _ in asked if "often" in name] == [
+        f"{version}:suite-often" for version in range(5)
+    ]
+    assert [name for name, _, _ in asked if "seldom" in name] == [
+        f"{version}:suite-seldom" for version in (0, 3, 4)
+    ]
+    assert {value[2] for value in asked if "often" in value[0]} == {0.5}
+    often = {row["step"]: row for row in rows if "eval/often/reward" in row}
+    # 128 tasks were asked for, the list has one.
+    assert often[0]["eval/often/episodes"] == 4
+    assert often[0]["eval/often/tasks"] == 1
+    assert often[0]["eval/often/pass_at_1"] == 0.25
+    assert often[0]["eval/often/pass_at_4"] == 1.0
+    assert [row["step"] for row in rows if "eval/seldom/reward" in row] == [0, 3, 4]
+    assert "eval/sampled_reward" not in {name for row in rows for name in row}
+    kept = {(one.step, one.name): one for one in results.read(made.run.dir)}
+    assert sorted(kept) == sorted(
+        [(step, "often") for step in range(5)] + [(step, "seldom") for step in (0, 3, 4)]
+    )
+    assert kept[3, "often"].rewards == {"e0": (1.0, 0.0, 0.0, 0.0)}
+    assert kept[4, "often"].policy_version == 4
+    assert kept[4, "often"].temperature == 0.5
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"suites": {"sampled": {}}}, "none of validation, test, sampled, greedy"),
+        ({"suites": {"a b": {}}}, "small letters"),
+        ({"suites": {"hard": {}}}, "eval.suites.hard has no tasks"),
+        ({"samples_per_task": 3}, "does not divide num_episodes=128"),
+    ],
+)
+def test_a_suite_that_cannot_be_played_is_refused(plan: dict[str, Any], words: str) -> None:
+    """Before the start."""
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        build_settings({"model": {"path": "."}, "eval": plan}, source="test")
 
 
 def test_an_evaluation_that_never_ends_names_who_is_awaited(setup: MakeRun) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
+from outloop.buffer.settings.env import EvalSuiteSettings
 from outloop.envs.tasks.splits import content_hash, split_of
 from outloop.envs.tasks.task_files import load_run_tasks, load_tasks
 
@@ -99,7 +100,7 @@ def test_an_overlap_of_training_and_evaluation_is_an_error(
     """Equal content is found under other ids, spacing and key order (rule 13)."""
     (folder / "train.jsonl").write_text('{"task_id": "a", "q": "1 + 1", "level": 2}\n')
     (folder / "eval.jsonl").write_text('{"task_id": "b", "level": 2.0, "q": " 1  + 1 "}\n')
-    with pytest.raises(SettingsError, match=r"1 of 1 tasks of env\.eval_tasks are in env\.tasks"):
+    with pytest.raises(SettingsError, match=r"1 of 1 tasks of env\.eval_tasks"):
         load_run_tasks(make_settings(tasks="train.jsonl", eval_tasks="eval.jsonl"))
 
 
@@ -140,7 +141,7 @@ def test_splits_have_the_asked_sizes() -> None:
         split_of("x", {"train": -1.0})
 
 
-def mixture(folder: Path) -> dict[str, object]:
+def mixture(folder: Path) -> dict[str, dict[str, object]]:
     """Two sources of a mixture, by name."""
     (folder / "a.jsonl").write_text("".join(f'{{"q": "a{n}"}}\n' for n in range(40)))
     (folder / "b.jsonl").write_text("".join(f'{{"q": "b{n}"}}\n' for n in range(20)))
@@ -187,9 +188,42 @@ def test_a_run_that_chooses_by_validation_gets_the_test_split_behind_it(
     plan = settings.eval.model_copy(update={"every": 5, "chooses_checkpoint": True})
     found = load_run_tasks(settings.model_copy(update={"eval": plan}))
     splits = [split_of(task.payload, split) for task in found.eval_tasks]
-    num_validation = len(splits) - found.num_test_tasks
-    assert splits == ["validation"] * num_validation + ["test"] * found.num_test_tasks
-    assert found.num_test_tasks > 0 < num_validation
+    assert list(found.suites) == ["validation", "test"]
+    assert min(found.suites.values()) > 0
+    assert splits == [name for name, number in found.suites.items() for _ in range(number)]
+
+
+def test_held_out_tasks_name_their_source_and_come_from_each_in_turn(
+    folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """The first of them are of every source, so that a small evaluation is of all."""
+    settings = make_settings(tasks=mixture(folder), split={"train": 1, "validation": 1})
+    sources = [task.source for task in load_run_tasks(settings).eval_tasks]
+    assert set(sources[:2]) == set(mixture(folder))
+    assert min(sources.count(name) for name in mixture(folder)) > 1
+
+
+def test_suites_share_equal_lists_and_hold_out_their_tasks(
+    folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """Two suites of one file register it once; a suite's task must not be trained."""
+    (folder / "hard.jsonl").write_text('{"q": "h1"}\n{"q": "h2"}\n')
+    hard = {"tasks": "hard.jsonl"}
+    settings = make_settings(tasks=mixture(folder), split={"train": 3, "validation": 1})
+
+    def with_suites(**suites: dict[str, object]) -> Settings:
+        made = {name: EvalSuiteSettings(**values) for name, values in suites.items()}
+        return settings.model_copy(
+            update={"eval": settings.eval.model_copy(update={"suites": made})}
+        )
+
+    found = load_run_tasks(with_suites(quick=hard, often=hard | {"every": 2}, own={"every": 5}))
+    assert list(found.suites) == ["validation", "quick"]
+    assert found.suites["quick"] == 2
+    assert [task.payload for task in found.eval_tasks[-2:]] == [{"q": "h1"}, {"q": "h2"}]
+    trained = str(mixture(folder)["easy"]["source"])
+    with pytest.raises(SettingsError, match="held out"):
+        load_run_tasks(with_suites(quick={"tasks": trained}))
 
 
 @pytest.mark.parametrize(

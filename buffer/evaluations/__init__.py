@@ -1,0 +1,1 @@
+"""What evaluations found, in the run's folder, and what may be concluded from it."""
