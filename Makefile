@@ -17,7 +17,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 LOCKED ?= $(if $(filter Linux.x86_64.python3.11,$(shell uname -s).$(shell uname -m).$(notdir $(PYTHON))),yes,no)
 PYTEST := -m pytest -n 2 --dist worksteal
 # Which tests are slow and medium is in tests/durations.toml.
-HERE := not clients and not sglang and not parity and not gpu and not chaos and not container and not browser and not slurm
+HERE := not clients and not sglang and not parity and not gpu and not chaos and not container and not browser and not slurm and not ray
 LIGHT := "$(HERE) and not e2e and not slow"
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # What a wheel could lack: modules, Lua scripts, settings, programs started by path.
@@ -128,6 +128,12 @@ slurm:
 	  fi; }
 test-slurm: $(STAMP) slurm
 	$(ONE_THREAD) $(BIN)/python -m pytest -m slurm tests/launch/deploy/test_slurm_cluster.py
+
+# Beside the environment, not in it: what Ray needs that outloop does not is heavy.
+.PHONY: test-ray
+test-ray: $(STAMP)
+	$(PIP) --no-deps --upgrade --target build/ray ray==2.60.0 msgpack==1.2.4 protobuf==7.36.2
+	PYTHONPATH=$(CURDIR)/build/ray $(ONE_THREAD) $(BIN)/python -m pytest -m ray tests/launch/deploy/test_ray_cluster.py
 
 # Router, buffer and envs, which need no torch, on other releases of Python that are here (pyenv's too).
 PYTHONS ?= python3.12 python3.13

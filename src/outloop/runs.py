@@ -169,7 +169,7 @@ def train(
     wait: bool = True,
     console: Console | None = None,
     stop: threading.Event | None = None,
-    on: Literal["here", "slurm"] = "here",
+    on: Literal["here", "slurm", "ray"] = "here",
 ) -> Run:
     """Train a policy: start all parts on this machine, and watch them until the last step.
 
@@ -184,6 +184,7 @@ def train(
         console: where progress is shown; None: standard output, or nowhere with `wait=False`.
         stop: an event that ends the run when it is set.
         on: "slurm": inside a job of `outloop submit slurm`, place the parts in its components.
+            "ray": place them on the nodes of a Ray cluster.
 
     Raises:
         SettingsError: the settings or the user's files are wrong; nothing was started.
@@ -209,6 +210,11 @@ def train(
 
             placement = placed_by_slurm(resolved)
             return launcher.train(resolved, stop=stopping, console=shown, placement=placement)
+        if on == "ray":
+            from outloop.engine.launch.deploy.ray_placement import placed_by_ray
+
+            with placed_by_ray(resolved) as (placed, by_ray):
+                return launcher.train(placed, stop=stopping, console=shown, placement=by_ray)
         return launcher.train(resolved, stop=stopping, console=shown)
 
     if wait:

@@ -25,10 +25,10 @@ from outloop.cli.options import CONFIG, SET
 @click.option("--single-process", is_flag=True, help="All parts in this process, for a debugger.")
 @click.option(
     "--on",
-    type=click.Choice(["here", "slurm"]),
+    type=click.Choice(["here", "slurm", "ray"]),
     default="here",
     show_default=True,
-    help="slurm: inside a job of `outloop submit slurm`.",
+    help="ray: on the nodes of a Ray cluster; slurm: inside a job of `outloop submit slurm`.",
 )
 def train(
     config: Path,
@@ -37,7 +37,7 @@ def train(
     agent_command: str | None,
     verifier: str | None,
     single_process: bool,
-    on: Literal["here", "slurm"],
+    on: Literal["here", "slurm", "ray"],
 ) -> None:
     """Train the policy of CONFIG: starts every part on this machine and watches them."""
     import outloop
