@@ -132,6 +132,7 @@ class Parts:
             posted=PostedTrajectories(settings, renderer),
             metrics=self.metrics,
             scores=Scores(settings, buffer),
+            public_url=settings.router.public_url,
             timings=timings,
         )
 

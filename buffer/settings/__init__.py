@@ -124,6 +124,9 @@ class RouterSettings(_Section):
     num_processes: int = Field(1, gt=0)
     """Router processes that the launcher starts behind one port; `max_queued_turns` is divided
     among them."""
+    public_url: str | None = Field(None, pattern=r"^https?://[^/?#\s]+(/[^?#\s]*[^/?#\s])?$")
+    """Where agents reach the router if not where the runner does, for example `https://rl.example.org`
+    of a proxy with TLS: no slash at its end. Episodes are given addresses under it."""
     shares_port: bool = False
     """Router processes that you start by hand may listen on the same `port`, as those of
     `num_processes` do; the kernel spreads connections over them."""

@@ -6,8 +6,11 @@ takes ten times as long as a call. A library is imported when its client is firs
 
 from __future__ import annotations
 
+import ssl
 import threading
 from typing import TYPE_CHECKING, Any
+
+import certifi
 
 from outloop.buffer.errors import SettingsError
 
@@ -91,6 +94,13 @@ class Clients:
             max_retries=_MAX_RETRIES,
             timeout=self._timeout_s,
             http_client=getattr(library, http)(
-                limits=limits, timeout=self._timeout_s, trust_env=False
+                limits=limits, timeout=self._timeout_s, trust_env=False, verify=_trusted()
             ),
         )
+
+
+def _trusted() -> ssl.SSLContext:
+    """Authorities of the system, or of SSL_CERT_FILE, beside those that clients bring."""
+    context = ssl.create_default_context()
+    context.load_verify_locations(certifi.where())
+    return context

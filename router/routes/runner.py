@@ -90,9 +90,12 @@ class RunnerRoutes:
         posted: PostedTrajectories,
         metrics: RouterMetrics,
         scores: Scores,
+        public_url: str | None = None,
         timings: Timings = DEFAULT_TIMINGS,
     ) -> None:
+        """`public_url`: where agents reach the router; None: where the runner does."""
         self._buffer = buffer
+        self._public_url = public_url
         self._keys = keys
         self._pool = pool
         self._episodes = episodes
@@ -425,7 +428,7 @@ class RunnerRoutes:
         """What an agent needs to speak."""
         return {
             "episode_id": opening.episode_id,
-            "base_url": f"{exchange.base_url}/v1",
+            "base_url": f"{self._public_url or exchange.base_url}/v1",
             "api_key": self._keys.episode_key(opening.episode_id),
         }
 
