@@ -461,6 +461,10 @@ class ServerEntry:
     policy_version: int | None
     """None: it holds no published weights."""
     is_quarantined: bool
+    gpus: tuple[str, ...] = ()
+    """Of its tensor-parallel ranks, as CUDA_VISIBLE_DEVICES names them; empty: not known."""
+    released: tuple[str, ...] = ()
+    """What of its memory it was asked to give to a trainer on the same GPUs, by SGLang's tags."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -11,6 +14,8 @@ from outloop.buffer.records import ServerEntry
 from outloop.buffer.redis.client import translated
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_TRAINER = "trainer"
+"""The trainer's field among the claims of devices; the others are servers."""
 
 
 def encode_facts(facts: dict[str, str]) -> bytes:
@@ -38,8 +43,8 @@ def advertised_url(host: str, port: int, advertise: str | None) -> str:
 
 
 def encode_address(entry: ServerEntry) -> bytes:
-    """Bytes of a server's address and kind."""
-    return msgspec.json.encode([entry.url, entry.kind])
+    """Bytes of a server's address, kind and GPUs."""
+    return msgspec.json.encode([entry.url, entry.kind, entry.gpus])
 
 
 def encode_version(policy_version: int | None, quarantined: bool) -> bytes:
@@ -48,12 +53,14 @@ def encode_version(policy_version: int | None, quarantined: bool) -> bytes:
 
 
 def decode_servers(
-    addresses: dict[bytes, bytes], versions: dict[bytes, bytes]
+    addresses: dict[bytes, bytes],
+    versions: dict[bytes, bytes],
+    released: Mapping[bytes, bytes] = MappingProxyType({}),
 ) -> tuple[ServerEntry, ...]:
     """Every registered server, by id."""
     entries = []
     for server_id, data in sorted(addresses.items()):
-        url, kind = msgspec.json.decode(data, type=tuple[str, str])
+        url, kind, gpus = msgspec.json.decode(data, type=tuple[str, str, tuple[str, ...]])
         version, quarantined = msgspec.json.decode(
             versions.get(server_id, b"[null,false]"), type=tuple[int | None, bool]
         )
@@ -64,6 +71,8 @@ def decode_servers(
                 kind=kind,
                 policy_version=version,
                 is_quarantined=quarantined,
+                gpus=gpus,
+                released=msgspec.json.decode(released.get(server_id, b"[]"), type=tuple[str, ...]),
             )
         )
     return tuple(entries)
@@ -88,6 +97,8 @@ class Registry:
             pipeline.hset(self._key("servers"), entry.server_id, encode_address(entry))
             version = encode_version(entry.policy_version, entry.is_quarantined)
             pipeline.hset(self._key("server_versions"), entry.server_id, version)
+            # A server that is entered has just started: it holds all of its memory.
+            pipeline.hdel(self._key("server_memory"), entry.server_id)
             pipeline.execute()
 
     def set_server_version(
@@ -106,8 +117,63 @@ class Registry:
         ):
             pipeline.hgetall(self._key("servers"))
             pipeline.hgetall(self._key("server_versions"))
-            addresses, versions = pipeline.execute()
-        return decode_servers(addresses, versions)
+            pipeline.hgetall(self._key("server_memory"))
+            addresses, versions, released = pipeline.execute()
+        return decode_servers(addresses, versions, released)
+
+    def set_released(self, server_id: str, tags: Sequence[str]) -> None:
+        """Enter what of a server's memory is released; before it is asked, so that whoever comes
+        later knows of it."""
+        with translated(f"entering the memory of server_id={server_id}"):
+            self._client.hset(self._key("server_memory"), server_id, msgspec.json.encode(tags))
+
+    def claim_devices(self) -> tuple[str, ...]:
+        """The trainer takes the GPUs that it shares with servers; no server starts from now on.
+
+        Returns the servers that are starting, which must be waited for.
+        """
+        with (
+            translated("claiming the devices"),
+            self._client.pipeline(transaction=True) as pipeline,
+        ):
+            pipeline.hset(self._key("devices"), _TRAINER, "1")
+            pipeline.hgetall(self._key("devices"))
+            _, claims = pipeline.execute()
+        now = time.time()
+        return tuple(
+            sorted(
+                name.decode()
+                for name, until in claims.items()
+                if name.decode() != _TRAINER and float(until) > now
+            )
+        )
+
+    def free_devices(self) -> None:
+        """The trainer holds nothing on shared GPUs: servers may start there."""
+        with translated("freeing the devices"):
+            self._client.hdel(self._key("devices"), _TRAINER)
+
+    def claim_start(self, server_id: str, *, timeout_s: float) -> bool:
+        """Whether a server may start on GPUs that it shares with the trainer.
+
+        If so, the trainer waits for `end_start` before it takes them, or for `timeout_s`.
+        """
+        until = f"{time.time() + timeout_s:.0f}"
+        with (
+            translated(f"claiming devices for server_id={server_id}"),
+            self._client.pipeline(transaction=True) as pipeline,
+        ):
+            pipeline.hset(self._key("devices"), server_id, until)
+            pipeline.hexists(self._key("devices"), _TRAINER)
+            _, is_taken = pipeline.execute()
+        if is_taken:
+            self.end_start(server_id)
+        return not is_taken
+
+    def end_start(self, server_id: str) -> None:
+        """A server has started, or has given up."""
+        with translated(f"ending the start of server_id={server_id}"):
+            self._client.hdel(self._key("devices"), server_id)
 
     def register_part(self, name: str, facts: dict[str, str]) -> None:
         """Enter a part's address and other facts."""

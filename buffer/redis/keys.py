@@ -101,6 +101,8 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("sft_keys", "set", _RUN, "put_trajectories", "idempotency keys used"),
     KeySpec("servers", "hash", "launch", "register_server()", "server -> address and kind"),
     KeySpec("server_versions", "hash", "launch", "set_server_version()", "server -> version held"),
+    KeySpec("server_memory", "hash", "launch", "set_released()", "server -> memory it gave away"),
+    KeySpec("devices", "hash", "launch", "claim_devices()", "who holds shared GPUs"),
     KeySpec("parts", "hash", "launch", "register_part()", "part -> facts, such as its URL"),
     KeySpec("statuses", "hash", "launch", "report_status()", "part -> what it does now"),
 )

@@ -170,7 +170,8 @@ class PublishSettings(_Section):
     """How weights reach servers that were quarantined, and all servers if the transport fails on
     all of them."""
     mode: Literal["in_place", "retract", "abort"] | None = None
-    """What happens to in-flight turns during a publish; None: in_place, or abort with a probe."""
+    """What happens to in-flight turns during a publish; None: in_place, abort with a probe, or
+    retract where servers share the trainer's devices."""
     bucket_mb: float = Field(128.0, gt=0)
     """Size of the buckets in which weights are sent; two are held at a time."""
     phase_timeout_s: float = Field(60.0, gt=0)
@@ -274,7 +275,27 @@ class Settings(BaseSettings):
                 'set publish.transport="collective"'
             )
         self._refuse_server_contradictions()
+        if self.trainer.is_colocated and self.trainer.mode == "rl":
+            self._refuse_colocation_contradictions()
         return self
+
+    def _refuse_colocation_contradictions(self) -> None:
+        if self.publish.mode == "in_place":
+            raise ValueError(
+                'publish.mode="in_place" with trainer.is_colocated=true: turns that are held in '
+                'place need the memory that the trainer takes; "retract" and "abort" are allowed'
+            )
+        if self.publish.transport == "collective" and self.server.device.startswith("cuda"):
+            raise ValueError(
+                'publish.transport="collective" with trainer.is_colocated=true: NCCL refuses two '
+                'processes on one GPU; set publish.transport="cuda_ipc"'
+            )
+        saver = {k.replace("-", "_"): v for k, v in self.server.sglang.items()}
+        if saver.get("enable_memory_saver") is False:
+            raise ValueError(
+                "server.sglang.enable_memory_saver=false with trainer.is_colocated=true: the "
+                "servers would keep the memory that the trainer needs; leave it out"
+            )
 
     def _refuse_idle_scores(self) -> None:
         trainer = self.trainer
@@ -293,8 +314,10 @@ class Settings(BaseSettings):
 
     @property
     def pause_mode(self) -> Literal["in_place", "retract", "abort"]:
-        """`publish.mode`, or what fits the verification."""
-        return self.publish.mode or ("abort" if self.verification == "probe" else "in_place")
+        """`publish.mode`, or what fits the verification and shared devices."""
+        if self.publish.mode is None and self.verification != "probe":
+            return "retract" if self.trainer.is_colocated else "in_place"
+        return self.publish.mode or "abort"
 
     def _refuse_server_contradictions(self) -> None:
         server = self.server

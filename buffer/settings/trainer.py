@@ -212,8 +212,9 @@ class TrainerSettings(BaseModel):
     with torch's attention of variable length; on a CPU local ones with padded attention. Attention
     of variable length computes in bfloat16."""
     is_colocated: bool = False
-    """Servers share the trainer's device: weights, gradients and optimizer state leave it while
-    groups are awaited, and come back for the step."""
+    """Servers share the trainer's devices: while they sample, its weights and optimizer state are
+    in the host's memory; for a step they pause and give up their cache and weights.
+    router.turn_timeout_s must be longer than a step takes."""
     dump_steps: tuple[int, ...] = ()
     """Steps that are written to dumps/step_N before their updates, for `outloop replay-step`."""
     profile_steps: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
 """Which of the machine's GPUs each server and each trainer rank gets.
 
-A part sees only its own GPUs (CUDA_VISIBLE_DEVICES), so that two that start at once cannot take the
-same one. GPUs are numbered as this process sees them: by its own CUDA_VISIBLE_DEVICES if it has
+A part sees only its own GPUs (CUDAVISIBLE_DEVICES), so that two that start at once cannot take the
+same one. GPUs are numbered as this process sees them: by its own CUDAVISIBLE_DEVICES if it has
 one, else as nvidia-smi lists them.
 """
 
@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
+from outloop.engine.visible_gpus import VISIBLE, visible_gpus
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _QUERY = ("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
 _QUERY_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One device; `id` is what CUDA_VISIBLE_DEVICES takes."""
+    """One device; `id` is what CUDAVISIBLE_DEVICES takes."""
 
     id: str
     name: str = ""
@@ -47,7 +47,7 @@ class GpuPlacement:
             numbers = self.servers[index]
         if numbers is None:
             return {}
-        return {_VISIBLE: ",".join(self.gpus[number].id for number in numbers)}
+        return {VISIBLE: ",".join(self.gpus[number].id for number in numbers)}
 
     def lines(self) -> list[str]:
         """The GPUs of each part, for a person; empty where no part has a GPU."""
@@ -90,12 +90,10 @@ def list_gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
                 index, uuid, name, memory = fields
                 size = int(memory) if memory.isdecimal() else 0
                 found.append((index, Gpu(id=uuid, name=name, memory_mb=size)))
-    visible = environment.get(_VISIBLE)
-    if visible is None:
+    if VISIBLE not in environment:
         return tuple(gpu for _, gpu in found)
     by_name = dict(found) | {gpu.id: gpu for _, gpu in found}
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    return tuple(by_name.get(name, Gpu(id=name)) for name in names)
+    return tuple(by_name.get(name, Gpu(id=name)) for name in visible_gpus(environment))
 
 
 def place_gpus(

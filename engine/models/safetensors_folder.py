@@ -20,6 +20,7 @@ from torch import Tensor
 
 from outloop.buffer.errors import RecordError, SettingsError
 from outloop.engine.publish.buckets.plan import TensorSpec, plan_buckets
+from outloop.engine.publish.verification.checksum import tensor_bytes
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 MAX_SHARD_BYTES = 4 * 2**30
@@ -149,7 +150,7 @@ def _write_shard(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[Tens
                     f"tensor {spec.name!r} has shape {tuple(tensor.shape)}, {spec.shape} was "
                     "announced"
                 )
-            file.write(data.view(torch.uint8).numpy().data)
+            file.write(tensor_bytes(data))
 
 
 def _write_index(path: Path, specs: Sequence[TensorSpec], weight_map: Mapping[str, str]) -> None:

@@ -11,8 +11,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
 
 import structlog
 
@@ -23,6 +24,7 @@ from outloop.buffer.settings import Settings
 from outloop.engine.publish.buckets.pipeline import Sent
 from outloop.engine.publish.server_client import KeyRefused, ServerClient
 from outloop.engine.publish.server_fanout import Fanout, ServerResult
+from outloop.engine.publish.server_memory import Registry, ServerMemory
 from outloop.engine.publish.tensor_source import TensorSource
 from outloop.engine.publish.transports.base import Transport
 from outloop.engine.publish.transports.registry import build_transport
@@ -38,16 +40,6 @@ _log = structlog.get_logger()
 
 def _ignore(sentence: str) -> None:
     """The default of `on_wait`."""
-
-
-class Registry(Protocol):
-    """Where servers are entered; `outloop.buffer.registry.Registry` is one."""
-
-    def servers(self) -> tuple[ServerEntry, ...]: ...
-
-    def set_server_version(
-        self, server_id: str, policy_version: int | None, *, quarantined: bool
-    ) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +83,18 @@ class Publisher:
         self._has_published = False
         self._silent_since: dict[str, float] = {}
         """Quarantined servers that did not answer, and when they were last asked."""
+        self._memory: ServerMemory | None = None
+        """None: servers have devices of their own."""
+        self._taken_at = time.monotonic()
+        """When servers were last asked for their memory."""
+        if settings.trainer.is_colocated:
+            self._memory = ServerMemory(
+                registry,
+                pause_mode="abort" if settings.pause_mode == "abort" else "retract",
+                phase_timeout_s=settings.publish.phase_timeout_s,
+                start_timeout_s=settings.server.start_timeout_s,
+                key=run.server_key,
+            )
         self._transport = build_transport(run, settings.publish.transport)
         self._fallback: Transport | None = None
         if settings.publish.fallback != "none" and settings.publish.transport != "disk":
@@ -102,6 +106,40 @@ class Publisher:
         if self._fallback is not None:
             self._fallback.close()
 
+    def wait_for_servers(self, on_wait: Callable[[str], None]) -> None:
+        """Before the trainer takes a device: until the servers that share it have started, because
+        what a server takes of a GPU depends on what is free when it starts.
+
+        Raises:
+            DeadlineExceeded: none answers within server.start_timeout_s.
+        """
+        if self._memory is not None:
+            self._memory.free()
+            self._wait_for_servers(on_wait)
+
+    def take_devices(
+        self, *, keeps_weights: bool = False, on_wait: Callable[[str], None] = _ignore
+    ) -> None:
+        """Have servers that share the trainer's devices pause and give their memory to it, with
+        `keeps_weights` all but that of their weights; nothing happens without such servers.
+
+        The next publish, or `give_devices`, wakes them.
+
+        Raises:
+            DeadlineExceeded: a server that is starting does not come up.
+            PublishFailed: a server is there and keeps its memory.
+        """
+        if self._memory is not None:
+            self._taken_at = time.monotonic()
+            self._memory.take(keeps_weights=keeps_weights, on_wait=on_wait)
+
+    def give_devices(self, source: TensorSource) -> None:
+        """Let servers that kept their weights go on, once the trainer's tensors have left."""
+        if self._memory is not None:
+            source.leave()
+            self._memory.wake()
+            self._memory.free()
+
     def publish(
         self,
         source: TensorSource,
@@ -110,6 +148,9 @@ class Publisher:
         on_wait: Callable[[str], None] = _ignore,
     ) -> PublishReport:
         """Make the tensors of `source` every server's weights.
+
+        Servers that share the trainer's devices must have given their memory (`take_devices`); they
+        go on when the tensors of `source` have left, all of them at once.
 
         They are sent in `server.dtype` and must be all of the model. Servers that hold the version
         already are left alone. In-flight turns are held and go on afterwards by `publish.mode`. A
@@ -125,34 +166,48 @@ class Publisher:
         """
         entries = self._wait_for_servers(on_wait)
         began_at = time.monotonic()
-        passes = _Passes(entries, self._registry, self._settings, self._key)
         holders, main, spare = self._divide(entries, policy_version)
         error: PublishFailed | None = None
-        try:
-            if main:
-                passes.send(self._transport, main, source, policy_version)
-        except PublishFailed as failure:
-            error = failure
-        if self._fallback is not None and not (holders or passes.has_any):
-            spare = _answering(entries, self._key)
-        try:
-            if self._fallback is not None and spare:
-                # Both together would hold more than two buckets.
-                self._transport.release()
-                passes.send(self._fallback, spare, source, policy_version)
-        except PublishFailed as failure:
-            error = error or failure
+        with _Passes(
+            entries, self._registry, self._settings, self._key, self._memory, policy_version
+        ) as passes:
+            try:
+                if main:
+                    passes.send(self._transport, main, source)
+            except PublishFailed as failure:
+                error = failure
+            if self._fallback is not None and not (holders or passes.has_any):
+                spare = _answering(entries, self._key)
+            try:
+                if self._fallback is not None and spare:
+                    # Both together would hold more than two buckets.
+                    self._transport.release()
+                    passes.send(self._fallback, spare, source)
+            except PublishFailed as failure:
+                error = error or failure
+            if self._memory is not None:
+                source.leave()
+                error = passes.wake() or error
         if error is not None and not (holders or passes.has_any):
             raise error
         self._has_published = True
-        return passes.report(policy_version, duration_s=time.monotonic() - began_at)
+        report = passes.report(duration_s=time.monotonic() - began_at)
+        if self._memory is None:
+            return report
+        self._memory.wake()
+        self._memory.free()
+        return replace(report, pause_s=time.monotonic() - self._taken_at)
 
     def _divide(
         self, entries: Sequence[ServerEntry], policy_version: int
     ) -> tuple[list[ServerEntry], list[ServerEntry], list[ServerEntry]]:
         """Servers that hold the version, those for the transport, those for the fallback."""
         holders = [
-            e for e in entries if e.policy_version == policy_version and not e.is_quarantined
+            e
+            for e in entries
+            if e.policy_version == policy_version
+            and not e.is_quarantined
+            and "weights" not in e.released
         ]
         rest = [e for e in entries if e not in holders]
         if self._fallback is None:
@@ -220,7 +275,11 @@ class Publisher:
 
 
 class _Passes:
-    """Sends to servers through one transport after the other, and adds up the results."""
+    """Sends to servers through one transport after the other, and adds up the results.
+
+    Servers with devices of their own go on at the end of their pass. Those that share the trainer's
+    go on in `wake`, when all passes are over and the trainer's tensors have left.
+    """
 
     def __init__(
         self,
@@ -228,40 +287,49 @@ class _Passes:
         registry: Registry,
         settings: Settings,
         key: str | None,
+        memory: ServerMemory | None,
+        policy_version: int,
     ) -> None:
         self._registry = registry
         self._key = key
         self._settings = settings
+        self._memory = memory
+        self._policy_version = policy_version
         self._probe: Probe | None = None
         self._kinds = {entry.server_id: entry.kind for entry in entries}
         self._results = {
             entry.server_id: ServerResult(server_id=entry.server_id, is_quarantined=False)
             for entry in entries
         }
-        self._sent: list[Sent] = []
+        self._sent: list[tuple[Fanout, Sent]] = []
+        self._fanouts = ExitStack()
+        self._asleep: list[Fanout] = []
         self._pause_s = 0.0
+
+    def __enter__(self) -> _Passes:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._fanouts.__exit__(kind, error, trace)
 
     @property
     def has_any(self) -> bool:
-        """True once a server has loaded the weights."""
-        return bool(self._sent)
+        """True once a server has loaded the weights, and has not failed since."""
+        return any(fanout.left for fanout, _ in self._sent)
 
     def send(
-        self,
-        transport: Transport,
-        entries: Sequence[ServerEntry],
-        source: TensorSource,
-        policy_version: int,
+        self, transport: Transport, entries: Sequence[ServerEntry], source: TensorSource
     ) -> None:
-        """All phases on `entries`.
+        """All phases on `entries`, but for the last ones of servers on shared devices.
 
         Raises:
             PublishFailed: none of them took the weights.
         """
-
-        def quarantine(server_id: str) -> None:
-            self._registry.set_server_version(server_id, None, quarantined=True)
-
         settings = self._settings
         is_summed = settings.verification == "checksum"
         kinds = [entry.kind for entry in entries] if is_summed else []
@@ -274,11 +342,13 @@ class _Passes:
         fanout = Fanout(
             entries,
             phase_timeout_s=settings.publish.phase_timeout_s,
-            on_failure=quarantine,
+            on_failure=self._quarantine,
             key=self._key,
         )
-        try:
-            with fanout:
+        # A fanout that sleeps is closed with all others.
+        with ExitStack() as stack:
+            stack.enter_context(fanout)
+            try:
                 if settings.verification == "probe":
                     tolerance = settings.publish.probe_tolerance
                     self._probe = self._probe or Probe(
@@ -288,44 +358,78 @@ class _Passes:
                 if self._probe is not None:
                     # Servers must go on to be probed: no turn may come to them meanwhile.
                     for server_id in fanout.left:
-                        quarantine(server_id)
+                        self._quarantine(server_id)
                 paused_at = time.monotonic()
-                sent = self._move(transport, fanout, policy_version)
+                sent = self._move(transport, fanout)
+                if self._memory is None:
+                    self._go_on(fanout)
+                else:
+                    self._asleep.append(fanout)
+                    self._fanouts.push(stack.pop_all())
                 self._pause_s += time.monotonic() - paused_at
-                for server_id in fanout.left:
-                    self._registry.set_server_version(server_id, policy_version, quarantined=False)
-            self._sent.append(sent)
-        finally:
-            transport.end()
-            self._results |= {result.server_id: result for result in fanout.results}
+                self._sent.append((fanout, sent))
+            finally:
+                transport.end()
+                self._note(fanout)
 
-    def report(self, policy_version: int, *, duration_s: float) -> PublishReport:
+    def wake(self) -> PublishFailed | None:
+        """Let servers on shared devices go on; why none of a pass did, if so."""
+        failure: PublishFailed | None = None
+        asleep, self._asleep = self._asleep, []
+        assert self._memory is not None
+        for fanout in asleep:
+            try:
+                self._memory.resume_cache(fanout)
+                self._go_on(fanout)
+            except PublishFailed as error:
+                failure = error
+            finally:
+                self._note(fanout)
+        return failure
+
+    def report(self, *, duration_s: float) -> PublishReport:
         """What all passes did."""
+        sent = [sent for _, sent in self._sent]
         return PublishReport(
-            policy_version=policy_version,
+            policy_version=self._policy_version,
             duration_s=duration_s,
-            num_bytes=max((sent.num_bytes for sent in self._sent), default=0),
-            num_buckets=sum(sent.num_buckets for sent in self._sent),
-            peak_extra_bytes=max((sent.peak_bytes for sent in self._sent), default=0),
-            bucket_bytes=max((sent.bucket_bytes for sent in self._sent), default=0),
+            num_bytes=max((part.num_bytes for part in sent), default=0),
+            num_buckets=sum(part.num_buckets for part in sent),
+            peak_extra_bytes=max((part.peak_bytes for part in sent), default=0),
+            bucket_bytes=max((part.bucket_bytes for part in sent), default=0),
             pause_s=self._pause_s,
             results=tuple(self._results.values()),
         )
 
-    def _move(self, transport: Transport, fanout: Fanout, policy_version: int) -> Sent:
-        """Every phase between pause and the last server that goes on."""
-        mode, version = self._settings.pause_mode, str(policy_version)
+    def _quarantine(self, server_id: str) -> None:
+        self._registry.set_server_version(server_id, None, quarantined=True)
+
+    def _note(self, fanout: Fanout) -> None:
+        self._results |= {result.server_id: result for result in fanout.results}
+
+    def _move(self, transport: Transport, fanout: Fanout) -> Sent:
+        """Every phase from the pause until the weights are there."""
+        mode = self._settings.pause_mode
         fanout.run("pause", lambda client, deadline: client.pause(mode, deadline))
+        if self._memory is not None:
+            self._memory.resume_weights(fanout)
         if self._probe is not None:
             fanout.run("scramble", ServerClient.scramble)
         sent = transport.send(fanout)
+        if self._probe is None:
+            self._compare_checksums(sent, fanout)
+        return sent
+
+    def _go_on(self, fanout: Fanout) -> None:
+        """Every phase until the servers are entered with the version."""
+        version = str(self._policy_version)
         if self._probe is not None:
             self._let_probe(self._probe, fanout, version)
         else:
-            self._compare_checksums(sent, fanout)
             fanout.run("version", lambda client, deadline: client.set_version(version, deadline))
             fanout.run("continue", ServerClient.resume)
-        return sent
+        for server_id in fanout.left:
+            self._registry.set_server_version(server_id, self._policy_version, quarantined=False)
 
     def _compare_checksums(self, sent: Sent, fanout: Fanout) -> None:
         def verify(client: ServerClient, deadline: float) -> None:

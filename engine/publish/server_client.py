@@ -67,6 +67,25 @@ class ServerClient:
         """Let turns go on."""
         self._call("POST", "/continue_generation", {}, deadline)
 
+    def flush_cache(self, deadline: float) -> None:
+        """Drop every cached prefix; shows that nothing runs.
+
+        Raises:
+            PublishFailed: requests run, or wait without a pause.
+        """
+        self._call("POST", "/flush_cache", {}, deadline, is_text=True)
+
+    def release_memory(self, tags: Sequence[str], deadline: float) -> None:
+        """Give these parts of the server's device memory back; it must be paused and idle.
+
+        SGLang ends itself if it is not, and when a part is released or resumed twice.
+        """
+        self._call("POST", "/release_memory_occupation", {"tags": list(tags)}, deadline)
+
+    def resume_memory(self, tags: Sequence[str], deadline: float) -> None:
+        """Take these parts again; weights have no values until they are updated."""
+        self._call("POST", "/resume_memory_occupation", {"tags": list(tags)}, deadline)
+
     def begin_update(self, deadline: float) -> None:
         """Open a weight update; one that was left open is closed first."""
         body = {"selector": "all"}
@@ -82,10 +101,10 @@ class ServerClient:
         """Close the weight update."""
         self._call("POST", "/end_weight_update", {}, deadline)
 
-    def update_from_bucket(self, payload: str, deadline: float, *, num_ranks: int = 1) -> None:
-        """Send one bucket (flattened_bucket.py) to each of the server's ranks."""
+    def update_from_bucket(self, payloads: Sequence[str], deadline: float) -> None:
+        """Send one bucket (flattened_bucket.py), as a payload for each of the server's ranks."""
         body = {
-            "serialized_named_tensors": [payload] * num_ranks,
+            "serialized_named_tensors": list(payloads),
             "load_format": "flattened_bucket",
             # Paused servers refuse to flush; reuse across versions is excluded by extra_key.
             "flush_cache": False,
@@ -169,8 +188,15 @@ class ServerClient:
             )
 
     def _call(
-        self, method: str, path: str, body: dict[str, Any] | None, deadline: float
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        deadline: float,
+        *,
+        is_text: bool = False,
     ) -> dict[str, Any]:
+        """The answer; `is_text`: it is for people, and only its status counts."""
         began_at = time.monotonic()
         try:
             status, content = self._exchange(method, path, body, deadline)
@@ -188,7 +214,7 @@ class ServerClient:
                 f"{self.server_id}: {method} {self.url}{path} failed: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return self._judge(method, path, status, content)
+        return self._judge(method, path, status, b"" if is_text and status == 200 else content)
 
     def _exchange(
         self, method: str, path: str, body: dict[str, Any] | None, deadline: float
@@ -231,7 +257,8 @@ class ServerClient:
         if status != 200:
             raise PublishFailed(f"{where}: {text}")
         try:
-            answer = json.loads(content) if content else {}
+            # SGLang's memory routes answer null.
+            answer = json.loads(content) if content not in (b"", b"null") else {}
         except ValueError as error:
             raise PublishFailed(f"{where} with a body that is not JSON: {text}") from error
         if not isinstance(answer, dict):

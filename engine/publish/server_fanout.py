@@ -50,6 +50,7 @@ class Fanout:
         self._timeout_s = phase_timeout_s
         self._on_failure = on_failure
         self._clients = {e.server_id: ServerClient(e.server_id, e.url, key=key) for e in entries}
+        self._gpus = {e.server_id: e.gpus for e in entries}
         self._failures: dict[str, ServerResult] = {}
         self._pool = ThreadPoolExecutor(max(1, len(entries)), thread_name_prefix="publish")
 
@@ -79,6 +80,10 @@ class Fanout:
     def left(self) -> tuple[str, ...]:
         """Ids of the servers that have not failed."""
         return tuple(server_id for server_id in self._clients if server_id not in self._failures)
+
+    def gpus_of(self, server_id: str) -> tuple[str, ...]:
+        """Of a server's ranks."""
+        return self._gpus[server_id]
 
     def url_of(self, server_id: str) -> str:
         """Where a server is."""

@@ -37,3 +37,6 @@ class TensorSource(Protocol):
 
         Under the weights as they are read. Asked for by `publish.verify = "probe"` alone.
         """
+
+    def leave(self) -> None:
+        """All has been read. Tensors on devices that servers share leave them now."""

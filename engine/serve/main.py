@@ -11,6 +11,7 @@ import contextlib
 import gc
 import ipaddress
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -19,7 +20,7 @@ import structlog
 import torch
 import uvicorn
 
-from outloop.buffer.errors import PartFailed, SettingsError
+from outloop.buffer.errors import DeadlineExceeded, PartFailed, SettingsError
 from outloop.buffer.registry import advertised_url
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
@@ -90,10 +91,15 @@ async def serve(
             key=run.server_key,
         )
         await asyncio.to_thread(registration.enter, url)
+        if is_colocated:
+            await asyncio.to_thread(registration.end_start)
         on_ready(url)
 
+    is_colocated = run.settings.trainer.is_colocated
     port = port or (server.port + index if server.port else 0)
     serve_kind = serve_sglang if server.kind == "sglang" else serve_torch
+    if is_colocated and not await _wait_for_trainer(run, registration, stop):
+        return
     try:
         await serve_kind(
             run.settings,
@@ -105,6 +111,32 @@ async def serve(
         )
     finally:
         await asyncio.to_thread(registration.withdraw)
+        if is_colocated:
+            await asyncio.to_thread(registration.end_start)
+
+
+async def _wait_for_trainer(run: Run, registration: Registration, stop: asyncio.Event) -> bool:
+    """Wait until the trainer has left the GPUs that it shares with this server: what the server
+    takes depends on what is free when it starts. False when stopped first.
+
+    Raises:
+        DeadlineExceeded: the trainer did not leave.
+    """
+    timeout_s = run.settings.trainer.hang_timeout_s + run.settings.server.start_timeout_s
+    deadline = time.monotonic() + timeout_s
+    while not await asyncio.to_thread(registration.claim_start):
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                who=registration.server_id,
+                phase="start on GPUs that the trainer holds",
+                peer="trainer",
+                after_s=timeout_s,
+            )
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _WATCH_S)
+        if stop.is_set():
+            return False
+    return True
 
 
 async def serve_torch(

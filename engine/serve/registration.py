@@ -9,6 +9,7 @@ from __future__ import annotations
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import Run
+from outloop.engine.visible_gpus import visible_gpus
 
 
 class Registration:
@@ -27,6 +28,7 @@ class Registration:
             kind=self._run.settings.server.kind,
             policy_version=None,
             is_quarantined=False,
+            gpus=visible_gpus(),
         )
         reader = BufferReader.connect(self._run)
         try:
@@ -34,6 +36,23 @@ class Registration:
         finally:
             reader.close()
         self._is_entered = True
+
+    def claim_start(self) -> bool:
+        """Whether the server may take GPUs that it shares with the trainer; then `end_start`."""
+        reader = BufferReader.connect(self._run)
+        try:
+            timeout_s = self._run.settings.server.start_timeout_s
+            return reader.registry.claim_start(self.server_id, timeout_s=timeout_s)
+        finally:
+            reader.close()
+
+    def end_start(self) -> None:
+        """It has started, or given up."""
+        reader = BufferReader.connect(self._run)
+        try:
+            reader.registry.end_start(self.server_id)
+        finally:
+            reader.close()
 
     def withdraw(self) -> None:
         """Take it out of traffic; without effect before `enter`."""

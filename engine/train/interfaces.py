@@ -113,7 +113,19 @@ class PublishReport(Protocol):
 
 
 class Publisher(Protocol):
-    """Makes weights available to every server, as one transaction."""
+    """Makes weights available to every server, as one transaction.
+
+    Where servers share the trainer's devices (trainer.is_colocated), it also has them give their
+    memory and take it again; elsewhere these calls do nothing.
+    """
+
+    def wait_for_servers(self, on_wait: Callable[[str], None]) -> None: ...
+
+    def take_devices(
+        self, *, keeps_weights: bool = False, on_wait: Callable[[str], None]
+    ) -> None: ...
+
+    def give_devices(self, source: TensorSource) -> None: ...
 
     def publish(
         self, source: TensorSource, policy_version: int, *, on_wait: Callable[[str], None]

@@ -11,7 +11,8 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import structlog
@@ -67,8 +68,10 @@ class RlLoop:
         metrics: MetricsWriter,
         stop: threading.Event,
     ) -> None:
-        """`leases`: used by a thread of its own; a connection that `reader` does not use."""
+        """`leases`: used by a thread of its own; a connection that `reader` does not use. Devices
+        that servers share are the trainer's when the loop begins."""
         self._settings = run.settings
+        self._is_colocated = run.settings.trainer.is_colocated
         self._run = run
         self._run_dir = run.dir
         self._keeps_trajectories = keeps_trajectories(run.settings.trajectories)
@@ -119,15 +122,17 @@ class RlLoop:
             taken_at = time.monotonic()
             batch = self._refill(leases, self._build(leases))
             self._warn_without_signal(batch)
+            evaluation_s = 0.0
+            if self._is_colocated:
+                # Servers sleep from now on until the next version.
+                evaluation_s = self._evaluate()
+            updating_at = time.monotonic()
+            self._take_devices()
             reports = self._update(batch)
             updated_at = time.monotonic()
-            self._ranks.leave()
-            self._ranks.watchdog.progress("evaluation")
-            if self._settings.eval.blocks_publish:
-                self._collect()
-            else:
-                self._evaluations.collect_done(policy_version=self._version)
-            evaluated_at = time.monotonic()
+            self._ranks.leave(keeps_weights=True)
+            if not self._is_colocated:
+                evaluation_s = self._evaluate()
             published = self._publish(parent=self._version, policy_version=self._version + 1)
             self._settle(batch)
             self._step += 1
@@ -136,8 +141,8 @@ class RlLoop:
             times = {
                 "train/step_s": now - ended_at,
                 "train/wait_s": taken_at - ended_at,
-                "train/update_s": updated_at - taken_at,
-                "train/evaluation_wait_s": evaluated_at - updated_at,
+                "train/update_s": updated_at - updating_at,
+                "train/evaluation_wait_s": evaluation_s,
             }
             # Before the checkpoint: what a checkpoint contains has its row, whatever ends the run.
             self._record(batch, reports, published, times)
@@ -169,6 +174,7 @@ class RlLoop:
         highest = self._reader.recover(mark, fence=self._fence)
         self._reader.set_steps_left(self._settings.trainer.num_steps - self._step)
         self._reader.set_run_state("running")
+        self._ranks.leave(keeps_weights=True)
         self._publish(parent=parent, policy_version=highest + 1)
         if checkpoint is None:
             self._evaluations.request(step=0, policy_version=self._version)
@@ -225,9 +231,8 @@ class RlLoop:
             return self._stop.is_set()
 
         settings = self._settings.trainer
-        self._ranks.leave()
         self._ranks.watchdog.progress("take")
-        leases = self._reader.take(
+        return self._reader.take(
             num_groups,
             fence=self._fence,
             policy_version=self._version,
@@ -235,9 +240,29 @@ class RlLoop:
             on_wait=self._wait,
             should_stop=should_stop,
         )
-        self._ranks.come_back()
-        self._ranks.watchdog.progress("update")
-        return leases
+
+    def _evaluate(self) -> float:
+        """Record the evaluations that must, or can, be before the next version; the seconds."""
+        began_at = time.monotonic()
+        self._ranks.watchdog.progress("evaluation")
+        if self._settings.eval.blocks_publish:
+            self._collect()
+        else:
+            self._evaluations.collect_done(policy_version=self._version)
+        return time.monotonic() - began_at
+
+    def _take_devices(self, *, weights_only: bool = False) -> None:
+        """Have the trainer's tensors on its devices: servers that share them give them up. With
+        `weights_only` these keep the weights that they serve.
+
+        Raises:
+            DeadlineExceeded, PublishFailed: a server holds on to them.
+        """
+        if not self._is_colocated:
+            return
+        self._ranks.watchdog.progress("take devices")
+        self._publisher.take_devices(keeps_weights=weights_only, on_wait=self._wait_for_servers)
+        self._ranks.come_back(weights_only=weights_only)
 
     def _wait(self, sentence: str) -> None:
         """Report what is awaited, and load weights into servers that joined meanwhile."""
@@ -248,6 +273,7 @@ class RlLoop:
             e.policy_version is None and not e.is_quarantined
             for e in self._reader.registry.servers()
         ):
+            self._take_devices(weights_only=True)
             self._load_weights(self._version)
 
     def _report(self, waiting_for: str = "", **fields: str) -> None:
@@ -300,6 +326,7 @@ class RlLoop:
 
     def _update(self, batch: Batch) -> list[UpdateReport]:
         """The step's optimizer updates, made by all ranks from one broadcast."""
+        self._ranks.watchdog.progress("update")
         reports, metrics = self._ranks.run(
             RankWorker.train_step,
             batch.rows,
@@ -329,19 +356,20 @@ class RlLoop:
     def _load_weights(self, policy_version: int) -> PublishReport:
         """Send the weights to every server; once more when none was left, for one that restarts.
 
+        Where servers share the trainer's devices, its weights must be there, and have left when
+        this returns.
+
         Raises:
             PublishFailed: no server took them the second time either.
         """
-        with self._ranks.present():
-            try:
-                return self._publisher.publish(
-                    self._ranks, policy_version, on_wait=self._wait_for_servers
-                )
-            except PublishFailed as error:
-                _log.warning("publish_repeated", policy_version=policy_version, reason=str(error))
+        try:
             return self._publisher.publish(
                 self._ranks, policy_version, on_wait=self._wait_for_servers
             )
+        except PublishFailed as error:
+            _log.warning("publish_repeated", policy_version=policy_version, reason=str(error))
+        self._take_devices(weights_only=True)
+        return self._publisher.publish(self._ranks, policy_version, on_wait=self._wait_for_servers)
 
     def _wait_for_servers(self, sentence: str) -> None:
         """Report progress: a publish that waits is not a hang, and the other ranks wait with it."""
@@ -390,18 +418,31 @@ class RlLoop:
 
     def _checkpoint(self) -> None:
         """Begin to write what the weights contain; it is acknowledged when it is on disk."""
+        # A wait may load weights into servers, which takes the devices too.
+        self._acknowledgements.wait()
         self._ranks.watchdog.progress("checkpoint")
-        self._ranks.come_back()
-        self._acknowledgements.begin(
-            step=self._step,
-            fence=self._fence,
-            next_slot=self._next_slot,
-            policy_version=self._version,
-            reference_hash=self._reference_hash,
-        )
+        with self._devices():
+            self._acknowledgements.begin(
+                step=self._step,
+                fence=self._fence,
+                next_slot=self._next_slot,
+                policy_version=self._version,
+                reference_hash=self._reference_hash,
+            )
         self._saved_step = self._step
         if not self._settings.trainer.trains_while_saving:
             self._acknowledgements.wait()
+
+    @contextmanager
+    def _devices(self) -> Iterator[None]:
+        """Have everything on the devices within the block, while servers sleep on their weights."""
+        if not self._is_colocated:
+            yield
+            return
+        self._publisher.take_devices(keeps_weights=True, on_wait=self._wait_for_servers)
+        self._ranks.come_back()
+        yield
+        self._publisher.give_devices(self._ranks)
 
     def _save_failed(self, sentence: str) -> None:
         self._saved_step = -1
@@ -420,9 +461,9 @@ class RlLoop:
         if is_done:
             self._collect()
         if is_done and not self._stop.is_set():
-            self._ranks.come_back()
             self._go_to_best()
-            self._ranks.run(RankWorker.save_folder)
+            with self._devices():
+                self._ranks.run(RankWorker.save_folder)
             self._reader.set_run_state("finished")
         self._report()
 
@@ -439,7 +480,9 @@ class RlLoop:
         if self._best is None or best is None:
             return
         if best.step != self._step:
+            self._take_devices()
             self._ranks.run(RankWorker.load, best)
+            self._ranks.leave(keeps_weights=True)
             parent = best.mark.policy_version
             self._publish(parent=parent, policy_version=self._version + 1)
         if not self._best.is_reported:

@@ -199,16 +199,31 @@ def _lead(
         run_sft(run, ranks, reader=reader, metrics=metrics, stop=stop)
         return
     num_updates = settings.trainer.num_updates
+    publishing = publisher()
+    if settings.trainer.is_colocated:
+        _take_devices(publishing, ranks, reader)
     ranks.run(RankWorker.build, num_updates=num_updates)
     RlLoop(
         run,
         ranks,
         reader=reader,
         leases=leases,
-        publisher=publisher(),
+        publisher=publishing,
         metrics=metrics,
         stop=stop,
     ).run()
+
+
+def _take_devices(publisher: Publisher, ranks: RankController, reader: Reader) -> None:
+    """Before anything is built on devices that servers share: these start first, since what they
+    take depends on what is free then, and give up what they took."""
+
+    def wait(sentence: str) -> None:
+        reader.registry.report_status("trainer", {"waiting_for": sentence})
+        ranks.idle()
+
+    publisher.wait_for_servers(wait)
+    publisher.take_devices(on_wait=wait)
 
 
 def _log_recipe(settings: Settings) -> None:

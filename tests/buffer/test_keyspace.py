@@ -99,6 +99,8 @@ async def everything(
     )
     reader.registry.register_server(entry)
     reader.registry.set_server_version("s", 0, quarantined=False)
+    reader.registry.set_released("s", ["kv_cache"])
+    reader.registry.claim_devices()
     reader.registry.register_part("router", {"url": "x"})
     reader.registry.report_status("router", {"doing": "x"})
     reader.trajectories.open(10**6)

@@ -60,6 +60,8 @@ class Server:
         self._events = events
         self._generator = np.random.default_rng(0)
         self.num_publishes = 0
+        self.is_asleep = False
+        """It gave its memory to the trainer, and must not be asked for a token."""
         self.on_publish: Callable[[int], None] = lambda policy_version: None
         """Called with the version when its weights are loaded."""
         self._state: tuple[int, np.ndarray] = (-1, np.zeros(0))
@@ -68,6 +70,18 @@ class Server:
     def version(self) -> int:
         """Of its weights; -1 before the first publish."""
         return self._state[0]
+
+    def wait_for_servers(self, on_wait: Callable[[str], None]) -> None:
+        """It is there."""
+
+    def take_devices(self, *, keeps_weights: bool = False, on_wait: Callable[[str], None]) -> None:
+        """Sleep."""
+        self.is_asleep = True
+
+    def give_devices(self, source: TensorSource) -> None:
+        """Go on."""
+        source.leave()
+        self.is_asleep = False
 
     def publish(
         self, source: TensorSource, policy_version: int, *, on_wait: Callable[[str], None]
@@ -79,6 +93,8 @@ class Server:
                 known[spec.name].copy_(tensor)
             logits = self._model(torch.tensor([[1, 2]])).logits[0, -1].double()
         self._state = (policy_version, torch.log_softmax(logits, -1).numpy())
+        source.leave()
+        self.is_asleep = False
         self.num_publishes += 1
         self._events.append(("publish", policy_version))
         self.on_publish(policy_version)
@@ -90,6 +106,7 @@ class Server:
 
     def sample(self, ids: Sequence[int] = (1, 2)) -> tuple[int, float]:
         """A token at temperature 1 after `ids`, and its logprob."""
+        assert not self.is_asleep
         logprobs = self.logprobs_after(tuple(ids))
         probabilities = np.exp(logprobs)
         token = int(self._generator.choice(400, p=probabilities / probabilities.sum()))
@@ -97,6 +114,7 @@ class Server:
 
     def pull(self) -> tuple[int, int, float]:
         """(version, token, logprob) after [1, 2], by the same weights; for another thread."""
+        assert not self.is_asleep
         version, logprobs = self._state
         probabilities = np.exp(logprobs)
         token = int(self._generator.choice(400, p=probabilities / probabilities.sum()))

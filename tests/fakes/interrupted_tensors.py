@@ -29,3 +29,6 @@ class InterruptedTensors:
             self._before(self._index)
             self._index += 1
             yield tensor
+
+    def leave(self) -> None:
+        """They are on no device."""

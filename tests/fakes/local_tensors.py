@@ -18,6 +18,8 @@ class LocalTensors:
     def __init__(self, tensors: Mapping[str, Tensor], score: Score | None = None) -> None:
         self._tensors = tensors
         self._score = score
+        self.num_left = 0
+        """Times that they were told to leave a shared device."""
         self.specs: Sequence[TensorSpec] = tuple(
             TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
             for name, tensor in tensors.items()
@@ -35,3 +37,7 @@ class LocalTensors:
         if self._score is None:
             raise PublishFailed("this source cannot score a prompt")
         return self._score(prompts)
+
+    def leave(self) -> None:
+        """They are on no device."""
+        self.num_left += 1

@@ -1,5 +1,8 @@
 """A registry of one server, in this process."""
 
+import dataclasses
+from collections.abc import Sequence
+
 from outloop.buffer.records import ServerEntry
 
 
@@ -27,10 +30,17 @@ class OneServer:
         """Enter what it holds."""
         assert server_id == self.entry.server_id
         self.history.append((policy_version, quarantined))
-        self.entry = ServerEntry(
-            server_id=server_id,
-            url=self.entry.url,
-            kind=self.entry.kind,
-            policy_version=policy_version,
-            is_quarantined=quarantined,
+        self.entry = dataclasses.replace(
+            self.entry, policy_version=policy_version, is_quarantined=quarantined
         )
+
+    def set_released(self, server_id: str, tags: Sequence[str]) -> None:
+        """Enter what it was asked to release."""
+        self.entry = dataclasses.replace(self.entry, released=tuple(tags))
+
+    def claim_devices(self) -> tuple[str, ...]:
+        """Nothing is starting."""
+        return ()
+
+    def free_devices(self) -> None:
+        """Nobody waits for them."""

@@ -163,13 +163,13 @@ class PayloadSender:
 
             def post_own(client: ServerClient, deadline: float) -> None:
                 # Each reader of a CUDA handle holds a reference of its own.
-                client.update_from_bucket(write_bucket(bucket.content, bucket.places), deadline)
+                client.update_from_bucket([write_bucket(bucket.content, bucket.places)], deadline)
 
             return post_own
         num_ranks = self._num_ranks
         payload = write_bucket(bucket.content, bucket.places, num_readers=num_servers * num_ranks)
 
         def post(client: ServerClient, deadline: float) -> None:
-            client.update_from_bucket(payload, deadline, num_ranks=num_ranks)
+            client.update_from_bucket([payload] * num_ranks, deadline)
 
         return post

@@ -88,6 +88,9 @@ def argument_table(settings: Settings, *, port: int, identity: str) -> dict[str,
         "incremental_streaming_output": True,
         "log_level": "warning",
     }
+    if settings.trainer.is_colocated and server.device != "cpu":
+        # Without it the calls that release memory release none.
+        table["enable_memory_saver"] = True
     if server.device == "cpu":
         table |= {"attention_backend": "torch_native", "max_total_tokens": _CPU_KV_TOKENS}
         # Otherwise its scheduler spins while there is nothing to do.

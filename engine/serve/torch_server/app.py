@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outloop.engine.publish.flattened_bucket import PayloadRefused, read_bucket
@@ -22,6 +22,7 @@ from outloop.engine.serve.torch_server.constrained_decoding import Grammars
 from outloop.engine.serve.torch_server.generate import GenerateEndpoint
 from outloop.engine.serve.torch_server.scheduler import Engine
 from outloop.engine.serve.torch_server.schemas import (
+    MEMORY_TAGS,
     AbortBody,
     CheckBody,
     FromDiskBody,
@@ -29,6 +30,8 @@ from outloop.engine.serve.torch_server.schemas import (
     FromTensorBody,
     JoinGroupBody,
     LeaveGroupBody,
+    MemoryBody,
+    MemoryTag,
     PauseBody,
     VersionBody,
 )
@@ -63,6 +66,7 @@ class ServerApp:
         self._generate = GenerateEndpoint(engine, grammars)
         self._control = FastAPI(title="outloop torch server", description=PURPOSE)
         self._add_generation_routes()
+        self._add_memory_routes()
         self._add_update_routes()
         self._add_group_routes()
         self._add_version_routes()
@@ -123,9 +127,37 @@ class ServerApp:
             return {"message": f"Generation paused, mode={body.mode}.", "status": "ok"}
 
         @app.post("/continue_generation")
-        async def continue_generation() -> dict[str, str]:
-            await self._in_engine(engine.resume)
-            return {"message": "Generation continued.", "status": "ok"}
+        async def continue_generation() -> Response:
+            try:
+                await self._in_engine(engine.resume)
+            except UpdateRefused as error:
+                return _outcome(str(error), is_good=False)
+            return JSONResponse({"message": "Generation continued.", "status": "ok"})
+
+        @app.post("/flush_cache")
+        async def flush_cache() -> Response:
+            if await self._in_engine(engine.flush):
+                return PlainTextResponse("Cache flushed.")
+            return PlainTextResponse("Flush cache failed.", 400)
+
+    def _add_memory_routes(self) -> None:
+        app, engine = self._control, self._engine
+
+        async def change(function: Callable[[list[MemoryTag]], None], body: MemoryBody) -> Response:
+            tags = body.tags or list(MEMORY_TAGS)
+            try:
+                await self._in_engine(lambda: function(tags))
+            except UpdateRefused as error:
+                return _outcome(str(error), is_good=False)
+            return JSONResponse(None)
+
+        @app.post("/release_memory_occupation")
+        async def release_memory_occupation(body: MemoryBody) -> Response:
+            return await change(engine.release_memory, body)
+
+        @app.post("/resume_memory_occupation")
+        async def resume_memory_occupation(body: MemoryBody) -> Response:
+            return await change(engine.resume_memory, body)
 
     def _add_update_routes(self) -> None:
         app, engine = self._control, self._engine
@@ -216,14 +248,21 @@ class ServerApp:
         @app.post("/weights_checker")
         async def weights_checker(body: CheckBody) -> Response:
             if body.action == "reset_tensors":
-                await self._in_engine(scramble)
-                return _outcome("Weights are random.")
+
+                def reset() -> str:
+                    scramble()
+                    return "Weights are random."
+
+                return await self._update(reset)
             if body.action != "checksum":
                 return _outcome(
                     f"action={body.action!r}; the torch server knows: checksum, reset_tensors",
                     is_good=False,
                 )
-            sums = await self._in_engine(lambda: engine.update.live.checksums(body.algorithm))
+            try:
+                sums = await self._in_engine(lambda: engine.update.checksums(body.algorithm))
+            except UpdateRefused as error:
+                return _outcome(str(error), is_good=False)
             ranks = [{"tp_rank": 0, "pp_rank": 0, "checksums": sums}]
             return JSONResponse({"success": True, "message": "", "ranks": ranks})
 

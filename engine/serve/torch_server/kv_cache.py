@@ -41,12 +41,10 @@ class KVCache:
         num_slots = max(
             self.max_running, min(2 * self.max_running, _MAX_CACHE_BYTES // bytes_per_slot)
         )
-        self.capacity = min(_MIN_CAPACITY, max_tokens) + 1
-        # Zeros, not empty: what is masked out must still be finite.
-        shape = (config.num_layers, num_slots, config.num_kv_heads, self.capacity, config.head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
-        """[L, N, K, T, d]; the last position is scratch, where padding is written."""
+        self._shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
+        self._dtype = dtype
+        self._device = device
+        self._allocate()
         self.length: npt.NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)
         self._ids: npt.NDArray[np.int32] = np.zeros((num_slots, max_tokens), dtype=np.int32)
         self._salt: npt.NDArray[np.int64] = np.full(num_slots, _NO_SALT, dtype=np.int64)
@@ -54,6 +52,25 @@ class KVCache:
         self._is_running: npt.NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
         self._clock = 0
         self._salts: dict[str | None, int] = {}
+
+    def _allocate(self) -> None:
+        num_layers, num_slots, num_heads, size = self._shape
+        self.capacity = min(_MIN_CAPACITY, self.max_tokens) + 1
+        # Zeros, not empty: what is masked out must still be finite.
+        shape = (num_layers, num_slots, num_heads, self.capacity, size)
+        self.keys = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        self.values = torch.zeros_like(self.keys)
+        """[L, N, K, T, d]; the last position is scratch, where padding is written."""
+
+    def give_back(self) -> None:
+        """Free the memory of all slots and forget what they held; no request may run."""
+        self.keys = self.values = self.keys.new_empty(0)
+        self.length[:] = 0
+        self.forget()
+
+    def take_again(self) -> None:
+        """Allocate what was given back, empty."""
+        self._allocate()
 
     @property
     def num_slots(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
@@ -21,9 +21,10 @@ import torch
 from outloop.engine.serve.torch_server.kv_cache import KVCache
 from outloop.engine.serve.torch_server.requests import Running, abort_reason
 from outloop.engine.serve.torch_server.sampling import BadRequest, RowParams, sample
+from outloop.engine.serve.torch_server.schemas import MemoryTag
 from outloop.engine.serve.torch_server.tokenizer import Text
 from outloop.engine.serve.torch_server.transformer import Transformer
-from outloop.engine.serve.torch_server.weight_update import UpdateSession
+from outloop.engine.serve.torch_server.weight_update import UpdateRefused, UpdateSession
 from outloop.engine.serve.torch_server.weights import Weights
 
 PauseMode = Literal["abort", "in_place", "retract"]
@@ -73,6 +74,7 @@ class Engine:
         """By slot."""
         self._waiting: deque[Running] = deque()
         self._paused: PauseMode | None = None
+        self._released: set[MemoryTag] = set()
         self._notify = notify
         self._random = random.Random(seed)
         self._wake = threading.Condition()
@@ -151,8 +153,58 @@ class Engine:
             self._waiting.extendleft(reversed(retracted))
 
     def resume(self) -> None:
-        """Sample again."""
+        """Sample again.
+
+        Raises:
+            UpdateRefused: some of the memory is released.
+        """
+        if self._released:
+            raise UpdateRefused(
+                f"continue_generation: {sorted(self._released)} are released; "
+                "resume_memory_occupation first"
+            )
         self._paused = None
+
+    def flush(self) -> bool:
+        """Forget every cached prefix; False, and nothing is done, while requests run, or wait
+        without a pause."""
+        if self._running or (self._waiting and self._paused is None):
+            return False
+        self.cache.forget()
+        return True
+
+    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Give the memory of these parts back; nothing is sampled until all is resumed.
+
+        Raises:
+            UpdateRefused: the engine is not paused, requests run, or a part is released already.
+        """
+        if self._paused is None or self._running:
+            raise UpdateRefused(
+                f"release_memory_occupation: {len(self._running)} requests run and paused="
+                f"{self._paused is not None}; pause with mode retract or abort first"
+            )
+        if self._released & set(tags):
+            raise UpdateRefused(f"release_memory_occupation: {sorted(tags)} holds released parts")
+        self._released |= set(tags)
+        if "kv_cache" in tags:
+            self.cache.give_back()
+        if "weights" in tags:
+            self.update.give_back()
+
+    def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Take the memory of these parts again. Weights come back without their values.
+
+        Raises:
+            UpdateRefused: a part is not released.
+        """
+        if missing := sorted(set(tags) - self._released):
+            raise UpdateRefused(f"resume_memory_occupation: {missing} are not released")
+        self._released -= set(tags)
+        if "kv_cache" in tags:
+            self.cache.take_again()
+        if "weights" in tags:
+            self.update.take_again()
 
     def weights_changed(self) -> None:
         """New weights are in place: cached prefixes are of use to their owners alone."""

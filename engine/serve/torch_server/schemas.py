@@ -5,7 +5,7 @@ A default is SGLang's own; unknown fields are ignored, as there.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel
 
@@ -22,6 +22,16 @@ class PauseBody(BaseModel):
     """/pause_generation"""
 
     mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+MemoryTag = Literal["kv_cache", "weights", "cuda_graph"]
+MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
+
+
+class MemoryBody(BaseModel):
+    """/release_memory_occupation, /resume_memory_occupation"""
+
+    tags: list[MemoryTag] | None = None
 
 
 class FromTensorBody(BaseModel):

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outloop.engine.publish.verification.checksum import Algorithm
 from outloop.engine.serve.torch_server.weights import Weights, WeightsRefused, read_folder
 
 
@@ -23,6 +24,8 @@ class UpdateSession:
 
     def __init__(self, live: Weights) -> None:
         self.live = live
+        self._device: torch.device | None = None
+        """Where weights were before they were given back."""
         self._spare: Weights | None = None
         self._staged: Weights | None = None
         self._written: set[str] = set()
@@ -31,8 +34,9 @@ class UpdateSession:
         """Open a session; tensors it does not bring keep their values.
 
         Raises:
-            UpdateRefused: one is open.
+            UpdateRefused: one is open, or the memory of the weights is released.
         """
+        self._require_memory("begin_weight_update")
         if self._staged is not None:
             raise UpdateRefused(
                 "begin_weight_update: a session is open; end it with end_weight_update first"
@@ -85,9 +89,10 @@ class UpdateSession:
         """Make the weights of a Hugging Face folder live; on an error the old ones stay.
 
         Raises:
-            UpdateRefused: a session is open.
+            UpdateRefused: a session is open, or the memory of the weights is released.
             WeightsRefused: the folder does not hold this model.
         """
+        self._require_memory("update_weights_from_disk")
         if self._staged is not None:
             raise UpdateRefused(
                 "update_weights_from_disk: a session is open; end it with end_weight_update first"
@@ -101,11 +106,47 @@ class UpdateSession:
         self._swap(fresh)
 
     def scramble(self) -> None:
-        """Make random weights live: whatever the next update does not bring will show."""
+        """Make random weights live: whatever the next update does not bring will show.
+
+        Raises:
+            UpdateRefused: the memory of the weights is released.
+        """
+        self._require_memory("reset_tensors")
         fresh = self._fresh()
         for tensor in fresh.named.values():
             tensor.uniform_()
         self._swap(fresh)
+
+    def checksums(self, algorithm: Algorithm) -> dict[str, str]:
+        """Of every live tensor.
+
+        Raises:
+            UpdateRefused: the memory of the weights is released.
+        """
+        self._require_memory("checksum")
+        return self.live.checksums(algorithm)
+
+    def give_back(self) -> None:
+        """Free the memory of all weights; an update that was open is forgotten."""
+        live = self.live
+        self._device = live.device
+        self._staged = self._spare = None
+        self.live = Weights(live.config, live.dtype, torch.device("meta"))
+
+    def take_again(self) -> None:
+        """Allocate what was given back; no value is what it was, and each is NaN until it is
+        updated."""
+        assert self._device is not None
+        fresh = Weights(self.live.config, self.live.dtype, self._device)
+        for tensor in fresh.named.values():
+            tensor.fill_(torch.nan)
+        self.live = fresh
+
+    def _require_memory(self, what: str) -> None:
+        if self.live.device.type == "meta":
+            raise UpdateRefused(
+                f"{what}: the memory of the weights is released; resume_memory_occupation first"
+            )
 
     def _fresh(self) -> Weights:
         spare, self._spare = self._spare, None

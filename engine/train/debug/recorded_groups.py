@@ -213,6 +213,15 @@ class NoPublish:
 class NoServers:
     """A publisher without servers."""
 
+    def wait_for_servers(self, on_wait: Callable[[str], None]) -> None:
+        """There are none."""
+
+    def take_devices(self, *, keeps_weights: bool = False, on_wait: Callable[[str], None]) -> None:
+        """The device is the trainer's alone."""
+
+    def give_devices(self, source: Any) -> None:
+        """Nobody waits for it."""
+
     def publish(
         self, source: Any, policy_version: int, *, on_wait: Callable[[str], None]
     ) -> NoPublish:

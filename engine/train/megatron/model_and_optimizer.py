@@ -69,7 +69,8 @@ def join_process_group(
     """
     sizes = sizes or ParallelSizes()
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        # Tensors on the CPU go over gloo: see `collectives`.
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         timeout = timedelta(seconds=timeout_s)
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) if gpu is None else gpu)

@@ -1,7 +1,8 @@
 """Bytes between trainer ranks, and agreement on a failure.
 
-No object is pickled. All ranks call the same function in the same order, and all of them fail where
-one does.
+No object is pickled. All ranks call the same function in the same order, and all of them fail
+where one does. Bytes travel on the CPU, over gloo: a rank that waits in NCCL keeps a kernel
+spinning on its GPU, which servers may share.
 """
 
 from __future__ import annotations
@@ -22,17 +23,14 @@ def broadcast_bytes(data: bytes) -> bytes:
     """Rank 0's bytes, on every rank; the other ranks' argument is ignored."""
     if dist.get_world_size() == 1:
         return data
-    device = _device()
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    size = torch.tensor([len(data)], dtype=torch.int64)
     dist.broadcast(size, src=0)
     payload = (
-        _as_tensor(data, device)
-        if dist.get_rank() == 0
-        else torch.empty(int(size), dtype=torch.uint8, device=device)
+        _as_tensor(data) if dist.get_rank() == 0 else torch.empty(int(size), dtype=torch.uint8)
     )
     if len(payload):
         dist.broadcast(payload, src=0)
-    return payload.cpu().numpy().tobytes()
+    return payload.numpy().tobytes()
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
@@ -40,17 +38,16 @@ def gather_bytes(data: bytes) -> list[bytes]:
     world = dist.get_world_size()
     if world == 1:
         return [data]
-    device = _device()
-    sizes = torch.zeros(world, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([len(data)], device=device))
+    sizes = torch.zeros(world, dtype=torch.int64)
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]))
     longest = int(sizes.max())
     if longest == 0:
         return [b""] * world
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(data)] = _as_tensor(data, device)
-    everything = torch.empty(world * longest, dtype=torch.uint8, device=device)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(data)] = _as_tensor(data)
+    everything = torch.empty(world * longest, dtype=torch.uint8)
     dist.all_gather_into_tensor(everything, padded)
-    rows = everything.view(world, longest).cpu().numpy()
+    rows = everything.view(world, longest).numpy()
     return [rows[rank, :size].tobytes() for rank, size in enumerate(sizes.tolist())]
 
 
@@ -89,14 +86,6 @@ def _sentence(error: Exception | None) -> bytes:
     return (("s" if isinstance(error, SettingsError) else "f") + text).encode()
 
 
-def _as_tensor(data: bytes, device: torch.device) -> Tensor:
+def _as_tensor(data: bytes) -> Tensor:
     # frombuffer refuses an empty buffer, and a read-only one gives a warning.
-    return torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)].to(
-        device
-    )
-
-
-def _device() -> torch.device:
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)]

@@ -129,26 +129,17 @@ class RankController:
         if self._has_followers and time.monotonic() - self._sent_at > self._interval_s:
             self._send(Idle())
 
-    def leave(self) -> None:
-        """Take every rank's tensors off its device, if servers share it and they are there."""
-        if self.worker.placement.can_leave:
-            self.run(RankWorker.leave_device)
+    def leave(self, *, keeps_weights: bool = False) -> None:
+        """Take every rank's tensors off its device, if servers share it: all that is there, or all
+        but the policy's weights."""
+        if self.worker.placement.can_leave(keeps_weights=keeps_weights):
+            self.run(RankWorker.leave_device, keeps_weights=keeps_weights)
 
-    def come_back(self) -> None:
-        """Put every rank's tensors back, if they are away."""
-        if self.worker.placement.is_away:
-            self.run(RankWorker.come_back_to_device)
-
-    @contextmanager
-    def present(self) -> Iterator[None]:
-        """Have the tensors on the devices within the block; off again if they were away."""
-        was_away = self.worker.placement.is_away
-        self.come_back()
-        try:
-            yield
-        finally:
-            if was_away:
-                self.leave()
+    def come_back(self, *, weights_only: bool = False) -> None:
+        """Put back what is away of every rank's tensors, or of the policy's weights alone."""
+        placement = self.worker.placement
+        if placement.is_away or (placement.has_left and not weights_only):
+            self.run(RankWorker.come_back_to_device, weights_only=weights_only)
 
     @property
     def specs(self) -> Sequence[TensorSpec]:

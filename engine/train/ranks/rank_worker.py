@@ -365,13 +365,13 @@ class RankWorker:
             )
         self._saving = None
 
-    def leave_device(self) -> None:
-        """Take this rank's tensors off its device."""
-        self.placement.leave()
+    def leave_device(self, *, keeps_weights: bool) -> None:
+        """Take this rank's tensors off its device: all, or all but the policy's weights."""
+        self.placement.leave(keeps_weights=keeps_weights)
 
-    def come_back_to_device(self) -> None:
-        """Put them back."""
-        self.placement.come_back()
+    def come_back_to_device(self, *, weights_only: bool) -> None:
+        """Put them back: all, or the policy's weights alone."""
+        self.placement.come_back(weights_only=weights_only)
 
     def send_weights(self, names: list[str]) -> None:
         """Send what this rank holds of these tensors to rank 0, which reads them."""

@@ -1,9 +1,10 @@
 """A publisher over a registry in memory, and servers to publish to."""
 
+import dataclasses
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,34 @@ class MemoryRegistry:
     def __init__(self) -> None:
         self.entries: dict[str, ServerEntry] = {}
         self.history: list[tuple[str, int | None, bool]] = []
+        self.starting: list[str] = []
+        """What the trainer finds starting, call by call."""
+        self.is_claimed = False
 
-    def add(self, server_id: str, url: str, kind: str = "torch") -> None:
+    def add(self, server_id: str, url: str, kind: str = "torch", **fields: Any) -> None:
         """Register a server."""
         self.entries[server_id] = ServerEntry(
-            server_id=server_id, url=url, kind=kind, policy_version=None, is_quarantined=False
+            server_id=server_id,
+            url=url,
+            kind=kind,
+            policy_version=None,
+            is_quarantined=False,
+            **fields,
         )
+
+    def set_released(self, server_id: str, tags: Sequence[str]) -> None:
+        """Enter what a server was asked to release."""
+        old = self.entries[server_id]
+        self.entries[server_id] = dataclasses.replace(old, released=tuple(tags))
+
+    def claim_devices(self) -> tuple[str, ...]:
+        """The trainer's claim."""
+        self.is_claimed = True
+        return (self.starting.pop(),) if self.starting else ()
+
+    def free_devices(self) -> None:
+        """The end of the trainer's claim."""
+        self.is_claimed = False
 
     def servers(self) -> tuple[ServerEntry, ...]:
         """Every server."""
@@ -40,12 +63,8 @@ class MemoryRegistry:
     ) -> None:
         """Enter what a server holds."""
         old = self.entries[server_id]
-        self.entries[server_id] = ServerEntry(
-            server_id=server_id,
-            url=old.url,
-            kind=old.kind,
-            policy_version=policy_version,
-            is_quarantined=quarantined,
+        self.entries[server_id] = dataclasses.replace(
+            old, policy_version=policy_version, is_quarantined=quarantined
         )
         self.history.append((server_id, policy_version, quarantined))
 
@@ -68,12 +87,18 @@ def make_publisher(
     """`make_publisher(transport="disk", ...)`: keyword arguments are publish settings."""
     made: list[Publisher] = []
 
-    def make(num_servers: int = 1, start_timeout_s: float = 5.0, **publish: Any) -> Publisher:
+    def make(
+        num_servers: int = 1,
+        start_timeout_s: float = 5.0,
+        is_colocated: bool = False,
+        **publish: Any,
+    ) -> Publisher:
         publish.setdefault("phase_timeout_s", 5.0)
         tree = {
             "model": {"path": str(make_model())},
             "server": {"num_servers": num_servers, "start_timeout_s": start_timeout_s},
             "publish": publish,
+            "trainer": {"is_colocated": is_colocated},
         }
         run = create_run(build_settings(tree, source="test"), tmp_path / "run", "unix:///none")
         made.append(Publisher(run, registry))

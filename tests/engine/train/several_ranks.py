@@ -65,8 +65,8 @@ def weights_after_journeys(
         if is_travelling:
             ranks.leave()
             assert ranks.worker.placement.is_away
-            with ranks.present():
-                assert not ranks.worker.placement.is_away
+            ranks.come_back(weights_only=True)
+            assert not ranks.worker.placement.is_away
             ranks.come_back()
     return read(ranks)
 

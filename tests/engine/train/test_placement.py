@@ -27,9 +27,13 @@ def update(policy: Policy, samples: list[Sample]) -> None:
 
 
 def tensors(policy: Policy) -> Iterator[torch.Tensor]:
-    """Weights, their gradients, and Adam's two moments."""
-    for parameter in policy.model.parameters():
-        yield from (parameter.detach(), parameter.main_grad)
+    """Weights and Adam's two moments."""
+    yield from (parameter.detach() for parameter in policy.model.parameters())
+    yield from moments(policy)
+
+
+def moments(policy: Policy) -> Iterator[torch.Tensor]:
+    """Adam's two."""
     for part in optimizer_parts(policy.optimizer):
         optimizer = part.optimizer
         for state in optimizer.state.values():
@@ -71,18 +75,42 @@ def test_weights_that_were_hashed_can_leave(dtype: str, make_policy: MakePolicy)
     placement.come_back()
 
 
-def test_weights_that_are_read_meanwhile_leave_again(setup: Callable[..., Setup]) -> None:
-    """For a publish they are there; afterwards they are where they were."""
-    made = setup(trainer={"is_colocated": True})
-    ranks, placement = made.ranks, made.ranks.worker.placement
-    with ranks.present():
-        assert not placement.is_away
+def test_weights_alone_stay_for_a_publish_and_come_back_for_another(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """Weights are readable while the optimizer's state is away; the rest comes back after them."""
+    policy, samples = make_policy(dtype="bfloat16"), make_samples(5)
+    update(policy, samples)
+    update(policy, samples)
+    before = [tensor.clone() for tensor in (*policy.model.parameters(), *moments(policy))]
+    placement = Offload(policy, is_colocated=True)
+    placement.leave(keeps_weights=True)
     assert not placement.is_away
-    ranks.leave()
-    with ranks.present():
-        assert all(parameter.abs().max() > 0 for parameter in made.policy.model.parameters())
+    assert placement.has_left
+    assert all(t.untyped_storage().nbytes() for t in policy.model.parameters())
+    assert all(t.untyped_storage().nbytes() == 0 for t in moments(policy))
+    placement.leave()
     assert placement.is_away
-    ranks.come_back()
+    placement.come_back(weights_only=True)
+    assert not placement.is_away
+    assert placement.has_left
+    placement.come_back()
+    after = [*policy.model.parameters(), *moments(policy)]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    update(policy, samples)
+
+
+def test_gradients_come_back_as_zeros(make_policy: MakePolicy, make_samples: MakeSamples) -> None:
+    """They are not copied: an update begins with zeros."""
+    policy = make_policy()
+    update(policy, make_samples(5))
+    gradients = [parameter.main_grad for parameter in policy.model.parameters()]
+    assert any(gradient.abs().max() > 0 for gradient in gradients)
+    placement = Offload(policy, is_colocated=True)
+    placement.leave()
+    assert all(gradient.untyped_storage().nbytes() == 0 for gradient in gradients)
+    placement.come_back()
+    assert all(gradient.abs().max() == 0 for gradient in gradients)
 
 
 def test_without_colocation_nothing_leaves(make_policy: MakePolicy) -> None:
@@ -114,5 +142,6 @@ def test_a_colocated_loop_gives_the_weights_of_another(
         made.train()
         assert len(seen) == 3
         assert all((size == 0) == is_colocated for size in seen)
+        made.ranks.come_back()
         ends.append([parameter.detach().clone() for parameter in made.policy.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

@@ -94,7 +94,7 @@ CHECKPOINT = Checkpoint(
         (RankWorker.save, {"step": 4, "mark": MARK, "reference_hash": ""}),
         (RankWorker.load, {"checkpoint": CHECKPOINT}),
         (RankWorker.send_weights, {"names": ["a", "b"]}),
-        (RankWorker.leave_device, {}),
+        (RankWorker.leave_device, {"keeps_weights": True}),
     ],
 )
 def test_every_rank_gets_the_arguments_that_rank_0_gave(
