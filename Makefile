@@ -82,6 +82,11 @@ sglang-runs:
 demo: $(STAMP)
 	SEEDS=$(SEEDS) $(BIN)/python examples/demo.py $(EXAMPLE)
 
+# SmolLM2-135M-Instruct, from a package; half an hour on two idle cores, no GPU.
+.PHONY: demo-llm
+demo-llm: $(STAMP)
+	SEEDS=$(SEEDS) $(BIN)/python examples/smollm2/demo.py
+
 # Lint, types and the tests that take no time: under 90 seconds on two cores.
 check: lint bwrap
 	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests -m "$(HERE) and not e2e and not slow and not medium"

@@ -113,7 +113,8 @@ def train_example(
 
         folder = ROOT / "examples" / name
         # As `outloop new-policy` does, without another process that loads torch first.
-        rows = load_example(name, "tasks").conversations()
+        tasks = load_example(name, "tasks")
+        rows = tasks.conversations() if hasattr(tasks, "conversations") else said(tasks)
         write_policy(tmp_path / "policy", 0, rows[:1000], Sizes(max_context_tokens=2048))
         settings = SHORT | settings
         flags = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in settings.items()]
@@ -122,6 +123,13 @@ def train_example(
         return [json.loads(line) for line in text.splitlines()]
 
     return train
+
+
+def said(tasks: ModuleType) -> list[dict[str, Any]]:
+    """Conversations for a tokenizer, of an example that has no warm start."""
+    rows = tasks.train_tasks()
+    roles = {"question": "user", "answer": "assistant"}
+    return [{"messages": [{"role": roles[k], "content": row[k]} for k in roles]} for row in rows]
 
 
 SHORT = {
