@@ -29,6 +29,8 @@ Float32 = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
 MAX_ANSWER_CHARS = 1000
 SOURCE = "source"
 """Key of an episode's metadata: which of several lists of tasks its task is from."""
+TEACHER_CONTEXT = "teacher_context"
+"""Key of an episode's metadata: text that a teacher sees and the policy does not."""
 INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 """Types of a turn's arrays, in memory and in their stored bytes."""
 

@@ -131,6 +131,10 @@ METRICS: dict[str, str] = {
     "train/kl": "mean behavior - reference logprob over trained tokens (k1)",
     "train/kl_coefficient": "weight of the pull towards the reference in this step",
     "train/kl_penalty_mean": "mean taken off an episode's reward for its distance to the reference",
+    "train/teacher_kl": "mean behavior - teacher logprob over trained tokens: the distance to the "
+    "teacher",
+    "train/teacher_top_mass": "mean probability of the teacher's top_k tokens under the teacher",
+    "train/teacher_wait_s": "time in which the teacher's servers scored the take",
     "train/overlong_penalty_mean": "mean taken off an episode's reward for its length",
     "train/logprob_gap_mean": "mean |policy - behavior| logprob over tokens of the current version",
     "train/logprob_gap_max": "largest such gap",

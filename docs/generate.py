@@ -23,7 +23,7 @@ import outloop
 from outloop.buffer.settings import Settings, UpstreamSettings, load_settings
 from outloop.buffer.settings.deploy import PartResources
 from outloop.buffer.settings.env import EvalSuiteSettings, TaskSourceSettings
-from outloop.buffer.settings.trainer import CriticSettings
+from outloop.buffer.settings.trainer import CriticSettings, TeacherSettings
 from outloop.buffer.stats import STATS
 from outloop.buffer.telemetry import METRIC_PREFIXES, METRICS
 from outloop.buffer.transcripts import Transcript, TurnText
@@ -47,6 +47,7 @@ NAMED_TABLES: dict[str, type[BaseModel]] = {
     "env.tasks.NAME": TaskSourceSettings,
     "eval.suites.NAME": EvalSuiteSettings,
     "trainer.critic": CriticSettings,
+    "trainer.teacher": TeacherSettings,
     "router.upstreams.NAME": UpstreamSettings,
     "deploy.parts.PART": PartResources,
 }

@@ -120,6 +120,7 @@ class Parts:
             ModelTable(settings.model.name, self.pool, settings.router.upstreams),
             Upstreams(http, upstreams, self.metrics, timeout_s=settings.router.turn_timeout_s),
         )
+        teacher = settings.trainer.teacher
         self.runner = RunnerRoutes(
             buffer=buffer,
             keys=self.keys,
@@ -134,6 +135,7 @@ class Parts:
             scores=Scores(settings, buffer),
             public_url=settings.router.public_url,
             timings=timings,
+            teacher_context_key=teacher.context_key if teacher is not None else None,
         )
 
     async def keep_house(self) -> None:

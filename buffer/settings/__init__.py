@@ -14,7 +14,8 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import (
@@ -237,19 +238,22 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Settings:
         own = self.trainer.advantage_path is not None
-        has_take_baseline = self.trainer.advantage in ("reinforce_pp", "gae") and not own
+        has_take_baseline = self.trainer.advantage in ("reinforce_pp", "gae", "none") and not own
         if self.trainer.mode == "rl" and self.buffer.group_size < 2 and not has_take_baseline:
             raise ValueError(
                 f"buffer.group_size={self.buffer.group_size} with "
                 f'trainer.advantage="{self.trainer.advantage}" makes every advantage zero; '
                 'set buffer.group_size to 2 or more, or trainer.advantage = "reinforce_pp"'
             )
-        if self.trainer.mode == "rl" and self.buffer.group_size * self.trainer.groups_per_step < 2:
+        is_compared = self.trainer.advantage != "none" or own
+        num_episodes = self.buffer.group_size * self.trainer.groups_per_step
+        if self.trainer.mode == "rl" and is_compared and num_episodes < 2:
             raise ValueError(
                 "buffer.group_size=1 with trainer.groups_per_step=1 leaves an episode nothing to "
                 "be compared with; set trainer.groups_per_step to 2 or more"
             )
         self._refuse_idle_scores()
+        self._refuse_wrong_teacher()
         pass_k = self.trainer.pass_k
         if pass_k is not None and pass_k >= self.buffer.group_size:
             raise ValueError(
@@ -305,6 +309,37 @@ class Settings(BaseSettings):
                 f'env.turn_scores="train" with trainer.advantage="{trainer.advantage}", which '
                 "looks at the score of an episode alone; set trainer.advantage to one of "
                 f'{", ".join(USES_PARTS)}, or env.turn_scores = "record"'
+            )
+
+    def _refuse_wrong_teacher(self) -> None:
+        trainer, teacher = self.trainer, self.trainer.teacher
+        if teacher is None:
+            return
+        is_alone = trainer.advantage == "none" and trainer.advantage_path is None
+        if is_alone and self.buffer.drop_zero_signal:
+            raise ValueError(
+                'buffer.drop_zero_signal=true with trainer.advantage="none" drops every group; set '
+                "it to false, so that the teacher trains all of them"
+            )
+        if teacher.path == self.model.path and teacher.context_key is None:
+            raise ValueError(
+                f"trainer.teacher.path={str(teacher.path)!r} is model.path: the policy would be "
+                "pulled to what it is and learn nothing; name another model, or set "
+                "trainer.teacher.context_key"
+            )
+        if teacher.urls and self.sampling.temperature != 1.0:
+            raise ValueError(
+                f"sampling.temperature={self.sampling.temperature} with trainer.teacher.urls: "
+                "servers score at temperature 1, another distribution than the policy's; set "
+                "sampling.temperature = 1.0, or give the teacher's folder in trainer.teacher.path"
+            )
+        longest = self.model.max_context_tokens + teacher.max_context_tokens
+        if teacher.context_key is not None and longest > trainer.max_microbatch_tokens:
+            raise ValueError(
+                f"model.max_context_tokens={self.model.max_context_tokens} and "
+                f"trainer.teacher.max_context_tokens={teacher.max_context_tokens} together exceed "
+                f"trainer.max_microbatch_tokens={trainer.max_microbatch_tokens}: what the teacher "
+                "sees is scored as one row; raise the last or lower one of the others"
             )
 
     @property
@@ -447,6 +482,8 @@ def _known_keys(location: tuple[int | str, ...]) -> list[str]:
     for part in location:
         info = model.model_fields.get(str(part))
         annotation = info.annotation if info else None
+        # A table that may be left out: its model, or None.
+        annotation = next((one for one in get_args(annotation) if one is not NoneType), annotation)
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         model = annotation

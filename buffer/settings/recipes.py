@@ -21,6 +21,7 @@ Recipe = Literal[
     "reinforce_pp_baseline",
     "decoupled_ppo",
     "ppo",
+    "distill",
 ]
 Tree = dict[str, Any]
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -124,6 +125,17 @@ RECIPES: dict[str, dict[str, Tree]] = {
         "trainer": _PPO | {"advantage": "gae", "denominator": "tokens"},
         "buffer": _EVERY_GROUP,
     },
+    # arXiv:2306.13649, equations 1 to 3, on the policy's own samples, with the reverse KL.
+    "distill": {
+        "trainer": {
+            "advantage": "none",
+            "loss": "cispo",
+            "clip_low": 1.0,
+            "clip_high": 4.0,
+            "denominator": "tokens",
+        },
+        "buffer": _EVERY_GROUP,
+    },
 }
 
 LOSS_DEFAULTS: dict[str, Tree] = {
@@ -194,6 +206,7 @@ EFFECTS: dict[str, tuple[Callable[[Values], bool], str]] = {
         'trainer.advantage = "pass_at_k"',
     ),
     "num_epochs": (lambda v: v.get("mode") == "sft", 'trainer.mode = "sft"'),
+    "min_reward": (lambda v: v.get("mode") == "sft", 'trainer.mode = "sft"'),
 }
 """Settings of [trainer] that depend on others: when they have an effect, and what they need."""
 
@@ -206,6 +219,7 @@ RL_ONLY = (
         "advantage",
         "advantage_path",
         "critic",
+        "teacher",
     ),
     "overlong_penalty",
     *("loss", "loss_path", "denominator", "proximal", "correction", "opsm_delta", "kl"),

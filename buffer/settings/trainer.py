@@ -46,6 +46,44 @@ class CriticSettings(BaseModel):
     """Advantages of a take get mean 0 and deviation 1 over its trained tokens."""
 
 
+class TeacherSettings(BaseModel):
+    """Whom the policy is pulled towards on its own tokens (distillation), and how.
+
+    The teacher is the model in `path`, the one that `urls` serve, or, with neither, the policy
+    itself, which then has to see more than the policy saw: `context_key`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Path | None = None
+    """Hugging Face folder with the policy's tokenizer; scored by the trainer's own ranks, at the
+    temperature of each token."""
+    urls: tuple[str, ...] = ()
+    """http://HOST:PORT of servers of one model with the policy's tokenizer, each with SGLang's
+    /generate; asked in turn. They score at temperature 1, so tokens must be sampled at it."""
+    api_key_file: Path | None = None
+    """File with the key that these servers want as a bearer token."""
+    timeout_s: float = Field(120.0, gt=0)
+    """For the scores of one take, repeated requests included; then the step is refused."""
+    max_concurrent_requests: int = Field(16, gt=0)
+    """Rows that are scored at once, over all urls."""
+    coefficient: float = Field(1.0, gt=0)
+    """Weight of the pull beside the rewards."""
+    top_k: int = Field(0, ge=0)
+    """0: the sampled token alone is compared. Otherwise so many of the teacher's most probable
+    tokens at each place, all others as one; a server may allow less."""
+    divergence: Literal["reverse", "forward"] = "reverse"
+    """Of top_k: reverse is KL(policy, teacher), forward KL(teacher, policy)."""
+    context_key: str | None = None
+    """Key of a task's payload whose text only the teacher sees, in front of all tokens: a
+    solution, a hint. Episodes without it are scored without."""
+    context_template: str = "{context}"
+    """How that text is put, with the special tokens of the model's template; {context} is the
+    text."""
+    max_context_tokens: int = Field(512, gt=0)
+    """Ids of the text; groups with a longer one are dropped as overlong."""
+
+
 class TrainerSettings(BaseModel):
     """The algorithm, the optimizer, and where the trainer runs."""
 
@@ -66,6 +104,8 @@ class TrainerSettings(BaseModel):
     """Passes over a taken batch. In all but the first its groups are dealt to the updates again."""
     num_epochs: int = Field(1, gt=0)
     """SFT: passes over the conversations."""
+    min_reward: float | None = None
+    """SFT on recorded episodes (`outloop train-recorded`): those scored below it are left out."""
     max_microbatch_tokens: int = Field(16384, gt=0)
     """Packed into one forward and backward; at least model.max_context_tokens."""
     learning_rate: float = Field(1e-6, gt=0)
@@ -96,14 +136,17 @@ class TrainerSettings(BaseModel):
         "pass_at_k",
         "reward_to_go",
         "gae",
+        "none",
     ] = "grpo"
     """How rewards of a group become advantages; see algorithms.md. reward_to_go: of single turns
     and tokens, by what was earned from there on (env.turn_scores = "train"). gae: by a critic.
-    pass_at_k: by the best of pass_k attempts."""
+    pass_at_k: by the best of pass_k attempts. none: rewards are measured only, a teacher trains."""
     pass_k: int | None = Field(None, gt=1)
     """Required by advantage = "pass_at_k": of how many attempts the best counts."""
     critic: CriticSettings = CriticSettings()  # type: ignore[call-arg]
     """Of advantage = "gae"."""
+    teacher: TeacherSettings | None = None
+    """Left out: no distillation."""
     advantage_path: str | None = None
     """package.module:function, `def advantage(group: ScoredGroup) -> advantages`: for each episode
     a number, one for each of its turns, or for each turn one for each token; takes the place of
@@ -267,6 +310,7 @@ class TrainerSettings(BaseModel):
                 'trainer.lr_decay="wsd" needs trainer.wsd_decay_updates: over how many of the last '
                 "updates the learning rate falls, for example a tenth of them"
             )
+        self._refuse_wrong_teacher()
         if self.advantage == "pass_at_k" and self.advantage_path is None and self.pass_k is None:
             raise ValueError(
                 'trainer.advantage="pass_at_k" needs trainer.pass_k: of how many attempts the best '
@@ -285,6 +329,59 @@ class TrainerSettings(BaseModel):
         if self.loss == "gspo" and self.loss_path is None:
             self._refuse_wrong_gspo()
         return self
+
+    def _refuse_wrong_teacher(self) -> None:
+        teacher = self.teacher
+        if teacher is None:
+            if self.recipe == "distill":
+                raise ValueError(
+                    'trainer.recipe="distill" without a teacher trains nothing; set '
+                    "trainer.teacher.path or urls, or, for the policy itself with more "
+                    "to see, trainer.teacher.context_key"
+                )
+            if self.advantage == "none" and self.advantage_path is None and self.mode == "rl":
+                raise ValueError(
+                    'trainer.advantage="none" without trainer.teacher trains nothing; set an '
+                    "advantage, or a teacher"
+                )
+            return
+        if self.kl == "k1" and self.advantage == "none" and self.advantage_path is None:
+            raise ValueError(
+                'trainer.kl="k1" with trainer.advantage="none": k1 is taken off rewards, which are '
+                'not trained; set trainer.kl = "k3"'
+            )
+        if teacher.path is not None and teacher.urls:
+            raise ValueError(
+                f"trainer.teacher.path={str(teacher.path)!r} with trainer.teacher.urls="
+                f"{list(teacher.urls)}: one teacher is allowed; leave one of them out"
+            )
+        if teacher.path is None and not teacher.urls and teacher.context_key is None:
+            raise ValueError(
+                "trainer.teacher names no model and no context_key: the policy would be its own "
+                "teacher and learn nothing; set trainer.teacher.path or urls, or context_key"
+            )
+        self._refuse_idle_teacher(teacher)
+
+    def _refuse_idle_teacher(self, teacher: TeacherSettings) -> None:
+        for name, has_effect, needed in (
+            ("divergence", teacher.top_k > 0, "trainer.teacher.top_k above 0"),
+            ("context_template", teacher.context_key is not None, "trainer.teacher.context_key"),
+            ("max_context_tokens", teacher.context_key is not None, "trainer.teacher.context_key"),
+            ("api_key_file", bool(teacher.urls), "trainer.teacher.urls"),
+            ("timeout_s", bool(teacher.urls), "trainer.teacher.urls"),
+            ("max_concurrent_requests", bool(teacher.urls), "trainer.teacher.urls"),
+        ):
+            value = getattr(teacher, name)
+            if not has_effect and value != TeacherSettings.model_fields[name].default:
+                raise ValueError(
+                    f"trainer.teacher.{name}={value!r} has no effect: it needs {needed}; leave it "
+                    "out, or set that"
+                )
+        if "{context}" not in teacher.context_template:
+            raise ValueError(
+                f"trainer.teacher.context_template={teacher.context_template!r} lacks {{context}}, "
+                "the place of the text"
+            )
 
     def _refuse_wrong_gspo(self) -> None:
         if self.denominator != "episode_means":

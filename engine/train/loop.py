@@ -26,10 +26,13 @@ from outloop.engine.train.checkpoint.acknowledgement import Acknowledgements
 from outloop.engine.train.checkpoint.best_checkpoint import BestCheckpoint
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint
 from outloop.engine.train.data.batch_builder import Batch, build_batch
+from outloop.engine.train.data.teacher_context import TeacherContexts
+from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.evaluation import Evaluations
 from outloop.engine.train.interfaces import LeaseRenewer, Publisher, PublishReport, Reader
 from outloop.engine.train.ranks.controller import RankController
 from outloop.engine.train.ranks.rank_worker import RankWorker
+from outloop.engine.train.step.teacher_endpoint import TeacherEndpoint
 from outloop.engine.train.step.update_metrics import UpdateReport, step_metrics
 
 _RECORDED_STATS = (
@@ -67,9 +70,15 @@ class RlLoop:
         publisher: Publisher,
         metrics: MetricsWriter,
         stop: threading.Event,
+        teacher: TeacherEndpoint | None = None,
     ) -> None:
         """`leases`: used by a thread of its own; a connection that `reader` does not use. Devices
-        that servers share are the trainer's when the loop begins."""
+        that servers share are the trainer's when the loop begins. `teacher`: one that is served
+        elsewhere, trainer.teacher.urls."""
+        asked = run.settings.trainer.teacher
+        has_context = asked is not None and asked.context_key is not None
+        self._teacher = teacher
+        self._contexts = TeacherContexts(run.settings) if has_context else None
         self._settings = run.settings
         self._is_colocated = run.settings.trainer.is_colocated
         self._run = run
@@ -171,6 +180,12 @@ class RlLoop:
             self._reference_hash = self._ranks.run(
                 RankWorker.load_reference, pinned_hash=self._reference_hash
             )
+        teacher = self._settings.trainer.teacher
+        if self._teacher is not None:
+            self._teacher.check(self._settings)
+        elif teacher is not None and teacher.path is not None:
+            found = self._ranks.run(RankWorker.load_teacher)
+            _log.info("teacher_loaded", path=str(teacher.path), content_hash=found)
         highest = self._reader.recover(mark, fence=self._fence)
         self._reader.set_steps_left(self._settings.trainer.num_steps - self._step)
         self._reader.set_run_state("running")
@@ -296,6 +311,7 @@ class RlLoop:
             staleness_of=self._staleness_in(leases),
             max_age=max((x.max_age for x in leases if x.max_age is not None), default=None),
             filtered=self._filtered,
+            context_of=None if self._contexts is None else self._contexts.ids_of,
         )
         reward = f"{batch.metrics['train/reward_mean']:.3f}"
         self._report(step=str(self._step + 1), reward=reward)
@@ -327,20 +343,43 @@ class RlLoop:
     def _update(self, batch: Batch) -> list[UpdateReport]:
         """The step's optimizer updates, made by all ranks from one broadcast."""
         self._ranks.watchdog.progress("update")
+        updates = batch.updates(
+            self._settings.trainer.num_updates_per_take,
+            num_epochs=self._settings.trainer.num_epochs_per_take,
+            seed=self._step,
+        )
         reports, metrics = self._ranks.run(
             RankWorker.train_step,
-            batch.rows,
-            batch.updates(
-                self._settings.trainer.num_updates_per_take,
-                num_epochs=self._settings.trainer.num_epochs_per_take,
-                seed=self._step,
-            ),
+            self._taught(batch) if updates else batch.rows,
+            updates,
             credit=batch.credit,
+            contexts=dict(batch.contexts),
             step=self._step + 1,
             policy_version=self._version,
         )
         batch.metrics.update(metrics)
         return reports
+
+    def _taught(self, batch: Batch) -> TrainBatch:
+        """The rows, with the scores of a teacher that is served elsewhere.
+
+        Raises:
+            UpdateRefused: it did not score them, or the policy would be its own teacher.
+        """
+        teacher = self._settings.trainer.teacher
+        if self._teacher is not None:
+            began_at = time.monotonic()
+            columns = self._teacher.columns(batch.rows, batch.contexts, on_wait=self._wait)
+            batch.metrics["train/teacher_wait_s"] = time.monotonic() - began_at
+            self._report()
+            return batch.rows.with_columns(**columns)
+        if teacher is not None and teacher.path is None and not batch.contexts:
+            raise UpdateRefused(
+                f"no episode of step {self._step + 1} has a text under trainer.teacher.context_key="
+                f"{teacher.context_key!r}: the policy would be its own teacher and learn nothing. "
+                "Give tasks that field, or set trainer.teacher.path"
+            )
+        return batch.rows
 
     def _publish(self, *, parent: int | None, policy_version: int) -> PublishReport:
         """Make the weights available as `policy_version` on every server."""

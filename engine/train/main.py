@@ -42,6 +42,8 @@ from outloop.engine.train.ranks.watchdog import Watchdog
 from outloop.engine.train.sft import run_sft
 from outloop.engine.train.step.critic_update import read_critic_config
 from outloop.engine.train.step.reference_model import read_reference_config
+from outloop.engine.train.step.teacher import read_teacher_config
+from outloop.engine.train.step.teacher_endpoint import TeacherEndpoint
 
 _log = structlog.get_logger()
 
@@ -162,6 +164,8 @@ def _check_files(run: Run, config: model_and_optimizer.PolicyConfig) -> None:
     trainer = run.settings.trainer
     if trainer.kl != "none":
         read_reference_config(run.settings, config)
+    if trainer.teacher is not None and trainer.teacher.path is not None:
+        read_teacher_config(run.settings, config)
     if trainer.mode == "rl" and trainer.advantage in VALUE_ADVANTAGES:
         read_critic_config(run.settings, config)
     if trainer.resume and trainer.mode == "rl":
@@ -203,6 +207,12 @@ def _lead(
     if settings.trainer.is_colocated:
         _take_devices(publishing, ranks, reader)
     ranks.run(RankWorker.build, num_updates=num_updates)
+    teacher = None
+    if settings.trainer.teacher is not None and settings.trainer.teacher.urls:
+        teacher = TeacherEndpoint(
+            settings.trainer.teacher, vocab_size=ranks.config.vocab_size, stop=stop
+        )
+        stack.callback(teacher.close)
     RlLoop(
         run,
         ranks,
@@ -211,6 +221,7 @@ def _lead(
         publisher=publishing,
         metrics=metrics,
         stop=stop,
+        teacher=teacher,
     ).run()
 
 

@@ -117,8 +117,13 @@ def _wait_for_conversations(
 def _read_conversations(run: Run, reader: Reader, vocab_size: int) -> list[Conversation]:
     limit = run.settings.trainer.max_microbatch_tokens
     conversations: list[Conversation] = []
-    num_skipped = 0
+    num_skipped = num_below = 0
+    least = run.settings.trainer.min_reward
     for trajectory in reader.sft_trajectories():
+        reward = trajectory.episode.reward
+        if least is not None and reward is not None and reward.value < least:
+            num_below += 1
+            continue
         samples = build_samples(trajectory)
         largest = max((int(sample.token_ids.max()) for sample in samples), default=0)
         if largest >= vocab_size:
@@ -136,9 +141,11 @@ def _read_conversations(run: Run, reader: Reader, vocab_size: int) -> list[Conve
             sentence=f"{num_skipped} conversations have no trained token or more than "
             f"trainer.max_microbatch_tokens={limit} tokens; they are not trained",
         )
+    if num_below:
+        _log.info("conversations_below_min_reward", number=num_below, min_reward=least)
     if not conversations:
         raise SettingsError(
-            f"no conversation to train on was stored ({num_skipped} were left out); "
-            "check env.conversations"
+            f"no conversation to train on was stored ({num_skipped} were left out, and {num_below} "
+            f"below trainer.min_reward={least}); check env.conversations, or the recorded episodes"
         )
     return conversations

@@ -27,6 +27,7 @@ from outloop.buffer.errors import (
 )
 from outloop.buffer.records import (
     SOURCE,
+    TEACHER_CONTEXT,
     Claim,
     ClaimResult,
     CloseResult,
@@ -92,8 +93,11 @@ class RunnerRoutes:
         scores: Scores,
         public_url: str | None = None,
         timings: Timings = DEFAULT_TIMINGS,
+        teacher_context_key: str | None = None,
     ) -> None:
-        """`public_url`: where agents reach the router; None: where the runner does."""
+        """`public_url`: where agents reach the router; None: where the runner does.
+        `teacher_context_key`: trainer.teacher.context_key; the text is kept with the episode."""
+        self._teacher_context_key = teacher_context_key
         self._buffer = buffer
         self._public_url = public_url
         self._keys = keys
@@ -396,7 +400,7 @@ class RunnerRoutes:
                 deadline_at=now + claim.deadline_s,
                 sampling=claim.sampling,
                 eval_name=claim.eval_name,
-                metadata={SOURCE: claim.source} if claim.source else {},
+                metadata=self._metadata_of(claim),
                 opened_at=now,
             )
             for index, claim in enumerate(claims)
@@ -411,6 +415,14 @@ class RunnerRoutes:
                 _log.info("claim_not_opened", group_id=opening.group_id, reason=str(error))
             opened.append(opening if error is None else None)
         return opened
+
+    def _metadata_of(self, claim: Claim) -> dict[str, str]:
+        metadata = {SOURCE: claim.source} if claim.source else {}
+        if self._teacher_context_key is not None:
+            text = claim.task.payload.get(self._teacher_context_key)
+            if text is not None:
+                metadata[TEACHER_CONTEXT] = str(text)
+        return metadata
 
     async def _open(
         self, openings: Sequence[Opening], to_load: AbstractSet[str]

@@ -158,6 +158,8 @@ class BanditReader(BufferReader):
         self.reward_of: RewardOf = arm
         self.episode: Callable[[Server], tuple[list[Answer], float]] | None = None
         """Plays an episode and scores it; None: one token, by `reward_of`."""
+        self.metadata: dict[str, str] = {}
+        """Of every episode."""
         self.lag = 0
         """Versions by which the sampled tokens say they are older."""
         self.lagging_episodes: int | None = None
@@ -240,6 +242,7 @@ class BanditReader(BufferReader):
             deadline_at=claim.deadline_s,
             sampling=claim.sampling,
             eval_name=claim.eval_name,
+            metadata=self.metadata,
             opened_at=0.0,
         )
         await writer.open_episode(opening)
@@ -425,8 +428,8 @@ class Setup:
         """The model that is trained."""
         return self.ranks.worker.policy
 
-    def train(self) -> list[dict[str, Any]]:
-        """Run the loop; the rows of metrics.jsonl."""
+    def train(self, **parts: Any) -> list[dict[str, Any]]:
+        """Run the loop, with further parts of it; the rows of metrics.jsonl."""
         with MetricsWriter(self.run.dir) as metrics:
             RlLoop(
                 self.run,
@@ -436,5 +439,6 @@ class Setup:
                 publisher=self.server,
                 metrics=metrics,
                 stop=self.buffer.stop,
+                **parts,
             ).run()
         return [json.loads(x) for x in (self.run.dir / "metrics.jsonl").read_text().splitlines()]

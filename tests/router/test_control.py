@@ -104,6 +104,24 @@ async def test_a_claimed_episode_knows_its_source(stage) -> None:
     assert all(source == f"{task_id}.jsonl" for task_id, source in found.items())
 
 
+async def test_a_claimed_episode_keeps_what_its_teacher_sees(make_stage) -> None:
+    """The text of the task's field, with the episode; agents are not shown it by the router."""
+    stage = await make_stage(
+        trainer={"recipe": "distill", "teacher": {"context_key": "hint"}},
+        model={"max_context_tokens": 2048},
+    )
+    tasks = [
+        {"task_id": "a", "payload": {"q": "2+2", "hint": "4"}},
+        {"task_id": "b", "payload": {"q": "3+3"}},
+    ]
+    assert (await stage.post("/tasks", {"tasks": tasks})).status_code == 200
+    found = {}
+    for claimed in (await claim(stage, count=16, open=True))["claims"]:
+        episode = await stage.get(f"/episodes/{claimed['episode']['episode_id']}")
+        found[claimed["task"]["task_id"]] = episode.json()["opening"]["metadata"]
+    assert found == {"a": {"teacher_context": "4"}, "b": {}}
+
+
 async def test_a_claim_whose_group_sealed_meanwhile_is_left_out(stage) -> None:
     """The others of the batch are opened and given out."""
     await register(stage)

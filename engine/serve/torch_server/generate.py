@@ -132,9 +132,9 @@ class GenerateEndpoint:
             return
         if wire.return_logprob and wire.logprob_start_len == 0:
             # Between two passes, under the weights of then.
-            engine, ids = self._engine, request.prompt_ids
-            score = engine.call(lambda: prompt_logprobs(engine.update.live, ids))
-            request.prompt_logprobs = await asyncio.wrap_future(score)
+            engine, ids, num_top = self._engine, request.prompt_ids, wire.top_logprobs_num
+            score = engine.call(lambda: prompt_logprobs(engine.update.live, ids, num_top))
+            request.prompt_logprobs, request.prompt_tops = await asyncio.wrap_future(score)
         await _send_json(send, 200, _encode(self._so_far(wire, request, len(request.output_ids))))
 
     async def _stream(
@@ -192,6 +192,11 @@ class GenerateEndpoint:
                 for logprob, token in zip(request.logprobs[:end], ids, strict=True)
             ]
             if wire.top_logprobs_num:
+                meta["input_top_logprobs"] = (
+                    [None, *([(p, token, None) for p, token in top] for top in request.prompt_tops)]
+                    if wire.logprob_start_len == 0
+                    else []
+                )
                 meta["output_top_logprobs"] = [
                     [(logprob, token, None) for logprob, token in top] for top in request.tops[:end]
                 ]

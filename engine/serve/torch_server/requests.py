@@ -118,6 +118,8 @@ class Running:
     """(weight_version, start, end) over output_ids."""
     prompt_logprobs: list[float] = field(default_factory=list)
     """Logprobs of prompt_ids after the first; with `logprob_start_len` 0, else empty."""
+    prompt_tops: list[Top] = field(default_factory=list)
+    """The most probable ids where each of these stands; with `num_top` too, else empty."""
     finish: dict[str, Any] | None = None
     final_version: str = ""
     """weight_version when it ended."""

@@ -192,6 +192,8 @@ GROUP_ADVANTAGES: dict[str, GroupAdvantage] = {"reward_to_go": reward_to_go}
 """By name: those that see a group with its structure."""
 VALUE_ADVANTAGES = ("gae",)
 """By name: those that need a critic; they are computed at the ranks (step/critic)."""
+_WITHOUT_REWARDS = (*VALUE_ADVANTAGES, "none")
+"""By name: those that compare no rewards here; with "none" a teacher alone trains."""
 
 
 def uses_parts(advantage: str | GroupAdvantage) -> bool:
@@ -212,7 +214,7 @@ def divides_by_group(advantage: str | GroupAdvantage) -> bool:
 
 def signals_of(groups: Sequence[ScoredGroup], advantage: str | GroupAdvantage) -> list[bool]:
     """For each group of a take whether what it earned can teach anything under `advantage`."""
-    if isinstance(advantage, str) and advantage in VALUE_ADVANTAGES:
+    if isinstance(advantage, str) and advantage in _WITHOUT_REWARDS:
         return [len(group.episodes) > 0 for group in groups]
     if uses_parts(advantage):
         return [_differs(group) for group in groups]
@@ -231,11 +233,11 @@ def take_credits(
 
     Args:
         advantage: a name of ADVANTAGES, TAKE_ADVANTAGES, GROUP_ADVANTAGES or VALUE_ADVANTAGES (of
-            which the ranks know more: zeros), or a function of one group.
+            which the ranks know more: zeros), "none" (zeros), or a function of one group.
         signal: `signals_of`; the others count in a take's statistics.
         counted: which groups count in a take's statistics; None: all.
     """
-    if isinstance(advantage, str) and advantage in VALUE_ADVANTAGES:
+    if isinstance(advantage, str) and advantage in _WITHOUT_REWARDS:
         return [[0.0] * len(group.episodes) for group in groups]
     if not uses_parts(advantage):
         assert isinstance(advantage, str)

@@ -6,7 +6,7 @@ nothing else in the trainer changes for it. A loss is a sum over trained tokens 
 divides by one number fixed before the first forward (`denominators`), so how tokens are split over
 microbatches and ranks changes nothing.
 
-Shape letters: N trained tokens.
+Shape letters: N trained tokens, K of a teacher's tokens at each.
 """
 
 from __future__ import annotations
@@ -66,6 +66,13 @@ class LossInputs:
     """0: no bound where the advantage is negative."""
     reference_logprobs: Tensor | None = None
     """[N] float32 of the frozen reference; None without a KL term."""
+    teacher_logprobs: Tensor | None = None
+    """[N] float32 of the teacher at the trained tokens; None without one. With the sampled token
+    alone compared, `advantages` holds the pull towards the teacher already."""
+    policy_top_logprobs: Tensor | None = None
+    """[N, K] float32 with gradient, of the teacher's most probable tokens; None: not asked for."""
+    teacher_top_logprobs: Tensor | None = None
+    """[N, K] float32, theirs under the teacher."""
     entropies: Tensor | None = None
     """[N] float32, nats; with gradient if trainer.entropy_coefficient is set."""
     policy_versions: Tensor | None = None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outloop.buffer.settings.trainer import TrainerSettings
+from outloop.engine.train.algorithms.distillation import teacher_advantages, top_divergence
 from outloop.engine.train.algorithms.kl import kl_loss
 from outloop.engine.train.algorithms.losses import (
     LossFunction,
@@ -31,16 +32,17 @@ def objective(
 ) -> TokenLoss:
     """The losses [N] to be summed and divided by the update's denominator.
 
-    function(inputs) * correction, without the sequences that OPSM masks; plus the KL term, less the
-    entropy bonus; all of it times `token_weights`. A token that a correction masked or vetoed
-    (weight 0) adds nothing at all, neither KL nor entropy: it is rejected as a sample of the
-    policy. OPSM masks the policy's term alone, as its source does. Either way the token stays in
-    the denominator.
+    function(inputs) * correction, without the sequences that OPSM masks; plus the divergence from a
+    teacher's most probable tokens and the KL term, less the entropy bonus; all of it times
+    `token_weights`. A token that a correction masked or vetoed (weight 0) adds nothing at all,
+    neither KL nor entropy: it is rejected as a sample of the policy. OPSM masks the policy's term
+    alone, as its source does. Either way the token stays in the denominator.
 
     OPSM (off-policy sequence masking): DeepSeek-V3.2, arXiv:2512.02556, section 3.1: a sequence's
     tokens with A < 0 are masked where the mean of behavior - policy logprobs over it exceeds
     trainer.opsm_delta.
     """
+    inputs = _taught(inputs, settings)
     result = function(inputs)
     loss = result.loss
     is_masked = None
@@ -50,6 +52,14 @@ def objective(
         distance = inputs.sequence_mean(inputs.behavior_logprobs - inputs.policy_logprobs)
         is_masked = (inputs.advantages < 0) & (distance > settings.opsm_delta)
         loss = torch.where(is_masked, torch.zeros_like(loss), loss)
+    if settings.teacher is not None and settings.teacher.top_k:
+        assert inputs.policy_top_logprobs is not None
+        assert inputs.teacher_top_logprobs is not None
+        loss = loss + settings.teacher.coefficient * top_divergence(
+            inputs.policy_top_logprobs,
+            inputs.teacher_top_logprobs,
+            kind=settings.teacher.divergence,
+        )
     if settings.kl == "k2" or settings.kl == "k3":
         assert inputs.reference_logprobs is not None
         loss = loss + settings.kl_coefficient * kl_loss(
@@ -67,3 +77,16 @@ def objective(
     if token_weights is not None:
         loss = loss * token_weights
     return dataclasses.replace(result, loss=loss, is_masked=is_masked)
+
+
+def _taught(inputs: LossInputs, settings: TrainerSettings) -> LossInputs:
+    """The inputs with the pull towards a teacher in their advantages, if sampled tokens alone are
+    compared."""
+    teacher = settings.teacher
+    if teacher is None or teacher.top_k:
+        return inputs
+    assert inputs.teacher_logprobs is not None
+    pull = teacher_advantages(
+        inputs.policy_logprobs, inputs.teacher_logprobs, coefficient=teacher.coefficient
+    )
+    return dataclasses.replace(inputs, advantages=inputs.advantages + pull)

@@ -3,7 +3,7 @@
 Beside the logits at most a block of numbers in float32 are alive. The vocabulary may be split over
 ranks and is never gathered.
 
-Shape letters: N tokens, V vocabulary, or this rank's part of it.
+Shape letters: N tokens, V vocabulary, or this rank's part of it, M ids asked for at each token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def logprobs_and_entropies(
 
     Args:
         logits: [N, V], any float dtype; computed in float32.
-        token_ids: [N] int64, in the whole vocabulary.
+        token_ids: [N] or [N, M] int64, in the whole vocabulary.
         temperature: [N] float32; None: 1.
         has_entropy_gradient: False: entropies are constants.
         vocab_start: the first id of this rank's part of the vocabulary.
@@ -46,12 +46,47 @@ def logprobs_and_entropies(
     vocabulary, not an estimate from sampled tokens.
 
     Returns:
-        Both [N] float32, the same on every rank of `group`.
+        Logprobs of the shape of `token_ids` and entropies [N], both float32, the same on every rank
+        of `group`.
     """
-    logprobs, entropies = _TokenStatistics.apply(
-        logits, token_ids, temperature, has_entropy_gradient, vocab_start, group, block_size
+    ids_NM = token_ids if token_ids.dim() == 2 else token_ids[:, None]
+    logprobs_NM, entropies = _TokenStatistics.apply(
+        logits, ids_NM, temperature, has_entropy_gradient, vocab_start, group, block_size
     )
-    return logprobs, entropies
+    return logprobs_NM.view(token_ids.shape), entropies
+
+
+@torch.no_grad()
+def top_ids(
+    logits: Tensor,
+    count: int,
+    *,
+    vocab_size: int,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The ids of the `count` highest logits of each row, highest first: [N, count] int64.
+
+    Args:
+        logits: [N, V].
+        vocab_size: ids from there on are left out; at least `count`.
+        vocab_start, group: see `logprobs_and_entropies`.
+    """
+    own = logits[:, : max(0, vocab_size - vocab_start)]
+    here = min(count, own.shape[1])
+    values = logits.new_full((len(logits), count), -torch.inf, dtype=torch.float32)
+    ids = torch.zeros_like(values, dtype=torch.int64)
+    found = own.topk(here, dim=-1)
+    values[:, :here], ids[:, :here] = found.values.float(), found.indices + vocab_start
+    if group is None:
+        return ids
+    size = dist.get_world_size(group)
+    all_values = [torch.empty_like(values) for _ in range(size)]
+    all_ids = [torch.empty_like(ids) for _ in range(size)]
+    dist.all_gather(all_values, values, group=group)
+    dist.all_gather(all_ids, ids, group=group)
+    best = torch.cat(all_values, 1).topk(count, dim=-1).indices
+    return torch.cat(all_ids, 1).gather(1, best)
 
 
 class _TokenStatistics(torch.autograd.Function):
@@ -69,21 +104,22 @@ class _TokenStatistics(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         block_size: int | None,
     ) -> tuple[Tensor, Tensor]:
-        sums = logits.new_zeros((3, len(logits)), dtype=torch.float32)
+        num_ids = token_ids.shape[1]
+        sums = logits.new_zeros((2 + num_ids, len(logits)), dtype=torch.float32)
         places, is_here = _places(token_ids, vocab_start, logits.shape[1])
         highest = _highest(logits, temperature, group)
         for rows in _blocks(logits, block_size):
             block = _scaled(logits, temperature, rows).sub_(highest[rows, None])
-            sums[0, rows] = block.gather(1, places[rows, None])[:, 0].mul_(is_here[rows])
+            sums[2:, rows] = block.gather(1, places[rows]).mul_(is_here[rows]).T
             weights = block.exp()
-            sums[1, rows] = weights.sum(-1)
+            sums[0, rows] = weights.sum(-1)
             # exp(-inf) * -inf is 0 here: a token that cannot be sampled adds nothing.
-            sums[2, rows] = weights.mul_(block.clamp_(min=torch.finfo(torch.float32).min)).sum(-1)
+            sums[1, rows] = weights.mul_(block.clamp_(min=torch.finfo(torch.float32).min)).sum(-1)
         if group is not None:
             dist.all_reduce(sums, group=group)
-        log_total = sums[1].log()
-        logprobs = sums[0] - log_total
-        entropies = log_total - sums[2] / sums[1]
+        log_total = sums[0].log()
+        logprobs = (sums[2:] - log_total).T.contiguous()
+        entropies = log_total - sums[1] / sums[0]
         ctx.save_for_backward(logits, places, is_here, temperature, highest + log_total, entropies)
         ctx.has_entropy_gradient = has_entropy_gradient
         ctx.block_size = block_size
@@ -94,16 +130,17 @@ class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor) -> tuple[Tensor | None, ...]:
         logits, places, is_here, temperature, log_total, entropies = ctx.saved_tensors
+        total = by_logprob.sum(-1)
         for rows in _blocks(logits, ctx.block_size):
             log_p = _scaled(logits, temperature, rows).sub_(log_total[rows, None])
             p = log_p.exp()
             if ctx.has_entropy_gradient:
                 log_p.clamp_(min=torch.finfo(torch.float32).min).add_(entropies[rows, None])
-                factor = log_p.mul_(by_entropy[rows, None]).add_(by_logprob[rows, None])
+                factor = log_p.mul_(by_entropy[rows, None]).add_(total[rows, None])
                 p.mul_(factor.neg_())
             else:
-                p.mul_(-by_logprob[rows, None])
-            p.scatter_add_(1, places[rows, None], (by_logprob[rows] * is_here[rows])[:, None])
+                p.mul_(-total[rows, None])
+            p.scatter_add_(1, places[rows], by_logprob[rows] * is_here[rows])
             if temperature is not None:
                 p.div_(temperature[rows, None])
             logits[rows] = p

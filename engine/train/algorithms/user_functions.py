@@ -215,6 +215,7 @@ def _probe_inputs(settings: Settings, *, sees_sequences: bool) -> LossInputs:
         behavior_logprobs=policy.detach() - 0.2,
         proximal_logprobs=policy.detach() - 0.1,
         reference_logprobs=None if trainer.kl == "none" else policy.detach() - 0.3,
+        teacher_logprobs=None if trainer.teacher is None else policy.detach() - 0.4,
         advantages=torch.tensor([1.0, -1.0, 0.5]),
         entropies=torch.tensor([1.0, 2.0, 3.0]),
         policy_versions=torch.tensor([0, 1, 1]),

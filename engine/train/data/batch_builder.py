@@ -104,6 +104,9 @@ class Batch:
     metrics: dict[str, float]
     sentences: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What is wrong with each group that was dropped as malformed."""
+    contexts: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """By episode of a kept group, if it has any: ids that only the teacher sees, in front of its
+    rows."""
 
     def updates(self, num_updates: int, *, num_epochs: int = 1, seed: int = 0) -> list[list[int]]:
         """The rows of each update: `num_updates` of them, or as many as there are groups, for each
@@ -176,6 +179,7 @@ def build_batch(
     staleness_of: Callable[[int], int] | None = None,
     max_age: int | None = None,
     filtered: MutableMapping[str, str] | None = None,
+    context_of: Callable[[Trajectory], tuple[int, ...]] | None = None,
 ) -> Batch:
     """Measure `groups`, drop what cannot be trained, and build rows from the rest.
 
@@ -196,6 +200,7 @@ def build_batch(
         max_age: left out: that of the settings.
         filtered: what buffer.filter_path said of each group that it was asked about; it is asked
             about no group twice.
+        context_of: ids that only the teacher sees of an episode; None: there are none.
     """
     if staleness_of is None:
 
@@ -222,6 +227,7 @@ def build_batch(
         max_age=settings.buffer.max_age if max_age is None else max_age,
         vocab_size=vocab_size,
         filtered={} if filtered is None else filtered,
+        context_of=context_of,
     )
     _warn_about_failure_reward(ordered, settings)
     samples = [sample for of_group in episodes.values() for sample in chain(*of_group)]
@@ -246,7 +252,18 @@ def build_batch(
         | _penalty_metrics(penalties, settings)
         | _sample_metrics([samples[row] for row in chain(*trained)], staleness_of),
         sentences=sentences,
+        contexts={} if context_of is None else _contexts(ordered, episodes, context_of),
     )
+
+
+def _contexts(
+    groups: Sequence[Group],
+    kept: Mapping[int, Episodes],
+    context_of: Callable[[Trajectory], tuple[int, ...]],
+) -> dict[str, tuple[int, ...]]:
+    """What the teacher alone sees of each episode of the kept groups, where there is something."""
+    found = {t.episode.episode_id: context_of(t) for index in kept for t in scored(groups[index])}
+    return {name: ids for name, ids in found.items() if ids}
 
 
 def _scored_group(group: Group, sentences: MutableMapping[str, str]) -> ScoredGroup:
@@ -274,6 +291,7 @@ def _sift(
     max_age: int,
     vocab_size: int,
     filtered: MutableMapping[str, str],
+    context_of: Callable[[Trajectory], tuple[int, ...]] | None,
 ) -> tuple[dict[int, Episodes], list[tuple[str, DropReason]]]:
     """Samples of the groups that can be trained, by index, and why the others cannot.
 
@@ -295,6 +313,8 @@ def _sift(
                 if sentence:
                     _log.info("group_filtered", group_id=group.group_id, sentence=sentence)
             reason = "filtered" if filtered[group.group_id] else None
+        if reason is None and context_of is not None:
+            reason = _reason_in_contexts(group, context_of, settings)
         if reason is None:
             try:
                 rows = _group_samples(group, settings)
@@ -307,6 +327,23 @@ def _sift(
         else:
             dropped.append((group.group_id, reason))
     return episodes, dropped
+
+
+def _reason_in_contexts(
+    group: Group, context_of: Callable[[Trajectory], tuple[int, ...]], settings: Settings
+) -> DropReason | None:
+    teacher = settings.trainer.teacher
+    assert teacher is not None
+    longest = max((len(context_of(trajectory)) for trajectory in scored(group)), default=0)
+    if longest <= teacher.max_context_tokens:
+        return None
+    _log.warning(
+        "teacher_context_too_long",
+        group_id=group.group_id,
+        sentence=f"the text for the teacher has {longest} ids, trainer.teacher.max_context_tokens="
+        f"{teacher.max_context_tokens} are allowed; the group is dropped",
+    )
+    return "overlong"
 
 
 def overlong_penalties(group: Group, settings: Settings) -> list[float]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from outloop.buffer.records import Float32
+from outloop.buffer.records import Float32, Int32
 from outloop.engine.train.data.context_parallel import ContextPlace
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.layer_kind import LayerKind
@@ -44,10 +44,23 @@ class Targets:
     """[N] float32."""
     correction_N: Tensor | None = None
     """[N] float32; None: all 1."""
+    teacher_logprobs_N: Tensor | None = None
+    """[N] float32; None without a teacher."""
+    teacher_top_ids_NK: Tensor | None = None
+    """[N, K] int64; None: not asked for."""
+    teacher_top_logprobs_NK: Tensor | None = None
+    """[N, K] float32."""
     values_N: Tensor | None = None
     """[N] float32; None without a critic."""
     returns_N: Tensor | None = None
     """[N] float32; None without a critic."""
+
+    @property
+    def scored_ids(self) -> Tensor:
+        """[N] the trained tokens, or [N, 1 + K] with the teacher's behind each."""
+        if self.teacher_top_ids_NK is None:
+            return self.token_ids_N
+        return torch.cat([self.token_ids_N[:, None], self.teacher_top_ids_NK], dim=1)
 
     def part(self, where: slice) -> Targets:
         """The same for some of the tokens."""
@@ -120,10 +133,11 @@ def build_microbatch(
     def tensor(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(device)
 
-    def known(column: Float32 | None) -> Tensor | None:
+    def known(column: Float32 | Int32 | None) -> Tensor | None:
         """A column at the trained tokens, if there is one."""
         return None if column is None else tensor(column[source[trained]])
 
+    top_ids = known(batch.teacher_top_ids)
     return Microbatch(
         row=pack_row(lengths, device, layers=layers, places=places),
         num_tokens=int(is_real[places].sum()),
@@ -143,6 +157,9 @@ def build_microbatch(
             proximal_logprobs_N=known(batch.proximal_logprobs),
             reference_logprobs_N=known(batch.reference_logprobs),
             correction_N=known(batch.correction),
+            teacher_logprobs_N=known(batch.teacher_logprobs),
+            teacher_top_ids_NK=None if top_ids is None else top_ids.long(),
+            teacher_top_logprobs_NK=known(batch.teacher_top_logprobs),
             values_N=known(batch.values),
             returns_N=known(batch.returns),
         ),

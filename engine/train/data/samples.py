@@ -55,6 +55,12 @@ class Sample:
     """[T] float32, of the frozen reference; None without a KL term."""
     correction: Float32 | None = None
     """[T] float32, importance weight from behavior to proximal; None: 1."""
+    teacher_logprobs: Float32 | None = None
+    """[T] float32, of the teacher; None without one."""
+    teacher_top_ids: Int32 | None = None
+    """[T, K] int32, the teacher's most probable tokens; None: not asked for."""
+    teacher_top_logprobs: Float32 | None = None
+    """[T, K] float32, theirs under the teacher; -inf: it named fewer."""
 
     @property
     def num_tokens(self) -> int:

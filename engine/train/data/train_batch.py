@@ -1,6 +1,7 @@
 """The columns of everything that a take trains.
 
-Shape letters: R rows (one for each trained branch), T tokens of all rows behind each other.
+Shape letters: R rows (one for each trained branch), T tokens of all rows behind each other, K of a
+teacher's tokens at each.
 """
 
 from __future__ import annotations
@@ -61,6 +62,12 @@ class TrainBatch:
     """[T] float32, of the frozen reference; None without a KL term."""
     correction: Float32 | None = None
     """[T] float32, importance weight from behavior to proximal, 0: masked; None: 1."""
+    teacher_logprobs: Float32 | None = None
+    """[T] float32, of the teacher; None without one."""
+    teacher_top_ids: Int32 | None = None
+    """[T, K] int32, the teacher's most probable tokens; None: not asked for."""
+    teacher_top_logprobs: Float32 | None = None
+    """[T, K] float32, theirs under the teacher; -inf: it named fewer."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> TrainBatch:
@@ -111,10 +118,10 @@ class TrainBatch:
         """Some rows, copied, in the order given."""
         return TrainBatch.of([self.row(index) for index in rows]) if rows else self._empty()
 
-    def with_columns(self, **columns: Float32) -> TrainBatch:
-        """The same rows with other columns [T]."""
+    def with_columns(self, **columns: Float32 | Int32) -> TrainBatch:
+        """The same rows with other columns [T], or [T, K] of the teacher's tokens."""
         for name, values in columns.items():
-            if values.shape != self.token_ids.shape:
+            if values.shape[: 2 if name not in _WIDE else 1] != self.token_ids.shape:
                 raise ValueError(f"{name} has shape {values.shape}; {self.token_ids.shape} is due")
         changed: dict[str, Any] = dict(columns)
         return dataclasses.replace(self, **changed)
@@ -161,7 +168,12 @@ _COLUMNS: dict[str, Any] = {
     "proximal_logprobs": np.float32,
     "reference_logprobs": np.float32,
     "correction": np.float32,
+    "teacher_logprobs": np.float32,
+    "teacher_top_ids": np.int32,
+    "teacher_top_logprobs": np.float32,
 }
+_WIDE = ("teacher_top_ids", "teacher_top_logprobs")
+"""Columns with several numbers a token."""
 _ALWAYS_KNOWN = (
     *("token_ids", "loss_mask", "policy_versions", "temperature", "turns", "advantages"),
 )
@@ -196,15 +208,15 @@ def plain(value: Any) -> Any:
     """An array or a path as msgpack knows it, for `msgspec`'s enc_hook."""
     match value:
         case np.ndarray():
-            return value.dtype.str, value.tobytes()
+            return value.dtype.str, value.shape, value.tobytes()
         case Path():
             return str(value)
     raise NotImplementedError(type(value).__name__)
 
 
 def restored(kind: Any, value: Any) -> Any:
-    """What `plain` was given, for `msgspec`'s dec_hook; arrays [N] are read-only."""
+    """What `plain` was given, for `msgspec`'s dec_hook; arrays are read-only."""
     if kind is Path:
         return Path(value)
-    dtype, data = value
-    return np.frombuffer(data, np.dtype(dtype))
+    dtype, shape, data = value
+    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)

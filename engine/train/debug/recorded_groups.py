@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from outloop.buffer.codec.jsonl import read_lines
 from outloop.buffer.errors import RecordError, SettingsError
 from outloop.buffer.records import (
@@ -152,12 +154,15 @@ class Recording:
         return {}
 
     def sft_progress(self) -> tuple[int, bool]:
-        """A recording is of RL episodes."""
-        return 0, True
+        """All of it is there."""
+        return sum(len(group.trajectories) for group in self._groups), True
 
     def sft_trajectories(self) -> Iterator[Trajectory]:
-        """A recording is of RL episodes."""
-        return iter(())
+        """The recorded episodes as what is to be imitated: a teacher's, or the best of many."""
+        for group in self._groups:
+            for one in group.trajectories:
+                episode = msgspec.structs.replace(one.episode, purpose="sft")
+                yield msgspec.structs.replace(one, episode=episode)
 
     def stats(self) -> dict[str, float]:
         """How many groups are left; nothing else is counted."""

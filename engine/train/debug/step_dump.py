@@ -23,7 +23,7 @@ from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.step.update_metrics import UpdateReport
 
-SCHEMA = 3
+SCHEMA = 4
 _FACTS = "step.json"
 _BATCH = "batch.msgpack"
 

@@ -58,6 +58,12 @@ from outloop.engine.train.step.reference_model import (
     load_reference,
     read_reference_config,
 )
+from outloop.engine.train.step.teacher import (
+    Columns,
+    read_teacher_config,
+    teacher_columns,
+    teacher_metrics,
+)
 from outloop.engine.train.step.update_metrics import UpdateReport
 
 _LAST_SAVE_S = 30.0
@@ -93,6 +99,8 @@ class RankWorker:
         """Of the next step; trainer.kl_target moves it."""
         self._exports: Exports | None = None
         self._reference: Reference | None = None
+        self._teacher: Reference | None = None
+        """A model of its own; None with one that is served, or the policy itself."""
         self._placement: Offload | None = None
         self._saving: Saving | None = None
         self._debugger = StepDebugger(run.settings, run.dir, self._save_state)
@@ -166,25 +174,50 @@ class RankWorker:
         self.placement.add_frozen(self._reference.model)
         return self._reference.content_hash
 
+    def load_teacher(self) -> str:
+        """Load the model of trainer.teacher.path; gives its content hash.
+
+        Raises:
+            SettingsError: on every rank, when any rank could not read the folder.
+        """
+        settings = self._settings
+        assert settings.trainer.teacher is not None
+        folder = settings.trainer.teacher.path
+        assert folder is not None
+        self._teacher = agree(
+            "load the teacher",
+            lambda: load_reference(
+                read_teacher_config(settings, self.config),
+                folder,
+                pinned_hash="",
+                device=next(self.policy.model.parameters()).device,
+            ),
+        )
+        self.placement.add_frozen(self._teacher.model)
+        return self._teacher.content_hash
+
     def train_step(
         self,
         batch: TrainBatch,
         updates: list[list[int]],
         *,
         credit: Credit,
+        contexts: dict[str, tuple[int, ...]],
         step: int,
         policy_version: int,
     ) -> tuple[list[UpdateReport], dict[str, float]]:
-        """One step: score under the reference, ask the critic and train it, recompute proximal
-        logprobs, update by update.
+        """One step: score under the reference, ask the critic and train it, score under the
+        teacher, recompute proximal logprobs, update by update.
 
         Args:
             updates: rows of the batch, for each update.
             credit: the rewards of the batch's advantages, where these depend on the reference.
+            contexts: by episode, what only the teacher sees.
             policy_version: that the weights have now.
 
         Returns:
-            A report of each update, summed over all ranks, and the metrics of KL and corrections.
+            A report of each update, summed over all ranks, and the metrics of KL, teacher and
+            corrections.
 
         Raises:
             UpdateRefused: on every rank, when a gradient is not finite or a spike; the weights are
@@ -200,6 +233,10 @@ class RankWorker:
             metrics |= measured
             if step <= self._settings.trainer.critic.steps_alone:
                 updates = []
+        if self._settings.trainer.teacher is not None and updates:
+            if batch.teacher_logprobs is None:
+                batch = batch.with_columns(**self._teacher_columns(batch, contexts))
+            metrics |= teacher_metrics(batch)
         if self._settings.trainer.proximal == "recompute" and updates:
             batch, measured = self._with_proximal(batch, updates)
             metrics |= measured
@@ -226,6 +263,21 @@ class RankWorker:
         )
         self._adapt_kl(metrics)
         return reports, metrics
+
+    def _teacher_columns(self, batch: TrainBatch, contexts: dict[str, tuple[int, ...]]) -> Columns:
+        """What a teacher on these ranks makes of the batch: its own model, or the policy's as it
+        is before the first update."""
+        trainer = self._settings.trainer
+        assert trainer.teacher is not None
+        return teacher_columns(
+            self.policy.model if self._teacher is None else self._teacher.model,
+            batch,
+            contexts,
+            top_k=trainer.teacher.top_k,
+            vocab_size=self.config.vocab_size,
+            max_tokens=trainer.max_microbatch_tokens,
+            on_microbatch=self._watchdog.progress,
+        )
 
     @property
     def _current_settings(self) -> Settings:

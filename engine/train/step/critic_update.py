@@ -112,7 +112,8 @@ def _with_one_more(row: Sample) -> Sample:
     """The row with a token behind it whose value is asked for; which token does not matter."""
 
     def longer(column: Any, value: float) -> Any:
-        return np.append(column, column.dtype.type(value))
+        last = np.full((1, *column.shape[1:]), value, column.dtype)
+        return np.concatenate([column, last])
 
     filled = {"loss_mask": True, "temperature": 1.0, "policy_versions": -1, "turns": -1}
     values = {item.name: getattr(row, item.name) for item in dataclasses.fields(row)}

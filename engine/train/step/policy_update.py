@@ -5,7 +5,7 @@ into ranks and microbatches. Logits exist for trained tokens only, for one chunk
 in this rank's columns.
 
 Shape letters: T tokens of a packed row, N trained tokens in it, C columns of the vocabulary that
-this rank holds.
+this rank holds, M logprobs asked for at each trained token: its own, and the teacher's tokens'.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _MAX_CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 layer's gradient in a device's memory."""
 
 TokenLosses = Callable[[Microbatch, slice, Tensor, Tensor, Sequences | None, UpdateReport], Tensor]
-"""A microbatch and which of its trained tokens, their policy logprobs and entropies [N], and for a
-loss that needs them the sequences of the whole microbatch -> losses [N]; adds what it measures to
-the report."""
+"""A microbatch and which of its trained tokens, their policy logprobs [N] or, with a teacher's most
+probable tokens, [N, M], their entropies [N], and for a loss that needs them the sequences of the
+whole microbatch -> losses [N]; adds what it measures to the report."""
 
 
 def rl_update(
@@ -78,7 +78,13 @@ def rl_update(
         report: UpdateReport,
     ) -> Tensor:
         targets = microbatch.targets.part(where)
-        inputs = _loss_inputs(targets, policy_logprobs, entropies, sequences, settings)
+        policy_top_logprobs = None
+        if policy_logprobs.dim() == 2:
+            policy_top_logprobs = policy_logprobs[:, 1:]
+            policy_logprobs = policy_logprobs[:, 0]
+        inputs = _loss_inputs(
+            targets, policy_logprobs, policy_top_logprobs, entropies, sequences, settings
+        )
         weights_N = None
         if weight_of:
             by_sequence = policy_logprobs.new_tensor([weight_of[row] for row in microbatch.rows])
@@ -111,6 +117,7 @@ def rl_update(
 def _loss_inputs(
     targets: Targets,
     policy_logprobs: Tensor,
+    policy_top_logprobs: Tensor | None,
     entropies: Tensor,
     sequences: Sequences | None,
     settings: TrainerSettings,
@@ -126,6 +133,9 @@ def _loss_inputs(
         clip_high=settings.clip_high,
         dual_clip=settings.dual_clip,
         reference_logprobs=targets.reference_logprobs_N,
+        teacher_logprobs=targets.teacher_logprobs_N,
+        policy_top_logprobs=policy_top_logprobs,
+        teacher_top_logprobs=targets.teacher_top_logprobs_NK,
         entropies=entropies,
         policy_versions=targets.policy_versions_N,
         correction=targets.correction_N,
@@ -189,7 +199,7 @@ def _update(
                 model, microbatch, leaf, token_losses, report, scale, max_chunk_logits
             )
             losses.append(loss.double())
-        for where in _chunks(len(leaf), model, max_chunk_logits):
+        for where in logit_chunks(len(leaf), model, max_chunk_logits):
             logprobs, entropies = _logprobs_and_entropies(
                 model,
                 microbatch.targets.part(where),
@@ -237,12 +247,12 @@ def _gradients_by_token(
     scale: float,
     max_chunk_logits: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and its gradients by every logprob and by every entropy, both [N].
+    """The loss, and its gradients by every logprob, [N] or [N, M], and by every entropy, [N].
 
     From one look at the whole microbatch; logits are computed once more for their own backward.
     """
     logprobs, entropies = trained_statistics(
-        model, microbatch, hidden_NH, max_chunk_logits=max_chunk_logits
+        model, microbatch.targets, hidden_NH, max_chunk_logits=max_chunk_logits
     )
     logprobs.requires_grad_()
     entropies.requires_grad_()
@@ -259,20 +269,22 @@ def _gradients_by_token(
 @torch.no_grad()
 def trained_statistics(
     model: PolicyModel,
-    microbatch: Microbatch,
+    targets: Targets,
     hidden_NH: Tensor,
     *,
     max_chunk_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies [N] of the trained tokens, chunk by chunk as in an update, without
-    gradient."""
+    """Logprobs [N] or [N, M] and entropies [N] of the trained tokens, chunk by chunk as in an
+    update, without gradient."""
     parts = [
-        _logprobs_and_entropies(model, microbatch.targets.part(where), hidden_NH[where])
-        for where in _chunks(len(hidden_NH), model, max_chunk_logits)
+        _logprobs_and_entropies(model, targets.part(where), hidden_NH[where])
+        for where in logit_chunks(len(hidden_NH), model, max_chunk_logits)
     ]
     if not parts:
-        nothing = hidden_NH.new_zeros(0, dtype=torch.float32)
-        return nothing, nothing.clone()
+        return (
+            hidden_NH.new_zeros(targets.scored_ids.shape, dtype=torch.float32),
+            hidden_NH.new_zeros(0, dtype=torch.float32),
+        )
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
@@ -282,7 +294,7 @@ def _logprobs_and_entropies(
 ) -> tuple[Tensor, Tensor]:
     return logprobs_and_entropies(
         model.logits(hidden_NH),
-        targets.token_ids_N,
+        targets.scored_ids,
         targets.temperature_N,
         has_entropy_gradient=has_entropy_gradient,
         vocab_start=model.vocab_part.start,
@@ -290,8 +302,11 @@ def _logprobs_and_entropies(
     )
 
 
-def _chunks(num_tokens: int, model: PolicyModel, max_chunk_logits: int | None) -> Iterator[slice]:
-    """Equal on all ranks that share the vocabulary, since they exchange numbers in each chunk."""
+def logit_chunks(
+    num_tokens: int, model: PolicyModel, max_chunk_logits: int | None = None
+) -> Iterator[slice]:
+    """Tokens whose logits are alive at once; equal on all ranks that share the vocabulary, since
+    they exchange numbers in each chunk."""
     width = -(-model.config.vocab_size // model.config.tensor_model_parallel_size)
     max_logits = max_chunk_logits or _MAX_CHUNK_LOGITS[model.output_weight.device.type]
     size = max(1, max_logits // width)

@@ -6,6 +6,7 @@ the first update the ratio policy / proximal is 1 to rounding (6.1 rule 12).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -33,7 +34,8 @@ from outloop.engine.train.step.policy_update import trained_statistics
 
 def logprobs_of(model: PolicyModel, microbatch: Microbatch, hidden_NH: Tensor) -> Tensor:
     """[N] at the recorded temperature."""
-    return trained_statistics(model, microbatch, hidden_NH)[0]
+    targets = dataclasses.replace(microbatch.targets, teacher_top_ids_NK=None)
+    return trained_statistics(model, targets, hidden_NH)[0]
 
 
 @torch.no_grad()
@@ -45,24 +47,28 @@ def score(
     max_tokens: int,
     on_microbatch: Callable[[], None],
     statistic: Callable[[Any, Microbatch, Tensor], Tensor] = logprobs_of,
+    width: int = 0,
 ) -> Float32:
     """One number for each of the rows' trained tokens, on every rank: their logprobs, unless
     something else is asked for.
 
     Args:
         rows: which rows to compute; None: all.
-        statistic: of the model, a microbatch and its hidden states [N, H] -> [N] float32.
+        statistic: of the model, a microbatch and its hidden states [N, H] -> [N] float32, or
+            [N, width].
+        width: numbers for each token; 0: one, without a dimension of its own.
         max_tokens: trainer.max_microbatch_tokens, as in the update.
         on_microbatch: called before every forward, for heartbeats.
 
     Returns:
-        [T] float32, a column of `batch`: 0 at context tokens and in other rows.
+        [T] or [T, width] float32, a column of `batch`: 0 at context tokens and in other rows.
     """
+    shape = (width,) if width else ()
     rows = range(len(batch)) if rows is None else rows
     mine: list[bytes] = []
 
     def on_hidden(microbatch: Microbatch, hidden: Tensor) -> None:
-        found = hidden.new_zeros(microbatch.num_trained_tokens, dtype=torch.float32)
+        found = hidden.new_zeros((microbatch.num_trained_tokens, *shape), dtype=torch.float32)
         found[microbatch.trained_N] = statistic(model, microbatch, hidden)
         mine.append(found.cpu().numpy().tobytes())
 
@@ -83,10 +89,11 @@ def score(
         forward_only=True,
     )
     share = msgspec.msgpack.encode((data_rank(), b"".join(mine))) if is_reporting_rank() else b""
-    column = np.zeros(batch.token_ids.shape, np.float32)
+    column = np.zeros((*batch.token_ids.shape, *shape), np.float32)
     for data in filter(None, gather_bytes(share)):
         rank, logprobs = msgspec.msgpack.decode(data, type=tuple[int, bytes])
-        _fill(column, batch, dealt[rank], np.frombuffer(logprobs, np.float32))
+        numbers = np.frombuffer(logprobs, np.float32).reshape(-1, *shape)
+        _fill(column, batch, dealt[rank], numbers)
     return column
 
 

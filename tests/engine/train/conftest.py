@@ -246,7 +246,7 @@ def setup(
         **sections: dict[str, Any],
     ) -> Setup:
         nonlocal twin
-        settings = Settings(model={"path": tiny_folder()}, **sections)
+        settings = Settings(**({"model": {"path": tiny_folder()}} | sections))
         if not settings.trainer.resume:
             twin = Twin()
         run = create_run(settings, tmp_path / "run", "unix:///nowhere")

@@ -83,6 +83,7 @@ def train(ranks: RankController, batch: TrainBatch, *, step: int, num_updates: i
         batch,
         [list(range(len(batch)))] * num_updates,
         credit=Credit(groups=(), teaches=(), rows={}),
+        contexts={},
         step=step,
         policy_version=0,
     )

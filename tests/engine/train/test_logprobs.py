@@ -1,15 +1,12 @@
 """Logprobs and entropies from logits, whole and in parts, against float64 autograd."""
 
-import threading
-from collections.abc import Callable
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes.threaded_ranks import in_parts
 from outloop.engine.train.algorithms.token_logprobs import logprobs_and_entropies
 
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -112,23 +109,6 @@ def test_no_second_tensor_of_the_logits_size_is_made() -> None:
         torch.autograd.grad((logprobs + entropies).sum(), own)
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert 0 < largest < own.nbytes / 4
-
-
-def in_parts(part: Callable[[int, dist.ProcessGroup], Result], num_parts: int) -> list[Result]:
-    """Call `part` in one thread for each rank, each with a gloo group of its own."""
-    store = dist.HashStore()
-    results: dict[int, Result] = {}
-
-    def run(rank: int) -> None:
-        group = dist.ProcessGroupGloo(store, rank, num_parts, timedelta(seconds=60))
-        results[rank] = part(rank, group)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_parts)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(90)
-    return [results[rank] for rank in range(num_parts)]
 
 
 @pytest.mark.parametrize("bounds", [[0, 20, 33], [0, 33, 33]])

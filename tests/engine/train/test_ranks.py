@@ -67,12 +67,15 @@ def test_a_step_reaches_every_rank_whole(make_samples: Callable[..., list[Sample
     )
     group = ScoredGroup(group_id="g", task_id="t", source="easy", episodes=episodes)
     credit = Credit(groups=(group,), teaches=(True,), rows={0: ((0, 1), (2,))})
+    batch = TrainBatch.of(make_samples(5))
+    ids = np.arange(2 * len(batch.token_ids), dtype=np.int32).reshape(-1, 2)
     test_every_rank_gets_the_arguments_that_rank_0_gave(
         RankWorker.train_step,
         {
-            "batch": TrainBatch.of(make_samples(5)),
+            "batch": batch.with_columns(teacher_top_ids=ids),
             "updates": [[0, 2], [1]],
             "credit": credit,
+            "contexts": {"a": (3, 4)},
             "step": 2,
             "policy_version": 7,
         },
@@ -90,6 +93,7 @@ CHECKPOINT = Checkpoint(
     [
         (RankWorker.build, {"num_updates": 3}),
         (RankWorker.load_reference, {"pinned_hash": "x"}),
+        (RankWorker.load_teacher, {}),
         (RankWorker.score_prompts, {"prompts": [[1, 2], [3]]}),
         (RankWorker.save, {"step": 4, "mark": MARK, "reference_hash": ""}),
         (RankWorker.load, {"checkpoint": CHECKPOINT}),

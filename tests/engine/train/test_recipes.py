@@ -222,6 +222,18 @@ def ppo(take: Take) -> float:
     )
 
 
+def distill(take: Take) -> float:
+    """arXiv:2306.13649, equations 1 to 3 with the reverse KL, by the sampled token; the reference
+    here is the teacher. The weight is that of CISPO."""
+    total, count = 0.0, 0
+    for group in take:
+        for one in group:
+            rows = zip(one.ratios, one.reference, one.policy, strict=True)
+            total += math.fsum(min(r, 5.0) * (t - p) * p for r, t, p in rows)
+            count += len(one.policy)
+    return total / count
+
+
 PAPERS: dict[str, Callable[[Take], float]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
@@ -233,7 +245,10 @@ PAPERS: dict[str, Callable[[Take], float]] = {
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "decoupled_ppo": decoupled_ppo,
     "ppo": ppo,
+    "distill": distill,
 }
+NEEDED: dict[str, dict[str, Any]] = {"distill": {"teacher": {"path": "teacher"}}}
+"""What a recipe does not run without."""
 
 
 def offset(token_ids: Any) -> Any:
@@ -318,9 +333,12 @@ def loss_of_the_recipe(name: str, groups: list[Group], policy: Policy) -> float:
     settings = Settings(
         model={"path": "m"},
         sampling={"max_new_tokens": MAX_NEW_TOKENS},
-        trainer={"recipe": name, "max_microbatch_tokens": 60},
+        trainer={"recipe": name, "max_microbatch_tokens": 60} | NEEDED.get(name, {}),
     )
     batch = build_batch(groups, settings, policy_version=0, vocab_size=VOCAB)
+    if settings.trainer.teacher is not None:
+        columns = {"teacher_logprobs": reference_logprobs(batch.rows)}
+        batch = dataclasses.replace(batch, rows=batch.rows.with_columns(**columns))
     if settings.trainer.kl != "none":
         reference = reference_logprobs(batch.rows)
         with_kl, _ = with_reference(batch.rows, batch.credit, reference, settings)
@@ -381,11 +399,13 @@ def test_every_recipe_has_a_paper() -> None:
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_what_is_set_explicitly_wins(name: str) -> None:
     """Every default of a recipe gives way, and the sentence says that it did."""
-    settings = Settings(model={"path": "m"}, trainer={"recipe": name})
+    needed = {"recipe": name} | NEEDED.get(name, {})
+    settings = Settings(model={"path": "m"}, trainer=needed)
     for section, defaults in RECIPES[name].items():
         for key, wanted in defaults.items():
             assert getattr(getattr(settings, section), key) == wanted
-    own = {"recipe": name, "loss": "ppo_clip", "clip_low": 0.1, "clip_high": 0.11, "kl": "none"}
+    own = needed | {"loss": "ppo_clip", "clip_low": 0.1, "clip_high": 0.11, "kl": "none"}
+    own |= {"advantage": "grpo"}
     chosen = Settings(
         model={"path": "m"},
         trainer=own | {"denominator": "tokens"},

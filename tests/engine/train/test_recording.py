@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,10 +17,12 @@ from outloop.buffer.codec.jsonl import format_line
 from outloop.buffer.errors import RecordError
 from outloop.buffer.records import Trajectory, Turn
 from outloop.buffer.run import create_run
-from outloop.buffer.settings import load_settings
+from outloop.buffer.settings import Settings, load_settings
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.train.debug.recorded_groups import NoServers, Recording, read_groups
 from outloop.engine.train.loop import RlLoop
+from outloop.engine.train.ranks.controller import RankController
+from outloop.engine.train.sft import run_sft
 
 MakeRun = Callable[..., Setup]
 MakeTurn = Callable[..., Turn]
@@ -83,6 +86,29 @@ def test_the_end_of_the_file_ends_the_run_with_a_checkpoint(
     assert (again.run.dir / "checkpoints/step_3/COMPLETE").is_file()
     resumed = setup(trainer=chosen, buffer={"max_staleness": 100})
     assert train(resumed, path) == []
+
+
+@pytest.mark.parametrize("min_reward", [None, 1.0])
+def test_recorded_episodes_are_imitated(
+    recorded: tuple[Setup, Path],
+    make_ranks: Callable[..., RankController],
+    tmp_path: Path,
+    min_reward: float | None,
+) -> None:
+    """All of them, or the best: their ids as they were sampled, by cross-entropy."""
+    made, path = recorded
+    settings = Settings(
+        model=dict(made.run.settings.model),
+        trainer=FAST | {"mode": "sft", "num_steps": 8, "num_epochs": 4, "min_reward": min_reward},
+    )
+    run = create_run(settings, tmp_path / "imitated", "unix:///nowhere")
+    ranks, stop = make_ranks(run), threading.Event()
+    recording = Recording(read_groups(path), stop)
+    with MetricsWriter(run.dir) as metrics:
+        run_sft(run, ranks, reader=recording, metrics=metrics, stop=stop)
+    scores = ranks.score_prompts([[1, 2, token] for token in range(200)])
+    share = float(np.exp([score[-1] for score in scores]).sum())
+    assert (share > 0.9) == (min_reward == 1.0)
 
 
 def test_bad_lines_and_files_without_episodes_are_refused(
