@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -24,24 +23,15 @@ from rich.table import Table
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
+from outloop.engine.launch.finding import Finding
 from outloop.engine.launch.gpu_placement import list_gpus, place_gpus
 from outloop.engine.launch.nccl_release import check_nccl, nccl_release, uses_nccl
+from outloop.engine.launch.run_readiness import examine_run
 
 _MEGATRON_VERSION = "0.16.1"
 _MIN_MEMORY_GB = 4
 _MIN_SHM_MB = 64
 _BWRAP_S = 20.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One line of the answer; a missing required thing makes the exit code 1."""
-
-    what: str
-    found: str
-    is_ok: bool
-    is_required: bool
-    advice: str = ""
 
 
 def _package(name: str, extra: str, *, required: bool, exact: str | None = None) -> Finding:
@@ -205,7 +195,7 @@ def examine(
     """Print every finding and return 0 if nothing required is missing, else 1.
 
     Args:
-        settings: of a run whose placement is shown too.
+        settings: of a run whose placement is shown too, and whether it can start here.
         trainer_python: the trainer's interpreter; None: this process's own.
     """
     table = Table(title="outloop doctor", title_justify="left")
@@ -214,6 +204,7 @@ def examine(
     findings = [check() for check in _CHECKS]
     if settings is not None:
         findings += _placement(settings, trainer_python or Path(sys.executable))
+        findings += examine_run(settings)
     for finding in findings:
         mark = "ok" if finding.is_ok else "missing" if finding.is_required else "optional"
         table.add_row(finding.what, finding.found, mark, finding.advice)
@@ -221,8 +212,10 @@ def examine(
     out = console or Console()
     out.print(table)
     out.print(
-        f"cannot run: {', '.join(missing)} missing"
+        f"cannot run: see {', '.join(dict.fromkeys(missing))}"
         if missing
         else "this machine can run the whole loop: make demo"
+        if settings is None
+        else "this run can start here"
     )
     return 1 if missing else 0

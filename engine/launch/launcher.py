@@ -328,6 +328,19 @@ def check_before_start(settings: Settings, *, plays: bool = True) -> None:
     that it cannot disturb the launcher.
 
     Args:
+        plays: as `check_settings`.
+
+    Raises:
+        SettingsError: with the sentence that says what to change.
+    """
+    check_settings(settings, plays=plays)
+    make_run_folder(settings, settings.run.dir / settings.run.name)
+
+
+def check_settings(settings: Settings, *, plays: bool = True) -> None:
+    """The refusals of `check_before_start`; makes no folder.
+
+    Args:
         plays: False for a run without runners of its own: it needs neither a rollout function nor
             an agent command.
 
@@ -342,7 +355,6 @@ def check_before_start(settings: Settings, *, plays: bool = True) -> None:
         env = settings.env
         if plays or env.rollout_function_path is not None or env.agent_command is not None:
             _check_environment(settings)
-    make_run_folder(settings, settings.run.dir / settings.run.name)
 
 
 def _check_model(settings: Settings) -> None:

@@ -20,7 +20,7 @@ import click
     "--config",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="PATH",
-    help="Show also which GPUs the parts of this settings file would get.",
+    help="Show also whether the run of this settings file can start here, and who gets which GPU.",
 )
 def doctor(run_dir: Path | None, config: Path | None) -> None:
     """Show what is installed, what is missing and what this machine can run."""

@@ -1,0 +1,230 @@
+"""What a run needs of the machine that it starts on, beside what every run needs.
+
+Each check looks and changes nothing. On a cluster run it on every machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from importlib import metadata
+from pathlib import Path
+
+import httpx
+import redis
+from packaging.requirements import Requirement
+from rich.markup import escape
+
+from outloop.buffer.errors import OutloopError, SettingsError
+from outloop.buffer.redis.client import connect_sync
+from outloop.buffer.run import read_secret, with_access
+from outloop.buffer.settings import Settings
+from outloop.engine.launch.finding import Finding
+from outloop.engine.launch.launcher import check_settings
+from outloop.engine.port_reservation import hold_port
+
+_REDIS_TIMEOUT_S = 5.0
+_OLDEST_REDIS = (6, 2)
+_MAX_ROUND_TRIP_S = 0.05
+_MAX_CLOCK_SKEW_S = 2.0
+_HEALTH_TIMEOUT_S = 5.0
+_BYTES_OF_STATE = 12
+"""For each parameter a checkpoint holds a float32 weight and two float32 moments."""
+_GB = 1e9
+
+
+def examine_run(settings: Settings) -> Iterator[Finding]:
+    """Every finding, in the order in which a run would fail."""
+    yield _packages()
+    yield _checked("settings", lambda: check_settings(settings), "model, tasks and code load")
+    yield from _redis(settings)
+    yield from _ports(settings)
+    yield from _keys(settings)
+    yield from _servers(settings)
+    yield _disk(settings)
+
+
+def _good(what: str, found: str) -> Finding:
+    return Finding(what=escape(what), found=escape(found), is_ok=True, is_required=True)
+
+
+def _bad(what: str, found: str, advice: str, *, is_required: bool = True) -> Finding:
+    return Finding(
+        what=escape(what),
+        found=escape(found),
+        is_ok=False,
+        is_required=is_required,
+        advice=escape(advice),
+    )
+
+
+def _checked(what: str, check: Callable[[], object], found: str) -> Finding:
+    try:
+        check()
+    except OutloopError as error:
+        return _bad(what, "refused", str(error))
+    return _good(what, found)
+
+
+def _packages() -> Finding:
+    """Installed packages against the releases that outloop names, extras included."""
+    wrong = []
+    for text in metadata.requires("outloop") or ():
+        requirement = Requirement(text)
+        marker = requirement.marker
+        # Of an extra: the package matters where it is installed.
+        extra = re.search(r"""extra\s*==\s*["']([^"']+)["']""", text)
+        if marker is not None and not marker.evaluate({"extra": extra[1] if extra else ""}):
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            if extra is None:
+                wrong.append(f"{requirement.name} is missing")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} {version}, wanted {requirement.specifier}")
+    if wrong:
+        return _bad(
+            "packages",
+            "; ".join(dict.fromkeys(wrong)),
+            "install outloop again into an environment of its own",
+        )
+    return _good("packages", "the releases that outloop asks for")
+
+
+def _redis(settings: Settings) -> Iterator[Finding]:
+    """The given Redis: reached, durable, keeping everything, near, and of one mind about time."""
+    url = settings.buffer.redis_url
+    if url is None:
+        return
+    what = "buffer.redis_url"
+    try:
+        client = connect_sync(with_access(url, settings.buffer), timeout_s=_REDIS_TIMEOUT_S)
+    except SettingsError as error:
+        yield _bad(what, "refused", str(error))
+        return
+    with closing(client):
+        try:
+            info = client.info()
+            before = time.time()
+            seconds, microseconds = client.time()
+            after = time.time()
+        except redis.RedisError as error:
+            yield _bad(
+                what,
+                f"{type(error).__name__}: {error}",
+                "start it, open the way to it, or correct buffer.redis_url and its password",
+            )
+            return
+    version = str(info["redis_version"])
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_REDIS:
+        yield _bad(what, f"Redis {version}", "6.2 or newer is needed")
+    policy = str(info.get("maxmemory_policy", "noeviction"))
+    if policy != "noeviction":
+        yield _bad(
+            what,
+            f"maxmemory-policy={policy}",
+            "it would throw records away; set maxmemory-policy to noeviction",
+        )
+    if not int(info.get("aof_enabled", 0)):
+        yield _bad(
+            what,
+            "appendonly=no",
+            "what it acknowledged is lost when it ends; set appendonly to yes",
+            is_required=False,
+        )
+    if after - before > _MAX_ROUND_TRIP_S:
+        yield _bad(
+            what,
+            f"{(after - before) * 1e3:.0f} ms for a command",
+            "every turn waits for several; put Redis near the routers",
+            is_required=False,
+        )
+    skew_s = seconds + microseconds / 1e6 - (before + after) / 2
+    if abs(skew_s) > _MAX_CLOCK_SKEW_S + (after - before):
+        yield _bad(
+            "clock",
+            f"{skew_s:+.1f} s against Redis",
+            "deadlines and times in the logs disagree between machines; run NTP",
+            is_required=False,
+        )
+    yield _good(what, f"Redis {version}, {(after - before) * 1e3:.1f} ms")
+
+
+def _ports(settings: Settings) -> Iterator[Finding]:
+    """Those that the settings name: a running part has them already."""
+    router = settings.router
+    if not router.port:
+        return
+    what = f"port {router.port}"
+    shares = router.num_processes > 1 or router.shares_port
+    try:
+        hold_port(router.host, router.port, is_shared=shares).close()
+    except OSError as error:
+        yield _bad(
+            what,
+            f"cannot listen on {router.host}: {error.strerror}",
+            "stop what listens there, or change router.host and router.port (0: any free one)",
+        )
+    else:
+        yield _good(what, f"free on {router.host}")
+
+
+def _keys(settings: Settings) -> Iterator[Finding]:
+    """Secrets that the settings only name."""
+    for name, upstream in settings.router.upstreams.items():
+        variable = upstream.api_key_env
+        if variable is not None and not os.environ.get(variable):
+            yield _bad(
+                f"router.upstreams.{name}",
+                f"{variable} is not set",
+                f"export {variable}, the key of {upstream.base_url}",
+            )
+    path = settings.server.api_key_file
+    if path is not None:
+        yield _checked(
+            "server.api_key_file", lambda: read_secret(path, "server.api_key_file"), "readable"
+        )
+
+
+def _servers(settings: Settings) -> Iterator[Finding]:
+    """Servers that were started elsewhere."""
+    for url in settings.server.urls:
+        try:
+            answer = httpx.get(f"{url.rstrip('/')}/health", timeout=_HEALTH_TIMEOUT_S)
+        except httpx.HTTPError as error:
+            yield _bad(url, f"{type(error).__name__}: {error}", "start it, or correct server.urls")
+            continue
+        if answer.is_success:
+            yield _good(url, "answers")
+        else:
+            yield _bad(url, f"/health answers {answer.status_code}", "see its log")
+
+
+def _disk(settings: Settings) -> Finding:
+    """Room for the checkpoints that are kept, one that is being written, and the final weights."""
+    folder = (settings.run.dir / settings.run.name).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    weights = sum(path.stat().st_size for path in settings.model.path.glob("model*.safetensors"))
+    parameters = weights / _bytes_of_weight(settings.model.path)
+    wanted = parameters * _BYTES_OF_STATE * (settings.trainer.keep_checkpoints + 1) + weights
+    text = f"{free / _GB:.0f} GB free in {folder}, about {wanted / _GB:.1f} GB for checkpoints"
+    if free < wanted:
+        return _bad(
+            "disk", text, "free some, lower trainer.keep_checkpoints, or choose another run.dir"
+        )
+    return _good("disk", text)
+
+
+def _bytes_of_weight(folder: Path) -> int:
+    """Of one parameter in the model's files, by their configuration; 2 where it does not say."""
+    path = folder / "config.json"
+    text = path.read_text() if path.is_file() else ""
+    return 4 if re.search(r'"(torch_)?dtype":\s*"float32"', text) else 2

@@ -1,0 +1,124 @@
+"""What `outloop doctor --config` finds before a run is started."""
+
+import io
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from rich.console import Console
+
+from fakes import user_folder
+from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.settings import load_settings
+from outloop.engine.launch.doctor import examine
+from outloop.engine.models.random_init import write_policy
+
+Report = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_policy(folder, 0)
+    return folder
+
+
+@pytest.fixture
+def report(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
+    """The exit code and the text for a user's folder with these overrides."""
+    user_folder.write(tmp_path, model, {})
+    monkeypatch.chdir(tmp_path)
+
+    def examined(*overrides: str) -> tuple[int, str]:
+        out = io.StringIO()
+        settings = load_settings(tmp_path / "run.toml", overrides)
+        code = examine(Console(file=out, width=400), settings)
+        return code, out.getvalue()
+
+    return examined
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, redis.Redis]]:
+    """A Redis of somebody else's: its URL, and a client to change it."""
+    with EmbeddedRedis(tmp_path / "redis") as running:
+        client = redis.Redis.from_url(running.url)
+        yield running.url, client
+        client.close()
+
+
+def row(text: str, name: str) -> str:
+    """The line of the table that begins with `name`."""
+    return next(line for line in text.splitlines() if line.startswith(f"│ {name}"))
+
+
+def test_a_run_that_can_start_is_told_so_and_nothing_is_made(
+    report: Report, tmp_path: Path
+) -> None:
+    code, text = report()
+    assert code == 0, text
+    assert "this run can start here" in text
+    assert " ok " in row(text, "settings")
+    assert " ok " in row(text, "packages")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_settings_that_a_part_would_refuse_are_named(report: Report) -> None:
+    code, text = report("env.rollout_function_path=rollouts:gone")
+    assert code == 1
+    assert "gone" in row(text, "settings")
+
+
+def test_a_redis_that_would_throw_records_away_is_refused(
+    report: Report, server: tuple[str, redis.Redis]
+) -> None:
+    url, client = server
+    assert report(f"buffer.redis_url={url}")[0] == 0
+    client.config_set("maxmemory-policy", "allkeys-lru")
+    client.config_set("appendonly", "no")
+    code, text = report(f"buffer.redis_url={url}")
+    assert code == 1
+    assert "maxmemory-policy=allkeys-lru" in text
+    assert "appendonly=no" in text
+
+
+def test_a_redis_that_does_not_answer_is_named(report: Report, tmp_path: Path) -> None:
+    code, text = report(f"buffer.redis_url=unix://{tmp_path}/none")
+    assert code == 1
+    assert "start it" in row(text, "buffer.redis_url")
+
+
+def test_a_port_that_is_taken_is_named(report: Report) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, text = report(f"router.port={port}")
+        assert code == 1
+        assert "stop what listens there" in row(text, f"port {port}")
+    assert report(f"router.port={port}")[0] == 0
+
+
+def test_servers_that_are_not_there_are_named(report: Report) -> None:
+    code, text = report("server.num_servers=0", 'server.urls=["http://127.0.0.1:1"]')
+    assert code == 1
+    assert "correct server.urls" in row(text, "http://127.0.0.1:1")
+
+
+def test_a_key_that_is_not_exported_is_named(
+    report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = 'router.upstreams.judge={base_url="https://judge.example/v1", api_key_env="JUDGE_KEY"}'
+    code, text = report(judge)
+    assert code == 1
+    assert "export JUDGE_KEY" in row(text, "router.upstreams.judge")
+    monkeypatch.setenv("JUDGE_KEY", "secret-value")
+    code, text = report(judge)
+    assert code == 0
+    assert "secret-value" not in text
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_named(report: Report) -> None:
+    code, text = report("trainer.keep_checkpoints=100000000")
+    assert code == 1
+    assert "lower trainer.keep_checkpoints" in row(text, "disk")
