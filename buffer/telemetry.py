@@ -1,6 +1,8 @@
 """Logs and metrics of every part: the names of all metrics, where they are written, the log format.
 
-A metric that is not declared in METRICS is refused. `metrics.jsonl` is always written.
+A metric that is not declared in METRICS is refused, so that each has a meaning; what a run's own
+verifier, tasks and code give is open, behind a prefix. `metrics.jsonl` is always written, and
+everything else reads it.
 """
 
 from __future__ import annotations
@@ -16,8 +18,6 @@ from types import TracebackType
 from typing import Any
 
 import structlog
-
-from outloop.buffer.errors import SettingsError
 
 _DROP_REASONS = ("stale", "no_signal", "filtered", "failed", "overlong", "malformed")
 """records.DropReason, without loading numpy."""
@@ -205,6 +205,7 @@ METRIC_PREFIXES: dict[str, str] = {
     "before, each with its standard error by task as `_se`; `tasks`, `episodes`, "
     "`generated_tokens_mean`, `turns_mean`, `truncated_share`; see evaluation.md",
     "test/": "and `sampled` or `greedy`: the same of the test split",
+    "user/": "and a name of your own: what `outloop.Run.record` was given",
 }
 """What the names begin with that a run's own verifier and tasks give."""
 
@@ -212,17 +213,7 @@ METRIC_PREFIXES: dict[str, str] = {
 class MetricsWriter:
     """Append one JSON object per call to `metrics.jsonl`; non-finite values become null."""
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool = False) -> None:
-        self._board: Any = None
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise SettingsError(
-                    "telemetry.tensorboard=true needs the package tensorboard, which is not "
-                    "installed; run pip install 'outloop[tensorboard]', or set it to false"
-                ) from error
-            self._board = SummaryWriter(str(run_dir / "tensorboard"))
+    def __init__(self, run_dir: Path) -> None:
         self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -238,15 +229,10 @@ class MetricsWriter:
         row: dict[str, float | int | None] = {"step": step, "time": time.time()}
         row |= {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps(row) + "\n")
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush and close every sink."""
+        """Flush and close the file."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
 
     def __enter__(self) -> MetricsWriter:
         return self

@@ -11,4 +11,5 @@ exec outloop init "/project/$CONFIG" \
     --set 'buffer.redis_url="redis://redis:6379"' \
     --set 'buffer.redis_password_file="/keys/redis/password"' \
     --set 'router.host="0.0.0.0"' --set 'server.host="0.0.0.0"' \
+    --set 'telemetry.prometheus_host="0.0.0.0"' --set 'telemetry.prometheus_port=9100' \
     --set 'publish.transport="disk"' "$@"

@@ -105,8 +105,8 @@ METRICS_HEAD = """\
 
 A run writes one JSON object for each step and each evaluation to `runs/NAME/metrics.jsonl`, with
 `step`, `time` (Unix seconds) and the names below that apply. `outloop.Run("runs/NAME").metrics()` reads
-them. With `telemetry.tensorboard = true` (and `pip install 'outloop[tensorboard]'`) the same numbers
-go to `runs/NAME/tensorboard`.
+them, `telemetry.trackers` sends them elsewhere ([trackers.md](trackers.md)), and Prometheus gets them from one page:
+`train/reward_mean` is `outloop_train_reward_mean` there.
 
 The line that `outloop train` prints for each step has seven of them:
 

@@ -31,6 +31,7 @@ from outloop.buffer.settings.deploy import DeploySettings
 from outloop.buffer.settings.env import EnvSettings, EvalSettings, check_evaluations
 from outloop.buffer.settings.recipes import DEFAULT_MAX_NEW_TOKENS, USES_PARTS, with_recipe
 from outloop.buffer.settings.server import ServerSettings
+from outloop.buffer.settings.telemetry import AlarmSettings, TelemetrySettings
 from outloop.buffer.settings.trainer import TrainerSettings
 from outloop.buffer.settings.trajectories import TrajectorySettings
 
@@ -185,17 +186,6 @@ class PublishSettings(_Section):
     """Mean difference of logprobs, nats; none: 0.01 in float32, 0.25 in bfloat16."""
 
 
-class TelemetrySettings(_Section):
-    """Logs and metrics."""
-
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Level of runs/NAME/logs."""
-    tensorboard: bool = False
-    """Write metrics to runs/NAME/tensorboard too; needs outloop[tensorboard]."""
-    no_signal_warning_steps: int = Field(3, gt=0)
-    """Warn after this many steps in a row without a group that had signal."""
-
-
 class Settings(BaseSettings):
     """Every setting of a run; see `load_settings` for where values come from."""
 
@@ -214,6 +204,7 @@ class Settings(BaseSettings):
     publish: PublishSettings = PublishSettings()  # type: ignore[call-arg]
     eval: EvalSettings = EvalSettings()  # type: ignore[call-arg]
     telemetry: TelemetrySettings = TelemetrySettings()  # type: ignore[call-arg]
+    alarms: AlarmSettings = AlarmSettings()  # type: ignore[call-arg]
     trajectories: TrajectorySettings = TrajectorySettings()  # type: ignore[call-arg]
     deploy: DeploySettings = DeploySettings()  # type: ignore[call-arg]
 

@@ -178,7 +178,6 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     lambda: _package("renderers", "router", required=True),
     lambda: _package("openai", "envs", required=False),
     lambda: _package("matplotlib", "plot", required=False),
-    lambda: _package("tensorboard", "tensorboard", required=False),
     _accelerator,
     _memory,
     _shared_memory,

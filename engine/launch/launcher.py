@@ -35,9 +35,10 @@ from outloop.buffer.errors import (
 from outloop.buffer.events import record_event
 from outloop.buffer.reader import BufferReader, init_run
 from outloop.buffer.redis.embedded import EmbeddedRedis
-from outloop.buffer.run import Run, create_run, make_run_folder
+from outloop.buffer.run import Run, create_run, make_run_folder, read_secret
 from outloop.buffer.settings import Settings
 from outloop.buffer.settings.recipes import recipe_sentence
+from outloop.buffer.trackers.tracker import check_tracker, part_name
 from outloop.buffer.trajectories.trained import keeps_trajectories
 from outloop.engine.launch.child_process import PartProcess, part_command
 from outloop.engine.launch.console import RunProgress
@@ -74,9 +75,9 @@ _MODEL_FILES = {
     "model.safetensors": "model*.safetensors",
 }
 """What a model folder must hold: the name for the user, and the pattern that finds it."""
-_RESTARTABLE = frozenset({"router", "runner", "server", "archiver"})
+_RESTARTABLE = frozenset({"router", "runner", "server", "archiver", "monitor", "tracker"})
 """Parts without state of their own: a new process continues where the old one ended."""
-_OPTIONAL = frozenset({"archiver"})
+_OPTIONAL = frozenset({"archiver", "monitor", "tracker"})
 """Parts without which a run goes on."""
 
 _log = structlog.get_logger()
@@ -141,6 +142,14 @@ class Launcher:
         self.reader.trajectories.open(settings.max_waiting_tokens)
         self.start("archiver", "archiver")
 
+    def start_watchers(self) -> None:
+        """Start what looks at the run, without which it goes on: the monitor and the trackers."""
+        telemetry = self.run.settings.telemetry
+        if self.run.settings.alarms.enabled or telemetry.prometheus_port is not None:
+            self.start("monitor", "monitor")
+        for name in telemetry.trackers:
+            self.start(part_name(name), "tracker", "--name", name)
+
     def hold_port(self, host: str, port: int) -> int:
         """A port that processes of this run may share, kept from others; `port` 0: any free one.
 
@@ -184,8 +193,10 @@ class Launcher:
         wait_s = self._restarts.wait_s(name, lived_s=time.monotonic() - self._started[name])
         if part in _OPTIONAL and (wait_s is None or code == SETTINGS_EXIT_CODE):
             del self.parts[name]
-            _log.error("part_given_up", name=name, exit_code=code, log=str(process.log_path))
-            record_event(self.run.dir, "part_given_up", part=name, exit_code=code)
+            reason = process.last_words(1).removeprefix("outloop: ")
+            log = str(process.log_path)
+            _log.error("part_given_up", name=name, exit_code=code, reason=reason, log=log)
+            record_event(self.run.dir, "part_given_up", part=name, exit_code=code, reason=reason)
             return
         if code == SETTINGS_EXIT_CODE:
             raise SettingsError(process.last_words(1).removeprefix("outloop: "))
@@ -260,8 +271,12 @@ class Launcher:
     def _stop_timeout_s(self, part: str) -> float:
         if part == "trainer":
             return _TRAINER_STOP_TIMEOUT_S
-        drain_s = self.run.settings.router.drain_timeout_s if part == "router" else 0.0
-        return _STOP_TIMEOUT_S + drain_s
+        settings = self.run.settings
+        extra_s = {
+            "router": settings.router.drain_timeout_s,
+            "tracker": settings.telemetry.tracker_timeout_s,
+        }
+        return _STOP_TIMEOUT_S + extra_s.get(part, 0.0)
 
 
 @contextmanager
@@ -347,6 +362,7 @@ def check_settings(settings: Settings, *, plays: bool = True) -> None:
     Raises:
         SettingsError: with the sentence that says what to change.
     """
+    _check_watchers(settings)
     _check_model(settings)
     if settings.server.num_servers or settings.server.urls:
         if settings.server.kind == "sglang" and settings.server.num_servers:
@@ -355,6 +371,20 @@ def check_settings(settings: Settings, *, plays: bool = True) -> None:
         env = settings.env
         if plays or env.rollout_function_path is not None or env.agent_command is not None:
             _check_environment(settings)
+
+
+def _check_watchers(settings: Settings) -> None:
+    """What would only be found out while the run goes on, without stopping it."""
+    trackers = settings.telemetry.trackers
+    for name in trackers:
+        check_tracker(name)
+    if "otlp" in trackers and not keeps_trajectories(settings.trajectories):
+        raise SettingsError(
+            'telemetry.trackers="otlp" makes spans of kept trajectories, and none are kept; set '
+            "trajectories.enabled = true, and install outloop[view]"
+        )
+    if settings.alarms.enabled and settings.alarms.webhook_file is not None:
+        read_secret(settings.alarms.webhook_file, "alarms.webhook_file")
 
 
 def _check_model(settings: Settings) -> None:
@@ -526,6 +556,7 @@ def train(
             console.print(line, highlight=False, markup=False)
         record_event(run.dir, "started")
         launcher.start_archiver()
+        launcher.start_watchers()
         if has_servers:
             start_serving(launcher)
         else:
@@ -569,6 +600,7 @@ def serve(
     gpus = place_gpus(settings, list_gpus(), has_trainer=False)
     with running(settings, stop, gpus=gpus) as launcher:
         launcher.start_archiver()
+        launcher.start_watchers()
         start_and_wait(launcher)
         if stop.is_set():
             return

@@ -197,7 +197,7 @@ def _lead(
         timeout_s=settings.trainer.rank_timeout_s,
     )
     stack.enter_context(ranks.ending())
-    metrics = MetricsWriter(run.dir, tensorboard=settings.telemetry.tensorboard)
+    metrics = MetricsWriter(run.dir)
     stack.callback(metrics.close)
     if settings.trainer.mode == "sft":
         run_sft(run, ranks, reader=reader, metrics=metrics, stop=stop)

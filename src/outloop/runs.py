@@ -88,6 +88,21 @@ class Run:
 
         return read_metrics(self.folder)
 
+    def record(self, values: Mapping[str, float], *, step: int | None = None) -> None:
+        """Add numbers of your own to the run's metrics, each as `user/NAME`.
+
+        They reach the page, the trackers and Prometheus with the others.
+
+        Args:
+            step: that they belong to; None: the last one.
+        """
+        from outloop.buffer.telemetry import MetricsWriter
+
+        if step is None:
+            step = max((int(row["step"]) for row in self.metrics()), default=0)
+        with MetricsWriter(self.folder) as writer:
+            writer.write(step, {f"user/{name}": value for name, value in values.items()})
+
     def episodes(self, *, failed: bool = False) -> list[Transcript]:
         """Closed episodes that the run still holds, as text; `failed`: only those that failed.
 

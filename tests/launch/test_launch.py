@@ -1,6 +1,5 @@
 """Processes, progress, report and doctor."""
 
-import importlib.util
 import io
 import json
 import os
@@ -100,13 +99,6 @@ def test_metrics_survive_a_torn_line(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "train')
     assert [row["train/loss"] for row in read_metrics(tmp_path)] == [None]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="it is here")
-def test_a_missing_tensorboard_is_a_sentence(tmp_path: Path) -> None:
-    """The extra to install is named; JSONL needs nothing."""
-    with pytest.raises(SettingsError, match=r"pip install 'outloop\[tensorboard\]'"):
-        MetricsWriter(tmp_path, tensorboard=True)
 
 
 @pytest.fixture

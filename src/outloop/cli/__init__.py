@@ -26,6 +26,7 @@ from outloop.cli.episodes import episodes
 from outloop.cli.evaluations import evaluations
 from outloop.cli.init import init
 from outloop.cli.manifests import manifests
+from outloop.cli.monitor import monitor
 from outloop.cli.new_policy import new_policy
 from outloop.cli.plan import plan
 from outloop.cli.recorded import replay_recorded, replay_step, rollout, train_recorded
@@ -37,6 +38,7 @@ from outloop.cli.server import server
 from outloop.cli.status import status
 from outloop.cli.submit import submit
 from outloop.cli.tail import tail
+from outloop.cli.tracker import tracker
 from outloop.cli.train import train
 from outloop.cli.trainer import trainer
 from outloop.cli.trajectories import trajectories
@@ -54,7 +56,17 @@ GROUPS: dict[str, tuple[click.Command, ...]] = {
         buffer,
         tasks,
     ),
-    "Start parts one by one": (init, redis, router, server, runner, trainer, archiver),
+    "Start parts one by one": (
+        init,
+        redis,
+        router,
+        server,
+        runner,
+        trainer,
+        archiver,
+        monitor,
+        tracker,
+    ),
     "On a cluster": (submit, manifests),
     "One side alone, for debugging": (rollout, train_recorded, replay_step),
 }

@@ -1,0 +1,1 @@
+"""Watches a run: alarms, and one page with the metrics of every part."""

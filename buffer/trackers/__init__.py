@@ -1,0 +1,1 @@
+"""Where a run's numbers, settings and episodes go beside its own folder."""

@@ -1,0 +1,58 @@
+"""`outloop tracker`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from outloop.cli.options import RUN
+
+
+@click.command()
+@RUN
+@click.option("--name", required=True, help="As in telemetry.trackers: wandb, mlflow, ...")
+@click.option("--once", is_flag=True, help="Send what the run has recorded so far, and end.")
+def tracker(run_dir: Path, name: str, once: bool) -> None:
+    """Send a run's metrics, settings and episodes to a tracker; `outloop train` starts it itself.
+
+    With --once it works on any run, also one that is over. What was sent is not sent again.
+    """
+    import os
+    import signal
+    import sys
+    import threading
+
+    from outloop.buffer.errors import BufferUnavailable, SettingsError
+    from outloop.buffer.reader import BufferReader
+    from outloop.buffer.run import load_run, load_run_settings
+    from outloop.buffer.telemetry import configure_logging
+    from outloop.buffer.trackers.process import follow_run, send_once
+    from outloop.buffer.trackers.tracker import part_name
+
+    if once:
+        rows, episodes = send_once(run_dir.absolute(), load_run_settings(run_dir), name)
+        click.echo(f"{name}: {rows} rows of metrics and {episodes} episodes were sent")
+        return
+    run = load_run(run_dir.absolute())
+    part = part_name(name)
+    configure_logging(part, run.settings.telemetry.log_level)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    reader = BufferReader.connect(run)
+
+    def say(sentence: str) -> None:
+        try:
+            reader.registry.report_status(part, {"warning": sentence} if sentence else {})
+        except (BufferUnavailable, SettingsError):
+            click.echo(sentence, err=True)
+
+    try:
+        follow_run(run, name, stop=stop, say=say)
+    finally:
+        reader.close()
+    # A call that hangs must not hold the run's end.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
