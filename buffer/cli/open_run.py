@@ -31,7 +31,7 @@ def joined(run_dir: Path) -> Iterator[BufferReader]:
         SettingsError: the folder is not a run.
         BufferUnavailable: its Redis is not there, or does not hold the run.
     """
-    with _redis_of(load_run(run_dir)) as run:
+    with redis_of(load_run(run_dir)) as run:
         reader = BufferReader.connect(run)
         try:
             yield reader
@@ -49,7 +49,7 @@ def purge(run_dir: Path) -> int:
     run = load_run(run_dir)
     if _answers(run) and (run.settings.buffer.redis_url is None or _is_led(run)):
         raise Conflict(f"run_id={run.run_id} is up; stop it before its data is purged")
-    with _redis_of(run) as run:
+    with redis_of(run) as run:
         client = connect_sync(run.redis_url)
         try:
             with translated(f"purging run_id={run.run_id}"):
@@ -69,7 +69,7 @@ def purge(run_dir: Path) -> int:
 
 
 @contextmanager
-def _redis_of(run: Run) -> Iterator[Run]:
+def redis_of(run: Run) -> Iterator[Run]:
     """The run, with the URL of a Redis that answers."""
     settings = run.settings.buffer
     data_dir = run.dir / "redis"

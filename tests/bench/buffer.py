@@ -8,8 +8,7 @@ write_vs_raw: put_trajectories beside pipelined SETs of the same records, synchr
 whichever is faster. read_vs_raw: take beside pipelined LRANGEs of the very same turns.
 read_vs_get, sft_vs_get: take and sft_trajectories beside GETs of one value for each trajectory.
 play_vs_raw: turn after turn, as routers record, beside the SETs. Each is the median over repeats;
-without a size it is the worst of the sizes. codec_share: what passes inside encoding and decoding
-while trajectories are written and taken, of the time of both.
+without a size it is the worst of the sizes.
 memory_vs_arrays: what the server holds for a played trajectory, over the bytes of its arrays.
 metadata_of_1m_gb and load_of_10gb_s are extrapolated from what was measured here, in proportion;
 bytes_per_queued_trajectory at both lengths of the queue says how straight that line is. recovery_s:
@@ -86,7 +85,7 @@ async def measure_sizes(folder: Path, url: str) -> dict[str, float]:
     for figure in next(iter(by_size.values())):
         for size, found in by_size.items():
             figures[f"{figure}_{size}"] = found[figure]
-    worst = {"write_vs_raw": min, "read_vs_raw": min, "codec_share": max}
+    worst = {"write_vs_raw": min, "read_vs_raw": min}
     for figure, pick in (worst | {"bytes_per_token_vs_arrays": max}).items():
         figures[figure] = pick(figures[f"{figure}_{size}"] for size in SIZES)
     return figures

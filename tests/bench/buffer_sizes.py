@@ -12,12 +12,10 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import redis
 from buffer_load import build_trajectory, build_turns, make_run, opening_of, start, take, timed
@@ -28,44 +26,15 @@ from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import CheckpointMark, Claim, Opening, Reward, Trajectory, Turn
 from outloop.buffer.redis.client import connect_async, connect_sync
 from outloop.buffer.redis.keys import key
-from outloop.buffer.store import leases
 from outloop.buffer.writer import BufferWriter
 
 SIZES = {"2k": (2048, 2), "16k": (16384, 8), "128k": (131072, 32)}
-"""Name -> tokens and turns of a trajectory; half of the tokens are drawn, half are prompts."""
+"""Name -> tokens and turns of a trajectory; half of the tokens are sampled, half are prompts."""
 BYTES_PER_SIZE = 32 * 2**20
 BATCH_BYTES = 8 * 2**20
 NUM_REPEATS = 9
 GROUP_SIZE = 8
 CHUNK = 2048
-
-
-class Stopwatch:
-    """Seconds spent inside some functions, by the name given to each."""
-
-    def __init__(self) -> None:
-        self.seconds = {"encode": 0.0, "decode": 0.0}
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Inside, encoding and decoding are timed wherever the buffer does them."""
-        with ExitStack() as stack:
-            for module, function, name in (
-                (records_codec, "encode_trajectory", "encode"),
-                (leases, "trajectory_from", "decode"),
-            ):
-                watched = self._timed(getattr(module, function), name)
-                stack.enter_context(mock.patch.object(module, function, watched))
-            yield
-
-    def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def watched(*args: Any) -> Any:
-            before = time.perf_counter()
-            answer = function(*args)
-            self.seconds[name] += time.perf_counter() - before
-            return answer
-
-        return watched
 
 
 def used_memory(client: redis.Redis) -> int:
@@ -112,13 +81,9 @@ class SizeBench:
         self.records = list(map(records_codec.encode_trajectory, trajectories))
         for repeat in range(NUM_REPEATS):
             say(f"trajectories of {self.name} tokens, round {repeat + 1} of {NUM_REPEATS}")
-            watch = Stopwatch()
-            with watch.running():
-                await self._write(trajectories, repeat)
-                await self._play()
-                self._read(fence)
-            for name, seconds in watch.seconds.items():
-                self._note(name, seconds)
+            await self._write(trajectories, repeat)
+            await self._play()
+            self._read(fence)
         before = used_memory(self.client)
         # Left in the queue for the recovery.
         await self._play()
@@ -252,7 +217,6 @@ class SizeBench:
             "read_vs_get": self._ratio("raw_get", "read"),
             "sft_vs_get": self._ratio("raw_get", "read_sft"),
             "play_vs_raw": self._ratio(raw_write, "play"),
-            "codec_share": (s["encode"] + s["decode"]) / (s["write"] + s["read"]),
             "bytes_per_token_vs_arrays": max(turns, len(self.record)) / arrays,
             "memory_vs_arrays": self.memory / (arrays * self.number),
             "write_mb_s": self.mb / s["write"],
@@ -260,8 +224,6 @@ class SizeBench:
             "raw_write_mb_s": self.mb / s[raw_write],
             "raw_read_mb_s": self.mb / s["raw_lrange"],
             "raw_get_mb_s": self.mb / s["raw_get"],
-            "encode_mb_s": self.mb / s["encode"],
-            "decode_mb_s": self.mb / s["decode"],
             "play_turns_per_s": self.number * self.num_turns / s["play"],
         }
 

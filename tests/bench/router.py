@@ -12,14 +12,9 @@ All of it takes a few minutes on an idle machine with two cores. `--parts` measu
 Ratios are medians over repetitions.
 
 rps_vs_*: requests for each CPU second of ours over theirs, on turns 2 to 8; stream_*: streamed.
-first_turn_*: the same of first turns, which render the whole prompt. cpu_vs_floor: CPU per turn
-over that of the bare relay plus the calls of `renderers` that a turn needs, which are timed in a
-loop of their own, with `tokenizers` as it comes; cpu_vs_floor_own_tokenizer: the same with the
-router's own tokenizer, which is faster, in these calls; cpu_vs_floor_in_place: over that of the
-floor, a relay that makes them, with that tokenizer, for each turn and does nothing else;
-floor_in_place_vs_floor: the floor's own, over the relay plus the same calls in a loop.
-added_p50_ms: a turn at concurrency 1, over calling the server directly; added_p50_relay_ms,
-added_p50_floor_ms: theirs. episodes_*, bytes_*: 4,096 at once through one process; bytes beyond the
+first_turn_*: the same of first turns, which render the whole prompt.
+added_p50_ms: a turn at concurrency 1, over calling the server directly; added_p50_relay_ms: the
+relay's. episodes_*, bytes_*: 4,096 at once through one process; bytes beyond the
 8 bytes of each token. turn128_vs_turn2: CPU for the same new text. stream_32k_vs_1k: CPU per
 streamed token. cpu_4096_waiting_vs_64: CPU per turn with 4,096 episodes that ask at once over that
 with 64; the server takes as many as it does by default, the others wait in the router.
@@ -45,13 +40,10 @@ import uvloop
 from figures import say
 from router_latency import seconds_added
 from router_load import Conversation, play
-from router_package import bare_package
-from router_package import cpu_per_turn as package_cpu_per_turn
 from router_report import OUT, report, write
 from router_stage import Program, Stage
 
 from outloop.buffer.run import Run
-from outloop.router.rendering.renderer import PolicyRenderer
 
 NUM_TURNS = 8
 NUM_REPEATS = 7
@@ -77,10 +69,10 @@ STREAM_SIZES = (1024, 32768)
 class Episodes:
     """Opens and closes episodes at the router under measurement."""
 
-    def __init__(self, run: Run, port: int, names: Iterator[str]) -> None:
+    def __init__(self, run: Run, port: int, names: Iterator[str], *, first_claim: int = 0) -> None:
         self._headers = {"Authorization": f"Bearer {run.keys.runner_key}"}
         self._url = f"http://127.0.0.1:{port}"
-        self._num_claims = 0
+        self._num_claims = first_claim
         self._names = names
 
     async def register(self) -> None:
@@ -150,7 +142,7 @@ class Bench:
             write(self.figures)
         return self.figures
 
-    async def _turns(self) -> None:
+    async def turns(self) -> None:
         """Turns through every router, by turns."""
         await self._warm()
         num_repeats = max(1, NUM_REPEATS // self.scale)
@@ -158,7 +150,6 @@ class Bench:
             say(f"turns, repetition {number + 1} of {num_repeats}")
             await self._throughput(is_streamed=False)
             await self._throughput(is_streamed=True)
-            self._renderers()
             say("turns one at a time")
             await self._latency()
         self._summarise()
@@ -171,7 +162,7 @@ class Bench:
             ours = await self.episodes.open(CONCURRENCY, is_streamed=is_streamed)
             await cpu_per_turn(self.stage.router, ours, 2, checked=True)
             await self.episodes.close(ours)
-            for program in (self.stage.sglang_router, self.stage.relay, self.stage.floor):
+            for program in (self.stage.sglang_router, self.stage.relay):
                 theirs = self._unkeyed(CONCURRENCY, is_streamed)
                 await cpu_per_turn(program, theirs, 2, checked=False)
             litellm = self._unkeyed(4, is_streamed)
@@ -194,7 +185,7 @@ class Bench:
         self._note(f"{kind}redis", (self._redis_cpu_s() - redis) / (number * (NUM_TURNS - 1)))
         assert not sum(one.num_mixed for one in ours)
         await self.episodes.close(ours)
-        for name in ("sglang_router", "relay", "floor", "litellm"):
+        for name in ("sglang_router", "relay", "litellm"):
             say(f"{kind}turns through {name}")
             program: Program = getattr(self.stage, name)
             theirs = self._unkeyed(NUM_LITELLM if name == "litellm" else number, is_streamed)
@@ -206,20 +197,6 @@ class Bench:
     def _redis_cpu_s(self) -> float:
         tasks = Path(f"/proc/{self.stage.redis.pid}/task").iterdir()
         return sum(int((t / "schedstat").read_text().split()[0]) for t in tasks) / 1e9
-
-    def _renderers(self) -> None:
-        """CPU of the package's own calls for a turn 2 to 8, and for a first turn."""
-        model = self.stage.run.settings.model
-        policy = PolicyRenderer(model)
-        own: Any = policy._renderer
-        for name, package in {
-            "renderers": bare_package(model.path, own),
-            "renderers_own": own,
-        }.items():
-            chats = [Conversation(next(self.names)) for _ in range(64)]
-            first, each = package_cpu_per_turn(package, policy.stop_ids[0], chats)
-            self._note(f"{name}_first", first)
-            self._note(name, each)
 
     async def _latency(self) -> None:
         """Latency at concurrency 1, ours and the bare relay's, by turns."""
@@ -237,31 +214,23 @@ class Bench:
         figures["rps_vs_litellm"] = ratio("litellm", "ours")
         figures["stream_rps_vs_sglang_router"] = ratio("stream_sglang_router", "stream_ours")
         figures["stream_rps_vs_litellm"] = ratio("stream_litellm", "stream_ours")
-        figures["cpu_vs_floor"] = ratio("ours", "relay", "renderers")
-        figures["cpu_vs_floor_own_tokenizer"] = ratio("ours", "relay", "renderers_own")
-        figures["cpu_vs_floor_in_place"] = ratio("ours", "floor")
-        figures["floor_in_place_vs_floor"] = ratio("floor", "relay", "renderers_own")
-        figures["stream_cpu_vs_floor"] = ratio("stream_ours", "stream_relay", "renderers")
         figures["added_p50_ms"] = 1000 * s["added_ours"]
         figures["added_p50_relay_ms"] = 1000 * s["added_relay"]
-        figures["added_p50_floor_ms"] = 1000 * s["added_floor"]
         figures["first_turn_vs_sglang_router"] = ratio("sglang_router_first", "first")
-        figures["first_turn_cpu_vs_floor"] = ratio("first", "relay_first", "renderers_first")
         for name in ("ours", "sglang_router", "litellm", "relay"):
             for kind in ("", "stream_"):
                 figures[f"{kind}rps_per_core_{name}"] = 1 / s[kind + name]
-        for name in ("ours", "relay", "renderers", "renderers_own", "floor", "redis"):
+        for name in ("ours", "relay", "redis"):
             figures[f"cpu_us_{name}"] = 1e6 * s[name]
-        for name in ("first", "renderers_first", "renderers_own_first"):
-            figures[f"cpu_us_{name}"] = 1e6 * s[name]
+        figures["cpu_us_first"] = 1e6 * s["first"]
         figures["cpu_us_stream_ours"] = 1e6 * s["stream_ours"]
 
-    def _ratio(self, over: str, *under: str) -> float:
+    def _ratio(self, over: str, under: str) -> float:
         """Median over repetitions, whose parts met the same machine."""
-        rows = zip(self.seconds[over], *(self.seconds[name] for name in under), strict=True)
-        return statistics.median(one / sum(others) for one, *others in rows)
+        pairs = zip(self.seconds[over], self.seconds[under], strict=True)
+        return statistics.median(one / other for one, other in pairs)
 
-    async def _streams(self) -> None:
+    async def streams(self) -> None:
         """CPU for each token of a short and of a long stream."""
         per_token = {}
         for num_tokens in STREAM_SIZES:
@@ -276,7 +245,7 @@ class Bench:
         self.figures["stream_32k_vs_1k"] = per_token[large] / per_token[small]
         self.figures["cpu_us_streamed_token"] = 1e6 * per_token[large]
 
-    async def _long(self) -> None:
+    async def long(self) -> None:
         """CPU of turns at the beginning and at the end of long conversations, for the same new
         text, one right after the other."""
         number, router = max(8, NUM_LONG // self.scale), self.stage.router
@@ -292,12 +261,11 @@ class Bench:
         self.figures["turn128_vs_turn2"] = self._ratio("late", "early")
         self.figures["cpu_us_turn128"] = 1e6 * statistics.median(self.seconds["late"])
 
-    async def _waiting(self) -> None:
+    async def waiting(self) -> None:
         """CPU of a turn where thousands wait for the server, and where none does."""
         router = self.stage.start_router()
         try:
-            episodes = Episodes(self.stage.run, router.port, self.names)
-            episodes._num_claims = 20_000
+            episodes = Episodes(self.stage.run, router.port, self.names, first_claim=20_000)
             per_turn: dict[int, list[float]] = {}
             for number in (FEW_EPISODES, SOAK_EPISODES // self.scale):
                 say(f"{number} episodes ask at once")
@@ -315,12 +283,11 @@ class Bench:
         finally:
             router.stop()
 
-    async def _soak(self) -> None:
+    async def soak(self) -> None:
         """Thousands of episodes at once through one fresh process; every turn of each is there."""
         router = self.stage.start_router()
         try:
-            episodes = Episodes(self.stage.run, router.port, self.names)
-            episodes._num_claims = 10_000
+            episodes = Episodes(self.stage.run, router.port, self.names, first_claim=10_000)
             number = SOAK_EPISODES // self.scale
             async with asyncio.timeout(SOAK_SECONDS_MAX):
                 warm = await episodes.open(CONCURRENCY)
@@ -355,11 +322,11 @@ class Bench:
 
 
 PARTS: dict[str, Callable[[Bench], Awaitable[None]]] = {
-    "turns": Bench._turns,
-    "streams": Bench._streams,
-    "long": Bench._long,
-    "waiting": Bench._waiting,
-    "soak": Bench._soak,
+    "turns": Bench.turns,
+    "streams": Bench.streams,
+    "long": Bench.long,
+    "waiting": Bench.waiting,
+    "soak": Bench.soak,
 }
 
 

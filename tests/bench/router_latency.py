@@ -27,22 +27,19 @@ Ask = tuple[str, bytes]
 async def seconds_added(
     stage: Stage, conversation: Conversation, num_turns: int
 ) -> dict[str, float]:
-    """Median seconds that a turn takes beyond the server's own: `ours`, the bare `relay`'s, and
-    the `floor`'s, which is the relay with a turn's calls of `renderers`.
+    """Median seconds that a turn takes beyond the server's own: `ours` and the bare `relay`'s.
 
     First turns, which render the whole prompt, are left out.
     """
     ours, chats = await _played(stage.router.port, conversation, num_turns)
     policy = PolicyRenderer(stage.run.settings.model)
-    draws = [_draw(policy, conversation, number) for number in range(1, num_turns)]
-    drawn = await _posted(stage.mock.port, draws)
+    generations = [_generation(policy, conversation, number) for number in range(1, num_turns)]
+    generated = await _posted(stage.mock.port, generations)
     relayed = await _posted(stage.relay.port, chats[1:])
-    rendered = await _posted(stage.floor.port, chats[1:])
     answered = await _posted(stage.mock.port, chats[1:])
     return {
-        "ours": statistics.median(ours[1:]) - statistics.median(drawn),
+        "ours": statistics.median(ours[1:]) - statistics.median(generated),
         "relay": statistics.median(relayed) - statistics.median(answered),
-        "floor": statistics.median(rendered) - statistics.median(answered),
     }
 
 
@@ -64,7 +61,7 @@ async def _played(
     return seconds, asked
 
 
-def _draw(policy: PolicyRenderer, conversation: Conversation, number: int) -> Ask:
+def _generation(policy: PolicyRenderer, conversation: Conversation, number: int) -> Ask:
     """What a router asks of the server for turn `number`."""
     before = conversation.messages[: 2 * number + 2]
     said = [Message(m["role"], m["content"]) for m in before]  # type: ignore[arg-type]

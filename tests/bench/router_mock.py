@@ -194,7 +194,7 @@ async def serve(port: int) -> None:
 
 
 class Relay:
-    """The floor: a body in, one request, its answer out."""
+    """A body in, one request, its answer out."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -211,7 +211,6 @@ class Relay:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        self.asked(body)
         headers = {"content-type": "application/json"}
         async with self.session.post(
             self.target + scope["path"], data=body, headers=headers
@@ -222,18 +221,10 @@ class Relay:
             if kind.startswith(b"text/event-stream"):
                 async for part in answer.content.iter_any():
                     await send({"type": "http.response.body", "body": part, "more_body": True})
-                self.answered()
                 await send({"type": "http.response.body", "body": b""})
             else:
                 body = await answer.read()
-                self.answered()
                 await send({"type": "http.response.body", "body": body})
-
-    def asked(self, body: bytes) -> None:
-        """A body is here; there is nothing to do."""
-
-    def answered(self) -> None:
-        """An answer is here; there is nothing to do."""
 
 
 def serve_relay(app: Any, port: int) -> None:

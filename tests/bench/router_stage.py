@@ -34,7 +34,6 @@ from outloop.buffer.settings import build_settings
 ROOT = Path(__file__).resolve().parents[2]
 BENCH_BIN = ROOT / ".venv-bench" / "bin"
 MOCK = Path(__file__).with_name("router_mock.py")
-FLOOR = Path(__file__).with_name("router_floor.py")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = (
     *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
@@ -149,7 +148,6 @@ class Stage:
         with ExitStack() as started:
             self.mock = _stopped_by(started, self._python("serve"))
             self.relay = _stopped_by(started, self._python("relay", self.mock.port))
-            self.floor = _stopped_by(started, self._floor())
             self.sglang_router = _stopped_by(started, self._sglang_router())
             self.litellm = _stopped_by(started, self._litellm())
             self._start_run(started, group_size, num_groups)
@@ -214,11 +212,6 @@ class Stage:
     def _python(self, kind: str, *words: Any) -> Program:
         port = free_port()
         return start([sys.executable, MOCK, kind, port, *words], port, self.folder / f"{kind}.log")
-
-    def _floor(self) -> Program:
-        port = free_port()
-        command = [sys.executable, FLOOR, port, self.mock.port, self._model]
-        return start(command, port, self.folder / "floor.log")
 
     def _sglang_router(self) -> Program:
         port, metrics = free_port(), free_port()

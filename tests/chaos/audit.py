@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from outloop.buffer.reader import BufferReader
+from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.keys import prefix
+from outloop.buffer.run import Run
 
 Mark = Mapping[str, Any]
 """The mark of a checkpoint, as its JSON holds it."""
@@ -51,19 +53,19 @@ class Held:
     stats: Mapping[str, float]
 
 
-def read_held(reader: BufferReader, run_id: str) -> Held:
+def read_held(reader: BufferReader, run: Run) -> Held:
     """What Redis holds of the run now."""
     ledger = reader.ledger()
     numbers = {name: column.num_attempts for name, column in ledger.columns.items()}
     assert sum(numbers.values()) == ledger.num_started, f"the ledger does not close: {numbers}"
-    client: Any = reader._client
-    name = prefix(run_id)
+    client: Any = connect_sync(run.redis_url)
+    name = prefix(run.run_id)
     dropped = set()
     for group in client.scan_iter(match=f"{name}group:*", count=1000, _type="hash"):
         slot, state = client.hmget(group, "slot", "state")
         if state == b"dropped":
             dropped.add(int(slot))
-    return Held(
+    held = Held(
         cursor=int(client.hget(f"{name}state", "cursor")),
         replay=frozenset(map(int, client.zrange(f"{name}replay", 0, -1))),
         live=tuple(int(s) for _, s in client.zrange(f"{name}groups", 0, -1, withscores=True)),
@@ -76,6 +78,8 @@ def read_held(reader: BufferReader, run_id: str) -> Held:
         },
         stats=reader.stats(),
     )
+    client.close()
+    return held
 
 
 def lineage_of(version: int, parents: Mapping[int, int]) -> set[int]:

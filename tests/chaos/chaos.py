@@ -121,7 +121,7 @@ class Chaos:
         slots = json.loads((self.dir / "checkpoint.json").read_text())["slots"]
         assert len(slots) >= self.num_slots
         reader = BufferReader.connect(self.run)
-        num_missing = check_slots(slots, read_held(reader, self.run.run_id))
+        num_missing = check_slots(slots, read_held(reader, self.run))
         reader.close()
         return f"{len(slots)} slots trained, {num_missing} dropped, kills {dict(self.kills)}"
 

@@ -257,7 +257,7 @@ class Forked:
                 weights were trained on, or a lease was left behind.
         """
         reader = BufferReader.connect(self.run)
-        held = read_held(reader, self.run.run_id)
+        held = read_held(reader, self.run)
         reader.close()
         marks = read_marks(self.run_dir)
         groups = surviving_groups(marks, held.parents)

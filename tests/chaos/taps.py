@@ -1,9 +1,9 @@
 """Moments at which a part of a real run is killed, by name.
 
 Owns: which calls are moments, and dying before or after one of them. Does not own: who is tapped
-with what (forked). Invariant: a tap is put on inside the part's own process before it starts, and
-changes nothing but that the process, or the one that it names, gets SIGKILL at its moment; what it
-did is on disk before.
+with what (forked). Invariant: only public calls are tapped, of real parts, inside the part's own
+process before it starts; nothing changes but that the process, or the one that the tap names, gets
+SIGKILL at its moment; what it did is on disk before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import inspect
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,14 +25,14 @@ MOMENTS: dict[str, dict[str, str]] = {
     "trainer": {
         "recover": f"{_READER}.recover",
         "take": f"{_READER}.take",
-        "step": "outloop.engine.train.loop:RlLoop._update",
+        "step": "outloop.engine.train.ranks.rank_worker:RankWorker.train_step",
         "announce": f"{_READER}.announce_version",
         "publish": "outloop.engine.publish.publisher:Publisher.publish",
         "bucket": "outloop.engine.train.ranks.controller:RankController.read",
         "acknowledge_version": f"{_READER}.acknowledge_version",
         "mark_trained": f"{_READER}.mark_trained",
         "checkpoint": "outloop.engine.train.ranks.rank_worker:RankWorker.save",
-        "checkpoint_rename": "outloop.engine.train.checkpoint.async_writer:_sync_to_disk",
+        "checkpoint_rename": "outloop.engine.train.checkpoint.async_writer:sync_to_disk",
         "checkpoint_cleanup": "outloop.engine.train.checkpoint.checkpoint_format:remove_old",
         "acknowledge": f"{_READER}.acknowledge",
     },
@@ -103,16 +103,13 @@ def put_on(tap: Tap, folder: Path) -> None:
 def witness_steps(folder: Path) -> None:
     """Write down which groups each published version was trained on, before it is marked."""
 
-    def settled(loop: Any, batch: Any) -> None:
-        line = {"version": loop._version, "group_ids": list(batch.group_ids)}
-        append_line(folder / "witness", json.dumps(line))
-
-    owner, name, function = _find("outloop.engine.train.loop:RlLoop._settle")
+    owner, name, function = _find(f"{_READER}.mark_trained")
 
     @functools.wraps(function)
-    def watched(self: Any, batch: Any) -> None:
-        settled(self, batch)
-        function(self, batch)
+    def watched(self: Any, group_ids: Sequence[str], *, fence: int, policy_version: int) -> None:
+        line = {"version": policy_version, "group_ids": list(group_ids)}
+        append_line(folder / "witness", json.dumps(line))
+        function(self, group_ids, fence=fence, policy_version=policy_version)
 
     setattr(owner, name, watched)
 

@@ -24,7 +24,8 @@ import psutil
 from audit import check_slots, is_sound, read_held, read_marks, slot_of, surviving_groups
 from tiny import ROLLOUTS, make_model
 
-from outloop.buffer.cli.open_run import joined
+from outloop.buffer.cli.open_run import redis_of
+from outloop.buffer.reader import BufferReader
 from outloop.buffer.run import load_run
 
 PARTS = ("redis", "router", "runner", "server", "trainer", "trainer", "trainer", "launcher")
@@ -162,8 +163,10 @@ class Whole:
             AssertionError: a slot was trained twice, or lost.
         """
         marks = read_marks(self.run_dir)
-        with joined(self.run_dir) as reader:
-            held = read_held(reader, load_run(self.run_dir).run_id)
+        with redis_of(load_run(self.run_dir)) as run:
+            reader = BufferReader.connect(run)
+            held = read_held(reader, run)
+            reader.close()
         slots = [slot_of(group_id) for group_id in surviving_groups(marks, held.parents)]
         num_missing = check_slots(slots, held)
         return (

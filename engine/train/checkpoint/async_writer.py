@@ -235,10 +235,10 @@ class Saving:
         }
         (temporary / checkpoint_format.COMPLETE).write_text(json.dumps(sizes, indent=1))
         for path in (*temporary.rglob("*"), temporary):
-            _sync_to_disk(path)
+            sync_to_disk(path)
         shutil.rmtree(self._final, ignore_errors=True)
         os.replace(temporary, self._final)
-        _sync_to_disk(self._final.parent)
+        sync_to_disk(self._final.parent)
         if self._keep is not None:
             checkpoint_format.remove_old(self._final.parent, newest=self.step, keep=self._keep)
 
@@ -390,7 +390,8 @@ def _with_classes(written: _Written) -> WriteResult:
     )
 
 
-def _sync_to_disk(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would outlive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
