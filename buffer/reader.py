@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -419,6 +419,14 @@ class BufferReader:
             self._key("eval_tasks"), [str(first + index) for index in range(count)]
         )
         return [records_codec.decode_task(record).source for record in records]
+
+    def change_task_weights(self, weights: Mapping[str, float]) -> None:
+        """Play the named lists of tasks so often, relative to the others, from the next group on.
+
+        Raises:
+            SettingsError: no such list.
+        """
+        self.task_weights.change(weights)
 
     def sft_progress(self) -> tuple[int, bool]:
         """(number of trajectories stored for supervised training, no more will come)."""

@@ -130,6 +130,7 @@ METRICS: dict[str, str] = {
     "train/opsm_masked_share": "share of trained tokens that off-policy sequence masking left out",
     "train/kl": "mean behavior - reference logprob over trained tokens (k1)",
     "train/kl_coefficient": "weight of the pull towards the reference in this step",
+    "train/entropy_coefficient": "bonus per nat of entropy in this step, with entropy_target",
     "train/kl_penalty_mean": "mean taken off an episode's reward for its distance to the reference",
     "train/teacher_kl": "mean behavior - teacher logprob over trained tokens: the distance to the "
     "teacher",
@@ -199,7 +200,8 @@ METRICS: dict[str, str] = {
 METRIC_PREFIXES: dict[str, str] = {
     "reward/": "and a component's name: its mean over the taken episodes that have it",
     "source/": "and the name of one of several lists of tasks: `reward_mean` and `episodes` of the "
-    "taken episodes from it, `reward/COMPONENT` their means of a component",
+    "taken episodes from it, `reward/COMPONENT` their means of a component; with "
+    "`trainer.curriculum` the smoothed `pass_rate` and the `weight` that follows from it",
     "eval/": "and `sampled`, `greedy` or the name of a suite: `reward`, `pass_at_K`, "
     "`majority_at_K`, `component/NAME`, `source/NAME/reward`, `change` since the one "
     "before, each with its standard error by task as `_se`; `tasks`, `episodes`, "

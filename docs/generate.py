@@ -23,7 +23,12 @@ import outloop
 from outloop.buffer.settings import Settings, UpstreamSettings, load_settings
 from outloop.buffer.settings.deploy import PartResources
 from outloop.buffer.settings.env import EvalSuiteSettings, TaskSourceSettings
-from outloop.buffer.settings.trainer import CriticSettings, TeacherSettings
+from outloop.buffer.settings.trainer import (
+    CriticSettings,
+    CurriculumSettings,
+    SourceSettings,
+    TeacherSettings,
+)
 from outloop.buffer.stats import STATS
 from outloop.buffer.telemetry import METRIC_PREFIXES, METRICS
 from outloop.buffer.transcripts import Transcript, TurnText
@@ -48,6 +53,8 @@ NAMED_TABLES: dict[str, type[BaseModel]] = {
     "eval.suites.NAME": EvalSuiteSettings,
     "trainer.critic": CriticSettings,
     "trainer.teacher": TeacherSettings,
+    "trainer.sources.NAME": SourceSettings,
+    "trainer.curriculum": CurriculumSettings,
     "router.upstreams.NAME": UpstreamSettings,
     "deploy.parts.PART": PartResources,
 }

@@ -245,6 +245,7 @@ class Settings(BaseSettings):
             )
         self._refuse_idle_scores()
         self._refuse_wrong_teacher()
+        self._refuse_unknown_sources()
         pass_k = self.trainer.pass_k
         if pass_k is not None and pass_k >= self.buffer.group_size:
             raise ValueError(
@@ -294,7 +295,8 @@ class Settings(BaseSettings):
 
     def _refuse_idle_scores(self) -> None:
         trainer = self.trainer
-        is_used = trainer.advantage in USES_PARTS or trainer.advantage_path is not None
+        names = {trainer.advantage, *(one.advantage for one in trainer.sources.values())}
+        is_used = not names.isdisjoint(USES_PARTS) or trainer.advantage_path is not None
         if trainer.mode == "rl" and self.env.turn_scores == "train" and not is_used:
             raise ValueError(
                 f'env.turn_scores="train" with trainer.advantage="{trainer.advantage}", which '
@@ -331,6 +333,23 @@ class Settings(BaseSettings):
                 f"trainer.teacher.max_context_tokens={teacher.max_context_tokens} together exceed "
                 f"trainer.max_microbatch_tokens={trainer.max_microbatch_tokens}: what the teacher "
                 "sees is scored as one row; raise the last or lower one of the others"
+            )
+
+    def _refuse_unknown_sources(self) -> None:
+        tasks = self.env.tasks
+        known = sorted(tasks) if isinstance(tasks, dict) else []
+        for name in self.trainer.sources:
+            if name not in known:
+                has = ", ".join(known) or "no lists by name"
+                raise ValueError(
+                    f"trainer.sources.{name}: env.tasks has {has}; what differs by source needs "
+                    "env.tasks.NAME"
+                )
+        if self.trainer.curriculum.every and len(known) < 2:
+            raise ValueError(
+                f"trainer.curriculum.every={self.trainer.curriculum.every} with "
+                f"{len(known)} lists of tasks: there is nothing to weigh; give env.tasks two or "
+                "more by name, or leave it out"
             )
 
     @property

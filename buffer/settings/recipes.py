@@ -22,6 +22,7 @@ Recipe = Literal[
     "decoupled_ppo",
     "ppo",
     "distill",
+    "raft",
 ]
 Tree = dict[str, Any]
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -136,6 +137,11 @@ RECIPES: dict[str, dict[str, Tree]] = {
         },
         "buffer": _EVERY_GROUP,
     },
+    # RAFT, arXiv:2304.06767, section 3: the best of n answers of a prompt is imitated.
+    "raft": {
+        "trainer": {"loss": "reinforce", "advantage": "best_of_n", "denominator": "episodes"},
+        "buffer": _EVERY_GROUP,
+    },
 }
 
 LOSS_DEFAULTS: dict[str, Tree] = {
@@ -155,6 +161,18 @@ EFFECTS: dict[str, tuple[Callable[[Values], bool], str]] = {
     "kl_target": (lambda v: v.get("kl", "none") != "none", 'a trainer.kl other than "none"'),
     "kl_ratio_cap": (lambda v: v.get("kl") in ("k2", "k3"), 'trainer.kl = "k2" or "k3"'),
     "reference_path": (lambda v: v.get("kl", "none") != "none", 'a trainer.kl other than "none"'),
+    "entropy_target": (
+        lambda v: v.get("entropy_coefficient", 0.0) > 0,
+        "trainer.entropy_coefficient above 0, to begin with",
+    ),
+    "reference_refresh_every": (
+        lambda v: v.get("kl", "none") != "none",
+        'a trainer.kl other than "none"',
+    ),
+    "reference_decay": (
+        lambda v: v.get("kl", "none") != "none",
+        'a trainer.kl other than "none"',
+    ),
     "denominator_constant": (
         lambda v: v.get("denominator") == "constant",
         'trainer.denominator = "constant"',
@@ -223,7 +241,7 @@ RL_ONLY = (
     ),
     "overlong_penalty",
     *("loss", "loss_path", "denominator", "proximal", "correction", "opsm_delta", "kl"),
-    *("entropy_coefficient", "mask_truncated"),
+    *("entropy_coefficient", "entropy_target", "mask_truncated", "sources", "curriculum"),
 )
 """Settings of [trainer] without effect on supervised fine-tuning."""
 

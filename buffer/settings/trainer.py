@@ -84,6 +84,32 @@ class TeacherSettings(BaseModel):
     """Ids of the text; groups with a longer one are dropped as overlong."""
 
 
+class SourceSettings(BaseModel):
+    """What is different for the groups of one of several lists of env.tasks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "best_of_n", "reward_to_go"] | None = None
+    """How their rewards become advantages; left out: trainer.advantage."""
+    weight: float = Field(1.0, gt=0)
+    """Their advantages are multiplied by it."""
+
+
+class CurriculumSettings(BaseModel):
+    """Weights of the lists of env.tasks that follow how often each is solved."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    every: int = Field(0, ge=0)
+    """Steps between changes of the weights; 0: they stay."""
+    pass_reward: float = 1.0
+    """An episode with this reward or more has solved its task."""
+    floor: float = Field(0.1, gt=0, le=1)
+    """Share of its weight in env.tasks that a list keeps when all of it is solved, or nothing."""
+    smoothing: float = Field(0.9, ge=0, lt=1)
+    """Of the measured rate, from take to take; 0: the newest take alone."""
+
+
 class TrainerSettings(BaseModel):
     """The algorithm, the optimizer, and where the trainer runs."""
 
@@ -134,13 +160,15 @@ class TrainerSettings(BaseModel):
         "reinforce_pp",
         "reinforce_pp_baseline",
         "pass_at_k",
+        "best_of_n",
         "reward_to_go",
         "gae",
         "none",
     ] = "grpo"
     """How rewards of a group become advantages; see algorithms.md. reward_to_go: of single turns
     and tokens, by what was earned from there on (env.turn_scores = "train"). gae: by a critic.
-    pass_at_k: by the best of pass_k attempts. none: rewards are measured only, a teacher trains."""
+    pass_at_k: by the best of pass_k attempts. best_of_n: the best attempts are imitated. none:
+    rewards are measured only, a teacher trains."""
     pass_k: int | None = Field(None, gt=1)
     """Required by advantage = "pass_at_k": of how many attempts the best counts."""
     critic: CriticSettings = CriticSettings()  # type: ignore[call-arg]
@@ -151,6 +179,10 @@ class TrainerSettings(BaseModel):
     """package.module:function, `def advantage(group: ScoredGroup) -> advantages`: for each episode
     a number, one for each of its turns, or for each turn one for each token; takes the place of
     `advantage`."""
+    sources: dict[str, SourceSettings] = {}
+    """What is different for single lists of env.tasks, by their names."""
+    curriculum: CurriculumSettings = CurriculumSettings()  # type: ignore[call-arg]
+    """Weights of several lists of env.tasks by how often each is solved."""
     overlong_penalty: float = Field(0.0, ge=0)
     """Taken off the reward of an episode that samples more than overlong_max_tokens; 0: nothing."""
     overlong_max_tokens: int | None = Field(None, gt=0)
@@ -211,6 +243,11 @@ class TrainerSettings(BaseModel):
     reference_path: Path | None = None
     """Hugging Face folder of the reference, of the policy's vocabulary; left out: model.path as
     it was when the run began."""
+    reference_refresh_every: int = Field(0, ge=0)
+    """Steps after which the policy becomes the reference, again and again; 0: never."""
+    reference_decay: float | None = Field(None, gt=0, lt=1)
+    """The reference is a moving average: after each step this share of it is kept, and the rest is
+    the policy; left out: it stays."""
     kl_coefficient: float = Field(1e-3, ge=0)
     """Weight of the pull towards the reference; without effect with kl = "none"."""
     kl_target: float | None = Field(None, gt=0)
@@ -220,6 +257,9 @@ class TrainerSettings(BaseModel):
     """Largest weight policy / behavior of k2 and k3 in the loss."""
     entropy_coefficient: float = Field(0.0, ge=0)
     """Bonus per nat of entropy at trained tokens."""
+    entropy_target: float | None = Field(None, gt=0)
+    """Mean entropy of a trained token, in nats, that entropy_coefficient is moved towards, by at
+    most 2% a step; left out: it stays."""
     mask_truncated: bool = False
     """Leave the tokens of truncated episodes out of the loss; they still count in statistics.
     Truncated: a limit of turns, time or tokens ended the episode, or the limit of one answer ended
@@ -328,6 +368,15 @@ class TrainerSettings(BaseModel):
             )
         if self.loss == "gspo" and self.loss_path is None:
             self._refuse_wrong_gspo()
+        self._refuse_wrong_reference()
+        if self.sources and (
+            self.advantage_path is not None or self.advantage not in _OF_ONE_GROUP
+        ):
+            raise ValueError(
+                f"trainer.sources={sorted(self.sources)} with trainer.advantage={self.advantage!r}"
+                f", advantage_path={self.advantage_path!r}: what differs by source is an advantage "
+                f"of one group; set trainer.advantage to one of {', '.join(_OF_ONE_GROUP)}"
+            )
         return self
 
     def _refuse_wrong_teacher(self) -> None:
@@ -383,6 +432,25 @@ class TrainerSettings(BaseModel):
                 "the place of the text"
             )
 
+    def _refuse_wrong_reference(self) -> None:
+        moves = self.reference_refresh_every or self.reference_decay is not None
+        if moves and self.reference_path is not None:
+            raise ValueError(
+                f"trainer.reference_path={str(self.reference_path)!r} with a reference that "
+                "follows the policy (reference_refresh_every, reference_decay): leave one out"
+            )
+        if self.reference_refresh_every and self.reference_decay is not None:
+            raise ValueError(
+                f"trainer.reference_refresh_every={self.reference_refresh_every} and "
+                f"reference_decay={self.reference_decay} are both set; leave one out"
+            )
+        if self.reference_decay is not None and self.dtype == "bfloat16":
+            raise ValueError(
+                f'trainer.reference_decay={self.reference_decay} with trainer.dtype="bfloat16": '
+                "bfloat16 drops the small part that a step adds to an average; set "
+                "trainer.reference_refresh_every instead"
+            )
+
     def _refuse_wrong_gspo(self) -> None:
         if self.denominator != "episode_means":
             raise ValueError(
@@ -416,6 +484,7 @@ class TrainerSettings(BaseModel):
             )
 
 
+_OF_ONE_GROUP = ("grpo", "dr_grpo", "rloo", "best_of_n", "reward_to_go")
 _WIDE_FOR_GSPO = 0.2
 """The usual range of a token's ratio."""
 _ALWAYS: tuple[Callable[[Any], bool], str] = (lambda values: True, "")

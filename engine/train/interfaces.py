@@ -6,7 +6,7 @@ use nothing else of either, so that a small in-memory program can replace both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 from outloop.buffer.records import (
@@ -78,6 +78,8 @@ class Reader(Protocol):
     def eval_progress(self, name: str) -> EvalProgress: ...
 
     def eval_episodes(self, name: str) -> tuple[EvalEpisode, ...]: ...
+
+    def change_task_weights(self, weights: Mapping[str, float]) -> None: ...
 
     def sft_progress(self) -> tuple[int, bool]: ...
 

@@ -25,6 +25,7 @@ from outloop.buffer.trajectories.trained import keeps_trajectories, write_traine
 from outloop.engine.train.checkpoint.acknowledgement import Acknowledgements
 from outloop.engine.train.checkpoint.best_checkpoint import BestCheckpoint
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint
+from outloop.engine.train.curriculum import Curriculum
 from outloop.engine.train.data.batch_builder import Batch, build_batch
 from outloop.engine.train.data.teacher_context import TeacherContexts
 from outloop.engine.train.data.train_batch import TrainBatch
@@ -104,6 +105,7 @@ class RlLoop:
         self._evaluations = Evaluations(
             reader, run.settings, metrics, run_dir=run.dir, stop=stop, beat=self._wait
         )
+        self._curriculum = Curriculum(run.settings, reader)
         self._best = BestCheckpoint(run.dir) if run.settings.eval.chooses_checkpoint else None
         self._step = 0
         self._version = -1
@@ -131,6 +133,9 @@ class RlLoop:
             taken_at = time.monotonic()
             batch = self._refill(leases, self._build(leases))
             self._warn_without_signal(batch)
+            batch.metrics.update(
+                self._curriculum.follow([lease.group for lease in leases], step=self._step + 1)
+            )
             evaluation_s = 0.0
             if self._is_colocated:
                 # Servers sleep from now on until the next version.
@@ -178,7 +183,9 @@ class RlLoop:
             _log.info("resumed", checkpoint=str(checkpoint.path), step=self._step)
         if self._settings.trainer.kl != "none":
             self._reference_hash = self._ranks.run(
-                RankWorker.load_reference, pinned_hash=self._reference_hash
+                RankWorker.load_reference,
+                pinned_hash=self._reference_hash,
+                checkpoint=checkpoint,
             )
         teacher = self._settings.trainer.teacher
         if self._teacher is not None:

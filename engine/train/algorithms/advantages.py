@@ -94,6 +94,20 @@ def pass_at_k(rewards: Float64, *, k: int) -> Float64:
     return found / (deviation + _EPSILON)
 
 
+def best_of_n(rewards: Float64) -> Float64:
+    """G / (number of best) for the attempts with the highest of a group's G rewards, 0 for the
+    others: RAFT, arXiv:2304.06767, section 3, rejection sampling fine-tuning.
+
+    With trainer.loss = "reinforce" and trainer.denominator = "episodes" the update is the gradient
+    of the mean over prompts of the log-likelihood of the best answer. Differs from the paper: best
+    answers that are equally good share their prompt's weight, where the paper takes one; a group
+    whose rewards are all equal teaches nothing, where the paper imitates one of them, right or
+    wrong.
+    """
+    is_best = rewards >= rewards.max() - _EQUAL * max(1.0, float(np.abs(rewards).max()))
+    return is_best * (len(rewards) / is_best.sum())
+
+
 def reinforce_pp(groups: Sequence[Float64]) -> list[Float64]:
     """(r - mean) / std over all episodes of a take: REINFORCE++, arXiv:2501.03262v9, equation 10.
 
@@ -119,7 +133,12 @@ def reinforce_pp_baseline(groups: Sequence[Float64]) -> list[Float64]:
     return [rewards / scale for rewards in centred]
 
 
-ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+ADVANTAGES: dict[str, Advantage] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "best_of_n": best_of_n,
+}
 TAKE_ADVANTAGES: dict[str, TakeAdvantage] = {
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,

@@ -8,13 +8,14 @@ those of a critic in gae.py.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from outloop.engine.train.algorithms.advantages import (
     Float64,
+    group_advantages,
     groups_with_signal,
     has_signal,
     take_advantages,
@@ -210,6 +211,30 @@ def divides_by_group(advantage: str | GroupAdvantage) -> bool:
     """True if a group's advantages are of one size however little its rewards differ; of a function
     of the user's own it may be true."""
     return advantage == "grpo" or not isinstance(advantage, str)
+
+
+def by_source(default: str, chosen: Mapping[str, tuple[str | None, float]]) -> GroupAdvantage:
+    """An advantage that goes by the group's source.
+
+    Args:
+        default: of the sources that `chosen` does not name; of one group: a name of ADVANTAGES or
+            GROUP_ADVANTAGES.
+        chosen: by source the name of its advantage (None: the default), and what it is multiplied
+            by.
+    """
+
+    def advantage(group: ScoredGroup) -> list[EpisodeAdvantage]:
+        named, weight = chosen.get(group.source, (None, 1.0))
+        name = named or default
+        if name in GROUP_ADVANTAGES:
+            return [_times(value, weight) for value in GROUP_ADVANTAGES[name](group)]
+        return (weight * group_advantages(group.rewards.tolist(), name)).tolist()
+
+    return advantage
+
+
+def _times(value: EpisodeAdvantage, weight: float) -> EpisodeAdvantage:
+    return value * weight if isinstance(value, float) else [own * weight for own in value]
 
 
 def signals_of(groups: Sequence[ScoredGroup], advantage: str | GroupAdvantage) -> list[bool]:

@@ -23,6 +23,19 @@ def needs_sequences(function: LossFunction, settings: TrainerSettings) -> bool:
     return is_sequence_level(function) or settings.opsm_delta > 0
 
 
+def adapted_entropy_coefficient(coefficient: float, measured: float, *, target: float) -> float:
+    """coefficient * (1 + 0.1 clip(1 - measured / target, -0.2, 0.2)): up while the entropy is below
+    its target, down while it is above.
+
+    The direction is that of the dual of a constraint on the entropy, SAC, arXiv:1812.05905,
+    equation 18; the steps are those of the controller of `kl.adapted_coefficient`, so that both
+    coefficients move at one pace and stay above 0. Differs from SAC, which takes gradient steps on
+    the coefficient.
+    """
+    error = min(max(1.0 - measured / target, -0.2), 0.2)
+    return coefficient * (1.0 + 0.1 * error)
+
+
 def objective(
     inputs: LossInputs,
     function: LossFunction,

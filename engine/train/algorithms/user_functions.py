@@ -27,6 +27,7 @@ from outloop.engine.train.algorithms.credit import (
     ScoredEpisode,
     ScoredGroup,
     ScoredTurn,
+    by_source,
 )
 from outloop.engine.train.algorithms.losses import (
     LossFunction,
@@ -53,6 +54,9 @@ def advantage_of(settings: Settings) -> str | GroupAdvantage:
         k = settings.trainer.pass_k
         if settings.trainer.advantage == "pass_at_k" and k is not None:
             return lambda group: pass_at_k(group.rewards, k=k).tolist()
+        if sources := settings.trainer.sources:
+            chosen = {name: (one.advantage, one.weight) for name, one in sources.items()}
+            return by_source(settings.trainer.advantage, chosen)
         return settings.trainer.advantage
     named = f"trainer.advantage_path={path!r}"
     function = _import(path, named, settings.env.import_dir)

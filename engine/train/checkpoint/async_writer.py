@@ -35,7 +35,11 @@ from torch.futures import Future
 from outloop.buffer.errors import CheckpointFailed
 from outloop.buffer.records import CheckpointMark
 from outloop.engine.train.checkpoint import checkpoint_format
-from outloop.engine.train.megatron.model_and_optimizer import Policy, rendezvous_store
+from outloop.engine.train.megatron.model_and_optimizer import (
+    Policy,
+    PolicyModel,
+    rendezvous_store,
+)
 from outloop.engine.train.megatron.optimizer_state import state_to_save
 from outloop.engine.train.ranks.collectives import agree
 
@@ -273,6 +277,8 @@ def begin_save(
     keep: int,
     critic: Policy | None = None,
     kl_coefficient: float | None = None,
+    entropy_coefficient: float | None = None,
+    reference: PolicyModel | None = None,
     reference_hash: str = "",
     timeout_s: float = 600.0,
     is_copied: bool = True,
@@ -285,6 +291,8 @@ def begin_save(
     Args:
         critic: written beside the policy, with its own moments.
         kl_coefficient: as trainer.kl_target has moved it.
+        entropy_coefficient: as trainer.entropy_target has moved it.
+        reference: that follows the policy; None: it is the folder that the run began with.
         is_copied: false: nothing is copied, and training must wait for `run`.
         keep: older checkpoints than the newest `keep` are removed when this one is complete.
         timeout_s: how long rank 0 waits for another rank's shards.
@@ -301,6 +309,8 @@ def begin_save(
         num_critic_updates = critic.scheduler.num_steps
         own = state_to_save(critic, has_moments=num_critic_updates > 0)
         state["critic"] = checkpoint_format.critic_state(own)
+    if reference is not None:
+        state["reference"] = checkpoint_format.reference_state(reference)
     dist_checkpointing.save(
         state | {"random": checkpoint_format.random_states()},
         str(temporary / "shards"),
@@ -317,6 +327,8 @@ def begin_save(
         "critic": None if critic is None else critic.config.described,
         "num_critic_updates": num_critic_updates,
         "kl_coefficient": kl_coefficient,
+        "entropy_coefficient": entropy_coefficient,
+        "has_reference": reference is not None,
     }
     return Saving(shards, final, facts, keep=keep, timeout_s=timeout_s)
 

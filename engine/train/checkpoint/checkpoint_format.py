@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import CheckpointMark
-from outloop.engine.train.megatron.model_and_optimizer import Policy, PolicyConfig
+from outloop.engine.train.megatron.model_and_optimizer import Policy, PolicyConfig, PolicyModel
 from outloop.engine.train.megatron.optimizer_state import put_state, state_to_fill
 
 SCHEMA = 3
@@ -57,6 +57,10 @@ class Checkpoint:
     """Optimizer updates of the critic."""
     kl_coefficient: float | None = None
     """As trainer.kl_target had moved it; None: it was not written."""
+    entropy_coefficient: float | None = None
+    """As trainer.entropy_target had moved it; None: it was not written."""
+    has_reference: bool = False
+    """It holds a reference that follows the policy."""
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
@@ -97,6 +101,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         critic=state.get("critic"),
         num_critic_updates=state.get("num_critic_updates", 0),
         kl_coefficient=state.get("kl_coefficient"),
+        entropy_coefficient=state.get("entropy_coefficient"),
+        has_reference=state.get("has_reference", False),
     )
 
 
@@ -144,6 +150,23 @@ def critic_state(state: dict[str, Any]) -> dict[str, Any]:
     """A critic's sharded state under names of its own, beside the policy's."""
     add_prefix_for_sharding(state, "critic.")
     return state
+
+
+def reference_state(model: PolicyModel) -> dict[str, Any]:
+    """A reference's sharded weights under names of their own, beside the policy's."""
+    state: dict[str, Any] = model.sharded_state_dict()
+    add_prefix_for_sharding(state, "reference.")
+    return state
+
+
+def load_moved_reference(model: PolicyModel, checkpoint: Checkpoint) -> None:
+    """Put the weights of the reference that a checkpoint holds in place."""
+    wanted = {"reference": reference_state(model)}
+    with warnings.catch_warnings():
+        # As in load_checkpoint.
+        warnings.simplefilter("ignore", FutureWarning)
+        state = dist_checkpointing.load(wanted, str(checkpoint.path / "shards"))
+    model.load_state_dict(state["reference"])
 
 
 def load_checkpoint(

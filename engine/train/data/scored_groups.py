@@ -22,6 +22,12 @@ def scored(group: Group) -> tuple[Trajectory, ...]:
     return tuple(t for t in group.trajectories if t.episode.reward is not None)
 
 
+def source_of(group: Group) -> str:
+    """The name of the list of tasks that it is from; empty where there is one list alone."""
+    sources = {t.episode.metadata.get(SOURCE, "") for t in scored(group)}
+    return sources.pop() if len(sources) == 1 else ""
+
+
 def scored_group(group: Group, *, has_parts: bool = True) -> ScoredGroup:
     """The rewards of a group with their structure.
 
@@ -32,11 +38,10 @@ def scored_group(group: Group, *, has_parts: bool = True) -> ScoredGroup:
         RecordError: a reward belongs to nothing that its episode has.
     """
     trajectories = scored(group)
-    sources = {t.episode.metadata.get(SOURCE, "") for t in trajectories}
     return ScoredGroup(
         group_id=group.group_id,
         task_id=group.task_id,
-        source=sources.pop() if len(sources) == 1 else "",
+        source=source_of(group),
         episodes=tuple(_scored_episode(t, has_parts=has_parts) for t in trajectories),
     )
 

@@ -7,7 +7,7 @@ checkpoint contains.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -197,6 +197,9 @@ class Recording:
         samples_per_task: int = 0,
     ) -> None:
         """A recording has no runners."""
+
+    def change_task_weights(self, weights: Mapping[str, float]) -> None:
+        """What was recorded was played."""
 
     def set_steps_left(self, num_steps: int) -> None:
         """Nothing is admitted."""

@@ -19,6 +19,7 @@ from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
 from outloop.engine.train.algorithms.credit import VALUE_ADVANTAGES
 from outloop.engine.train.algorithms.kl import adapted_coefficient
+from outloop.engine.train.algorithms.objective import adapted_entropy_coefficient
 from outloop.engine.train.algorithms.user_functions import advantage_of, loss_of
 from outloop.engine.train.checkpoint.async_writer import (
     Saving,
@@ -26,7 +27,11 @@ from outloop.engine.train.checkpoint.async_writer import (
     begin_save,
     save_checkpoint,
 )
-from outloop.engine.train.checkpoint.checkpoint_format import Checkpoint, load_checkpoint
+from outloop.engine.train.checkpoint.checkpoint_format import (
+    Checkpoint,
+    load_checkpoint,
+    load_moved_reference,
+)
 from outloop.engine.train.data.batch_builder import Credit, with_reference
 from outloop.engine.train.data.samples import prompt_sample
 from outloop.engine.train.data.train_batch import TrainBatch
@@ -56,6 +61,7 @@ from outloop.engine.train.step.recompute_logprobs import score, with_proximal
 from outloop.engine.train.step.reference_model import (
     Reference,
     load_reference,
+    move_reference,
     read_reference_config,
 )
 from outloop.engine.train.step.teacher import (
@@ -64,7 +70,7 @@ from outloop.engine.train.step.teacher import (
     teacher_columns,
     teacher_metrics,
 )
-from outloop.engine.train.step.update_metrics import UpdateReport
+from outloop.engine.train.step.update_metrics import UpdateReport, step_metrics
 
 _LAST_SAVE_S = 30.0
 """Within what torchrun and the launcher grant a trainer that they end."""
@@ -97,6 +103,8 @@ class RankWorker:
         self._critic: Policy | None = None
         self._kl_coefficient = run.settings.trainer.kl_coefficient
         """Of the next step; trainer.kl_target moves it."""
+        self._entropy_coefficient = run.settings.trainer.entropy_coefficient
+        """The same, by trainer.entropy_target."""
         self._exports: Exports | None = None
         self._reference: Reference | None = None
         self._teacher: Reference | None = None
@@ -155,8 +163,11 @@ class RankWorker:
         critic.take_weights()
         return critic
 
-    def load_reference(self, *, pinned_hash: str) -> str:
+    def load_reference(self, *, pinned_hash: str, checkpoint: Checkpoint | None = None) -> str:
         """Load the frozen model; gives its content hash.
+
+        Args:
+            checkpoint: that the run goes on from; it holds a reference that follows the policy.
 
         Raises:
             SettingsError: the folder's content is not what it was when the run began.
@@ -171,6 +182,8 @@ class RankWorker:
                 device=next(self.policy.model.parameters()).device,
             ),
         )
+        if checkpoint is not None and checkpoint.has_reference and self._reference_moves:
+            load_moved_reference(self._reference.model, checkpoint)
         self.placement.add_frozen(self._reference.model)
         return self._reference.content_hash
 
@@ -262,6 +275,8 @@ class RankWorker:
             score=lambda rows: self._score(self.policy.model, batch, rows),
         )
         self._adapt_kl(metrics)
+        self._adapt_entropy(reports, metrics)
+        self._move_reference(step)
         return reports, metrics
 
     def _teacher_columns(self, batch: TrainBatch, contexts: dict[str, tuple[int, ...]]) -> Columns:
@@ -281,8 +296,13 @@ class RankWorker:
 
     @property
     def _current_settings(self) -> Settings:
-        """The run's, with the coefficient of KL as it is now."""
-        trainer = self._settings.trainer.model_copy(update={"kl_coefficient": self._kl_coefficient})
+        """The run's, with the coefficients of KL and entropy as they are now."""
+        trainer = self._settings.trainer.model_copy(
+            update={
+                "kl_coefficient": self._kl_coefficient,
+                "entropy_coefficient": self._entropy_coefficient,
+            }
+        )
         return self._settings.model_copy(update={"trainer": trainer})
 
     def _adapt_kl(self, metrics: dict[str, float]) -> None:
@@ -295,6 +315,32 @@ class RankWorker:
             self._kl_coefficient = adapted_coefficient(
                 self._kl_coefficient, metrics["train/kl"], target=trainer.kl_target
             )
+
+    def _adapt_entropy(self, reports: Sequence[UpdateReport], metrics: dict[str, float]) -> None:
+        """Move the coefficient of the next step towards trainer.entropy_target; every rank alike,
+        from the reports of all."""
+        target = self._settings.trainer.entropy_target
+        if target is None:
+            return
+        metrics["train/entropy_coefficient"] = self._entropy_coefficient
+        measured = step_metrics(reports).get("train/entropy", math.nan) if reports else math.nan
+        if math.isfinite(measured):
+            self._entropy_coefficient = adapted_entropy_coefficient(
+                self._entropy_coefficient, measured, target=target
+            )
+
+    @property
+    def _reference_moves(self) -> bool:
+        trainer = self._settings.trainer
+        return trainer.reference_refresh_every > 0 or trainer.reference_decay is not None
+
+    def _move_reference(self, step: int) -> None:
+        """Let the reference follow the weights that this step left."""
+        trainer = self._settings.trainer
+        if trainer.reference_decay is not None:
+            move_reference(self.reference.model, self.policy.model, decay=trainer.reference_decay)
+        elif trainer.reference_refresh_every and step % trainer.reference_refresh_every == 0:
+            move_reference(self.reference.model, self.policy.model, decay=0.0)
 
     def _train_critic(
         self,
@@ -371,6 +417,11 @@ class RankWorker:
         load_checkpoint(self.policy, checkpoint, critic=self._critic)
         if self._settings.trainer.kl_target is not None and checkpoint.kl_coefficient is not None:
             self._kl_coefficient = checkpoint.kl_coefficient
+        if (
+            self._settings.trainer.entropy_target is not None
+            and checkpoint.entropy_coefficient is not None
+        ):
+            self._entropy_coefficient = checkpoint.entropy_coefficient
 
     def save(self, *, step: int, mark: CheckpointMark, reference_hash: str) -> Saving:
         """Begin a checkpoint of all ranks, written in a thread of each while training goes on.
@@ -387,6 +438,8 @@ class RankWorker:
             keep=trainer.keep_checkpoints,
             critic=self._critic,
             kl_coefficient=self._kl_coefficient,
+            entropy_coefficient=self._entropy_coefficient,
+            reference=self.reference.model if self._reference_moves else None,
             reference_hash=reference_hash,
             timeout_s=trainer.rank_timeout_s,
             is_copied=trainer.trains_while_saving,

@@ -118,6 +118,18 @@ def dapo(take: Take) -> float:
     return total / count
 
 
+def raft(take: Take) -> float:
+    """arXiv:2304.06767, section 3: log-likelihood of the best answer of each prompt, best ones that
+    are as good sharing its weight; nothing of prompts whose answers are all as good."""
+    terms = []
+    for group in take:
+        highest = max(one.reward for one in group)
+        best = [math.fsum(one.policy) for one in group if one.reward == highest]
+        differs = min(one.reward for one in group) < highest
+        terms.append(mean(best) if differs else 0.0)
+    return mean(terms)
+
+
 def gspo(take: Take) -> float:
     """arXiv:2507.18071, equations 5 to 7, with the range of section 5.1."""
     terms = []
@@ -246,6 +258,7 @@ PAPERS: dict[str, Callable[[Take], float]] = {
     "decoupled_ppo": decoupled_ppo,
     "ppo": ppo,
     "distill": distill,
+    "raft": raft,
 }
 NEEDED: dict[str, dict[str, Any]] = {"distill": {"teacher": {"path": "teacher"}}}
 """What a recipe does not run without."""
