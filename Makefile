@@ -182,16 +182,23 @@ $(CLIENTS)/.installed: Makefile
 test-clients: $(STAMP) $(CLIENTS)/.installed
 	OUTLOOP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python OUTLOOP_NODE_MODULES=$(CURDIR)/$(CLIENTS)/node_modules OUTLOOP_CODEX=$(CURDIR)/$(CLIENTS)/node_modules/.bin/codex OUTLOOP_QWEN=$(CURDIR)/$(CLIENTS)/node_modules/.bin/qwen OUTLOOP_JS_TIKTOKEN=$(CURDIR)/$(CLIENTS)/node_modules/js-tiktoken $(BIN)/python -m pytest -m clients tests/router/test_clients.py tests/router/test_families.py tests/examples/test_third_party.py
 
-# A real OpenEnv server, whose package needs hundreds of megabytes that we do not.
+# A real OpenEnv server and a real verifiers environment, whose packages need hundreds of megabytes that we
+# do not, and pins that contradict ours: an environment for each.
 ADAPTERS := .venv-adapters
 $(ADAPTERS)/.installed: Makefile
 	test -x $(ADAPTERS)/bin/python || $(PYTHON) -m venv $(ADAPTERS)
 	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check openenv-core==0.3.0
 	touch $@
 
+VERIFIERS := .venv-verifiers
+$(VERIFIERS)/.installed: Makefile
+	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0
+	touch $@
+
 .PHONY: test-adapters
-test-adapters: $(STAMP) $(ADAPTERS)/.installed
-	OUTLOOP_OPENENV_PYTHON=$(CURDIR)/$(ADAPTERS)/bin/python $(BIN)/python -m pytest -m clients tests/envs/adapters
+test-adapters: $(STAMP) $(ADAPTERS)/.installed $(VERIFIERS)/.installed
+	OUTLOOP_OPENENV_PYTHON=$(CURDIR)/$(ADAPTERS)/bin/python OUTLOOP_VERIFIERS_PYTHON=$(CURDIR)/$(VERIFIERS)/bin/python $(BIN)/python -m pytest -m clients tests/envs/adapters
 
 # Weights & Biases, MLflow with its server, and trackio: more than a gigabyte that only they need.
 TRACKERS := .venv-trackers

@@ -10,8 +10,9 @@
 
     # run.toml: rollout_function_path = "outloop.envs.adapters.remote_episodes:RemoteEpisodes"
 
-Fits systems with one HTTP request per episode that name the model's endpoint in it, as NeMo-Gym's
-`/run` does. A system that is a program is played by `env.agent_command`.
+Fits systems with one HTTP request per episode that name the model's endpoint in it;
+`verifiers_host` makes one of a verifiers environment. A system that is a program is played by
+`env.agent_command`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def tasks(
     request: Mapping[str, Any],
     reward: str = "reward",
     components: str = "",
+    agent_failure: str = "",
 ) -> list[dict[str, Any]]:
     """One task for each row.
 
@@ -46,9 +48,21 @@ def tasks(
             remaining_s.
         reward: where in the answer the reward is, as keys with dots between.
         components: where named components of it are, likewise; "": nowhere.
+        agent_failure: where a sentence is if the agent failed, in place of a reward, likewise: the
+            episode scores env.failure_reward.
     """
-    shared = {"url": url, "request": dict(request), "reward": reward, "components": components}
+    shared = {
+        "url": url,
+        "request": dict(request),
+        "reward": reward,
+        "components": components,
+        "agent_failure": agent_failure,
+    }
     return [{**shared, "row": dict(row)} for row in rows]
+
+
+class RemoteAgentFailed(RuntimeError):
+    """The other system says that its agent failed."""
 
 
 class RemoteEpisodes:
@@ -70,6 +84,7 @@ class RemoteEpisodes:
 
         Raises:
             SettingsError: the system refuses the request (4xx), or a name is unknown.
+            RemoteAgentFailed: the answer says that the agent failed.
             EnvironmentFailure: it cannot be reached, fails (5xx), breaks off, or its answer has no
                 finite reward. Such an attempt is played again; it never scores zero.
         """
@@ -100,6 +115,9 @@ class RemoteEpisodes:
             found = json.loads(text)
         except ValueError as error:
             raise EnvironmentFailure(f"{url}: its answer is no JSON: {text[:300]}") from error
+        path = field(task, "agent_failure", str, "")
+        if path and (told := _at(found, path, url, default=None)):
+            raise RemoteAgentFailed(f"{url}: {str(told)[:300]}")
         path = field(task, "components", str, "")
         components = _at(found, path, url) if path else {}
         if not isinstance(components, dict):
@@ -125,9 +143,14 @@ def _filled(value: Any, values: Mapping[str, Any]) -> Any:
     return values[name]
 
 
-def _at(found: Any, path: str, url: str) -> Any:
+_MISSING = object()
+
+
+def _at(found: Any, path: str, url: str, default: Any = _MISSING) -> Any:
     for key in path.split("."):
         if not isinstance(found, dict) or key not in found:
+            if default is not _MISSING:
+                return default
             raise EnvironmentFailure(f"{url}: its answer has no {path!r}: {str(found)[:300]}")
         found = found[key]
     return found

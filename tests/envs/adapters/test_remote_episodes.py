@@ -24,6 +24,7 @@ def games():
         request={request},
         reward="result.reward",
         components="result.parts",
+        agent_failure="result.failed",
     )
 """
 REQUEST = {
@@ -119,6 +120,18 @@ async def test_an_answer_without_a_reward_is_the_environments_failure(
     (close,) = router.closes.values()
     assert (close["outcome"], close["failure_kind"]) == ("failed", "environment")
     assert close["reward"] is None
+
+
+async def test_an_agent_that_failed_there_has_the_reward_of_failing(
+    router: Any, play_with: PlayWith, gym: Gym
+) -> None:
+    """It is a result: replacing it would make failing free."""
+    gym.answer = (200, '{"result": {"failed": "the program ended with 3"}}')
+    router.num_episodes = 1
+    await play_with(router, source(gym), **OPTIONS)
+    (close,) = router.closes.values()
+    assert (close["outcome"], close["failure_kind"]) == ("failed", "agent")
+    assert "the program ended with 3" in close["error"]
 
 
 async def test_a_refused_request_stops_the_run(router: Any, play_with: PlayWith, gym: Gym) -> None:
