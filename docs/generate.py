@@ -65,7 +65,10 @@ Every setting of a run. They come from a TOML file, then from the environment
 (`OUTLOOP_TRAINER__NUM_STEPS=10`), then from flags (`--set trainer.num_steps=10`); later ones win.
 A name that does not exist is refused with the nearest one that does, and so is a combination that
 contradicts itself: nothing is corrected in silence. `runs/NAME/settings.json` holds what a run
-resolved to.
+resolved to, and `outloop settings run.toml` prints it before a run, with where each value came from.
+
+A file may change others: `extends = "base.toml"`, or a list of them, at its top, relative to the file. Later ones win.
+`eval "$(outloop completion bash)"` completes commands, options and names of settings (`zsh` and `fish` too).
 
 The shortest file that trains:
 

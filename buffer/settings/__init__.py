@@ -407,21 +407,97 @@ class Settings(BaseSettings):
 def load_settings(path: Path, overrides: tuple[str, ...] = ()) -> Settings:
     """The settings of a TOML file, then OUTLOOP_SECTION__KEY, then `section.key=value` overrides.
 
-    Override values are read as TOML and, failing that, as plain strings.
+    A file may name others that it changes, `extends = "base.toml"` or a list of them, relative to
+    its own folder. Override values are read as TOML and, failing that, as plain strings.
 
     Raises:
         SettingsError: missing file, bad TOML, unknown key (the nearest is named), wrong type.
     """
+    tree: dict[str, Any] = {}
+    for _, one in read_layers(path):
+        _merge(tree, one)
+    return settings_of(tree, overrides, folder=path.parent, source=str(path))
+
+
+def read_layers(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(file, what it says) of a settings file and of those that it extends; later ones win.
+
+    Raises:
+        SettingsError: a file is missing, is no TOML, or extends itself.
+    """
+    return _read_layers(path, ())
+
+
+def _read_layers(path: Path, above: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]]]:
     if not path.is_file():
+        hint = f"; {str(above[-1])!r} extends it" if above else ""
         raise SettingsError(
-            f"settings file path={str(path)!r} does not exist; give the path of a TOML file, "
+            f"settings file path={str(path)!r} does not exist{hint}; give the path of a TOML file, "
             "for example examples/calculator/run.toml"
         )
+    if path.resolve() in [one.resolve() for one in above]:
+        chain = " -> ".join(str(one) for one in (*above, path))
+        raise SettingsError(f"settings files extend each other in a circle: {chain}; break it")
     try:
         tree = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"settings file path={str(path)!r} is not TOML: {error}") from error
-    return settings_of(tree, overrides, folder=path.parent, source=str(path))
+    bases = tree.pop("extends", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise SettingsError(
+            f'{path}: extends={bases!r} is no path; extends = "base.toml" or a list of such is '
+            "allowed, at the top of the file"
+        )
+    layers = [layer for base in bases for layer in _read_layers(path.parent / base, (*above, path))]
+    return [*layers, (str(path), tree)]
+
+
+def trace_settings(
+    path: Path, overrides: tuple[str, ...] = ()
+) -> tuple[Settings, dict[str, tuple[Any, str]]]:
+    """The settings of `load_settings`, and for each one (value, where it came from).
+
+    Raises:
+        SettingsError: as load_settings.
+    """
+    settings = load_settings(path, overrides)
+    layers = [
+        *read_layers(path),
+        ("environment", EnvSettingsSource(Settings)()),
+        *((f"--set {override}", _parse_override(override)) for override in overrides),
+    ]
+    origins: dict[str, str] = {}
+    merged: dict[str, Any] = {}
+    for source, tree in layers:
+        _merge(merged, copy.deepcopy(tree))
+        origins |= dict.fromkeys(_leaves(tree), source)
+    recipe = with_recipe(merged)
+    for name in _leaves(recipe):
+        origins.setdefault(name, f"recipe {recipe.get('trainer', {}).get('recipe')}")
+    origins.setdefault("env.import_dir", "folder of the file")
+    found = _leaves(settings.model_dump(mode="json"))
+    return settings, {name: (value, _origin(name, origins)) for name, value in found.items()}
+
+
+def _origin(name: str, origins: Mapping[str, str]) -> str:
+    """Where a value came from: an empty table or list may have been given as a whole."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        if (found := origins.get(".".join(parts[:length]))) is not None:
+            return found
+    return "default"
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """section.key -> value, of every table."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= _leaves(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 def settings_of(

@@ -59,6 +59,34 @@ def taken_groups(folder: Path) -> dict[str, list[str]]:
     return {one: episodes[one] for one in sorted(slots, key=lambda one: (slots[one], one))}
 
 
+def read_groups_of(
+    folder: Path, group_ids: Collection[str]
+) -> dict[str, tuple[int, list[Trajectory]]]:
+    """Group -> (slot, the attempts that count in it, by number), for those that are there.
+
+    Raises:
+        SchemaMismatch: written by another release.
+    """
+    slots: dict[str, int] = {}
+    counted: set[str] = set()
+    for part in read_manifest(folder).parts:
+        path, _ = part_paths(folder, part)
+        for row in pq.read_table(
+            path, columns=["episode_id", "group_id", "slot", "fate"]
+        ).to_pylist():
+            if row["group_id"] in group_ids and row["fate"] != "lost":
+                slots[row["group_id"]] = row["slot"]
+                counted.add(row["episode_id"])
+    groups: dict[str, tuple[int, list[Trajectory]]] = {
+        one: (slot, []) for one, slot in slots.items()
+    }
+    for trajectory in read_trajectories(folder, counted):
+        groups[trajectory.episode.group_id or ""][1].append(trajectory)
+    for _, trajectories in groups.values():
+        trajectories.sort(key=lambda one: one.episode.attempt)
+    return {one: group for one, group in groups.items() if group[1]}
+
+
 def read_trajectories(
     folder: Path, episode_ids: Collection[str] | None = None
 ) -> Iterator[Trajectory]:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from outloop.buffer.records import Float32
-from outloop.buffer.run import Run
 from outloop.buffer.settings.trajectories import TrajectorySettings
 from outloop.buffer.trajectories.folder import FOLDER
 
@@ -33,7 +32,7 @@ def trained_path(archive: Path, policy_version: int) -> Path:
 
 
 def write_trained(
-    run: Run,
+    run_dir: Path,
     policy_version: int,
     *,
     episode_ids: Sequence[str],
@@ -41,6 +40,7 @@ def write_trained(
     starts: Sequence[int],
     trained: np.ndarray[Any, np.dtype[np.bool_]],
     advantages: Float32,
+    policy_logprobs: Float32,
 ) -> None:
     """Write the rows of an update.
 
@@ -49,6 +49,7 @@ def write_trained(
         starts: [R + 1]: row r is tokens starts[r] to starts[r + 1].
         trained: [T] bool: tokens with loss.
         advantages: [T] float32.
+        policy_logprobs: [T] float32: before the update; NaN where no update trained the token.
 
     Raises:
         OSError: it cannot be written.
@@ -63,9 +64,12 @@ def write_trained(
             "branch": pa.array(branches, pa.int32()),
             "trained": pa.LargeListArray.from_arrays(offsets, pa.array(trained)),
             "advantages": pa.LargeListArray.from_arrays(offsets, pa.array(advantages)),
+            "policy_logprobs": pa.LargeListArray.from_arrays(
+                offsets, pa.array(policy_logprobs, mask=np.isnan(policy_logprobs))
+            ),
         }
     )
-    path = trained_path(run.dir / FOLDER, policy_version)
+    path = trained_path(run_dir / FOLDER, policy_version)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     pq.write_table(table, temporary, compression="zstd", row_group_size=256)
@@ -73,7 +77,8 @@ def write_trained(
 
 
 def read_trained(archive: Path, policy_version: int, episode_id: str) -> list[dict[str, Any]]:
-    """The rows of an episode: branch, trained [T] and advantages [T]; none if there is no file."""
+    """The rows of an episode: branch, trained [T], advantages [T] and, but for archives of older
+    releases, policy_logprobs [T]; none if there is no file."""
     import pyarrow.parquet as pq
 
     path = trained_path(archive, policy_version)

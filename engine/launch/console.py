@@ -6,8 +6,9 @@ On anything but a terminal it prints one line a step.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +29,8 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
 )
 _ONLY_ABOVE_ZERO = frozenset({"train/failed_share"})
 _NUM_ROWS = 10
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARKS = 60
 
 
 class _Tail:
@@ -54,6 +57,7 @@ class RunProgress:
     def __init__(self, run_dir: Path, *, num_steps: int, console: Console) -> None:
         self._tail = _Tail(run_dir / "metrics.jsonl")
         self._console = console
+        self._num_steps = num_steps
         self._rows: list[dict[str, Any]] = []
         self._evals: list[str] = []
         self._status = "starting"
@@ -125,7 +129,9 @@ class RunProgress:
             self._rows.append(row)
             self._bar.update(self._task, completed=row["step"])
             if self._live is None:
-                self._console.print(_line(row), highlight=False, soft_wrap=True)
+                left = time_left(self._rows, self._num_steps)
+                line = "  ".join(text for text in (_line(row), left) if text)
+                self._console.print(line, highlight=False, soft_wrap=True)
 
     def _picture(self) -> Group:
         table = Table(box=None, pad_edge=False)
@@ -137,7 +143,37 @@ class RunProgress:
         for row in shown:
             table.add_row(str(row["step"]), *(_cell(row, name, form) for _, name, form in columns))
         status = f"waiting for {self._status}" if self._status else ""
-        return Group(table, *self._evals[-3:], self._bar, status)
+        name = "train/reward_mean"
+        rewards = [row[name] for row in self._rows if row.get(name) is not None]
+        curve = f"reward {sparkline(rewards)} {rewards[-1]:.3f}" if len(rewards) > 1 else ""
+        left = time_left(self._rows, self._num_steps)
+        lines = (line for line in (curve, *self._evals[-3:]) if line)
+        return Group(table, *lines, self._bar, " · ".join(one for one in (left, status) if one))
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A curve of one line: means of neighbours where there are many values, lowest to highest."""
+    if not values:
+        return ""
+    size = max(1, -(-len(values) // _SPARKS))
+    means = [fmean(values[first : first + size]) for first in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def time_left(rows: Sequence[Mapping[str, Any]], num_steps: int) -> str:
+    """How long the rest takes, by the median of the last ten steps; empty at the end."""
+    times = [row["train/step_s"] for row in rows[-10:] if row.get("train/step_s") is not None]
+    steps_left = num_steps - int(rows[-1]["step"]) if rows else 0
+    if not times or steps_left <= 0:
+        return ""
+    seconds = median(times) * steps_left
+    if seconds < 90:
+        return f"about {seconds:.0f} s left"
+    if seconds < 90 * 60:
+        return f"about {seconds / 60:.0f} min left"
+    return f"about {seconds / 3600:.1f} h left"
 
 
 def _without_digits(text: str) -> str:

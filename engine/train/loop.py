@@ -21,6 +21,7 @@ from outloop.buffer.errors import PublishFailed, UpdateRefused
 from outloop.buffer.records import Lease
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
+from outloop.buffer.trajectories.steps import StepRecord, UpdateResult, write_step
 from outloop.buffer.trajectories.trained import keeps_trajectories, write_trained
 from outloop.engine.train.checkpoint.acknowledgement import Acknowledgements
 from outloop.engine.train.checkpoint.best_checkpoint import BestCheckpoint
@@ -34,7 +35,11 @@ from outloop.engine.train.interfaces import LeaseRenewer, Publisher, PublishRepo
 from outloop.engine.train.ranks.controller import RankController
 from outloop.engine.train.ranks.rank_worker import RankWorker
 from outloop.engine.train.step.teacher_endpoint import TeacherEndpoint
-from outloop.engine.train.step.update_metrics import UpdateReport, step_metrics
+from outloop.engine.train.step.update_metrics import (
+    UpdateReport,
+    policy_logprobs,
+    step_metrics,
+)
 
 _RECORDED_STATS = (
     "buffer/dropped_groups",
@@ -114,6 +119,14 @@ class RlLoop:
         """The step of the last checkpoint, written or resumed from."""
         self._dropped: set[str] = set()
         """Groups of this step that were given up already."""
+        self._takes: list[list[str]] = []
+        """Groups of this step's takes."""
+        self._depths: dict[int, int] = {}
+        """Of the versions in them; see `_staleness_in`."""
+        self._updated_version = -1
+        """That the weights had before this step's updates."""
+        self._max_age: int | None = None
+        """How old tokens of this step may be."""
         self._filtered: dict[str, str] = {}
         """The answer of the user's filter for each group of this step."""
         self._steps_without_signal = 0
@@ -127,6 +140,7 @@ class RlLoop:
         while self._step < self._settings.trainer.num_steps and not self._stop.is_set():
             self._dropped.clear()
             self._filtered.clear()
+            self._takes.clear()
             leases = self._take(self._settings.trainer.groups_per_step)
             if self._stop.is_set():
                 break
@@ -148,7 +162,7 @@ class RlLoop:
             if not self._is_colocated:
                 evaluation_s = self._evaluate()
             published = self._publish(parent=self._version, policy_version=self._version + 1)
-            self._settle(batch)
+            self._settle(batch, reports)
             self._step += 1
             self._evaluations.request(step=self._step, policy_version=self._version)
             now = time.monotonic()
@@ -254,7 +268,7 @@ class RlLoop:
 
         settings = self._settings.trainer
         self._ranks.watchdog.progress("take")
-        return self._reader.take(
+        leases = self._reader.take(
             num_groups,
             fence=self._fence,
             policy_version=self._version,
@@ -262,6 +276,8 @@ class RlLoop:
             on_wait=self._wait,
             should_stop=should_stop,
         )
+        self._takes.append([lease.group.group_id for lease in leases])
+        return leases
 
     def _evaluate(self) -> float:
         """Record the evaluations that must, or can, be before the next version; the seconds."""
@@ -310,13 +326,14 @@ class RlLoop:
             self._reader.registry.report_status("trainer", changed)
 
     def _build(self, leases: list[Lease]) -> Batch:
+        self._max_age = max((x.max_age for x in leases if x.max_age is not None), default=None)
         batch = build_batch(
             [lease.group for lease in leases],
             self._settings,
             policy_version=self._version,
             vocab_size=self._ranks.config.vocab_size,
             staleness_of=self._staleness_in(leases),
-            max_age=max((x.max_age for x in leases if x.max_age is not None), default=None),
+            max_age=self._max_age,
             filtered=self._filtered,
             context_of=None if self._contexts is None else self._contexts.ids_of,
         )
@@ -341,6 +358,7 @@ class RlLoop:
         }
         current = self._version
         depths = self._reader.version_depths(versions | {current})
+        self._depths = depths
 
         def staleness_of(version: int) -> int:
             return depths.get(current, current) - depths.get(version, version)
@@ -350,6 +368,7 @@ class RlLoop:
     def _update(self, batch: Batch) -> list[UpdateReport]:
         """The step's optimizer updates, made by all ranks from one broadcast."""
         self._ranks.watchdog.progress("update")
+        self._updated_version = self._version
         updates = batch.updates(
             self._settings.trainer.num_updates_per_take,
             num_epochs=self._settings.trainer.num_epochs_per_take,
@@ -429,32 +448,50 @@ class RlLoop:
                 self._reader.drop(group_id, reason, fence=self._fence, error=why)
                 self._dropped.add(group_id)
 
-    def _settle(self, batch: Batch) -> None:
+    def _settle(self, batch: Batch, reports: Sequence[UpdateReport]) -> None:
         """Return admission credit; earlier, episodes would start under the old version."""
         fence = self._fence
         self._drop(batch)
         self._reader.set_steps_left(self._settings.trainer.num_steps - self._step - 1)
         self._reader.mark_trained(batch.group_ids, fence=fence, policy_version=self._version)
-        self._keep_advantages(batch)
+        self._keep_step(batch, reports)
         self._acknowledgements.add(batch.group_ids)
 
-    def _keep_advantages(self, batch: Batch) -> None:
-        """For who looks at the tokens later; training goes on without."""
+    def _keep_step(self, batch: Batch, reports: Sequence[UpdateReport]) -> None:
+        """For who looks at the tokens later, or makes the step again; training goes on without."""
         if not self._keeps_trajectories:
             return
         rows = batch.rows
+        record = StepRecord(
+            step=self._step + 1,
+            policy_version=self._updated_version,
+            takes=[list(take) for take in self._takes],
+            depths=dict(self._depths),
+            max_age=self._max_age,
+            num_ranks=self._settings.trainer.num_ranks,
+            updates=[
+                UpdateResult(
+                    loss=report.loss,
+                    grad_norm=report.grad_norm,
+                    gradient_hash=report.gradient_hash,
+                )
+                for report in reports
+            ],
+        )
         try:
             write_trained(
-                self._run,
+                self._run_dir,
                 self._version,
                 episode_ids=rows.episode_ids,
                 branches=rows.branches,
                 starts=rows.starts.tolist(),
                 trained=rows.loss_mask,
                 advantages=rows.advantages,
+                policy_logprobs=policy_logprobs(reports, len(rows.token_ids)),
             )
+            write_step(self._run_dir, record)
         except OSError as error:
-            _log.warning("advantages_not_kept", policy_version=self._version, reason=str(error))
+            _log.warning("step_not_kept", policy_version=self._version, reason=str(error))
 
     def _is_checkpoint_due(self) -> bool:
         every = self._settings.trainer.checkpoint_every

@@ -16,7 +16,7 @@ import torch
 
 from outloop.buffer.errors import RankKilled, SettingsError
 from outloop.buffer.reader import BufferReader
-from outloop.buffer.run import Run
+from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import Settings
 from outloop.buffer.settings.buffer import beyond_age
 from outloop.buffer.settings.recipes import recipe_sentence
@@ -30,6 +30,7 @@ from outloop.engine.train.checkpoint.checkpoint_format import (
     latest_checkpoint,
 )
 from outloop.engine.train.debug.recorded_groups import NoServers, Recording, read_groups
+from outloop.engine.train.debug.replay_run import RecordedSteps
 from outloop.engine.train.interfaces import LeaseRenewer, Publisher, Reader
 from outloop.engine.train.loop import RlLoop
 from outloop.engine.train.megatron import model_and_optimizer
@@ -97,6 +98,17 @@ def train_from_recording(run: Run, path: Path, *, stop: threading.Event) -> None
     with ExitStack() as stack:
         recording = Recording(groups, stop)
         _lead(run, recording, recording, NoServers, stop, stack)
+
+
+def train_recorded_steps(
+    settings: Settings, folder: Path, steps: RecordedSteps, stop: threading.Event
+) -> None:
+    """Train recorded steps in a run folder, on this process alone; see `replay_run`."""
+    run = create_run(settings, folder, "")
+    check_settings(settings)
+    torch.set_num_threads(settings.trainer.num_threads)
+    with ExitStack() as stack:
+        _lead(run, steps, steps, NoServers, stop, stack)
 
 
 def join_ranks(

@@ -1,15 +1,23 @@
 """The page over HTTP: only with its key, read-only, and no foreign script may run."""
 
 import re
+import shutil
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.trajectories.trained import write_trained
 from outloop.view.app import create_app
+from outloop.view.archive import RunFolder
+from outloop.view.lanes import mean_number
 from outloop.view.server import demo_folder, find_runs
 
 KEY = "k" * 20
@@ -163,3 +171,55 @@ def test_the_demo_is_a_whole_run() -> None:
     (row,) = get(client, f"/{run['name']}/episodes", fate="trained", limit=1)["episodes"]
     tokens = get(client, f"/{run['name']}/episodes/{row['episode_id']}/tokens")
     assert any(one is not None for turn in tokens["turns"] for one in turn["advantages"])
+
+
+def test_tokens_have_the_policy_s_own_logprobs(run_folder: Path, tmp_path: Path) -> None:
+    """What the trainer wrote of an update, at the tokens that it trained; None elsewhere."""
+    folder = tmp_path / "shown"
+    shutil.copytree(run_folder, folder)
+    prompt, output = 4, 4
+    trained = np.array([False] * prompt + [True, True, True, False])
+    logprobs = np.where(trained, -np.arange(prompt + output, dtype=np.float32), np.nan)
+    write_trained(
+        folder,
+        4,
+        episode_ids=["bad"],
+        branches=[0],
+        starts=[0, prompt + output],
+        trained=trained,
+        advantages=np.where(trained, 0.5, 0.0).astype(np.float32),
+        policy_logprobs=logprobs.astype(np.float32),
+    )
+    (found,) = RunFolder(folder, "shown").tokens("bad")["turns"]
+    assert found["policy_logprobs"] == [-4.0, -5.0, -6.0, None]
+    assert found["advantages"] == [0.5, 0.5, 0.5, None]
+
+
+def test_lanes_say_who_waited_for_whom(client: TestClient) -> None:
+    """Turns in flight, open and waiting episodes over time, and what each step was spent on."""
+    found = get(client, "/shown/lanes")
+    assert len(found["servers"]) == len(found["agents"]) == len(found["queue"]) == 240
+    assert max(found["servers"]) > 0
+    assert [step["step"] for step in found["steps"]] == list(range(1, 9))
+    assert found["steps"][0]["wait_s"] == 1.0
+    assert 0 < found["trainer_waited"] <= 1
+    late = get(client, "/shown/lanes", last_s=2.5)
+    assert late["end"] - late["begin"] == pytest.approx(2.5)
+    assert [step["step"] for step in late["steps"]] == [6, 7, 8]
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 100), st.floats(0, 50)).map(lambda one: (one[0], one[0] + one[1])),
+        max_size=30,
+    )
+)
+def test_numbers_in_a_lane_are_means_over_their_time(intervals: list[tuple[float, float]]) -> None:
+    """As by counting each interval's overlap with each piece of time."""
+    edges = np.linspace(10.0, 90.0, 17)
+    found = mean_number(np.array(intervals, np.float64).reshape(-1, 2), edges)
+    wanted = [
+        sum(max(0.0, min(end, high) - max(begin, low)) for begin, end in intervals) / (high - low)
+        for low, high in pairwise(edges.tolist())
+    ]
+    assert found == pytest.approx(wanted, abs=1e-6)

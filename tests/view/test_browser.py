@@ -75,6 +75,10 @@ def test_the_overview_draws_its_curves(page: Page) -> None:
     expect(page.locator(".tip.shown")).to_contain_text("step 7")
     expect(page.locator(".tip.shown")).to_contain_text("0.7 ± 0.2")
     expect(page.locator(".events")).to_contain_text("router-0")
+    lanes = page.get_by_role("img", name=re.compile("Who waited for whom. the trainer waited"))
+    expect(lanes).to_be_visible()
+    page.get_by_role("button", name="last minute").click()
+    expect(page.get_by_role("button", name="last minute")).to_have_attribute("aria-pressed", "true")
     page.get_by_role("link", name="lost: environment").click()
     expect(page.locator("#rows tbody tr")).to_have_count(1)
 

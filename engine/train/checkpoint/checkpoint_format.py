@@ -77,6 +77,15 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
     return None
 
 
+def complete_checkpoints(folder: Path) -> list[Checkpoint]:
+    """Every complete checkpoint in a folder.
+
+    Raises:
+        SettingsError: another release wrote one.
+    """
+    return [read_checkpoint(path) for path in _steps(folder).values() if _problem(path) is None]
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """What a complete checkpoint says of itself.
 

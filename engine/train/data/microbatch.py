@@ -54,6 +54,8 @@ class Targets:
     """[N] float32; None without a critic."""
     returns_N: Tensor | None = None
     """[N] float32; None without a critic."""
+    places_N: Tensor | None = None
+    """[N] int64: which token of the batch each is; None: not of a batch."""
 
     @property
     def scored_ids(self) -> Tensor:
@@ -162,6 +164,7 @@ def build_microbatch(
             teacher_top_logprobs_NK=known(batch.teacher_top_logprobs),
             values_N=known(batch.values),
             returns_N=known(batch.returns),
+            places_N=tensor(source[trained]),
         ),
     )
 

@@ -36,6 +36,7 @@ from torch import Tensor  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from outloop.buffer.settings.trainer import TrainerSettings  # noqa: E402
+from outloop.engine.train.megatron.gradient_hash import gradient_hash  # noqa: E402
 from outloop.engine.train.megatron.layers import PackedRow, block_spec  # noqa: E402
 from outloop.engine.train.megatron.model_config import PolicyConfig, read_config  # noqa: E402
 from outloop.engine.train.megatron.parallel_config import ParallelSizes  # noqa: E402
@@ -215,6 +216,10 @@ class Policy:
     wrapped: DistributedDataParallel
     optimizer: Any
     scheduler: OptimizerParamScheduler
+    hashes_gradients: bool = False
+    """Whether `step` sets `gradient_hash`; equal on all ranks."""
+    gradient_hash: str = ""
+    """Of the last step's gradients, before clipping."""
     norm_limit: float = math.inf
     """Largest gradient norm with which the next step is made."""
 
@@ -263,6 +268,11 @@ class Policy:
             raise FloatingPointError(
                 f"grad_norm={norm}; the update was not made. Look at the batch's rewards, logprobs "
                 "and learning rate."
+            )
+        if self.hashes_gradients:
+            self.gradient_hash = gradient_hash(
+                _gradients(self.optimizer),
+                device=next(self.model.parameters()).device,
             )
         # Before the update, so that the first one of a warm-up has a rate above zero.
         self.scheduler.step(increment=1)
@@ -314,6 +324,16 @@ def _fuse_adam(optimizer: Any) -> None:
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
+
+
+def _gradients(optimizer: Any) -> Iterator[Tensor]:
+    """What the optimizer of this rank is about to apply."""
+    for part in optimizer_parts(optimizer):
+        for parameter in part.get_parameters():
+            gradient = getattr(parameter, "decoupled_grad", None)
+            gradient = parameter.grad if gradient is None else gradient
+            if gradient is not None:
+                yield gradient
 
 
 def _largest(norm: float) -> float:

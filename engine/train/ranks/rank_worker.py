@@ -17,6 +17,7 @@ from outloop.buffer.errors import DeadlineExceeded, UpdateRefused
 from outloop.buffer.records import CheckpointMark, Float32
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
+from outloop.buffer.trajectories.trained import keeps_trajectories
 from outloop.engine.train.algorithms.credit import VALUE_ADVANTAGES
 from outloop.engine.train.algorithms.kl import adapted_coefficient
 from outloop.engine.train.algorithms.objective import adapted_entropy_coefficient
@@ -147,6 +148,7 @@ class RankWorker:
         policy = build_policy(self.config, self._settings.trainer, num_updates=num_updates)
         agree("load", lambda: load_huggingface(policy.model, self._settings.model.path))
         policy.take_weights()
+        policy.hashes_gradients = keeps_trajectories(self._settings.trajectories)
         self._policy = policy
         self._exports = Exports(policy.model)
         self._placement = Offload(policy, is_colocated=self._settings.trainer.is_colocated)

@@ -235,6 +235,7 @@ def _update(
     report = merge_reports(report)
     report.imbalance = imbalance(dealt, lengths, policy.config.hidden_size)
     report.grad_norm, report.learning_rate = policy.step()
+    report.gradient_hash = policy.gradient_hash
     return report
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outloop.buffer.records import Float32
 from outloop.buffer.telemetry import GAP_AGES
 from outloop.engine.train.algorithms.losses import TokenLoss
 from outloop.engine.train.algorithms.ratios import ratio_of
@@ -54,6 +55,12 @@ class UpdateReport:
     """Versions between the weights that sampled it and those before the update, of each."""
     clipped: list[Tensor] = field(default_factory=list)
     """1 for each that the loss clipped, else 0."""
+    logprobs: list[Tensor] = field(default_factory=list)
+    """Of the policy before the update, of each."""
+    places: list[Tensor] = field(default_factory=list)
+    """[N] int64: which token of the batch each is."""
+    gradient_hash: str = field(default="", metadata={"merge": max})
+    """Of all ranks' gradients before clipping; empty where trajectories are not kept."""
     masked: list[Tensor] = field(default_factory=list)
     """1 for each that a correction masked or vetoed, or OPSM left out, else 0."""
 
@@ -88,6 +95,9 @@ class UpdateReport:
             self.num_opsm_masked = self.num_opsm_masked + result.is_masked.sum()
         self.gaps.append((policy_logprobs - targets.behavior_logprobs_N).abs())
         self.ages.append((policy_version - targets.policy_versions_N).float())
+        if targets.places_N is not None:
+            self.logprobs.append(policy_logprobs)
+            self.places.append(targets.places_N)
         self.clipped.append(result.is_clipped.float())
         is_masked = torch.zeros_like(ratio).bool() if result.is_masked is None else result.is_masked
         if targets.correction_N is not None:
@@ -165,6 +175,16 @@ def _effective_share(weights: Tensor) -> float:
     return float(w.sum().square() / (len(w) * w.square().sum()))
 
 
+def policy_logprobs(reports: Sequence[UpdateReport], num_tokens: int) -> Float32:
+    """[T] logprob of each trained token under the policy before the update that first trained it;
+    NaN elsewhere."""
+    column = np.full(num_tokens, np.nan, np.float32)
+    for report in reversed(reports):
+        for places, logprobs in zip(report.places, report.logprobs, strict=True):
+            column[places.cpu().numpy()] = logprobs.float().cpu().numpy()
+    return column
+
+
 _OF_THE_LAST = (
     "train/clip_share",
     "train/clip_low_share",
@@ -215,13 +235,17 @@ def merge_reports(report: UpdateReport) -> UpdateReport:
 
 
 def _encode(report: UpdateReport) -> bytes:
-    """Numbers as numbers, lists of tensors as float32 bytes."""
+    """Numbers as numbers, lists of tensors as bytes of float32 or int64."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.item()
-        is_measured = isinstance(value, list) and value
-        return torch.cat(value).float().cpu().numpy().tobytes() if is_measured else value
+        if not (isinstance(value, list) and value):
+            return value
+        values = torch.cat(value).cpu()
+        if values.dtype == torch.int64:
+            return {"int64": values.numpy().tobytes()}
+        return values.float().numpy().tobytes()
 
     return msgspec.msgpack.encode(
         {item.name: plain(getattr(report, item.name)) for item in dataclasses.fields(report)}
@@ -233,6 +257,8 @@ def _decode(data: bytes) -> UpdateReport:
     for name, value in values.items():
         if isinstance(value, bytes):
             values[name] = [torch.frombuffer(bytearray(value), dtype=torch.float32)]
+        elif isinstance(value, dict):
+            values[name] = [torch.frombuffer(bytearray(value["int64"]), dtype=torch.int64)]
     return UpdateReport(**values)
 
 

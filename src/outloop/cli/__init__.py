@@ -20,6 +20,7 @@ from outloop.buffer.errors import (
 )
 from outloop.cli.archiver import archiver
 from outloop.cli.check import check
+from outloop.cli.completion import completion
 from outloop.cli.convert import convert
 from outloop.cli.doctor import doctor
 from outloop.cli.episodes import episodes
@@ -29,12 +30,13 @@ from outloop.cli.manifests import manifests
 from outloop.cli.monitor import monitor
 from outloop.cli.new_policy import new_policy
 from outloop.cli.plan import plan
-from outloop.cli.recorded import replay_recorded, replay_step, rollout, train_recorded
+from outloop.cli.recorded import replay, replay_recorded, replay_step, rollout, train_recorded
 from outloop.cli.redis import redis
 from outloop.cli.router import router
 from outloop.cli.runner import runner
 from outloop.cli.serve import serve
 from outloop.cli.server import server
+from outloop.cli.settings import settings
 from outloop.cli.status import status
 from outloop.cli.submit import submit
 from outloop.cli.tail import tail
@@ -45,7 +47,7 @@ from outloop.cli.trajectories import trajectories
 from outloop.cli.view import view
 
 GROUPS: dict[str, tuple[click.Command, ...]] = {
-    "Run": (train, serve, new_policy, convert, doctor, check, plan),
+    "Run": (train, serve, new_policy, convert, doctor, check, plan, settings, completion),
     "Look into a run": (
         view,
         status,
@@ -68,7 +70,7 @@ GROUPS: dict[str, tuple[click.Command, ...]] = {
         tracker,
     ),
     "On a cluster": (submit, manifests),
-    "One side alone, for debugging": (rollout, train_recorded, replay_step),
+    "One side alone, for debugging": (rollout, train_recorded, replay, replay_step),
 }
 """Every command, as `outloop --help` shows them."""
 
@@ -100,7 +102,7 @@ for _commands in GROUPS.values():
 def main() -> None:
     """Entry point: every outloop error becomes one sentence and exit code 2 (settings) or 1."""
     try:
-        cli()
+        cli(prog_name="outloop")
     except SettingsError as error:
         click.echo(f"outloop: {error}", err=True)
         sys.exit(SETTINGS_EXIT_CODE)

@@ -6,14 +6,29 @@ from pathlib import Path
 
 import click
 
-from outloop.cli.options import CONFIG, SET
+from outloop.cli.options import SET
 
 
 @click.command()
-@CONFIG
+@click.argument("config", type=click.Path(path_type=Path), required=False)
 @SET
-def init(config: Path, overrides: tuple[str, ...]) -> None:
-    """Make the run of CONFIG in its folder and in Redis, for parts that are started elsewhere."""
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Answer 1: a new folder.")
+@click.option("--agent", type=click.Choice(["function", "program"]), help="Answer 2.")
+@click.option("--policy", help="Answer 3: random, a folder, or a repository of the hub.")
+def init(
+    config: Path | None,
+    overrides: tuple[str, ...],
+    folder: Path | None,
+    agent: str | None,
+    policy: str | None,
+) -> None:
+    """Begin: without CONFIG ask three questions and write a folder that trains.
+
+    With CONFIG: make its run in its folder and in Redis, for parts that are started elsewhere.
+    """
+    if config is None:
+        _new_folder(folder, agent, policy)
+        return
     from outloop.buffer.settings import load_settings
     from outloop.engine.launch import launcher
     from outloop.engine.launch.model_folder import with_model_folder
@@ -21,3 +36,25 @@ def init(config: Path, overrides: tuple[str, ...]) -> None:
     settings = with_model_folder(load_settings(config, overrides))
     launcher.check_before_start(settings)
     click.echo(launcher.make_run(settings).dir)
+
+
+def _new_folder(folder: Path | None, agent: str | None, policy: str | None) -> None:
+    from outloop.project.write import write_project
+
+    if folder is None:
+        answer = click.prompt("1. Name of a new folder", default="my-agent")
+        folder = Path(answer)
+    if agent is None:
+        click.echo("2. How does your agent run? function: async Python, hundreds of episodes at")
+        click.echo("   once. program: any command line, a process for each episode.")
+        agent = click.prompt(
+            "   ", type=click.Choice(["function", "program"]), default="function", prompt_suffix=""
+        )
+    if policy is None:
+        click.echo("3. Which policy? random: a tiny one for a laptop. Otherwise a Hugging Face")
+        policy = click.prompt("   folder or repository, such as Qwen/Qwen3-0.6B", default="random")
+    assert agent is not None
+    assert policy is not None
+    write_project(folder, agent=agent, policy=policy)
+    click.echo(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
+    click.echo(f"now: cd {folder} && outloop train run.toml")

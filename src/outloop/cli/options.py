@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from outloop.cli.completion import complete_setting
+
 if TYPE_CHECKING:
     from outloop.engine.launch.plan.report import Table
 
@@ -43,7 +45,12 @@ RUN = click.option(
     help="Folder of the run.",
 )
 SET = click.option(
-    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting."
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Override one setting.",
+    shell_complete=complete_setting,
 )
 ADVERTISE = click.option(
     "--advertise",

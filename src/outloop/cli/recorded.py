@@ -122,3 +122,36 @@ def replay_step(folder: Path) -> None:
     for index, outcome in enumerate(outcomes):
         click.echo(f"update {index}: {outcome.sentence}")
     sys.exit(0 if all(outcome.is_equal for outcome in outcomes) else 1)
+
+
+@click.command("replay")
+@click.argument("run_dir", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.option("--step", type=int, required=True, help="Which step; 1 is the first.")
+@SET
+def replay(run_dir: Path, step: int, overrides: tuple[str, ...]) -> None:
+    """Make a step of a run again, from its kept trajectories and the checkpoint before it.
+
+    Compares the gradients with those of the run: bit by bit, or to rounding where several ranks
+    made them. With --set the step is made with other settings, and what came before it as it was.
+    Exit code 0: equal, or made with other settings; 1: not equal.
+    """
+    import warnings
+
+    warnings.filterwarnings("ignore", module="megatron")
+    from outloop.buffer.run import load_run_settings
+    from outloop.buffer.telemetry import configure_logging
+    from outloop.engine.train.debug.replay_run import replay_run
+    from outloop.engine.train.main import train_recorded_steps
+
+    configure_logging("trainer", load_run_settings(run_dir).telemetry.log_level)
+    found = replay_run(run_dir, step, overrides, train_steps=train_recorded_steps)
+    if found.first_step < step:
+        click.echo(f"made steps {found.first_step} to {step - 1} again to come to step {step}")
+    for line in found.lines():
+        click.echo(line)
+    if found.has_other_settings:
+        click.echo(f"now: with {', '.join(overrides)}")
+        return
+    many = found.then.num_ranks > 1
+    click.echo(("equal to rounding" if many else "equal") if found.is_equal else "NOT equal")
+    sys.exit(0 if found.is_equal else 1)

@@ -99,6 +99,10 @@ def _api(runs: Mapping[str, RunFolder]) -> APIRouter:
             "components": one.components(),
         }
 
+    @api.get("/{run}/lanes")
+    def show_lanes(run: str, last_s: Annotated[float | None, Query(gt=0)] = None) -> dict[str, Any]:
+        return run_of(run).lanes(last_s)
+
     @api.get("/{run}/episodes")
     def list_episodes(run: str, wanted: Annotated[EpisodeFilter, Query()]) -> dict[str, Any]:
         return run_of(run).episodes(wanted)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 import psutil
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,6 +26,7 @@ from outloop.buffer.trajectories.folder import FOLDER, MANIFEST, read_manifest
 from outloop.buffer.trajectories.query import connect
 from outloop.buffer.trajectories.trained import read_trained
 from outloop.buffer.trajectories.vocabulary import VOCABULARY
+from outloop.view.lanes import lanes
 
 LISTED = (
     "episode_id, group_id, task_id, slot, attempt, purpose, eval_name, fate, reason, "
@@ -159,6 +161,34 @@ class RunFolder:
         """The rows of events.jsonl."""
         return read_events(self.path)
 
+    def lanes(self, last_s: float | None) -> dict[str, Any]:
+        """What each part was doing in the last `last_s` seconds; None: in the whole run."""
+        steps = {row["step"]: row for row in self.metrics() if "train/loss" in row}
+        rows = [steps[step] for step in sorted(steps)]
+        # When the update of a version began: its step's end, less what came behind it.
+        began = {
+            row["train/policy_version"]: row["time"]
+            - sum(row.get(name) or 0.0 for name in ("train/update_s", "publish/duration_s"))
+            for row in rows
+            if row.get("train/policy_version") is not None
+        }
+        episodes = self._kept_rows(
+            "SELECT opened_at, closed_at, trained_version FROM episodes WHERE closed_at IS NOT NULL"
+        )
+        turns = self._kept_rows("SELECT started_at, finished_at FROM turns")
+        taken = [
+            (one["closed_at"], began[one["trained_version"]])
+            for one in episodes
+            if began.get(one["trained_version"], 0.0) > one["closed_at"]
+        ]
+        return lanes(
+            _intervals([(one["started_at"], one["finished_at"]) for one in turns]),
+            _intervals([(one["opened_at"], one["closed_at"]) for one in episodes]),
+            _intervals(taken),
+            rows,
+            last_s,
+        )
+
     def fates(self) -> list[dict[str, Any]]:
         """How many episodes there are of each purpose, fate, reason and outcome."""
         return self._kept_rows(
@@ -264,9 +294,10 @@ class RunFolder:
         return found
 
     def _add_advantages(self, episode_id: str, turns: list[dict[str, Any]]) -> None:
-        """`advantages` of each turn's output: None for a token that no update trained."""
+        """`advantages` and `policy_logprobs` of each turn's output: None for a token that no update
+        trained."""
         for turn in turns:
-            turn["advantages"] = None
+            turn["advantages"] = turn["policy_logprobs"] = None
         found = self._rows(
             "SELECT trained_version FROM episodes WHERE episode_id = ?", [episode_id]
         )
@@ -278,12 +309,15 @@ class RunFolder:
             at = 0
             for turn in paths[row["branch"]]:
                 at += len(turn["prompt_ids"])
-                own = turn["advantages"] or [None] * len(turn["output_ids"])
-                for index in range(len(own)):
-                    if row["trained"][at + index]:
-                        own[index] = row["advantages"][at + index]
-                turn["advantages"] = own
-                at += len(own)
+                length = len(turn["output_ids"])
+                for name in ("advantages", "policy_logprobs"):
+                    column = row.get(name)
+                    own = turn[name] or [None] * length
+                    for index in range(length):
+                        if column is not None and row["trained"][at + index]:
+                            own[index] = column[at + index]
+                    turn[name] = own
+                at += length
 
     def _turns(self, columns: str, episode_id: str) -> list[dict[str, Any]]:
         return self._rows(
@@ -328,6 +362,10 @@ class RunFolder:
                 # A cursor of the old connection goes on until it is closed.
                 self._connection, self._seen = connect(folder), seen
             return self._connection.cursor()
+
+
+def _intervals(pairs: list[tuple[float, float]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    return np.array(pairs, np.float64).reshape(-1, 2)
 
 
 def _marks(values: list[Any]) -> str:

@@ -12,6 +12,7 @@ const part = encodeURIComponent;
 
 export const runs = () => get("/api/runs");
 export const overview = (run) => get(`/api/runs/${part(run)}/overview`);
+export const lanes = (run, last) => get(`/api/runs/${part(run)}/lanes${last ? `?last_s=${last}` : ""}`);
 export const episodes = (run, query) => get(`/api/runs/${part(run)}/episodes?${new URLSearchParams(query)}`);
 export const episode = (run, id) => get(`/api/runs/${part(run)}/episodes/${part(id)}`);
 export const tokens = (run, id) => get(`/api/runs/${part(run)}/episodes/${part(id)}/tokens`);

@@ -3,7 +3,8 @@
 import * as api from "./api.js";
 import { COLORS, lineChart, stackedChart } from "./charts.js";
 import { h, replace } from "./dom.js";
-import { bytes, number, seconds, time } from "./format.js";
+import { bytes, number, plain, seconds, time } from "./format.js";
+import { card as laneCard } from "./lanes.js";
 import { link } from "./route.js";
 
 // Rows of training steps: after a resume a step may stand twice, and the later one counts.
@@ -34,6 +35,12 @@ function componentSeries(rows, steps) {
   return names.map((name, i) => ({ name, color: COLORS[i % COLORS.length], points: rows.filter((row) => row.name === name && row.version !== null).map((row) => ({ step: row.version, value: row.mean })) }));
 }
 
+// What outloop.Run.record was given.
+function ownNumbers(metrics, of) {
+  const names = [...new Set(metrics.flatMap((row) => Object.keys(row)))].filter((name) => name.startsWith("user/"));
+  return names.length ? lineChart({ title: `Numbers of your own${of}`, note: "outloop.Run.record", series: named(metrics, names.map((name) => [name.slice("user/".length), name])) }) : null;
+}
+
 function charts(shown) {
   const [first] = shown;
   const rows = training(first.metrics), evals = first.metrics.filter((row) => "eval/sampled_reward" in row || "eval/greedy_reward" in row);
@@ -62,6 +69,7 @@ function charts(shown) {
     several ? single("Importance ratio", "train/ratio_p99", "99th percentile") : lineChart({ title: "Importance ratio", note: "policy / behavior at the first update", series: named(rows, [["1st percentile", "train/ratio_p01"], ["mean", "train/ratio_mean"], ["99th percentile", "train/ratio_p99"]]) }),
     single("Gradient norm", "train/grad_norm", "before clipping", { floor: 0 }),
     single("Loss", "train/loss", ""),
+    ownNumbers(first.metrics, of),
   ].filter(Boolean);
 }
 
@@ -98,11 +106,12 @@ function events({ events }) {
   if (!events.length) return null;
   return h("section", { class: "card" }, h("header", {}, h("h3", {}, "Events")),
     h("ol", { class: "events" }, events.slice(-40).reverse().map((one) => h("li", { class: one.kind },
-      h("time", {}, time(one.time)), h("b", {}, one.kind.replaceAll("_", " ")), one.part || "", one.exit_code !== undefined ? ` exit code ${one.exit_code}` : ""))));
+      h("time", {}, time(one.time)), h("b", {}, one.kind.replaceAll("_", " ")), one.part || one.name || "", one.exit_code !== undefined ? ` exit code ${one.exit_code}` : "", one.sentence || one.reason ? h("span", { class: "why" }, plain(one.sentence || one.reason)) : ""))));
 }
 
 export async function show(main, { run, query, runs }) {
   const others = query.getAll("with").filter((name) => name && name !== run);
+  const lanes = laneCard(run);
   const draw = async () => {
     const shown = await Promise.all([run, ...others].map(api.overview));
     const compare = runs.length > 1 && h("div", { class: "compare" }, "compare with", runs.filter((one) => one.name !== run).map((one) => {
@@ -111,9 +120,10 @@ export async function show(main, { run, query, runs }) {
       return h("a", { class: is ? "chip on" : "chip", href: `${link(run)}${next.length ? `?${new URLSearchParams(next.map((name) => ["with", name]))}` : ""}`, "aria-pressed": is }, one.name);
     }));
     const drawn = charts(shown);
+    if (drawn.length) await lanes.update(shown[0].events);
     replace(main, h("h1", { class: "visually-hidden" }, `Overview of ${run}`), compare, shown.length === 1 ? tiles(shown[0]) : null,
       drawn.length ? h("div", { class: "grid" }, drawn) : h("p", { class: "empty" }, "No step has been recorded yet."),
-      shown.length === 1 && h("div", { class: "grid wide" }, fates(shown[0]), events(shown[0])));
+      shown.length === 1 && drawn.length > 0 && lanes.element, shown.length === 1 && h("div", { class: "grid wide" }, fates(shown[0]), events(shown[0])));
     return shown[0].run.is_live;
   };
   return (await draw()) ? draw : null;

@@ -1,0 +1,1 @@
+"""What `outloop init` writes into a new folder."""
