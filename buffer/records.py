@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from outloop.buffer.errors import RecordError
+from outloop.buffer.routed_experts import RoutedExperts
 
 Purpose = Literal["train", "eval", "sft"]
 """`train`: may be trained by RL. `eval`: never trained. `sft`: messages only, trained by SFT."""
@@ -128,6 +129,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     started_at: float
     """Unix seconds."""
     finished_at: float
+    routed_experts: RoutedExperts | None = None
+    """Where the tokens before each of prompt_ids and output_ids were sent, as its page says; None:
+    not known, or the model has no experts."""
 
     def __post_init__(self) -> None:
         for name, ids in (("prompt_ids", self.prompt_ids), ("output_ids", self.output_ids)):
@@ -157,11 +161,21 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                     f"turn {self.turn_id}: version_spans end at {position}, "
                     f"len(output_ids)={num_output}"
                 )
+        if self.routed_experts is not None:
+            self._check_rows(self.routed_experts.num_rows)
         for start, end in self.loss_spans:
             if not 0 <= start <= end <= num_output:
                 raise RecordError(
                     f"turn {self.turn_id}: loss_spans={self.loss_spans} leave [0, {num_output}]"
                 )
+
+    def _check_rows(self, num_rows: int) -> None:
+        due = len(self.prompt_ids) + len(self.output_ids) - (self.parent_turn_id is None)
+        if num_rows != due:
+            raise RecordError(
+                f"turn {self.turn_id}: routed_experts has {num_rows} rows; {due} are due, one "
+                "before each id that has one before it"
+            )
 
     @property
     def trained_version_bounds(self) -> tuple[int | None, int | None]:

@@ -162,6 +162,8 @@ METRICS: dict[str, str] = {
     "train/trained_tokens": "tokens with loss",
     "train/tokens_per_s": "batch tokens over the time from one step's end to the next",
     "train/padding_share": "padding over all tokens computed",
+    "train/replayed_routes_share": "mixtures of experts: share of the trained tokens whose "
+    "prediction is computed by the experts that the server took (trainer.routing_replay)",
     "train/imbalance": "estimated cost of the busiest data-parallel rank over the mean, less one",
     "train/learning_rate": "learning rate of the update",
     "train/step_s": "time from one step's end to the next",

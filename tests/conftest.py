@@ -61,7 +61,7 @@ def default_logging() -> Iterator[None]:
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Make (once each) a random two-layer model folder: `make_model("llama", tied=False)`.
 
-    Kinds: qwen3, qwen3_moe, llama.
+    Kinds: qwen3, qwen3_moe, glm4_moe, llama.
     """
     made: dict[tuple[str, bool, int], Path] = {}
 
@@ -108,6 +108,15 @@ def _write_model(folder: Path, kind: str, tied: bool, seed: int) -> None:
             model = transformers.Qwen3MoeForCausalLM(
                 transformers.Qwen3MoeConfig(norm_topk_prob=True, **experts, **sizes)
             )
+        elif kind == "glm4_moe":
+            from fakes.families import GLM4_MOE
+
+            model = transformers.Glm4MoeForCausalLM(
+                transformers.Glm4MoeConfig(**(GLM4_MOE | sizes))
+            )
+            for name, bias in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    torch.nn.init.normal_(bias, std=0.1)
         else:
             model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
         # Norm weights of one would hide a missing or misplaced norm.

@@ -242,6 +242,7 @@ RL_ONLY = (
     "overlong_penalty",
     *("loss", "loss_path", "denominator", "proximal", "correction", "opsm_delta", "kl"),
     *("entropy_coefficient", "entropy_target", "mask_truncated", "sources", "curriculum"),
+    "routing_replay",
 )
 """Settings of [trainer] without effect on supervised fine-tuning."""
 

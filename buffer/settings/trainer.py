@@ -264,6 +264,9 @@ class TrainerSettings(BaseModel):
     """Leave the tokens of truncated episodes out of the loss; they still count in statistics.
     Truncated: a limit of turns, time or tokens ended the episode, or the limit of one answer ended
     a branch (finish_reason "length" of its last turn)."""
+    routing_replay: bool | None = None
+    """Mixtures of experts: servers report which experts each token went to, and the trainer sends
+    it there too; see trainer.md. Left out: on where the model has experts."""
     num_threads: int = Field(1, gt=0)
     """Of each trainer process."""
     num_ranks: int = Field(1, gt=0)

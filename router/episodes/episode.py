@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outloop.buffer.records import OpenEpisode, Opening
+from msgspec.structs import replace
+
+from outloop.buffer.records import OpenEpisode, Opening, Turn
 from outloop.buffer.store.budget_notes import EpisodeUsage
 from outloop.buffer.writer import BufferWriter
 from outloop.router.buffer_retry import BufferRetry
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
     from outloop.router.episodes.in_flight import InFlightTurn
 
 _MAX_REFUSED_ATTEMPTS = 1024
+
+
+def without_experts(turn: Turn) -> Turn:
+    """A turn as it is kept here: its experts, which are most of its bytes, are in the buffer."""
+    return turn if turn.routed_experts is None else replace(turn, routed_experts=None)
 
 
 @dataclass(slots=True)
@@ -179,7 +186,7 @@ class LiveEpisode:
         """Take over turns that another process recorded."""
         for turn in loaded.turns:
             if turn.turn_id not in self.tree.nodes:
-                self.tree.add(turn)
+                self.tree.add(without_experts(turn))
                 self.recorded.discard(turn.turn_id)
                 if turn.mask_reason == "undelivered" and not turn.loss_spans and turn.retry_key:
                     self.undelivered.add(turn.retry_key)

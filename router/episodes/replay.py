@@ -104,6 +104,7 @@ def generated_before(turn: Turn, stop_text: str | None) -> Generated:
         spans=list(turn.version_spans),
         finish="length" if turn.finish_reason == "length" else "stop",
         matched=stop_text,
+        routes=turn.routed_experts,
     )
 
 

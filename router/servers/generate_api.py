@@ -6,13 +6,16 @@ answer. Invariant: every sampling parameter is sent; unknown fields of an answer
 
 from __future__ import annotations
 
+import binascii
 from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from outloop.buffer.errors import ServerUnavailable
 from outloop.buffer.records import Sampling
+from outloop.buffer.routed_experts import RoutedExperts, RoutingShape
 
 
 class Span(msgspec.Struct):
@@ -40,6 +43,8 @@ class Meta(msgspec.Struct):
     weight_versions: list[Span] | None = None
     output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     output_top_logprobs: list[list[tuple[float | None, int, Any]] | None] | None = None
+    routed_experts: str | None = None
+    """Base64 of int32 [rows, layers, top_k], with the last piece."""
 
 
 class Failure(msgspec.Struct):
@@ -104,6 +109,37 @@ class Prompt(msgspec.Struct, frozen=True):
         return Prompt(num_ids, (*self.pieces[:first], last))
 
 
+class WantedRoutes(msgspec.Struct, frozen=True):
+    """That the experts of tokens are wanted: of all from position `start` to the last but one."""
+
+    shape: RoutingShape
+    start: int
+    num_given: int
+    """Ids that the server is given."""
+
+    def read(self, encoded: str, *, num_new: int) -> RoutedExperts:
+        """The experts in an answer of `num_new` ids.
+
+        Raises:
+            ServerUnavailable: it has those of other tokens, or of another model.
+        """
+        num_rows = self.num_given + num_new - 1 - self.start
+        shape = (num_rows, self.shape.num_layers, self.shape.top_k)
+        try:
+            flat = np.frombuffer(binascii.a2b_base64(encoded), "<i4")
+            return RoutedExperts.of(self.shape, flat.reshape(shape))
+        except ValueError as error:
+            raise ServerUnavailable(
+                f"/generate answered with routed_experts that are not of {num_rows} tokens, "
+                f"{self.shape.num_layers} layers and {self.shape.top_k} experts each: {error}"
+            ) from error
+
+    def after(self, generated: RoutedExperts | None, num_ids: int) -> WantedRoutes:
+        """What is left to be asked for after `num_ids` ids, with the experts that came of them."""
+        num_rows = generated.num_rows if generated is not None else 0
+        return WantedRoutes(self.shape, self.start + num_rows, self.num_given + num_ids)
+
+
 class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What few turns ask of a server beyond their sampling."""
 
@@ -111,6 +147,8 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_top_logprobs: int = 0
     trace: tuple[tuple[str, str], ...] = ()
     """Headers of the client's OpenTelemetry context, handed on as they came."""
+    routes: WantedRoutes | None = None
+    """Tokens whose experts are wanted; None: of none."""
 
 
 NO_OPTIONS = GenerateOptions()
@@ -129,7 +167,11 @@ def request_body(
 ) -> bytes:
     """The body that has the server generate at most `max_new_tokens` after `prompt`."""
     parameters = _parameters(sampling, stop_ids, max_new_tokens, options.json_schema)
-    more = {"top_logprobs_num": options.num_top_logprobs} if options.num_top_logprobs else {}
+    more: dict[str, Any] = {}
+    if options.num_top_logprobs:
+        more["top_logprobs_num"] = options.num_top_logprobs
+    if options.routes is not None:
+        more |= {"return_routed_experts": True, "routed_experts_start_len": options.routes.start}
     rest = msgspec.json.encode(
         {
             **more,

@@ -18,9 +18,11 @@ from typing import Any
 
 import aiohttp
 import structlog
+from msgspec.structs import replace
 
 from outloop.buffer.errors import DeadlineExceeded, ServerUnavailable
 from outloop.buffer.records import Sampling, VersionSpan
+from outloop.buffer.routed_experts import RoutedExperts
 from outloop.router.errors import Refusal
 from outloop.router.servers.generate_api import (
     NO_OPTIONS,
@@ -70,6 +72,9 @@ class Generated:
     """The stop id or stop string that ended it."""
     num_handed_on: int = 0
     """Ids that a streaming client has seen."""
+    routes: RoutedExperts | None = None
+    """Experts of the tokens from the first that were asked for to the last but one, where they were
+    asked for and are known."""
 
 
 class Generator:
@@ -136,6 +141,7 @@ class Generator:
             name = f"{rid}-{attempt}"
             try:
                 self._keep_or_restart(generated, server, options, is_streamed=on_tokens is not None)
+                now = _after(generated, options)
                 body = request_body(
                     prompt.followed_by(generated.ids),
                     sampling,
@@ -144,9 +150,9 @@ class Generator:
                     max_new_tokens=sampling.max_new_tokens - len(generated.ids),
                     policy_version=server.policy_version,
                     stream=on_tokens is not None,
-                    options=options,
+                    options=now,
                 )
-                await self._call(server, body, generated, on_tokens, options, name, deadline)
+                await self._call(server, body, generated, on_tokens, now, name, deadline)
                 version = (
                     generated.spans[-1].policy_version if len(generated.ids) > num_before else None
                 )
@@ -202,6 +208,7 @@ class Generator:
         may_keep = options.json_schema is None
         if not (may_keep and (same or self._may_mix_versions)):
             generated.ids, generated.logprobs, generated.spans, generated.tops = [], [], [], []
+            generated.routes = None
         if is_streamed and generated.num_handed_on > len(generated.ids):
             raise TurnLost(
                 f"a streamed turn was lost after {generated.num_handed_on} tokens: its server "
@@ -239,11 +246,11 @@ class Generator:
                 if answer.status != _OK:
                     raise await _failure(answer, server)
                 if on_tokens is None:
-                    merge, piece = _Merge(generated), read_piece(await answer.read())
+                    merge, piece = _Merge(generated, options), read_piece(await answer.read())
                     merge.add(piece)
                     merge.finish(piece, server)
                 else:
-                    await _read_events(answer, _Events(generated, server, on_tokens))
+                    await _read_events(answer, _Events(generated, server, on_tokens, options))
         except aiohttp.ClientError:
             raise
         except (asyncio.CancelledError, TimeoutError):
@@ -287,8 +294,11 @@ async def _read_events(answer: aiohttp.ClientResponse, events: _Events) -> None:
 class _Merge:
     """Adds the answer of one call to what earlier calls generated."""
 
-    def __init__(self, generated: Generated) -> None:
+    def __init__(self, generated: Generated, options: GenerateOptions) -> None:
+        """`options`: those of the call."""
         self._generated = generated
+        self._wanted = options.routes
+        self._routes: str | None = None
         self._base = len(generated.ids)
         self._last_version: str | None = None
         self._spans: list[Span] | None = None
@@ -312,6 +322,7 @@ class _Merge:
             tops = meta.output_top_logprobs
             have_tops = len(generated.tops) - self._base
             generated.tops += map(_top, tops if is_incremental else tops[have_tops:])
+        self._routes = meta.routed_experts or self._routes
         self._last_version = meta.weight_version or self._last_version
         self._spans = meta.weight_versions or self._spans
         return new
@@ -333,6 +344,7 @@ class _Merge:
             raise ServerUnavailable(
                 f"{server.entry.url} gave {num_logprobs} logprobs for {num_new} output ids"
             )
+        routes = self._read_routes(num_new)
         if num_new:
             try:
                 generated.spans += self._version_spans(num_new)
@@ -342,6 +354,9 @@ class _Merge:
                     f"{server.entry.url} answered with a weight_version that is no "
                     f"policy_version: {error}"
                 ) from error
+        if routes is not None:
+            before = generated.routes
+            generated.routes = routes if before is None else before.followed_by(routes)
         if reason is not None and reason.type in ("stop", "length") and generated.ids:
             generated.finish, generated.matched = reason.type, reason.matched
 
@@ -356,6 +371,15 @@ class _Merge:
                 found.append(VersionSpan(policy_version=int(span.version), start=start, end=end))
         return found
 
+    def _read_routes(self, num_new: int) -> RoutedExperts | None:
+        if self._wanted is None or self._routes is None:
+            return None
+        try:
+            return self._wanted.read(self._routes, num_new=num_new)
+        except ServerUnavailable:
+            self._forget()
+            raise
+
     def _forget(self) -> None:
         del self._generated.ids[self._base :]
         del self._generated.logprobs[self._base :]
@@ -369,11 +393,13 @@ def _top(entries: list[tuple[float | None, int, Any]] | None) -> Top:
 class _Events:
     """A streamed answer as it comes."""
 
-    def __init__(self, generated: Generated, server: Server, on_tokens: OnTokens) -> None:
+    def __init__(
+        self, generated: Generated, server: Server, on_tokens: OnTokens, options: GenerateOptions
+    ) -> None:
         self._generated = generated
         self._server = server
         self._on_tokens = on_tokens
-        self._merge = _Merge(generated)
+        self._merge = _Merge(generated, options)
         self._held: list[bytes] = []
 
     def add(self, data: bytes) -> bool:
@@ -421,6 +447,13 @@ def _check_version(generated: Generated, policy_version: int | None) -> None:
         span.policy_version != policy_version for span in generated.spans
     ):
         raise version_gone(policy_version)
+
+
+def _after(generated: Generated, options: GenerateOptions) -> GenerateOptions:
+    """The options of the call that goes on after `generated`."""
+    if options.routes is None or not generated.ids:
+        return options
+    return replace(options, routes=options.routes.after(generated.routes, len(generated.ids)))
 
 
 def _is_over(generated: Generated, sampling: Sampling, stop_ids: tuple[int, ...]) -> bool:

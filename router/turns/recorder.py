@@ -18,11 +18,14 @@ from msgspec.structs import replace
 
 from outloop.buffer.errors import BufferUnavailable, Conflict
 from outloop.buffer.records import FinishReason, Turn
+from outloop.buffer.routed_experts import RoutedExperts
 from outloop.buffer.store.budget_notes import EpisodeUsage
 from outloop.buffer.writer import BufferWriter
 from outloop.router.buffer_retry import BufferRetry
 from outloop.router.dialects.base import TurnResult
+from outloop.router.episodes.episode import without_experts
 from outloop.router.episodes.in_flight import InFlightTurn
+from outloop.router.episodes.turn_tree import Plan
 from outloop.router.metrics import RouterMetrics
 from outloop.router.rendering.parsing import Answer, ShownCalls
 from outloop.router.rendering.renderer import PolicyRenderer
@@ -98,6 +101,7 @@ class Recorder:
                 # restarted.
                 record, usage = await self._append_late(turn, choice, answer, record)
             episode.note_usage(usage)
+            record = without_experts(record)
             knows_messages = request.prompt is None and plan.knows_messages
             async with episode.tree_lock:
                 episode.tree.add(
@@ -189,7 +193,16 @@ class Recorder:
             retry_key=turn.retry_key,
             started_at=before.started_at if before is not None else turn.started_at,
             finished_at=before.finished_at if before is not None else time.time(),
+            routed_experts=_routes(generated, plan),
         )
+
+
+def _routes(generated: Generated, plan: Plan) -> RoutedExperts | None:
+    """The experts of a turn's tokens, if they are known of all."""
+    is_root = plan.parent is None
+    due = len(plan.prompt_ids) + len(generated.ids) - is_root
+    routes = generated.routes
+    return routes if routes is not None and routes.num_rows == due else None
 
 
 def _are_known(logprobs: Sequence[float | None]) -> bool:

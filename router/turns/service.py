@@ -19,6 +19,7 @@ import structlog
 from msgspec.structs import replace
 
 from outloop.buffer.errors import Gone, OutloopError
+from outloop.buffer.routed_experts import replayed_shape
 from outloop.buffer.settings import Settings
 from outloop.buffer.writer import BufferWriter
 from outloop.router.buffer_retry import BufferRetry
@@ -38,7 +39,12 @@ from outloop.router.errors import (
 from outloop.router.metrics import RouterMetrics
 from outloop.router.peers.turn_locator import TurnLocator
 from outloop.router.rendering.renderer import PolicyRenderer
-from outloop.router.servers.generate_api import NO_OPTIONS, GenerateOptions, Prompt
+from outloop.router.servers.generate_api import (
+    NO_OPTIONS,
+    GenerateOptions,
+    Prompt,
+    WantedRoutes,
+)
 from outloop.router.servers.generation import Generator
 from outloop.router.timings import DEFAULT_TIMINGS, Timings
 from outloop.router.turns.answer_reader import AnswerReader
@@ -74,6 +80,7 @@ class TurnService:
         """`tasks`: turns run in it; each handles its own failure, so that none ends the group.
         `long_texts`: one thread for what would hold up the event loop."""
         self._settings = settings
+        self._routing = replayed_shape(settings)
         self._renderer = renderer
         self._episodes = episodes
         self._buffer_retry = buffer_retry
@@ -350,9 +357,35 @@ class TurnService:
                 affinity=turn.episode.affinity,
                 policy_version=request.policy_version,
                 on_tokens=show if request.stream else None,
-                options=_options(request, constrained=bool(sampling.constraint)),
+                options=self._options(turn, prompt, constrained=bool(sampling.constraint)),
             )
         return GeneratedChoice(index, generated, live.shown_calls if live is not None else None)
+
+    def _options(self, turn: InFlightTurn, prompt: Prompt, *, constrained: bool) -> GenerateOptions:
+        """What the turn asks of a server beyond its sampling."""
+        request, routes = turn.request, self._wanted_routes(turn, prompt)
+        if not (constrained or request.num_top_logprobs or request.traceparent or routes):
+            return NO_OPTIONS
+        return GenerateOptions(
+            json_schema=request.json_schema if constrained else None,
+            num_top_logprobs=request.num_top_logprobs,
+            trace=tuple(
+                (name, value)
+                for name in ("traceparent", "tracestate")
+                if (value := getattr(request, name)) is not None
+            ),
+            routes=routes,
+        )
+
+    def _wanted_routes(self, turn: InFlightTurn, prompt: Prompt) -> WantedRoutes | None:
+        """Of a turn that may be trained: from the last token of its parent on."""
+        opening, plan = turn.episode.opening, turn.plan
+        is_trained = opening is not None and opening.purpose == "train"
+        if self._routing is None or not is_trained or turn.request.policy_version is not None:
+            return None
+        assert plan is not None
+        start = plan.parent.end - 1 if plan.parent is not None else 0
+        return WantedRoutes(self._routing, start, prompt.num_ids)
 
 
 async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -370,17 +403,3 @@ async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 def _closed() -> Refusal:
     return episode_closed("the episode ended while its turn was generated")
-
-
-def _options(request: TurnRequest, *, constrained: bool) -> GenerateOptions:
-    if not (constrained or request.num_top_logprobs or request.traceparent):
-        return NO_OPTIONS
-    return GenerateOptions(
-        json_schema=request.json_schema if constrained else None,
-        num_top_logprobs=request.num_top_logprobs,
-        trace=tuple(
-            (name, value)
-            for name in ("traceparent", "tracestate")
-            if (value := getattr(request, name)) is not None
-        ),
-    )

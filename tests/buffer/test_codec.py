@@ -25,6 +25,7 @@ from outloop.buffer.records import (
     Turn,
     VersionSpan,
 )
+from outloop.buffer.routed_experts import RoutedExperts, RoutingShape
 
 TEXT = st.text(max_size=12)
 FLOAT = st.floats(allow_nan=False, allow_infinity=False)
@@ -34,8 +35,9 @@ IDS = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(lambda x: np.array(x,
 @st.composite
 def turns(draw: st.DrawFn) -> Turn:
     """Any valid turn, sampled or for SFT."""
-    output_ids = draw(IDS)
+    prompt_ids, output_ids, parent = draw(IDS), draw(IDS), draw(st.none() | TEXT)
     n = len(output_ids)
+    num_rows = len(prompt_ids) + n - (parent is None)
     is_sampled = draw(st.booleans())
     cuts = sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=3))})
     spans = tuple(
@@ -51,9 +53,9 @@ def turns(draw: st.DrawFn) -> Turn:
     return Turn(
         turn_id=draw(TEXT),
         episode_id=draw(TEXT),
-        parent_turn_id=draw(st.none() | TEXT),
+        parent_turn_id=parent,
         choice_index=draw(st.integers(0, 9)),
-        prompt_ids=draw(IDS),
+        prompt_ids=prompt_ids,
         output_ids=output_ids,
         behavior_logprobs=logprobs if is_sampled else None,
         version_spans=spans if is_sampled else (),
@@ -69,7 +71,22 @@ def turns(draw: st.DrawFn) -> Turn:
         retry_key=draw(st.none() | TEXT),
         started_at=draw(FLOAT),
         finished_at=draw(FLOAT),
+        routed_experts=draw(st.none() | routed_experts(num_rows)) if num_rows >= 0 else None,
     )
+
+
+@st.composite
+def routed_experts(draw: st.DrawFn, num_rows: int) -> RoutedExperts:
+    """Experts of so many tokens, some of them unknown."""
+    num_experts = draw(st.sampled_from([1, 4, 255, 256, 65535]))
+    shape = RoutingShape(
+        num_layers=draw(st.integers(1, 3)),
+        top_k=draw(st.integers(1, min(num_experts, 3))),
+        num_experts=num_experts,
+    )
+    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    size = (num_rows, shape.num_layers, shape.top_k)
+    return RoutedExperts.of(shape, generator.integers(-1, num_experts, size))
 
 
 NUMBERS = st.dictionaries(TEXT, FLOAT, max_size=3)

@@ -1,11 +1,13 @@
 """A mixture of experts on real SGLang: its fused experts are fed and verified."""
 
 import asyncio
+import base64
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,6 +23,57 @@ from outloop.engine.publish.server_client import ServerClient
 from outloop.engine.publish.verification.accounts import accounts_for
 
 PROMPT = [5, 17, 300, 8, 9, 44, 120, 7, 61, 2]
+
+
+NUM_LAYERS, TOP_K = 2, 2
+
+
+async def assert_routes_are_transformers(server: Any, model: Any, *, start: int = 4) -> None:
+    """Each token from `start` on was sent where transformers would send it, in any order."""
+    status, answer = await server.post(
+        "/generate",
+        input_ids=PROMPT,
+        sampling_params={"max_new_tokens": 16, "ignore_eos": True},
+        return_logprob=True,
+        return_routed_experts=True,
+        routed_experts_start_len=start,
+    )
+    assert status == 200, answer
+    flat = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), np.int32)
+    ids = PROMPT + answer["output_ids"]
+    routes = flat.reshape(len(ids) - 1 - start, NUM_LAYERS, TOP_K)
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids]), output_router_logits=True).router_logits
+    for layer in range(NUM_LAYERS):
+        expected = logits[layer][start:-1].topk(TOP_K, dim=-1).indices.sort(dim=-1).values
+        np.testing.assert_array_equal(np.sort(routes[:, layer]), expected)
+
+
+async def test_the_torch_server_reports_experts_as_sglang_does(
+    make_model: Callable[..., Path],
+    start_torch_server: Callable[..., Any],
+    server_at: Callable[..., Any],
+) -> None:
+    """The same fields, encoding and rows; a dense model's answer has none."""
+    import transformers
+
+    folder = make_model("qwen3_moe", tied=False)
+    server = server_at("torch", start_torch_server(folder).url, folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    await assert_routes_are_transformers(server, model)
+    await assert_routes_are_transformers(server, model, start=9)
+    status, answer = await server.post(
+        "/generate",
+        input_ids=PROMPT,
+        return_routed_experts=True,
+        routed_experts_start_len=len(PROMPT) + 1,
+    )
+    assert status == 400, answer
+    dense = make_model()
+    server = server_at("torch", start_torch_server(dense).url, dense)
+    status, answer = await server.post("/generate", input_ids=PROMPT, return_routed_experts=True)
+    assert status == 200
+    assert "routed_experts" not in answer["meta_info"]
 
 
 @pytest.mark.sglang
@@ -59,6 +112,7 @@ async def test_experts_are_fed_and_verified(
     expected = table[torch.arange(9, 25), ids[0, 10:]].tolist()
     got = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
     assert got == pytest.approx(expected, abs=1e-4)
+    await assert_routes_are_transformers(server, model)
 
     changed = dict(tensors)
     name = "model.layers.1.mlp.experts.2.up_proj.weight"

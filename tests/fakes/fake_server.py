@@ -1,12 +1,14 @@
 """A program that speaks a server's `/generate` and answers from a script."""
 
 import asyncio
+import base64
 import json
 import socket
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import uvicorn
 
 from outloop.router.http.protocol import ClientConnection
@@ -23,6 +25,16 @@ class Script:
     """Streamed: cut the connection after this many ids."""
     logprobs: list[float] | None = None
     spans: list[dict] | None = None
+    num_routes_lost: int = 0
+    """Rows of routed_experts that are missing."""
+
+
+def routes_of(ids: list[int]) -> np.ndarray:
+    """[len(ids), 2, 2]: the experts of a model of 8 that the fake sends tokens to, by their ids."""
+    token = np.asarray(ids, np.int32)
+    return np.stack([token % 8, token // 8 % 8, token // 64 % 8, token // 512 % 8], 1).reshape(
+        -1, 2, 2
+    )
 
 
 class FakeServer:
@@ -37,6 +49,8 @@ class FakeServer:
         self.latency_s = 0.0
         self.chunk = 1
         self.is_cumulative = True
+        self.has_experts = False
+        """Whether it gives routed_experts to those who ask for them."""
         self.gate = asyncio.Event()
         self.gate.set()
         self.step_gate: asyncio.Event | None = None
@@ -83,6 +97,7 @@ class FakeServer:
             "text": "not to be relied on",
             "output_ids": script.ids[start:end],
             "meta_info": {
+                **(self._routes(script) if last else {}),
                 "id": "x",
                 "finish_reason": script.finish if last else None,
                 "completion_tokens": end,
@@ -100,6 +115,15 @@ class FakeServer:
                 ],
             },
         }
+
+    def _routes(self, script: Script) -> dict:
+        request = self.requests[-1]
+        if not (self.has_experts and request.get("return_routed_experts")):
+            return {}
+        ids = [*request["input_ids"], *script.ids]
+        computed = ids[request["routed_experts_start_len"] : -1]
+        rows = routes_of(computed[script.num_routes_lost :])
+        return {"routed_experts": base64.b64encode(rows.tobytes()).decode()}
 
     async def _stream(self, send, script: Script) -> None:
         await send(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outloop.buffer.errors import DeadlineExceeded, SettingsError
+from outloop.buffer.routed_experts import replayed_shape
 from outloop.buffer.settings import Settings
 from outloop.engine.serve.sglang.cpu_environment import find_python, shims_folder
 
@@ -91,6 +92,8 @@ def argument_table(settings: Settings, *, port: int, identity: str) -> dict[str,
     if settings.trainer.is_colocated and server.device != "cpu":
         # Without it the calls that release memory release none.
         table["enable_memory_saver"] = True
+    if replayed_shape(settings) is not None:
+        table["enable_return_routed_experts"] = True
     if server.device == "cpu":
         table |= {"attention_backend": "torch_native", "max_total_tokens": _CPU_KV_TOKENS}
         # Otherwise its scheduler spins while there is nothing to do.

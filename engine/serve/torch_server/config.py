@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from outloop.buffer.errors import SettingsError
+from outloop.engine.models.mixture import Mixture, mixture_of
 from outloop.engine.models.rotary import rotary_parameters
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +42,13 @@ class ModelConfig:
     has_output_bias: bool
     has_mlp_bias: bool
     eos_token_ids: frozenset[int]
+    mixture: Mixture | None = None
+    """Of layers with experts; None: all are dense."""
+
+    @property
+    def routing(self) -> tuple[int, int] | None:
+        """Layers and experts of a token, as servers report its routing; None: dense."""
+        return None if self.mixture is None else (self.num_layers, self.mixture.top_k)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -76,11 +87,13 @@ def read_config(folder: Path) -> ModelConfig:
         rope=rope,
         max_positions=int(raw.get("max_position_embeddings", 2048)),
         is_tied=bool(raw.get("tie_word_embeddings", False)),
-        has_qk_norm=architecture == "Qwen3ForCausalLM",
+        has_qk_norm=architecture.startswith("Qwen3") or bool(raw.get("use_qk_norm")),
         has_qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
-        has_output_bias=attention_bias and architecture != "Qwen2ForCausalLM",
+        has_output_bias=attention_bias
+        and architecture not in ("Qwen2ForCausalLM", "Glm4MoeForCausalLM"),
         has_mlp_bias=bool(raw.get("mlp_bias", False)),
         eos_token_ids=_eos_ids(raw, folder),
+        mixture=mixture_of(raw, str(path)),
     )
 
 

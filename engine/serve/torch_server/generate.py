@@ -7,6 +7,7 @@ and spans are of one moment.
 from __future__ import annotations
 
 import asyncio
+import base64
 import functools
 import secrets
 from collections.abc import Iterator
@@ -119,7 +120,12 @@ class GenerateEndpoint:
             on_progress=on_progress,
             num_top=wire.top_logprobs_num if wire.return_logprob else 0,
             constraint=self._grammars.build(params, stop_ids),
+            routes_from=self._routes_from(wire),
         )
+
+    def _routes_from(self, wire: GenerateRequest) -> int | None:
+        is_mixture = self._engine.update.live.config.routing is not None
+        return wire.routed_experts_start_len if wire.return_routed_experts and is_mixture else None
 
     async def _answer(
         self, wire: GenerateRequest, request: Running, updates: asyncio.Queue[int], send: Send
@@ -176,6 +182,8 @@ class GenerateEndpoint:
             "weight_versions": list(_spans(request, end)),
             "num_retractions": request.num_retractions,
         }
+        if request.routed_experts is not None and end == len(request.output_ids):
+            meta["routed_experts"] = base64.b64encode(request.routed_experts).decode()
         if wire.return_logprob:
             # SGLang has the tokens' text in third place.
             scored: list[float | None] = [None, *request.prompt_logprobs]

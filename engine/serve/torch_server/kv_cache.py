@@ -3,7 +3,8 @@
 A slot's first `length` positions hold the keys and values of `ids[:length]`. A prefix is reused
 only under the same salt and only if one set of weights computed all of it.
 
-Shape letters: L layers, N slots, K key/value heads, T capacity in tokens, d head size.
+Shape letters: L layers, N slots, K key/value heads, T capacity in tokens, d head size, k experts of
+a token.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class KVCache:
             self.max_running, min(2 * self.max_running, _MAX_CACHE_BYTES // bytes_per_slot)
         )
         self._shape = (config.num_layers, num_slots, config.num_kv_heads, config.head_dim)
+        self._top_k = config.routing[1] if config.routing is not None else 0
         self._dtype = dtype
         self._device = device
         self._allocate()
@@ -61,10 +63,17 @@ class KVCache:
         self.keys = torch.zeros(shape, dtype=self._dtype, device=self._device)
         self.values = torch.zeros_like(self.keys)
         """[L, N, K, T, d]; the last position is scratch, where padding is written."""
+        self.routes = torch.zeros(
+            (num_layers, num_slots, self.capacity, self._top_k),
+            dtype=torch.int16,
+            device=self._device,
+        )
+        """[L, N, T, k] int16: experts that the token at a position went to; 0 in dense layers."""
 
     def give_back(self) -> None:
         """Free the memory of all slots and forget what they held; no request may run."""
         self.keys = self.values = self.keys.new_empty(0)
+        self.routes = self.routes.new_empty(0)
         self.length[:] = 0
         self.forget()
 
@@ -91,6 +100,9 @@ class KVCache:
             new = torch.zeros(shape, dtype=old.dtype, device=old.device)
             new[..., : self.capacity, :] = old
             setattr(self, name, new)
+        routes = self.routes.new_zeros((*self.routes.shape[:2], grown, self.routes.shape[3]))
+        routes[:, :, : self.capacity] = self.routes
+        self.routes = routes
         self.capacity = grown
 
     def acquire(self, ids: npt.NDArray[np.int32], extra_key: str | None) -> tuple[int, int]:
@@ -107,6 +119,7 @@ class KVCache:
             if num_cached and slot != source:
                 self.keys[:, slot, :, :num_cached] = self.keys[:, source, :, :num_cached]
                 self.values[:, slot, :, :num_cached] = self.values[:, source, :, :num_cached]
+                self.routes[:, slot, :num_cached] = self.routes[:, source, :num_cached]
         self._ids[slot, : len(ids)] = ids
         self.length[slot] = num_cached
         self._salt[slot] = salt
@@ -123,6 +136,12 @@ class KVCache:
         """One more id of each slot was computed."""
         self._ids[slots, self.length[slots]] = ids
         self.length[slots] += 1
+
+    def routed_experts(self, slot: int, start: int) -> npt.NDArray[np.int32]:
+        """[rows, L, k]: of the computed tokens of a slot from position `start` on."""
+        rows = self.routes[:, slot, start : int(self.length[slot])]
+        found: npt.NDArray[np.int32] = rows.transpose(0, 1).to("cpu", torch.int32).numpy()
+        return found
 
     def forget(self) -> None:
         """Reuse nothing computed so far: running slots continue, and are not reused afterwards."""

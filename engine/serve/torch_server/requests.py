@@ -26,7 +26,6 @@ _REFUSED = (
     "input_embeds",
     "token_ids_logprob",
     "return_sampling_mask",
-    "return_routed_experts",
     "return_hidden_states",
     "lora_path",
     "session_params",
@@ -49,6 +48,9 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     token_ids_logprob: Any = None
     return_sampling_mask: bool = False
     return_routed_experts: bool = False
+    """Left without an answer by a dense model, as by SGLang."""
+    routed_experts_start_len: int = 0
+    """First position whose experts are given."""
     return_hidden_states: bool = False
     lora_path: Any = None
     session_params: Any = None
@@ -63,6 +65,11 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
         for name in _REFUSED:
             if getattr(self, name):
                 raise BadRequest(f"{name} is not supported by the torch server; leave it out")
+        if not 0 <= self.routed_experts_start_len <= len(self.input_ids):
+            raise BadRequest(
+                f"routed_experts_start_len={self.routed_experts_start_len}; allowed: 0 to the "
+                f"{len(self.input_ids)} input_ids"
+            )
         if self.logprob_start_len not in (None, -1, 0):
             raise BadRequest(
                 f"logprob_start_len={self.logprob_start_len}; allowed by the torch server: -1, 0"
@@ -120,6 +127,10 @@ class Running:
     """Logprobs of prompt_ids after the first; with `logprob_start_len` 0, else empty."""
     prompt_tops: list[Top] = field(default_factory=list)
     """The most probable ids where each of these stands; with `num_top` too, else empty."""
+    routes_from: int | None = None
+    """First position whose experts are wanted."""
+    routed_experts: bytes | None = None
+    """int32 [rows, layers, k] once it has ended with a slot."""
     finish: dict[str, Any] | None = None
     final_version: str = ""
     """weight_version when it ended."""

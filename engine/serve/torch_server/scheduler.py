@@ -367,6 +367,9 @@ class Engine:
         return progressed
 
     def _finish(self, request: Running, reason: dict[str, Any]) -> None:
+        if request.routes_from is not None and request.slot >= 0:
+            rows = self.cache.routed_experts(request.slot, request.routes_from)
+            request.routed_experts = rows.tobytes()
         self._release(request)
         request.final_version = self.weight_version
         request.finish = reason

@@ -1,9 +1,10 @@
-"""The forward pass of Llama and Qwen models over a slot cache, in plain torch.
+"""The forward pass of Llama, Qwen and GLM-4.5 models over a slot cache, in plain torch.
 
 Rows of a pass do not see each other; a query sees the cached positions up to its own and no others.
 
 Shape letters: B rows, S new ids per row (right-padded), D hidden size, H query heads, K key/value
-heads, G = H / K, T cached positions that are looked at, d head size, V vocabulary.
+heads, G = H / K, T cached positions that are looked at, d head size, r rotated dimensions of it,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from outloop.engine.models.rotary import inverse_frequencies
 from outloop.engine.serve.torch_server.config import ModelConfig
+from outloop.engine.serve.torch_server.experts import mix
 from outloop.engine.serve.torch_server.kv_cache import KVCache
 from outloop.engine.serve.torch_server.weights import LayerWeights, Weights
 
@@ -27,9 +29,11 @@ class _Pass:
     num_rows: int
     num_new: int
     cosine: Tensor
-    """[B * S, 1, d]"""
+    """[B * S, 1, r]"""
     sine: Tensor
-    """[B * S, 1, d], the first half negated."""
+    """[B * S, 1, r], the first half negated."""
+    positions: Tensor
+    """[B, S] or, for one new id a row, [B, 1]."""
     written: Tensor
     """[B * S * K] where each new key lies in a layer's cache, seen as rows of d."""
     slots: Tensor
@@ -81,9 +85,7 @@ class Transformer:
             attended = self._attention(layer, cache.keys[index], cache.values[index], normed, plan)
             hidden = hidden + functional.linear(attended, layer.output, layer.output_bias)
             normed = functional.rms_norm(hidden, size, layer.mlp_norm, config.rms_eps)
-            gate, up = functional.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            inner = functional.silu(gate).mul_(up)
-            hidden = hidden + functional.linear(inner, layer.down, layer.down_bias)
+            hidden = hidden + self._feed_forward(layer, cache, index, normed, plan)
         if plan.num_new > 1 and not every:
             rows = torch.arange(plan.num_rows, device=ids.device) * plan.num_new
             hidden = hidden.index_select(0, rows + lengths - 1)
@@ -119,10 +121,26 @@ class Transformer:
             cosine=self._cosine.index_select(0, flat).to(weights.dtype)[:, None],
             sine=self._sine.index_select(0, flat).to(weights.dtype)[:, None],
             written=written,
+            positions=positions,
             slots=slots,
             num_seen=num_seen,
             mask=mask,
         )
+
+    def _feed_forward(
+        self, layer: LayerWeights, cache: KVCache, index: int, normed: Tensor, plan: _Pass
+    ) -> Tensor:
+        """[B * S, D]; a mixture writes where its tokens went into the cache."""
+        mixture = self._config.mixture
+        if mixture is not None and layer.mixture is not None:
+            mixed, experts = mix(mixture, layer.mixture, normed)
+            routes = experts.view(*plan.positions.shape, -1).to(cache.routes.dtype)
+            cache.routes[index, plan.slots[:, None], plan.positions] = routes
+            return mixed
+        assert layer.dense is not None
+        gate_up = functional.linear(normed, layer.dense.gate_up, layer.gate_up_bias)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.linear(functional.silu(gate).mul_(up), layer.dense.down, layer.down_bias)
 
     def _attention(
         self, layer: LayerWeights, keys: Tensor, values: Tensor, normed: Tensor, plan: _Pass
@@ -135,8 +153,13 @@ class Transformer:
         query_key, value = fused[:, :num_qk], fused[:, num_qk:]
         if layer.qk_norm is not None:
             query_key = functional.rms_norm(query_key, (d,), None, config.rms_eps) * layer.qk_norm
-        swapped = torch.cat((query_key[..., d // 2 :], query_key[..., : d // 2]), dim=-1)
-        query_key = torch.addcmul(query_key * plan.cosine, swapped, plan.sine)
+        num_rotated = plan.cosine.shape[-1]
+        rotated, half = query_key[..., :num_rotated], num_rotated // 2
+        swapped = torch.cat((rotated[..., half:], rotated[..., :half]), dim=-1)
+        rotated = torch.addcmul(rotated * plan.cosine, swapped, plan.sine)
+        if num_rotated < d:
+            rotated = torch.cat((rotated, query_key[..., num_rotated:]), dim=-1)
+        query_key = rotated
         query, key = query_key[:, : config.num_heads], query_key[:, config.num_heads :]
         keys.view(-1, d).index_copy_(0, plan.written, key.reshape(-1, d))
         values.view(-1, d).index_copy_(0, plan.written, value.reshape(-1, d))

@@ -4,13 +4,13 @@
 the tensors of the forward pass. Derived tensors are refreshed before a set of weights is used.
 
 Shape letters: D hidden size, F intermediate size, H query heads, K key/value heads, d head size,
-V vocabulary.
+V vocabulary, X experts.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outloop.buffer.errors import SettingsError
+from outloop.engine.models.mixture import Mixture
 from outloop.engine.publish.verification.checksum import Algorithm, tensor_checksum
 from outloop.engine.serve.torch_server.config import ModelConfig
 
@@ -26,11 +27,52 @@ class WeightsRefused(Exception):
     """A tensor's name, shape or bytes do not belong to this model; nothing was changed by it."""
 
 
+class FeedForward:
+    """Gate and up projection as one tensor, and the projection back."""
+
+    def __init__(self, size: int, num_inner: int, new: Callable[..., Tensor]) -> None:
+        self.gate_up = new(2 * num_inner, size)
+        self.down = new(size, num_inner)
+
+    def named(self, prefix: str) -> dict[str, Tensor]:
+        """Views under their names behind `prefix`."""
+        gate, up = self.gate_up.chunk(2)
+        return {
+            f"{prefix}.gate_proj.weight": gate,
+            f"{prefix}.up_proj.weight": up,
+            f"{prefix}.down_proj.weight": self.down,
+        }
+
+
+class MixtureWeights:
+    """A router and its experts."""
+
+    def __init__(self, mixture: Mixture, size: int, new: Callable[..., Tensor]) -> None:
+        self.router = new(mixture.num_experts, size)
+        self.bias = new(mixture.num_experts, dtype=torch.float32) if mixture.has_bias else None
+        """[X] float32, whatever the other weights have."""
+        self.experts = [
+            FeedForward(size, mixture.expert_size, new) for _ in range(mixture.num_experts)
+        ]
+        self.shared = FeedForward(size, mixture.shared_size, new) if mixture.shared_size else None
+
+    def named(self) -> dict[str, Tensor]:
+        """Views under the names that follow `model.layers.N.`."""
+        found = {"mlp.gate.weight": self.router}
+        if self.bias is not None:
+            found["mlp.gate.e_score_correction_bias"] = self.bias
+        for index, expert in enumerate(self.experts):
+            found |= expert.named(f"mlp.experts.{index}")
+        return found | (self.shared.named("mlp.shared_experts") if self.shared else {})
+
+
 class LayerWeights:
     """Fused tensors of one layer."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        def new(*shape: int) -> Tensor:
+    def __init__(
+        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         size, d = config.hidden_size, config.head_dim
@@ -42,9 +84,17 @@ class LayerWeights:
         self.qkv_bias = new(num_rows) if config.has_qkv_bias else None
         self.output = new(size, config.num_heads * d)
         self.output_bias = new(size) if config.has_output_bias else None
-        self.gate_up = new(2 * config.intermediate_size, size)
+        mixture = config.mixture
+        self.mixture = (
+            MixtureWeights(mixture, size, new)
+            if mixture is not None and index in mixture.layers
+            else None
+        )
+        """None: a dense layer, which has `dense`."""
+        self.dense = (
+            FeedForward(size, config.intermediate_size, new) if self.mixture is None else None
+        )
         self.gate_up_bias = new(2 * config.intermediate_size) if config.has_mlp_bias else None
-        self.down = new(size, config.intermediate_size)
         self.down_bias = new(size) if config.has_mlp_bias else None
         self.q_norm = new(d) if config.has_qk_norm else None
         self.k_norm = new(d) if config.has_qk_norm else None
@@ -59,16 +109,18 @@ class LayerWeights:
             "input_layernorm.weight": self.input_norm,
             "post_attention_layernorm.weight": self.mlp_norm,
             "self_attn.o_proj.weight": self.output,
-            "mlp.down_proj.weight": self.down,
         }
+        if self.mixture is not None:
+            found |= self.mixture.named()
+        if self.dense is not None:
+            found |= self.dense.named("mlp")
         for fused, suffix in ((self.qkv, "weight"), (self.qkv_bias, "bias")):
             if fused is not None:
                 for letter, part in zip("qkv", fused.split(sizes), strict=True):
                     found[f"self_attn.{letter}_proj.{suffix}"] = part
-        for fused, suffix in ((self.gate_up, "weight"), (self.gate_up_bias, "bias")):
-            if fused is not None:
-                found[f"mlp.gate_proj.{suffix}"] = fused[:num_inner]
-                found[f"mlp.up_proj.{suffix}"] = fused[num_inner:]
+        if self.gate_up_bias is not None:
+            found["mlp.gate_proj.bias"] = self.gate_up_bias[:num_inner]
+            found["mlp.up_proj.bias"] = self.gate_up_bias[num_inner:]
         optional = {
             "self_attn.o_proj.bias": self.output_bias,
             "mlp.down_proj.bias": self.down_bias,
@@ -95,7 +147,9 @@ class Weights:
         self.embedding = torch.zeros(shape, dtype=dtype, device=device)
         self.final_norm = torch.zeros(config.hidden_size, dtype=dtype, device=device)
         self.head = self.embedding if config.is_tied else torch.zeros_like(self.embedding)
-        self.layers = [LayerWeights(config, dtype, device) for _ in range(config.num_layers)]
+        self.layers = [
+            LayerWeights(config, index, dtype, device) for index in range(config.num_layers)
+        ]
         self.named: dict[str, Tensor] = {
             "model.embed_tokens.weight": self.embedding,
             "model.norm.weight": self.final_norm,

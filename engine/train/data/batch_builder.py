@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 
 from outloop.buffer.errors import RecordError
 from outloop.buffer.records import DropReason, Float32, Group, Int32, Trajectory
+from outloop.buffer.routed_experts import RoutingShape, replayed_shape
 from outloop.buffer.settings import Settings
 from outloop.engine.train.algorithms.advantages import Float64
 from outloop.engine.train.algorithms.credit import (
@@ -218,10 +220,12 @@ def build_batch(
     )
     signal = signals_of(earned, advantage)
     differs = signals_of(paid, advantage)
+    routing = replayed_shape(settings)
     episodes, dropped = _sift(
         ordered,
         signal,
         settings,
+        routing=routing,
         sentences=sentences,
         staleness_of=staleness_of,
         max_age=settings.buffer.max_age if max_age is None else max_age,
@@ -250,7 +254,8 @@ def build_batch(
         metrics=_take_metrics(ordered, signal)
         | reward_metrics(earned)
         | _penalty_metrics(penalties, settings)
-        | _sample_metrics([samples[row] for row in chain(*trained)], staleness_of),
+        | _sample_metrics([samples[row] for row in chain(*trained)], staleness_of)
+        | (_replay_metrics([samples[row] for row in chain(*trained)]) if routing else {}),
         sentences=sentences,
         contexts={} if context_of is None else _contexts(ordered, episodes, context_of),
     )
@@ -286,6 +291,7 @@ def _sift(
     signal: Sequence[bool],
     settings: Settings,
     *,
+    routing: RoutingShape | None,
     sentences: MutableMapping[str, str],
     staleness_of: Callable[[int], int],
     max_age: int,
@@ -295,6 +301,7 @@ def _sift(
 ) -> tuple[dict[int, Episodes], list[tuple[str, DropReason]]]:
     """Samples of the groups that can be trained, by index, and why the others cannot.
 
+    `routing`: of the experts that are replayed, if any are.
     `sentences`: what is wrong with those that are malformed; more are added.
     """
     keep = filter_of(settings)
@@ -317,7 +324,7 @@ def _sift(
             reason = _reason_in_contexts(group, context_of, settings)
         if reason is None:
             try:
-                rows = _group_samples(group, settings)
+                rows = _group_samples(group, settings, routing)
                 reason = _reason_in_samples(list(chain(*rows)), settings, vocab_size)
             except RecordError as error:
                 _log.warning("group_malformed", group_id=group.group_id, sentence=str(error))
@@ -385,14 +392,16 @@ def _is_masked(trajectory: Trajectory, settings: Settings) -> bool:
     return settings.trainer.mask_truncated and is_truncated(trajectory)
 
 
-def _group_samples(group: Group, settings: Settings) -> Episodes:
+def _group_samples(group: Group, settings: Settings, routing: RoutingShape | None) -> Episodes:
     """The samples of every scored episode.
 
     An episode that is left out of the loss has none, unless its reward needs them.
     """
     needs_all = settings.trainer.kl == "k1"
     return [
-        build_samples(trajectory) if needs_all or not _is_masked(trajectory, settings) else ()
+        build_samples(trajectory, routing=routing)
+        if needs_all or not _is_masked(trajectory, settings)
+        else ()
         for trajectory in scored(group)
     ]
 
@@ -495,6 +504,16 @@ def _sample_metrics(
         "train/staleness_mean": _mean(staleness),
         "train/staleness_max": max(staleness, default=float("nan")),
     }
+
+
+def _replay_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    known: list[npt.NDArray[np.bool_]] = []
+    for sample in samples:
+        predicted_from = np.flatnonzero(sample.loss_mask) - 1
+        assert sample.routed_experts is not None
+        rows = sample.routed_experts[predicted_from].view(np.uint8)
+        known.append((rows.reshape(len(predicted_from), -1) != 0xFF).any(axis=1))
+    return {"train/replayed_routes_share": _mean(np.concatenate(known) if known else [])}
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:

@@ -17,7 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from outloop.buffer.errors import RecordError
 from outloop.buffer.records import Float32, Int32
+from outloop.buffer.routed_experts import RoutingShape
 from outloop.engine.train.data.context_parallel import ContextPlace
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.layer_kind import LayerKind
@@ -111,12 +113,16 @@ def build_microbatch(
     multiple: int = 1,
     layers: LayerKind = "local",
     context: ContextPlace = _ALONE,
+    routing: RoutingShape | None = None,
 ) -> Microbatch:
     """Lay `rows` of `batch` behind each other, padded to a multiple of `multiple`.
 
     Without rows there is padding alone. Padding is a sample of its own that is not trained. With
     context parallelism each sample also has untrained tokens behind it, and the microbatch is this
     rank's share of the row: a trained token is where the token before it is.
+
+    Args:
+        routing: of the model's routers, where it has experts.
     """
     sources = _sources(batch, rows, context=context, multiple=multiple)
     lengths = [len(source) for source in sources]
@@ -141,7 +147,13 @@ def build_microbatch(
 
     top_ids = known(batch.teacher_top_ids)
     return Microbatch(
-        row=pack_row(lengths, device, layers=layers, places=places),
+        row=pack_row(
+            lengths,
+            device,
+            layers=layers,
+            places=places,
+            routes=_routes(batch, source[places], routing),
+        ),
         num_tokens=int(is_real[places].sum()),
         rows=tuple(rows),
         num_samples=len(sources),
@@ -167,6 +179,26 @@ def build_microbatch(
             places_N=tensor(source[trained]),
         ),
     )
+
+
+def _routes(
+    batch: TrainBatch, source: npt.NDArray[np.int64], routing: RoutingShape | None
+) -> npt.NDArray[np.int16] | None:
+    """[T, layers, top_k], -1 where it is not known: where tokens from places `source` were sent."""
+    column = batch.routed_experts
+    if column is None or routing is None:
+        return None
+    if column.dtype.itemsize != routing.row_bytes:
+        raise RecordError(
+            f"routed_experts have {column.dtype.itemsize} bytes a token, {routing} has "
+            f"{routing.row_bytes}: they are of another model"
+        )
+    experts = column.view(routing.dtype).reshape(-1, routing.num_layers, routing.top_k)
+    found = np.full((len(source), *experts.shape[1:]), -1, np.int16)
+    is_real = source >= 0
+    rows = experts[source[is_real]]
+    found[is_real] = np.where(rows == routing.unknown, -1, rows.astype(np.int32))
+    return found
 
 
 def _sources(

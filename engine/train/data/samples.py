@@ -7,15 +7,19 @@ trainable token of a trajectory is trained in exactly one row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from outloop.buffer.errors import RecordError
 from outloop.buffer.records import Float32, Int32, Trajectory, Turn
+from outloop.buffer.routed_experts import RoutingShape
 
 Bool = npt.NDArray[np.bool_]
+Routes = np.ndarray[tuple[Any, ...], np.dtype[np.void]]
+"""A token's experts in every layer, as one item."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +65,9 @@ class Sample:
     """[T, K] int32, the teacher's most probable tokens; None: not asked for."""
     teacher_top_logprobs: Float32 | None = None
     """[T, K] float32, theirs under the teacher; -inf: it named fewer."""
+    routed_experts: Routes | None = None
+    """[T], each the bytes of [layers, top_k] of RoutingShape.dtype: where a server sent the token;
+    all bits set: not known. None: of no token."""
 
     @property
     def num_tokens(self) -> int:
@@ -100,12 +107,17 @@ def prompt_sample(ids: Sequence[int]) -> Sample:
     )
 
 
-def build_samples(trajectory: Trajectory) -> tuple[Sample, ...]:
+def build_samples(
+    trajectory: Trajectory, *, routing: RoutingShape | None = None
+) -> tuple[Sample, ...]:
     """One sample for every branch that owns trained tokens, without advantages.
 
     A turn that several branches share is trained in the first of them and is context in the
     others. Tokens whose distribution cannot be rebuilt, because their turn was sampled with a
     truncated or penalised distribution or at temperature 0, are context everywhere.
+
+    Args:
+        routing: of the model, to have where tokens were sent; None: nobody wants to know.
 
     Raises:
         RecordError: a turn without behavior_logprobs in an episode that is not SFT data.
@@ -122,6 +134,8 @@ def build_samples(trajectory: Trajectory) -> tuple[Sample, ...]:
         new = {turn.turn_id: places[turn.turn_id] for turn in branch if turn.turn_id not in owned}
         owned |= new.keys()
         sample = _row(trajectory, index, branch, new)
+        if routing is not None:
+            sample = replace(sample, routed_experts=_routes(branch, routing))
         if sample.loss_mask.any():
             samples.append(sample)
     return tuple(samples)
@@ -178,6 +192,27 @@ def _row(
         turns=turns,
         advantages=np.zeros(num_tokens, np.float32),
     )
+
+
+def unknown_routes(num_tokens: int, row_bytes: int) -> Routes:
+    """Of tokens [num_tokens] of which it is not known where they were sent."""
+    return np.full(num_tokens * row_bytes, 0xFF, np.uint8).view(f"V{row_bytes}")
+
+
+def _routes(branch: tuple[Turn, ...], routing: RoutingShape) -> Routes:
+    """Where the tokens of a branch were sent, but for the last, which no server computed.
+
+    A turn's rows begin with the token before its first id: the last of its parent.
+    """
+    num_tokens = sum(len(turn.prompt_ids) + len(turn.output_ids) for turn in branch)
+    found = unknown_routes(num_tokens, routing.row_bytes)
+    end = 0
+    for turn in branch:
+        start, end = max(0, end - 1), end + len(turn.prompt_ids) + len(turn.output_ids)
+        known = turn.routed_experts
+        if known is not None and known.shape == routing:
+            found[start : end - 1] = np.frombuffer(known.data, found.dtype)
+    return found
 
 
 def _trainable_spans(turn: Turn, *, is_sft: bool) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outloop.buffer.records import Float32, Int32
-from outloop.engine.train.data.samples import Bool, Sample
+from outloop.engine.train.data.samples import Bool, Routes, Sample, unknown_routes
 
 Int64 = npt.NDArray[np.int64]
 
@@ -68,6 +68,8 @@ class TrainBatch:
     """[T, K] int32, the teacher's most probable tokens; None: not asked for."""
     teacher_top_logprobs: Float32 | None = None
     """[T, K] float32, theirs under the teacher; -inf: it named fewer."""
+    routed_experts: Routes | None = None
+    """[T] experts that a server sent the token to, as in Sample; None: of no token."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> TrainBatch:
@@ -77,11 +79,13 @@ class TrainBatch:
             ValueError: some have a column that others lack.
         """
         columns = {name: _joined([getattr(s, name) for s in samples], name) for name in _COLUMNS}
+        lengths = [sample.num_tokens for sample in samples]
         return cls(
             episode_ids=tuple(sample.episode_id for sample in samples),
             group_ids=tuple(sample.group_id for sample in samples),
             branches=tuple(sample.branch for sample in samples),
-            starts=np.cumsum([0, *(sample.num_tokens for sample in samples)], dtype=np.int64),
+            starts=np.cumsum([0, *lengths], dtype=np.int64),
+            routed_experts=_joined_routes([s.routed_experts for s in samples], lengths),
             **columns,
         )
 
@@ -151,7 +155,7 @@ class TrainBatch:
 
     def _columns(self, where: slice) -> dict[str, Any]:
         """What is known of some tokens, as views."""
-        columns = {name: getattr(self, name) for name in _COLUMNS}
+        columns = {name: getattr(self, name) for name in (*_COLUMNS, "routed_experts")}
         return {name: None if it is None else it[where] for name, it in columns.items()}
 
 
@@ -191,6 +195,9 @@ def joined(batches: Sequence[TrainBatch]) -> TrainBatch:
         group_ids=tuple(name for batch in batches for name in batch.group_ids),
         branches=tuple(branch for batch in batches for branch in batch.branches),
         starts=np.cumsum([0, *(n for batch in batches for n in batch.lengths)], dtype=np.int64),
+        routed_experts=_joined_routes(
+            [batch.routed_experts for batch in batches], [len(b.token_ids) for b in batches]
+        ),
         **columns,
     )
 
@@ -202,6 +209,21 @@ def _joined(parts: Sequence[Any], name: str) -> Any:
     if known:
         return np.concatenate(known).astype(_COLUMNS[name], copy=False)
     return np.zeros(0, _COLUMNS[name]) if name in _ALWAYS_KNOWN else None
+
+
+def _joined_routes(parts: Sequence[Routes | None], lengths: Sequence[int]) -> Routes | None:
+    """Where tokens were sent; of tokens without, that it is not known."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    size = known[0].dtype.itemsize
+    whole: Routes = np.concatenate(
+        [
+            unknown_routes(length, size) if part is None else part
+            for part, length in zip(parts, lengths, strict=True)
+        ]
+    )
+    return whole
 
 
 def plain(value: Any) -> Any:

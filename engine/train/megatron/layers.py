@@ -37,6 +37,7 @@ from torch.nn.attention.varlen import varlen_attn
 from outloop.engine.models.rotary import inverse_frequencies
 from outloop.engine.models.weight_map import mixture_layers
 from outloop.engine.train.megatron.layer_kind import LayerKind
+from outloop.engine.train.megatron.routing_replay import with_replay
 
 _MAX_PADDING_SHARE = 0.02
 """Samples share one padded attention call while at most this share of it is padding."""
@@ -59,6 +60,9 @@ class PackedRow(PackedSeqParams):
     order: Tensor
     num_tokens: int = field(default=0)
     """T, on this rank."""
+    routes: Tensor | None = None
+    """[T, L, k] int16: experts that servers sent tokens to, by layer of the whole model; -1 where
+    that is not known. None: of no token."""
     rotation: tuple[dict[str, Any], Tensor, Tensor] | None = None
     """Parameters of the rotary embedding, its cosines and sines [T, R/2], once a layer has them."""
 
@@ -74,11 +78,13 @@ def pack_row(
     *,
     layers: LayerKind = "local",
     places: npt.NDArray[np.int64] | None = None,
+    routes: npt.NDArray[np.int16] | None = None,
 ) -> PackedRow:
     """Lay samples of the given lengths one after the other, for the attention of `layers`.
 
     Args:
         places: of this rank's tokens in the row, with context parallelism; None: all are here.
+        routes: `PackedRow.routes`, of this rank's tokens.
     """
     starts = [0]
     for length in lengths:
@@ -99,6 +105,7 @@ def pack_row(
         classes=tuple(index.to(device) for index in classes),
         order=order.to(device),
         num_tokens=len(positions),
+        routes=None if routes is None else torch.from_numpy(routes).to(device),
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
         # Not every kernel takes the boundaries for those with padding when it splits them.
@@ -388,9 +395,8 @@ def _local_spec(config: Any) -> TransformerBlockSubmodules:
 def _of_stage(config: Any, layer: Callable[[int | None], ModuleSpec]) -> list[ModuleSpec]:
     """The specification of each layer of this pipeline stage, by its number of experts."""
     is_mixture = mixture_layers(config)
-    specs = {
-        has_experts: layer(config.num_moe_experts if has_experts else None)
-        for has_experts in set(is_mixture)
-    }
+    specs = {False: layer(None)} if not all(is_mixture) else {}
+    if any(is_mixture):
+        specs[True] = with_replay(layer(config.num_moe_experts))
     first, number = get_transformer_layer_offset(config), get_num_layers_to_build(config)
     return [specs[is_mixture[index]] for index in range(first, first + number)]

@@ -7,6 +7,7 @@ denominator that it fixed before the first forward.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Iterator
@@ -191,6 +192,10 @@ class ValueModel(PolicyModel):
     """
 
     _has_partial_gradient = False
+
+    def forward(self, token_ids_T: Tensor, row: PackedRow, positions_N: Tensor) -> Tensor:
+        """As a policy's; what is recorded of the policy's routers says nothing of these."""
+        return super().forward(token_ids_T, dataclasses.replace(row, routes=None), positions_N)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config, is_tied=False)

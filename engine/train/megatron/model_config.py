@@ -24,6 +24,7 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from outloop.buffer.errors import SettingsError  # noqa: E402
+from outloop.buffer.routed_experts import RoutingShape, routing_shape  # noqa: E402
 from outloop.engine.models.mixture import Mixture, mixture_of  # noqa: E402
 from outloop.engine.models.rotary import rotary_parameters  # noqa: E402
 from outloop.engine.models.safetensors_folder import HuggingFaceFolder  # noqa: E402
@@ -118,6 +119,8 @@ class PolicyConfig(TransformerConfig):
     """Layers of the folder that predict further tokens; they are neither trained nor exported."""
     sizes: ParallelSizes = field(default_factory=ParallelSizes)
     layers: LayerKind = "local"
+    routing: RoutingShape | None = None
+    """Of the model's routers; None: it has no experts."""
     described: dict[str, Any] = field(default_factory=dict)
     """Everything that the model folder and its family decide, as JSON has it."""
     ddp_options: dict[str, Any] = field(default_factory=dict)
@@ -167,6 +170,7 @@ def read_config(
             ),
             sizes=sizes,
             layers=layers,
+            routing=routing_shape(_read_json(model_path)),
             described=_described(fields),
             ddp_options=ddp,
             optimizer_options=optimizer,
@@ -218,13 +222,18 @@ def _precision(dtype: Literal["float32", "bfloat16"], *, has_experts: bool) -> d
     return fields
 
 
-def _model_fields(model_path: Path) -> dict[str, Any]:
+def _read_json(model_path: Path) -> dict[str, Any]:
     path = model_path / "config.json"
     if not path.is_file():
         raise SettingsError(
             f"model.path={str(model_path)!r} holds no config.json; give a Hugging Face folder"
         )
-    hf = json.loads(path.read_text())
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def _model_fields(model_path: Path) -> dict[str, Any]:
+    path, hf = model_path / "config.json", _read_json(model_path)
     architecture = (hf.get("architectures") or ["none"])[0]
     if architecture not in FAMILIES:
         raise SettingsError(

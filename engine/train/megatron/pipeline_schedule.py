@@ -69,6 +69,7 @@ def run_microbatches(
             multiple=multiple,
             layers=config.layers,
             context=context,
+            routing=config.routing,
         )
         for part in members
     )

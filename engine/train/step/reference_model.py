@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.routed_experts import replayed_shape
 from outloop.buffer.settings import Settings
 from outloop.engine.train.megatron.import_weights import load_huggingface
 from outloop.engine.train.megatron.model_and_optimizer import PolicyConfig, PolicyModel, read_config
@@ -43,7 +44,8 @@ def read_reference_config(settings: Settings, policy: PolicyConfig) -> PolicyCon
     """The configuration of the reference, split over the ranks as the policy is.
 
     Raises:
-        SettingsError: its vocabulary is another one than the policy's, or its folder is refused.
+        SettingsError: its vocabulary, or with routing replay its experts, are others than the
+            policy's, or its folder is refused.
     """
     trainer = settings.trainer
     if trainer.reference_path is None:
@@ -61,6 +63,13 @@ def read_reference_config(settings: Settings, policy: PolicyConfig) -> PolicyCon
             f"{config.vocab_size}, model.path={str(settings.model.path)!r} has "
             f"{policy.vocab_size}: their logprobs are of different tokens. Give a reference with "
             "the policy's tokenizer, or leave it out"
+        )
+    if replayed_shape(settings) and config.routing not in (None, policy.routing):
+        raise SettingsError(
+            f"trainer.reference_path={str(trainer.reference_path)!r} has {config.routing}, "
+            f"model.path={str(settings.model.path)!r} has {policy.routing}: where servers sent "
+            "tokens cannot be replayed in it. Set trainer.routing_replay = false, or give a "
+            "reference with the policy's experts"
         )
     return config
 

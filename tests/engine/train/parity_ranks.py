@@ -23,6 +23,7 @@ with warnings.catch_warnings():
     from safetensors.torch import save_file
 
     from outloop.buffer.records import CheckpointMark
+    from outloop.buffer.routed_experts import RoutingShape
     from outloop.buffer.settings.trainer import CriticSettings, TrainerSettings
     from outloop.engine.models.safetensors_folder import HuggingFaceFolder
     from outloop.engine.train.algorithms.credit import ScoredEpisode, ScoredGroup, ScoredTurn
@@ -45,8 +46,13 @@ with warnings.catch_warnings():
 NUM_UPDATES = 3
 
 
-def samples_of(seed: int, *, vocab_size: int, count: int = 11) -> list[Sample]:
-    """Multi-turn rows of unequal length: turns of context and of trained tokens in alternation."""
+def samples_of(
+    seed: int, *, vocab_size: int, routing: RoutingShape | None = None, count: int = 11
+) -> list[Sample]:
+    """Multi-turn rows of unequal length: turns of context and of trained tokens in alternation.
+
+    With experts two tokens of three are replayed to some, whatever the router says.
+    """
     generator = np.random.default_rng(seed)
     samples = []
     for index in range(count):
@@ -68,9 +74,17 @@ def samples_of(seed: int, *, vocab_size: int, count: int = 11) -> list[Sample]:
                 temperature=np.full(size, 0.7 if index % 3 else 1.0, np.float32),
                 turns=np.where(mask, index % 2, -1).astype(np.int32),
                 advantages=np.full(size, generator.normal(), np.float32),
+                routed_experts=None if routing is None else _routes(generator, size, routing),
             )
         )
     return samples
+
+
+def _routes(generator: np.random.Generator, size: int, routing: RoutingShape) -> Any:
+    shape = (size, routing.num_layers, routing.num_experts)
+    experts = generator.random(shape).argsort(axis=-1)[..., : routing.top_k]
+    experts[generator.random(size) < 1 / 3] = routing.unknown
+    return experts.astype(routing.dtype).reshape(-1).view(f"V{routing.row_bytes}")
 
 
 def run_case(case: dict[str, Any], folder: Path, *, num_ranks: int) -> None:
@@ -242,7 +256,7 @@ def _updates(
     vocab_size = policy.config.vocab_size
     scores: list[float] = []
     for seed in range(first, first + count):
-        samples = samples_of(seed, vocab_size=vocab_size)
+        samples = samples_of(seed, vocab_size=vocab_size, routing=policy.config.routing)
         order = np.arange(len(samples))
         if order_seed:
             order = np.random.default_rng(order_seed).permutation(len(samples))

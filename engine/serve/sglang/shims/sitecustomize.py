@@ -6,7 +6,8 @@ from types import ModuleType
 
 
 class _Before(importlib.abc.MetaPathFinder):
-    """Prepares torch when torchvision, or SGLang's look at the CPU, is about to be imported."""
+    """Prepares torch when torchvision, or SGLang's look at the CPU, is about to be imported, and
+    memory for the experts of tokens before SGLang asks CUDA for it."""
 
     _operators: object = None
 
@@ -24,6 +25,14 @@ class _Before(importlib.abc.MetaPathFinder):
             import torch
 
             torch.cpu._is_amx_tile_supported = lambda: False
+        elif name == "sglang.srt.state_capturer.base":
+            import torch
+            from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+            def allocate(size: tuple[int, ...], *, dtype: torch.dtype, **unused: object) -> object:
+                return torch.empty(size, dtype=dtype)
+
+            ALLOC_MEMORY_FUNCS["cpu"] = allocate
 
 
 sys.meta_path.insert(0, _Before())
