@@ -282,6 +282,7 @@ bench-router: $(STAMP) $(BENCH)/.installed
 	$(ONE_THREAD) $(BIN)/python tests/bench/router.py
 
 bench-learning: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python tests/bench/recipes.py
 	$(ONE_THREAD) $(BIN)/python tests/bench/learning.py
 	$(ONE_THREAD) $(BIN)/python tests/bench/turn_credit.py
 

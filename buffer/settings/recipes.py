@@ -219,6 +219,14 @@ EFFECTS: dict[str, tuple[Callable[[Values], bool], str]] = {
         'trainer.lr_decay = "linear", "cosine" or "wsd"',
     ),
     "wsd_decay_updates": (lambda v: v.get("lr_decay") == "wsd", 'trainer.lr_decay = "wsd"'),
+    "turn_discount": (
+        lambda v: (
+            v.get("advantage") == "reward_to_go"
+            and v.get("advantage_path") is None
+            and not v.get("sources")
+        ),
+        'trainer.advantage = "reward_to_go", for all sources',
+    ),
     "pass_k": (
         lambda v: v.get("advantage") == "pass_at_k" and v.get("advantage_path") is None,
         'trainer.advantage = "pass_at_k"',
@@ -234,6 +242,7 @@ RL_ONLY = (
         "num_updates_per_take",
         "num_epochs_per_take",
         "pass_k",
+        "turn_discount",
         "advantage",
         "advantage_path",
         "critic",

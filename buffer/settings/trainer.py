@@ -169,6 +169,9 @@ class TrainerSettings(BaseModel):
     and tokens, by what was earned from there on (env.turn_scores = "train"). gae: by a critic.
     pass_at_k: by the best of pass_k attempts. best_of_n: the best attempts are imitated. none:
     rewards are measured only, a teacher trains."""
+    turn_discount: float = Field(1.0, ge=0, le=1)
+    """Of advantage = "reward_to_go": how much what is earned a turn later counts; 0: a turn answers
+    for its own reward alone."""
     pass_k: int | None = Field(None, gt=1)
     """Required by advantage = "pass_at_k": of how many attempts the best counts."""
     critic: CriticSettings = CriticSettings()  # type: ignore[call-arg]

@@ -55,10 +55,10 @@ def arm(token_id: int) -> float:
 class Server:
     """A transformers model that loads what is published, by name, and samples tokens."""
 
-    def __init__(self, folder: Path, events: list[tuple[str, Any]]) -> None:
+    def __init__(self, folder: Path, events: list[tuple[str, Any]], *, seed: int = 0) -> None:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         self._events = events
-        self._generator = np.random.default_rng(0)
+        self._generator = np.random.default_rng(seed)
         self.num_publishes = 0
         self.is_asleep = False
         """It gave its memory to the trainer, and must not be asked for a token."""

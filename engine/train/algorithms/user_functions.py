@@ -28,6 +28,7 @@ from outloop.engine.train.algorithms.credit import (
     ScoredGroup,
     ScoredTurn,
     by_source,
+    reward_to_go,
 )
 from outloop.engine.train.algorithms.losses import (
     LossFunction,
@@ -54,6 +55,9 @@ def advantage_of(settings: Settings) -> str | GroupAdvantage:
         k = settings.trainer.pass_k
         if settings.trainer.advantage == "pass_at_k" and k is not None:
             return lambda group: pass_at_k(group.rewards, k=k).tolist()
+        discount = settings.trainer.turn_discount
+        if settings.trainer.advantage == "reward_to_go" and discount < 1.0:
+            return lambda group: reward_to_go(group, discount=discount)
         if sources := settings.trainer.sources:
             chosen = {name: (one.advantage, one.weight) for name, one in sources.items()}
             return by_source(settings.trainer.advantage, chosen)

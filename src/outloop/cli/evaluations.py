@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from outloop.buffer.evaluations.results import Evaluation
 
 _FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
+_WIDTH = 200
 _SHOWN = ("reward", "pass_at_1")
 
 
@@ -152,9 +153,10 @@ def _list(found: list[Evaluation], *, as_json: bool) -> None:
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("step", "version", "evaluation", "tasks", "samples"):
-        table.add_column(heading, justify="left" if heading == "evaluation" else "right")
+        is_text = heading == "evaluation"
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
     for heading in (*_SHOWN, "pass@k", "majority", "tokens"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for one in found:
         row = one.metrics()
         k = one.num_samples
@@ -166,12 +168,13 @@ def _list(found: list[Evaluation], *, as_json: bool) -> None:
             _with_error(row, f"majority_at_{k}"),
             f"{row['generated_tokens_mean']:.1f}",
         )
-    console = Console()
-    console.print(table, width=None if console.is_terminal else 10_000, highlight=False)
+    # Off a terminal nothing is cut.
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console.print(table, highlight=False)
 
 
 def _with_error(row: dict[str, float], name: str) -> str:
     if name not in row:
         return "-"
     error = row[f"{name}_se"]
-    return f"{row[name]:.3f}" + ("" if math.isnan(error) else f" +- {error:.3f}")
+    return f"{row[name]:.3f}" + ("" if math.isnan(error) else f" +-{error:.3f}")

@@ -55,6 +55,22 @@ def group(*episodes: ScoredEpisode) -> ScoredGroup:
     return ScoredGroup(group_id="g", task_id="t", episodes=episodes)
 
 
+def test_a_discount_counts_turns() -> None:
+    """By hand: what is earned n turns later counts discount^n, the episode's own reward comes with
+    its last turn, and other choices of a request are left out wherever they stand."""
+    first = episode([1.0, 2.0, 4.0], value=8.0)
+    for discount, wanted in (
+        (1.0, [15.0, 14.0, 12.0]),
+        (0.5, [1 + 1 + 1 + 2, 2 + 2 + 4, 12.0]),
+        (0.0, [1.0, 2.0, 12.0]),
+    ):
+        found = reward_to_go(group(first, episode([0.0] * 3)), discount=discount)
+        assert [float(own[0]) for own in found[0]] == pytest.approx(wanted)  # type: ignore[union-attr]
+    choices = episode([1.0, 2.0, 4.0], requests=[0, 1, 0])
+    found = reward_to_go(group(choices, episode([0.0] * 3)), discount=0.5)
+    assert [float(own[0]) for own in found[0]] == pytest.approx([1 + 1, 2 + 2, 4])  # type: ignore[union-attr]
+
+
 def centred_by_turn(scored: ScoredGroup) -> list[list[np.ndarray]]:
     """What verl's issue 7244 warns of: rewards less the mean at their index, summed to go."""
     means = [
