@@ -67,7 +67,12 @@ class BufferReader:
     def __init__(self, run: Run, client: redis.Redis, clock: Clock | None) -> None:
         self._client = client
         self._prefix = prefix(run.run_id)
-        self._scripts = SyncScripts(client, key(run.run_id, "meta"), clock)
+        self._scripts = SyncScripts(
+            client,
+            key(run.run_id, "meta"),
+            clock,
+            min_replicas=run.settings.buffer.min_replicas,
+        )
         self.registry = Registry(client, self._prefix)
         """The run's processes."""
         self.dead_letters = DeadLetters(client, self._prefix, self._scripts)

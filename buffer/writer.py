@@ -72,7 +72,9 @@ class BufferWriter:
         self._client = client
         self._prefix = prefix(run.run_id)
         scripts = (client, key(run.run_id, "meta"), clock)
-        self._scripts, self._turn_scripts = AsyncScripts(*scripts), PipelinedScripts(*scripts)
+        copies = run.settings.buffer.min_replicas
+        self._scripts = AsyncScripts(*scripts, min_replicas=copies)
+        self._turn_scripts = PipelinedScripts(*scripts, min_replicas=copies)
         self.budget_notes = BudgetNotes(client, self._scripts, self._prefix)
         self.channel = Channel(client, self._prefix)
         self._tasks: OrderedDict[bytes, Task] = OrderedDict()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import redis
 import redis.asyncio
@@ -23,6 +24,12 @@ SOCKET_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64
 """Per process and event loop; further commands wait for a free connection."""
+MAX_SENTINEL_CONNECTIONS = 1024
+"""The same where sentinels name the primary; further commands fail."""
+SENTINEL_SCHEME = "sentinel://"
+_SENTINEL_PORT = 26379
+_SENTINEL_OPTIONS = {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}
+"""A sentinel that is away must not hold up the others' answers."""
 _ADVICE = (
     (
         "maxmemory",
@@ -41,7 +48,8 @@ _ADVICE = (
 
 
 def connect_sync(url: str, *, timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:
-    """A blocking client for `url` (redis://, rediss:// or unix://); connects at the first command.
+    """A blocking client for `url` (redis://, rediss://, unix:// or sentinel://); connects at the
+    first command.
 
     Args:
         timeout_s: longest wait for the answer to one command.
@@ -49,6 +57,10 @@ def connect_sync(url: str, *, timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redi
     Raises:
         SettingsError: the URL cannot be read.
     """
+    if url.startswith(SENTINEL_SCHEME):
+        sentinels, group, options = _read_sentinel_url(url, timeout_s)
+        manager = redis.Sentinel(sentinels, sentinel_kwargs=_SENTINEL_OPTIONS, **options)
+        return manager.master_for(group, redis_class=_SentinelRedis, retry=Retry(NoBackoff(), 0))
     try:
         pool = redis.BlockingConnectionPool.from_url(
             url, retry=Retry(NoBackoff(), 0), **_options(timeout_s)
@@ -64,6 +76,12 @@ def connect_async(url: str, *, timeout_s: float = SOCKET_TIMEOUT_S) -> redis.asy
     Raises:
         SettingsError: the URL cannot be read.
     """
+    if url.startswith(SENTINEL_SCHEME):
+        sentinels, group, options = _read_sentinel_url(url, timeout_s)
+        manager = redis.asyncio.Sentinel(sentinels, sentinel_kwargs=_SENTINEL_OPTIONS, **options)
+        return manager.master_for(
+            group, redis_class=_AsyncSentinelRedis, retry=AsyncRetry(NoBackoff(), 0)
+        )
     try:
         pool = redis.asyncio.BlockingConnectionPool.from_url(
             url, retry=AsyncRetry(NoBackoff(), 0), **_options(timeout_s)
@@ -71,6 +89,56 @@ def connect_async(url: str, *, timeout_s: float = SOCKET_TIMEOUT_S) -> redis.asy
     except ValueError as error:
         raise _bad_url(url, error) from error
     return redis.asyncio.Redis.from_pool(pool)
+
+
+class _SentinelRedis(redis.Redis):
+    """A client that closes its connections to the sentinels too."""
+
+    def close(self) -> None:
+        """Close all connections."""
+        super().close()
+        pool: Any = self.connection_pool
+        for sentinel in pool.sentinel_manager.sentinels:
+            sentinel.close()
+
+
+class _AsyncSentinelRedis(redis.asyncio.Redis):
+    """A client that closes its connections to the sentinels too."""
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        """Close all connections."""
+        await super().aclose(close_connection_pool)
+        pool: Any = self.connection_pool
+        await pool.sentinel_manager.aclose()
+
+
+def _read_sentinel_url(
+    url: str, timeout_s: float
+) -> tuple[list[tuple[str, int]], str, dict[str, Any]]:
+    """Addresses of the sentinels, the name of the group they watch, and options of its primary."""
+    parts = urlsplit(url)
+    access, _, hosts = parts.netloc.rpartition("@")
+    user, _, password = access.partition(":")
+    words = parts.path.strip("/").split("/")
+    try:
+        sentinels = []
+        for host in hosts.split(","):
+            name, colon, port = host.rpartition(":")
+            sentinels.append((name, int(port)) if colon else (port, _SENTINEL_PORT))
+        group, database = words if len(words) == 2 else (*words, "0")
+        options = {**_options(timeout_s), "db": int(database)}
+        if not group or not all(name for name, _ in sentinels):
+            raise ValueError("a host or the name of the group is missing")
+    except ValueError as error:
+        raise _bad_url(url, error) from error
+    # Its pool does not wait for a free connection.
+    del options["timeout"]
+    options["max_connections"] = MAX_SENTINEL_CONNECTIONS
+    if password:
+        options["password"] = unquote(password)
+    if user:
+        options["username"] = unquote(user)
+    return sentinels, group, options
 
 
 @contextmanager
@@ -113,5 +181,6 @@ def _bad_url(url: str, error: ValueError) -> SettingsError:
     # A URL may hold a password: only its scheme is repeated.
     return SettingsError(
         f"buffer.redis_url with scheme={url.partition(':')[0]!r} cannot be read ({error}); "
-        "redis://host:port/db, rediss://host:port/db or unix:///path/to/socket are allowed"
+        "redis://host:port/db, rediss://host:port/db, unix:///path/to/socket or "
+        "sentinel://host:port,host:port/group/db are allowed"
     )

@@ -7,7 +7,13 @@ from typing import Any
 
 import redis
 
-from outloop.buffer.redis.scripts import Argument, AsyncScripts, load_script
+from outloop.buffer.redis.scripts import (
+    Argument,
+    AsyncScripts,
+    check_copies,
+    load_script,
+    wait_command,
+)
 
 _MAX_BATCH = 256
 _GIVEN_UP = redis.ConnectionError("the connection was closed")
@@ -55,12 +61,24 @@ class PipelinedScripts(AsyncScripts):
                 async with self._client.pipeline(transaction=False) as pipeline:
                     for name, arguments, _ in batch:
                         pipeline.evalsha(load_script(name).sha1, 1, *arguments)
+                    if self._min_replicas:
+                        pipeline.execute_command(*wait_command(self._min_replicas))
                     answers = await pipeline.execute(raise_on_error=False)
+                if self._min_replicas:
+                    _refuse_without_copies(answers, self._min_replicas)
             except redis.RedisError as broken:
                 error = broken
             finally:
                 for index, (_, _, future) in enumerate(batch):
                     _settle(future, error if answers is None else answers[index])
+
+
+def _refuse_without_copies(answers: list[Any], min_replicas: int) -> None:
+    """Take the answer to the last command, and make every call's answer its error if it is one."""
+    try:
+        check_copies(answers.pop(), min_replicas)
+    except redis.RedisError as error:
+        answers[:] = [error] * len(answers)
 
 
 def _settle(future: asyncio.Future[Any], answer: Any) -> None:

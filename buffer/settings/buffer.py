@@ -16,7 +16,12 @@ class BufferSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     redis_url: str | None = None
-    """None: start an embedded server in the run folder."""
+    """None: start an embedded server in the run folder. sentinel://host:port,host:port/group/db:
+    the primary of the group that these Sentinels watch."""
+    min_replicas: int = Field(0, ge=0)
+    """So many replicas have a record before it is acknowledged. 1: a primary that dies takes
+    nothing with it that was acknowledged. 0: it may take the last records, and their episodes are
+    played again."""
     redis_password_file: Path | None = None
     """A file that holds the password of redis_url, which itself must not hold one: settings are
     written into the run folder. An ACL user is named in the URL: rediss://user@host:port/0."""
@@ -120,6 +125,11 @@ class BufferSettings(BaseModel):
         return self
 
     def _refuse_what_has_no_effect(self) -> None:
+        if self.min_replicas and self.redis_url is None:
+            raise ValueError(
+                f"buffer.min_replicas={self.min_replicas} has no effect without buffer.redis_url: "
+                "the embedded server has no replicas; leave it out, or give redis_url"
+            )
         if self.max_refills and not self.drop_zero_signal and self.filter_path is None:
             raise ValueError(
                 f"buffer.max_refills={self.max_refills} has no effect: it needs "

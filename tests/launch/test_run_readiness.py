@@ -84,6 +84,22 @@ def test_a_redis_that_would_throw_records_away_is_refused(
     assert "appendonly=no" in text
 
 
+def test_a_redis_whose_user_may_not_ask_is_to_be_checked_by_hand(
+    report: Report, server: tuple[str, redis.Redis], tmp_path: Path
+) -> None:
+    url, client = server
+    client.execute_command(
+        *"ACL SETUSER few on >word ~* &* -@all +@read +@write +@connection +time".split()
+    )
+    (tmp_path / "password").write_text("word")
+    address = url.replace("unix://", "unix://few@")
+    code, text = report(
+        f"buffer.redis_url={address}", f"buffer.redis_password_file={tmp_path}/password"
+    )
+    assert code == 0, text
+    assert "appendonly yes" in row(text, "buffer.redis_url")
+
+
 def test_a_redis_that_does_not_answer_is_named(report: Report, tmp_path: Path) -> None:
     code, text = report(f"buffer.redis_url=unix://{tmp_path}/none")
     assert code == 1

@@ -36,6 +36,7 @@ class Abandoned(Gone):
     """A turn of a version that a rollback abandoned; the caller gives up its attempt."""
 
 
+_REPLICAS_TIMEOUT_MS = 1000
 _REFUSALS: dict[str, type[OutloopError]] = {
     "abandoned": Abandoned,
     "not_found": NotFound,
@@ -91,10 +92,19 @@ def refusal(code: str, sentence: str, what: str) -> OutloopError | None:
 class SyncScripts:
     """The scripts of one run, through a blocking client."""
 
-    def __init__(self, client: redis.Redis, meta_key: str, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        client: redis.Redis,
+        meta_key: str,
+        clock: Clock | None = None,
+        *,
+        min_replicas: int = 0,
+    ) -> None:
+        """`min_replicas`: so many have what a script wrote before its call returns."""
         self._client = client
         self._meta_key = meta_key
         self._clock = clock
+        self._min_replicas = min_replicas
 
     def call(self, name: str, *args: Argument, what: str) -> list[Any]:
         """What the script returns after its `ok`.
@@ -107,21 +117,39 @@ class SyncScripts:
         with translated(what):
             arguments = (self._meta_key, _now_ms(self._clock), *args)
             try:
-                answer: Any = self._client.evalsha(script.sha1, 1, *arguments)
+                answer = self._execute("EVALSHA", script.sha1, arguments)
             except redis.exceptions.NoScriptError:
-                answer = self._client.eval(script.text, 1, *arguments)
+                answer = self._execute("EVAL", script.text, arguments)
         return _unpack(answer, what)
+
+    def _execute(self, command: str, script: str, arguments: tuple[Argument, ...]) -> Any:
+        if not self._min_replicas:
+            return self._client.execute_command(command, script, 1, *arguments)
+        with self._client.pipeline(transaction=False) as pipeline:
+            pipeline.execute_command(command, script, 1, *arguments)
+            pipeline.execute_command(*wait_command(self._min_replicas))
+            answer, copies = pipeline.execute(raise_on_error=False)
+        if isinstance(answer, Exception):
+            raise answer
+        check_copies(copies, self._min_replicas)
+        return answer
 
 
 class AsyncScripts:
     """The scripts of one run, through an asyncio client; see SyncScripts."""
 
     def __init__(
-        self, client: redis.asyncio.Redis, meta_key: str, clock: Clock | None = None
+        self,
+        client: redis.asyncio.Redis,
+        meta_key: str,
+        clock: Clock | None = None,
+        *,
+        min_replicas: int = 0,
     ) -> None:
         self._client = client
         self._meta_key = meta_key
         self._clock = clock
+        self._min_replicas = min_replicas
 
     async def call(self, name: str, *args: Argument, what: str) -> list[Any]:
         """As SyncScripts.call."""
@@ -136,9 +164,39 @@ class AsyncScripts:
         """The script's own answer; raises redis-py's errors."""
         script = load_script(name)
         try:
-            return await self._client.evalsha(script.sha1, 1, *arguments)
+            return await self._run("EVALSHA", script.sha1, arguments)
         except redis.exceptions.NoScriptError:
-            return await self._client.eval(script.text, 1, *arguments)
+            return await self._run("EVAL", script.text, arguments)
+
+    async def _run(self, command: str, script: str, arguments: tuple[Argument, ...]) -> Any:
+        if not self._min_replicas:
+            return await self._client.execute_command(command, script, 1, *arguments)
+        async with self._client.pipeline(transaction=False) as pipeline:
+            pipeline.execute_command(command, script, 1, *arguments)
+            pipeline.execute_command(*wait_command(self._min_replicas))
+            answer, copies = await pipeline.execute(raise_on_error=False)
+        if isinstance(answer, Exception):
+            raise answer
+        check_copies(copies, self._min_replicas)
+        return answer
+
+
+def wait_command(min_replicas: int) -> tuple[Argument, ...]:
+    """The command after which `min_replicas` have what its connection wrote before."""
+    return ("WAIT", min_replicas, _REPLICAS_TIMEOUT_MS)
+
+
+def check_copies(copies: Any, min_replicas: int) -> None:
+    """Raise redis-py's error if the answer to `wait_command` is not enough.
+
+    What was written is there all the same: a caller that repeats itself is answered as before.
+    """
+    if isinstance(copies, Exception):
+        raise copies
+    if copies < min_replicas:
+        raise redis.RedisError(
+            f"not enough good replicas: {copies} of buffer.min_replicas={min_replicas} have it"
+        )
 
 
 def _now_ms(clock: Clock | None) -> int:

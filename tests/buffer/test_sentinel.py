@@ -1,0 +1,180 @@
+"""A primary with two replicas, watched by three Sentinels: real processes, and its end."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from outloop.buffer.errors import BufferUnavailable, SettingsError
+from outloop.buffer.redis.client import connect_sync
+from outloop.buffer.redis.embedded import find_server
+from outloop.buffer.settings import build_settings
+
+GROUP = "outloop"
+REPLICATED = {"buffer__min_replicas": 1, "buffer__redis_url": "given below"}
+
+
+class Watched:
+    """Three data servers and three Sentinels on loopback."""
+
+    def __init__(self, folder: Path) -> None:
+        with ExitStack() as held:
+            sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(6)]
+            ports = [one.getsockname()[1] for one in sockets]
+        self.data, self.sentinels = ports[:3], ports[3:]
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        for port in self.data:
+            lines = ["save ''", "appendonly no"]
+            if port != self.data[0]:
+                lines.append(f"replicaof 127.0.0.1 {self.data[0]}")
+            self._start(folder, port, lines)
+        for port in self.sentinels:
+            lines = [
+                f"sentinel monitor {GROUP} 127.0.0.1 {self.data[0]} 2",
+                f"sentinel down-after-milliseconds {GROUP} 500",
+                f"sentinel failover-timeout {GROUP} 3000",
+            ]
+            self._start(folder, port, lines, "--sentinel")
+
+    def _start(self, folder: Path, port: int, lines: list[str], *options: str) -> None:
+        home = folder / str(port)
+        home.mkdir(parents=True)
+        head = [f"port {port}", "bind 127.0.0.1", f"dir {home}", "repl-diskless-sync-delay 0"]
+        (home / "server.conf").write_text("\n".join([*head, *lines]) + "\n")
+        self._processes[port] = subprocess.Popen(
+            [str(find_server()), str(home / "server.conf"), *options],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    @property
+    def url(self) -> str:
+        """Of the group."""
+        return f"sentinel://{','.join(f'127.0.0.1:{port}' for port in self.sentinels)}/{GROUP}/0"
+
+    def wait_until_watched(self, num_replicas: int) -> None:
+        """Every Sentinel knows the primary, its replicas and the other Sentinels."""
+        deadline = time.monotonic() + 30
+        while not all(self._knows(port, num_replicas) for port in self.sentinels):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def _knows(self, port: int, num_replicas: int) -> bool:
+        client = redis.Redis(port=port, protocol=2)
+        try:
+            state: Any = client.sentinel_master(GROUP)
+            replicas: Any = client.sentinel_slaves(GROUP)
+        except redis.RedisError:
+            return False
+        finally:
+            client.close()
+        up = [one for one in replicas if one["master-link-status"] == "ok"]
+        return int(state["num-other-sentinels"]) == 2 and len(up) == num_replicas
+
+    def primary(self) -> int:
+        """Its port, as the group's client finds it."""
+        client = connect_sync(self.url)
+        try:
+            return int(client.info("server")["tcp_port"])
+        finally:
+            client.close()
+
+    def kill(self, port: int) -> None:
+        """As a machine that loses power."""
+        os.kill(self._processes[port].pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End what is left."""
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    """The group, when failing over works."""
+    group = Watched(tmp_path / "group")
+    try:
+        group.wait_until_watched(2)
+        yield group
+    finally:
+        group.stop()
+
+
+async def until_accepted(call: Callable[[], Any]) -> tuple[Any, bool]:
+    """What the call returns once a primary answers, and whether it was refused before."""
+    was_refused = False
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return await call(), was_refused
+            except BufferUnavailable:
+                was_refused = True
+                await asyncio.sleep(0.05)
+
+
+async def test_nothing_acknowledged_is_lost_when_the_primary_is_killed(
+    watched: Watched, loop_on: Callable[..., Any], make_turn: Callable[..., Any]
+) -> None:
+    """Turns are recorded without a pause while the primary dies; each is there once afterwards."""
+    loop = await loop_on(watched.url, **REPLICATED, buffer__group_size=8)
+    first = watched.primary()
+    assert first == watched.data[0]
+    claims = (await loop.claim(count=16)).claims
+    episodes = [await loop.open(claim) for claim in claims]
+    refused = []
+
+    async def play(number: int, episode_id: str) -> None:
+        turn = make_turn(episode_id)
+        if number == len(episodes) // 2:
+            watched.kill(first)
+        _, was_refused = await until_accepted(lambda: loop.writer.append_turn(turn))
+        refused.append(was_refused)
+        await until_accepted(lambda: loop.close(episode_id))
+
+    async with asyncio.TaskGroup() as group:
+        for number, episode_id in enumerate(episodes):
+            group.create_task(play(number, episode_id))
+            # The kill must find turns before it acknowledged and others under way.
+            await asyncio.sleep(0.002)
+    assert any(refused)
+    assert watched.primary() != first
+    (leases, _) = await until_accepted(lambda: asyncio.to_thread(loop.take, 2))
+    trained = [t.episode.episode_id for lease in leases for t in lease.group.trajectories]
+    assert sorted(trained) == sorted(episodes)
+    assert all(len(t.turns) == 1 for lease in leases for t in lease.group.trajectories)
+
+
+async def test_a_record_that_no_replica_has_is_not_acknowledged(
+    watched: Watched, loop_on: Callable[..., Any], make_turn: Callable[..., Any]
+) -> None:
+    loop = await loop_on(watched.url, **REPLICATED)
+    (claim,) = (await loop.claim(count=1)).claims
+    episode_id = await loop.open(claim)
+    for port in watched.data[1:]:
+        watched.kill(port)
+    with pytest.raises(BufferUnavailable, match=r"0 of buffer\.min_replicas=1 have it.*replicas"):
+        await loop.writer.append_turn(make_turn(episode_id))
+    with pytest.raises(BufferUnavailable, match="bring them back"):
+        loop.take(1)
+
+
+@pytest.mark.parametrize("url", ["sentinel://", "sentinel://h:x/g", "sentinel://h/g/zero"])
+def test_an_address_of_sentinels_that_cannot_be_read_is_a_sentence(url: str) -> None:
+    with pytest.raises(SettingsError, match=r"sentinel://host:port,host:port/group/db"):
+        connect_sync(url)
+
+
+def test_replicas_of_the_embedded_server_are_refused(tmp_path: Path) -> None:
+    tree = {"model": {"path": str(tmp_path)}, "buffer": {"min_replicas": 1}}
+    with pytest.raises(SettingsError, match=r"buffer\.min_replicas=1 has no effect"):
+        build_settings(tree, source="a test")
