@@ -88,8 +88,14 @@ def test_a_redis_whose_user_may_not_ask_is_to_be_checked_by_hand(
     report: Report, server: tuple[str, redis.Redis], tmp_path: Path
 ) -> None:
     url, client = server
-    client.execute_command(
-        *"ACL SETUSER few on >word ~* &* -@all +@read +@write +@connection +time".split()
+    client.acl_setuser(
+        "few",
+        enabled=True,
+        passwords="+word",
+        keys="*",
+        channels="*",
+        categories=["+@read", "+@write", "+@connection"],
+        commands=["+time"],
     )
     (tmp_path / "password").write_text("word")
     address = url.replace("unix://", "unix://few@")
