@@ -262,7 +262,10 @@ class BufferReader:
         return int(highest)
 
     def announce_version(self, policy_version: int, parent: int | None) -> None:
-        """Announce the next weights; nothing can be claimed until they are acknowledged.
+        """Announce the next weights.
+
+        Nothing can be claimed until the first are acknowledged, at buffer.max_staleness 0 until
+        these are.
 
         Raises:
             Conflict: the number was used before, or the parent was abandoned by a rollback.
@@ -314,14 +317,19 @@ class BufferReader:
         sampling: dict[str, float],
         suite: str = "validation",
         samples_per_task: int = 0,
+        blocks_training: bool = False,
     ) -> None:
         """Request evaluation episodes; the same request again changes nothing.
+
+        They are played before training episodes if `blocks_training`, or once a later version than
+        `policy_version` is served; until then in places that training leaves free.
 
         Args:
             suite: "validation", "test", or one of eval.suites that has tasks of its own.
             samples_per_task: how often each of the first num_episodes / samples_per_task tasks of
                 the suite is played; if it has fewer tasks there are fewer episodes. 0: all of its
                 tasks, again and again in the same order, until there are `num_episodes`.
+            blocks_training: no update is made before its episodes are scored.
 
         Raises:
             NotFound: the run has no such tasks.
@@ -345,6 +353,7 @@ class BufferReader:
             self._kept_evals,
             suite,
             samples_per_task,
+            int(blocks_training),
         )
         self._scripts.call("request_eval", *arguments, what=f"requesting evaluation name={name}")
 
@@ -359,10 +368,10 @@ class BufferReader:
             translated(f"reading evaluation name={name}"),
             self._client.pipeline(transaction=True) as pipeline,
         ):
-            pipeline.hmget(e, ["done", "total"])
+            pipeline.hmget(e, ["done", "total", "newest_version", "mixed"])
             pipeline.hgetall(f"{e}:rewards")
             pipeline.hlen(self._key("attempts"))
-            (done, total), rewards, num_in_flight = pipeline.execute()
+            (done, total, newest, num_mixed), rewards, num_in_flight = pipeline.execute()
         if total is None:
             raise NotFound(f"no evaluation name={name}; request it first")
         ordered = sorted(rewards.items(), key=lambda item: int(item[0]))
@@ -371,6 +380,8 @@ class BufferReader:
             num_total=int(total),
             rewards=tuple(float(value) for _, value in ordered),
             num_in_flight=num_in_flight,
+            newest_version=None if newest is None else int(newest),
+            num_mixed=int(num_mixed or 0),
         )
 
     def eval_episodes(self, name: str) -> tuple[EvalEpisode, ...]:

@@ -86,7 +86,12 @@ class Parts:
         self.keys = KeyRing(run.keys)
         # Each process may fill its share of a server: together they fill it.
         share = -(-settings.server.max_running_requests // limits.num_processes)
-        self.pool = ServerPool(buffer, max_in_flight=share, timings=timings)
+        self.pool = ServerPool(
+            buffer,
+            max_in_flight=share,
+            goes_on_in_publish=settings.buffer.max_staleness > 0,
+            timings=timings,
+        )
         buffer_retry, turn_s = BufferRetry(limits.buffer_timeout_s), limits.turn_timeout_s
         self.episodes = Episodes(buffer, renderer, buffer_retry, timings)
         self.locator = TurnLocator(

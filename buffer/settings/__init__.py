@@ -184,6 +184,9 @@ class PublishSettings(_Section):
     checksum."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Mean difference of logprobs, nats; none: 0.01 in float32, 0.25 in bfloat16."""
+    overlaps_training: bool = True
+    """true: where buffer.max_staleness allows it, the trainer copies its weights into memory (all,
+    in server.dtype, on rank 0) and trains on while they are published. false: it waits."""
 
 
 class Settings(BaseSettings):

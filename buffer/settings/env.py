@@ -148,10 +148,12 @@ class EvalSettings(BaseModel):
     """Evaluate with temperature 0 beside the run's own sampling, at version 0 and the last."""
     timeout_s: float = Field(300.0, gt=0)
     """How long an evaluation may stand still, with no attempt of the run in flight."""
-    blocks_publish: bool = True
-    """true: the next version is published when the evaluation is done, so that its episodes are of
-    one version. false: training goes on beside it, and its later turns are sampled by later
-    versions; eval/num_publishes says by how many."""
+    blocks_publish: bool | None = None
+    """true: the weights change when the evaluation is done, so that its episodes are of one
+    version. false: training goes on beside it, in places that training leaves free first, and its
+    later turns are sampled by later versions; eval/mixed_share says how many episodes have such.
+    None: only the first, by which others are measured, holds training up; all if
+    eval.chooses_checkpoint."""
     chooses_checkpoint: bool = False
     """Evaluate on the validation split, keep the weights that did best on it, and evaluate these
     once on the test split; needs both in env.split."""
@@ -163,6 +165,12 @@ class EvalSettings(BaseModel):
         if tasks is None:
             return "validation"
         return next(name for name, other in self.suites.items() if other.tasks == tasks)
+
+    def blocks_training(self, step: int) -> bool:
+        """Whether the weights stay as they are until the evaluation of `step` is done."""
+        if self.blocks_publish is not None:
+            return self.blocks_publish
+        return self.chooses_checkpoint or step == 0
 
     def samples_of(self, num_episodes: int) -> int:
         """How often each task of an evaluation of so many episodes is played; 0: again and again.
@@ -209,12 +217,12 @@ def check_evaluations(env: EnvSettings, plan: EvalSettings) -> None:
             "needs evaluations, and shares above 0 of validation and test; set eval.every, and for "
             "example env.split = {train = 8, validation = 1, test = 1}"
         )
-    if not plan.blocks_publish and not plan.every and not plan.suites:
+    if plan.blocks_publish is not None and not plan.every and not plan.suites:
         raise ValueError(
-            "eval.blocks_publish=false has no effect with eval.every=0 and no eval.suites; leave "
-            "it out, or set eval.every"
+            f"eval.blocks_publish={str(plan.blocks_publish).lower()} has no effect with "
+            "eval.every=0 and no eval.suites; leave it out, or set eval.every"
         )
-    if not plan.blocks_publish and plan.chooses_checkpoint:
+    if plan.blocks_publish is False and plan.chooses_checkpoint:
         raise ValueError(
             "eval.blocks_publish=false with eval.chooses_checkpoint=true: what chooses a "
             "checkpoint must be played by its weights alone; leave one of them out"

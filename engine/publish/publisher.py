@@ -33,6 +33,8 @@ from outloop.engine.publish.verification.logprob_probe import TOLERANCES, UNVERI
 
 _POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0
+_STAGING_KINDS = frozenset({"torch"})
+"""Servers that hold an update apart until it ends; SGLang writes into what it serves."""
 _PROBE_AGAIN_S = 30.0
 """Until a quarantined server that did not answer is asked again."""
 _log = structlog.get_logger()
@@ -359,6 +361,8 @@ class _Passes:
                     # Servers must go on to be probed: no turn may come to them meanwhile.
                     for server_id in fanout.left:
                         self._quarantine(server_id)
+                if self._can_stage(entries):
+                    transport.stage(fanout)
                 paused_at = time.monotonic()
                 sent = self._move(transport, fanout)
                 if self._memory is None:
@@ -400,6 +404,11 @@ class _Passes:
             pause_s=self._pause_s,
             results=tuple(self._results.values()),
         )
+
+    def _can_stage(self, entries: Sequence[ServerEntry]) -> bool:
+        """Whether all of them may take weights while they serve; a probe has them filled at random
+        first."""
+        return self._probe is None and all(entry.kind in _STAGING_KINDS for entry in entries)
 
     def _quarantine(self, server_id: str) -> None:
         self._registry.set_server_version(server_id, None, quarantined=True)

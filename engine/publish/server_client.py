@@ -86,16 +86,21 @@ class ServerClient:
         """Take these parts again; weights have no values until they are updated."""
         self._call("POST", "/resume_memory_occupation", {"tags": list(tags)}, deadline)
 
-    def begin_update(self, deadline: float) -> None:
-        """Open a weight update; one that was left open is closed first."""
-        body = {"selector": "all"}
+    def open_update(self, deadline: float) -> bool:
+        """Open a weight update; False if one was left open by a trainer that died."""
         try:
-            self._call("POST", "/begin_weight_update", body, deadline)
+            self._call("POST", "/begin_weight_update", {"selector": "all"}, deadline)
         except PublishFailed:
-            # A trainer that died between begin and end leaves a session; the server is paused and
-            # is about to load all weights, so what that session holds is never served.
+            return False
+        return True
+
+    def begin_update(self, deadline: float) -> None:
+        """Open a weight update of a paused server; one that was left open is closed first."""
+        if not self.open_update(deadline):
+            # What that session holds is never served: all weights are loaded before the server
+            # goes on.
             self._call("POST", "/end_weight_update", {}, deadline)
-            self._call("POST", "/begin_weight_update", body, deadline)
+            self._call("POST", "/begin_weight_update", {"selector": "all"}, deadline)
 
     def end_update(self, deadline: float) -> None:
         """Close the weight update."""

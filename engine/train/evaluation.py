@@ -1,7 +1,8 @@
 """Evaluations on their schedules: the run's own and those of named suites.
 
-With eval.blocks_publish an evaluation is complete before the next version is published, so that its
-episodes are of one version.
+An evaluation for which `blocks_training` holds is complete before the weights change, so that its
+episodes are of one version. Others go on beside training, and their rows say how many later
+versions sampled their tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ class _Pending:
 
 
 class Evaluations:
-    """Requests evaluations and collects their scores."""
+    """Requests evaluations and collects their scores.
+
+    `request` may be called by another thread than the one that calls the others.
+    """
 
     def __init__(
         self,
@@ -89,6 +93,10 @@ class Evaluations:
         every = self._settings.eval.every
         return every > 0 and (step % every == 0 or step == self._settings.trainer.num_steps)
 
+    def blocks_training(self, step: int) -> bool:
+        """Whether the evaluations of this step must be complete before the next update."""
+        return self._settings.eval.blocks_training(step)
+
     def request_test(self, *, step: int, policy_version: int) -> None:
         """Ask for the test split, of the version that was chosen."""
         self._request(step, policy_version, "test", is_end=True)
@@ -112,6 +120,7 @@ class Evaluations:
                 sampling={"temperature": part.temperature},
                 suite=suite,
                 samples_per_task=plan.samples_of(num_episodes),
+                blocks_training=suite == "test" or self.blocks_training(step),
             )
         kind = "eval" if suite == "validation" else suite
         self._pending.append(_Pending(step, parts, policy_version, time.monotonic(), kind))
@@ -129,29 +138,23 @@ class Evaluations:
             sampling={"temperature": temperature},
             suite=self._settings.eval.task_list(name),
             samples_per_task=suite.samples_per_task,
+            blocks_training=self.blocks_training(step),
         )
         pending = _Pending(step, (part,), policy_version, time.monotonic(), is_suite=True)
         self._pending.append(pending)
 
-    def collect_done(self, *, policy_version: int) -> None:
-        """Record the evaluations that are complete; wait for none.
-
-        Args:
-            policy_version: that is published now.
-        """
+    def collect_done(self) -> None:
+        """Record the evaluations that are complete; wait for none."""
         for pending in list(self._pending):
             progress = self._progress(pending)
             if _is_done(progress):
-                self._record(pending, policy_version)
+                self._record(pending, progress)
 
-    def collect(self, *, policy_version: int) -> tuple[int, float] | None:
+    def collect(self) -> tuple[int, float] | None:
         """Wait for the evaluations under way, if any, and record them.
 
         Returns the step of the last of the run's own and its mean reward under the run's sampling;
         None without one, on stop, or when no episode was scored.
-
-        Args:
-            policy_version: that is published now.
 
         Raises:
             DeadlineExceeded: for eval.timeout_s no attempt was in flight.
@@ -160,7 +163,7 @@ class Evaluations:
         for pending in list(self._pending):
             if not self._wait_for(pending):
                 return None
-            reward = self._record(pending, policy_version)
+            reward = self._record(pending, self._progress(pending))
             if not pending.is_suite:
                 found = None if math.isnan(reward) else (pending.step, reward)
         return found
@@ -190,7 +193,7 @@ class Evaluations:
                 )
         return True
 
-    def _record(self, pending: _Pending, policy_version: int) -> float:
+    def _record(self, pending: _Pending, progress: list[EvalProgress]) -> float:
         """Write its row and its results; returns the mean reward of its first sampling, NaN
         without any."""
         self._pending.remove(pending)
@@ -219,8 +222,11 @@ class Evaluations:
                 continue
             results.append(self._run_dir, evaluation)
         row[f"{own}/duration_s"] = time.monotonic() - pending.requested_at
-        if not self._settings.eval.blocks_publish:
-            row[f"{own}/num_publishes"] = float(policy_version - pending.policy_version)
+        if not self._settings.eval.blocks_training(pending.step):
+            num_done = sum(part.num_done for part in progress)
+            newest = max(part.newest_version or 0 for part in progress)
+            row[f"{own}/mixed_share"] = sum(x.num_mixed for x in progress) / max(1, num_done)
+            row[f"{own}/num_publishes"] = float(max(0, newest - pending.policy_version))
         self._metrics.write(pending.step, row)
         return rewards[0]
 

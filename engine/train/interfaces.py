@@ -73,6 +73,7 @@ class Reader(Protocol):
         sampling: dict[str, float],
         suite: str = "validation",
         samples_per_task: int = 0,
+        blocks_training: bool = False,
     ) -> None: ...
 
     def eval_progress(self, name: str) -> EvalProgress: ...

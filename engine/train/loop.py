@@ -2,7 +2,7 @@
 
 A version is announced before it is published and acknowledged before anything is admitted under it.
 A group is acknowledged only by a checkpoint that contains its update. One loop serves every
-max_staleness.
+max_staleness: at 0 a step waits for its publish, above it the next step begins beside it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
+import torch
 
-from outloop.buffer.errors import PublishFailed, UpdateRefused
+from outloop.buffer.errors import UpdateRefused
 from outloop.buffer.records import Lease
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.buffer.trajectories.steps import StepRecord, UpdateResult, write_step
 from outloop.buffer.trajectories.trained import keeps_trajectories, write_trained
+from outloop.engine.publish.weights_copy import WeightsCopy
 from outloop.engine.train.checkpoint.acknowledgement import Acknowledgements
 from outloop.engine.train.checkpoint.best_checkpoint import BestCheckpoint
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint
@@ -31,7 +35,8 @@ from outloop.engine.train.data.batch_builder import Batch, build_batch
 from outloop.engine.train.data.teacher_context import TeacherContexts
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.evaluation import Evaluations
-from outloop.engine.train.interfaces import LeaseRenewer, Publisher, PublishReport, Reader
+from outloop.engine.train.interfaces import LeaseRenewer, Publisher, Reader
+from outloop.engine.train.publishing import Publishing, PublishingBeside, PublishingWithin
 from outloop.engine.train.ranks.controller import RankController
 from outloop.engine.train.ranks.rank_worker import RankWorker
 from outloop.engine.train.step.teacher_endpoint import TeacherEndpoint
@@ -61,6 +66,17 @@ _LENGTH_RATIO = 0.9
 _MAX_SCORE = 3.0
 """Standard errors by which slow episodes may be lost more often before a warning."""
 _log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step whose weights are on their way to the servers."""
+
+    number: int
+    policy_version: int
+    batch: Batch
+    reports: Sequence[UpdateReport]
+    times: Mapping[str, float]
 
 
 class RlLoop:
@@ -96,6 +112,9 @@ class RlLoop:
         self._metrics = metrics
         self._stop = stop
         self._status: dict[str, str] = {}
+        self._publishing = self._publishing_of(publisher)
+        self._unrecorded: _Step | None = None
+        """The step made last, until its weights are published."""
         self._fence = fence = reader.acquire_fence()
         ranks.watchdog.renew_leases(
             lambda: leases.renew(fence), every_s=run.settings.buffer.lease_s / 4.0
@@ -135,6 +154,10 @@ class RlLoop:
 
     def run(self) -> None:
         """Train to the last step, or until stopped; a stop leaves a checkpoint behind."""
+        with closing(self._publishing):
+            self._run_steps()
+
+    def _run_steps(self) -> None:
         self._resume()
         ended_at = time.monotonic()
         while self._step < self._settings.trainer.num_steps and not self._stop.is_set():
@@ -150,35 +173,56 @@ class RlLoop:
             batch.metrics.update(
                 self._curriculum.follow([lease.group for lease in leases], step=self._step + 1)
             )
-            evaluation_s = 0.0
-            if self._is_colocated:
-                # Servers sleep from now on until the next version.
-                evaluation_s = self._evaluate()
+            evaluation_s = self._evaluate()
             updating_at = time.monotonic()
             self._take_devices()
             reports = self._update(batch)
             updated_at = time.monotonic()
             self._ranks.leave(keeps_weights=True)
-            if not self._is_colocated:
-                evaluation_s = self._evaluate()
-            published = self._publish(parent=self._version, policy_version=self._version + 1)
-            self._settle(batch, reports)
+            self._finish_publish()
+            self._publish(
+                parent=self._version,
+                policy_version=self._version + 1,
+                settle=self._settlement_of(batch, reports),
+            )
+            if not self._goes_on_beside:
+                self._publishing.finish()
             self._step += 1
-            self._evaluations.request(step=self._step, policy_version=self._version)
             now = time.monotonic()
             times = {
                 "train/step_s": now - ended_at,
                 "train/wait_s": taken_at - ended_at,
                 "train/update_s": updated_at - updating_at,
                 "train/evaluation_wait_s": evaluation_s,
+                "train/publish_wait_s": now - updated_at,
             }
-            # Before the checkpoint: what a checkpoint contains has its row, whatever ends the run.
-            self._record(batch, reports, published, times)
+            self._unrecorded = _Step(self._step, self._version, batch, reports, times)
+            self._record_published()
             self._acknowledgements.collect()
             if self._is_checkpoint_due():
+                self._finish_publish()
                 self._checkpoint()
             ended_at = now
         self._finish()
+
+    @property
+    def _goes_on_beside(self) -> bool:
+        """Whether the next step may begin before servers hold this one's weights."""
+        return isinstance(self._publishing, PublishingBeside)
+
+    def _publishing_of(self, publisher: Publisher) -> Publishing:
+        """Beside training if something else is in flight then, and servers have devices of their
+        own; otherwise there is nothing to do but wait, and no copy is needed."""
+        settings, ranks, registry = self._settings, self._ranks, self._reader.registry
+        is_ahead = settings.buffer.max_staleness > 0 and settings.buffer.pipeline_depth != 0
+        if self._is_colocated or not (is_ahead and settings.publish.overlaps_training):
+            take = partial(self._take_devices, weights_only=True)
+            return PublishingWithin(ranks, registry, publisher, self._wait_for_servers, take)
+        copy = WeightsCopy(
+            torch.float32 if settings.server.dtype == "float32" else torch.bfloat16,
+            is_probed=settings.verification == "probe",
+        )
+        return PublishingBeside(ranks, registry, publisher, self._wait_for_servers, copy=copy)
 
     def _resume(self) -> None:
         """Start from the latest checkpoint or the model folder, and make its weights served."""
@@ -212,6 +256,7 @@ class RlLoop:
         self._reader.set_run_state("running")
         self._ranks.leave(keeps_weights=True)
         self._publish(parent=parent, policy_version=highest + 1)
+        self._publishing.finish()
         if checkpoint is None:
             self._evaluations.request(step=0, policy_version=self._version)
 
@@ -280,13 +325,16 @@ class RlLoop:
         return leases
 
     def _evaluate(self) -> float:
-        """Record the evaluations that must, or can, be before the next version; the seconds."""
+        """Record the evaluations that are complete, and those of these weights that must be before
+        they change; the seconds."""
         began_at = time.monotonic()
         self._ranks.watchdog.progress("evaluation")
-        if self._settings.eval.blocks_publish:
+        if self._evaluations.blocks_training(self._step):
+            # The publish requests it.
+            self._finish_publish()
             self._collect()
         else:
-            self._evaluations.collect_done(policy_version=self._version)
+            self._evaluations.collect_done()
         return time.monotonic() - began_at
 
     def _take_devices(self, *, weights_only: bool = False) -> None:
@@ -303,16 +351,12 @@ class RlLoop:
         self._ranks.come_back(weights_only=weights_only)
 
     def _wait(self, sentence: str) -> None:
-        """Report what is awaited, and load weights into servers that joined meanwhile."""
+        """Report what is awaited, and look after what goes on meanwhile."""
         self._report(sentence)
         self._ranks.idle()
         self._acknowledgements.collect()
-        if any(
-            e.policy_version is None and not e.is_quarantined
-            for e in self._reader.registry.servers()
-        ):
-            self._take_devices(weights_only=True)
-            self._load_weights(self._version)
+        self._publishing.look_after_servers()
+        self._record_published()
 
     def _report(self, waiting_for: str = "", **fields: str) -> None:
         """Report what the trainer is doing, if it changed."""
@@ -407,34 +451,38 @@ class RlLoop:
             )
         return batch.rows
 
-    def _publish(self, *, parent: int | None, policy_version: int) -> PublishReport:
-        """Make the weights available as `policy_version` on every server."""
+    def _publish(
+        self,
+        *,
+        parent: int | None,
+        policy_version: int,
+        settle: Callable[[int], None] | None = None,
+    ) -> None:
+        """Begin to make the weights available as `policy_version` on every server.
+
+        Args:
+            settle: what follows at once when they hold it; gets `policy_version`.
+        """
         self._ranks.watchdog.progress("publish")
         self._report(f"servers to load version {policy_version}")
+
+        def published() -> None:
+            self._reader.acknowledge_version(policy_version)
+            if settle is not None:
+                settle(policy_version)
+
         self._reader.announce_version(policy_version, parent)
-        report = self._load_weights(policy_version)
-        self._reader.acknowledge_version(policy_version)
+        self._publishing.begin(policy_version, published)
         self._version = policy_version
         self._report()
-        return report
 
-    def _load_weights(self, policy_version: int) -> PublishReport:
-        """Send the weights to every server; once more when none was left, for one that restarts.
-
-        Where servers share the trainer's devices, its weights must be there, and have left when
-        this returns.
-
-        Raises:
-            PublishFailed: no server took them the second time either.
-        """
-        try:
-            return self._publisher.publish(
-                self._ranks, policy_version, on_wait=self._wait_for_servers
-            )
-        except PublishFailed as error:
-            _log.warning("publish_repeated", policy_version=policy_version, reason=str(error))
-        self._take_devices(weights_only=True)
-        return self._publisher.publish(self._ranks, policy_version, on_wait=self._wait_for_servers)
+    def _finish_publish(self) -> None:
+        """Wait until servers hold the version begun last."""
+        self._ranks.watchdog.progress("publish")
+        if self._publishing.report() is None:
+            self._report(f"servers to load version {self._version}")
+        self._publishing.finish()
+        self._record_published()
 
     def _wait_for_servers(self, sentence: str) -> None:
         """Report progress: a publish that waits is not a hang, and the other ranks wait with it."""
@@ -448,21 +496,27 @@ class RlLoop:
                 self._reader.drop(group_id, reason, fence=self._fence, error=why)
                 self._dropped.add(group_id)
 
-    def _settle(self, batch: Batch, reports: Sequence[UpdateReport]) -> None:
-        """Return admission credit; earlier, episodes would start under the old version."""
-        fence = self._fence
-        self._drop(batch)
-        self._reader.set_steps_left(self._settings.trainer.num_steps - self._step - 1)
-        self._reader.mark_trained(batch.group_ids, fence=fence, policy_version=self._version)
-        self._keep_step(batch, reports)
-        self._acknowledgements.add(batch.group_ids)
+    def _settlement_of(
+        self, batch: Batch, reports: Sequence[UpdateReport]
+    ) -> Callable[[int], None]:
+        """What follows when servers hold the weights that `batch` made, as it is now.
 
-    def _keep_step(self, batch: Batch, reports: Sequence[UpdateReport]) -> None:
-        """For who looks at the tokens later, or makes the step again; training goes on without."""
-        if not self._keeps_trajectories:
-            return
-        rows = batch.rows
-        record = StepRecord(
+        Admission credit returns; earlier, episodes would start under the old version.
+        """
+        self._drop(batch)
+        fence, step, record = self._fence, self._step + 1, self._step_record(reports)
+
+        def settle(policy_version: int) -> None:
+            self._reader.set_steps_left(self._settings.trainer.num_steps - step)
+            self._reader.mark_trained(batch.group_ids, fence=fence, policy_version=policy_version)
+            self._evaluations.request(step=step, policy_version=policy_version)
+            self._keep_step(batch, reports, record, policy_version)
+
+        return settle
+
+    def _step_record(self, reports: Sequence[UpdateReport]) -> StepRecord:
+        """What it takes to make this step again."""
+        return StepRecord(
             step=self._step + 1,
             policy_version=self._updated_version,
             takes=[list(take) for take in self._takes],
@@ -478,10 +532,22 @@ class RlLoop:
                 for report in reports
             ],
         )
+
+    def _keep_step(
+        self,
+        batch: Batch,
+        reports: Sequence[UpdateReport],
+        record: StepRecord,
+        policy_version: int,
+    ) -> None:
+        """For who looks at the tokens later, or makes the step again; training goes on without."""
+        if not self._keeps_trajectories:
+            return
+        rows = batch.rows
         try:
             write_trained(
                 self._run_dir,
-                self._version,
+                policy_version,
                 episode_ids=rows.episode_ids,
                 branches=rows.branches,
                 starts=rows.starts.tolist(),
@@ -491,7 +557,7 @@ class RlLoop:
             )
             write_step(self._run_dir, record)
         except OSError as error:
-            _log.warning("step_not_kept", policy_version=self._version, reason=str(error))
+            _log.warning("step_not_kept", policy_version=policy_version, reason=str(error))
 
     def _is_checkpoint_due(self) -> bool:
         every = self._settings.trainer.checkpoint_every
@@ -533,6 +599,7 @@ class RlLoop:
 
     def _finish(self) -> None:
         """Leave a checkpoint; at the end of the run also the last evaluation and the HF folder."""
+        self._finish_publish()
         is_done = self._step >= self._settings.trainer.num_steps
         self._acknowledgements.wait()
         # Written again, a checkpoint that was resumed from would forget which groups it contains.
@@ -552,7 +619,7 @@ class RlLoop:
 
     def _collect(self) -> None:
         """Record the evaluation under way; the checkpoint of its step may be the best so far."""
-        found = self._evaluations.collect(policy_version=self._version)
+        found = self._evaluations.collect()
         if found is not None and self._best is not None and found[0] > 0:
             self._acknowledgements.wait()
             self._best.offer(*found)
@@ -568,9 +635,10 @@ class RlLoop:
             self._ranks.leave(keeps_weights=True)
             parent = best.mark.policy_version
             self._publish(parent=parent, policy_version=self._version + 1)
+            self._publishing.finish()
         if not self._best.is_reported:
             self._evaluations.request_test(step=best.step, policy_version=self._version)
-            if self._evaluations.collect(policy_version=self._version) is not None:
+            if self._evaluations.collect() is not None:
                 self._best.mark_reported()
 
     def _warn_without_signal(self, batch: Batch) -> None:
@@ -586,27 +654,30 @@ class RlLoop:
             _log.warning("no_signal", sentence=sentence)
             self._report(warning=sentence)
 
-    def _record(
-        self,
-        batch: Batch,
-        reports: Sequence[UpdateReport],
-        published: PublishReport,
-        times: dict[str, float],
-    ) -> None:
+    def _record_published(self) -> None:
+        """Write the row of the step made last once its weights are published.
+
+        Before its checkpoint: what a checkpoint contains has its row, whatever ends the run.
+        """
+        published, step = self._publishing.report(), self._unrecorded
+        if published is None or step is None:
+            return
+        self._unrecorded = None
+        self._acknowledgements.add(step.batch.group_ids)
         stats = self._reader.stats()
-        row: dict[str, Any] = batch.metrics | step_metrics(reports) | times
-        num_tokens = sum(report.num_tokens for report in reports)
+        row: dict[str, Any] = {**step.batch.metrics, **step_metrics(step.reports), **step.times}
+        num_tokens = sum(report.num_tokens for report in step.reports)
         row |= {
-            "train/tokens_per_s": num_tokens / max(times["train/step_s"], 1e-9),
-            "train/policy_version": self._version,
+            "train/tokens_per_s": num_tokens / max(row["train/step_s"], 1e-9),
+            "train/policy_version": step.policy_version,
             "publish/duration_s": published.duration_s,
             "publish/bytes": published.num_bytes,
             "publish/pause_s": published.pause_s,
             "publish/peak_extra_buckets": published.peak_extra_buckets,
         }
         row |= {name: value for name, value in stats.items() if name.startswith(_RECORDED_STATS)}
-        row["train/groups"] = len(batch.group_ids)
-        self._metrics.write(self._step, row)
+        row["train/groups"] = len(step.batch.group_ids)
+        self._metrics.write(step.number, row)
         self._warn_of_short_episodes(stats)
 
     def _warn_of_short_episodes(self, stats: Mapping[str, float]) -> None:

@@ -51,7 +51,8 @@ def _add_operation(
 
     @routes.get("/ready")
     async def ready() -> dict[str, Any]:
-        """A server has acknowledged the announced version; 503 until then, and when it stops."""
+        """A server holds the announced version, or, with buffer.max_staleness above 0, the one
+        before; 503 until then, and when it stops."""
         if service.is_draining:
             raise stopping()
         if background.failure:

@@ -128,7 +128,7 @@ class RunnerRoutes:
         await _answer(exchange, {"num_tasks": len(tasks), "num_eval_tasks": len(eval_tasks)})
 
     async def claim(self, exchange: Exchange) -> None:
-        """`POST /tasks/claim`: what to play now; 503 until the announced version is served."""
+        """`POST /tasks/claim`: what to play now; 503 until servers hold weights to play by."""
         self._keys.require_runner(exchange.key)
         if self._service.is_draining:
             raise stopping()

@@ -77,9 +77,16 @@ class ServerPool:
         buffer: BufferWriter,
         *,
         max_in_flight: int | None = None,
+        goes_on_in_publish: bool = False,
         timings: Timings = DEFAULT_TIMINGS,
     ) -> None:
-        """`max_in_flight`: turns in flight at each server at once; more wait here."""
+        """Know no server.
+
+        Args:
+            max_in_flight: turns in flight at each server at once; more wait here.
+            goes_on_in_publish: episodes may start while servers load the announced version.
+        """
+        self._goes_on_in_publish = goes_on_in_publish
         self._buffer = buffer
         self._max_in_flight = max_in_flight
         self._grace_s = timings.server_grace_s
@@ -117,12 +124,13 @@ class ServerPool:
 
     @property
     def is_ready(self) -> bool:
-        """True once a server has acknowledged the announced version."""
+        """True once a server holds the announced version, or one by which episodes may start."""
         state = self.state
         return (
             state is not None
             and state.announced_version is not None
-            and state.acknowledged_version == state.announced_version
+            and state.acknowledged_version is not None
+            and (self._goes_on_in_publish or state.acknowledged_version == state.announced_version)
             and any(self._may_serve(server) for server in self._servers.values())
         )
 

@@ -232,7 +232,9 @@ async def test_a_run_is_exported_and_its_sft_data_imported(
     """Groups, evaluations, dead letters and SFT data are written; only SFT data is read back, and
     the other lines are refused by name."""
     loop = await start(env__max_replacements=0, buffer__max_staleness=1)
-    loop.reader.request_eval("0:greedy", policy_version=0, num_episodes=2, sampling={})
+    loop.reader.request_eval(
+        "0:greedy", policy_version=0, num_episodes=2, sampling={}, blocks_training=True
+    )
     claims = (await loop.claim(2)).claims
     for claim in claims:
         await loop.play(claim)
@@ -331,7 +333,9 @@ async def test_evaluation_episodes_that_nobody_claimed_are_exported(
 ) -> None:
     """Each that is closed, once; those that are open are not finished yet."""
     loop = await start()
-    loop.reader.request_eval("0:greedy", policy_version=0, num_episodes=2, sampling={})
+    loop.reader.request_eval(
+        "0:greedy", policy_version=0, num_episodes=2, sampling={}, blocks_training=True
+    )
     await loop.play_all()
     for number in range(3):
         opening = Opening(

@@ -1,6 +1,7 @@
 """Who may play what, and when: admission, order, evaluations, deadlines."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -264,7 +265,14 @@ async def test_the_test_split_is_played_when_asked_for_alone(join: Callable[...,
     reader.announce_version(0, None)
     reader.acknowledge_version(0)
     for split, number in (("validation", 4), ("test", 3)):
-        reader.request_eval(split, policy_version=0, num_episodes=number, sampling={}, suite=split)
+        reader.request_eval(
+            split,
+            policy_version=0,
+            num_episodes=number,
+            sampling={},
+            suite=split,
+            blocks_training=True,
+        )
     claims = (await writer.claim(key="k", count=7)).claims
     assert [claim.task.task_id for claim in claims] == ["e0", "e1", "e2", "e0", "e3", "e4", "e3"]
     await writer.close()
@@ -291,6 +299,7 @@ async def test_the_episodes_of_an_evaluation_are_read_with_task_source_and_answe
             sampling={},
             suite="hard",
             samples_per_task=samples,
+            blocks_training=True,
         )
     claims = (await writer.claim(key="k", count=12)).claims
     assert [claim.task.task_id for claim in claims] == ["h0", "h1"] * 3 + ["h0", "h1", "h2"] * 2
@@ -341,3 +350,54 @@ async def test_an_evaluation_without_tasks_is_refused(start: Callable[..., Any])
         )
     with pytest.raises(RecordError, match="num_episodes=0"):
         loop.reader.request_eval("v", policy_version=0, num_episodes=0, sampling={})
+
+
+async def test_evaluations_use_places_that_training_leaves(start: Callable[..., Any]) -> None:
+    """Training goes first, unless it waits for the evaluation or a later version is served; and the
+    evaluation says which of its episodes have later tokens."""
+    loop = await start(buffer__max_staleness=1, buffer__pipeline_depth=0)
+    request = partial(loop.reader.request_eval, policy_version=0, num_episodes=2, sampling={})
+    request("spare")
+    *trained, evaluated = (await loop.claim(5)).claims
+    assert [claim.purpose for claim in (*trained, evaluated)] == ["train"] * 4 + ["eval"]
+    for claim in (*trained, evaluated):
+        await loop.play(claim)
+    request("awaited", blocks_training=True)
+    leases = loop.take()
+    loop.reader.announce_version(1, 0)
+    (old,) = (await loop.claim(1)).claims
+    assert (old.purpose, old.eval_name) == ("eval", "spare")
+    loop.reader.acknowledge_version(1)
+    loop.reader.mark_trained(
+        [lease.group.group_id for lease in leases], fence=leases[0].fence, policy_version=1
+    )
+    assert [claim.eval_name for claim in (await loop.claim(3)).claims] == ["awaited", "awaited", ""]
+    assert loop.reader.eval_progress("spare").num_mixed == 0
+    await loop.play(old, version=1)
+    progress = loop.reader.eval_progress("spare")
+    assert (progress.newest_version, progress.num_mixed, progress.num_done) == (1, 1, 2)
+
+
+async def test_claims_go_on_during_a_publish_unless_synchronous(start: Callable[..., Any]) -> None:
+    """What starts is by the version before then, and that is what it counts as."""
+    for staleness, found in ((0, ("not_ready", 0)), (1, ("", 1))):
+        loop = await start(buffer__max_staleness=staleness, run__name=f"k{staleness}")
+        loop.reader.announce_version(1, 0)
+        answer = await loop.claim(1)
+        assert (answer.reason, len(answer.claims)) == found
+
+
+async def test_a_take_during_a_publish_starts_nothing(start: Callable[..., Any]) -> None:
+    """Credit of what was dropped returns when servers hold the trainer's version: what started by
+    the one before would become too old before its turn."""
+    loop = await start(buffer__max_staleness=1, buffer__pipeline_depth=1)
+    await loop.play_all()
+    leases = loop.take()
+    loop.reader.drop(leases[0].group.group_id, "no_signal", fence=leases[0].fence)
+    loop.reader.announce_version(1, 0)
+    again = loop.take(version=1)
+    assert len(again) == 2
+    assert (await loop.claim(1)).claims == ()
+    loop.reader.acknowledge_version(1)
+    loop.reader.mark_trained([leases[1].group.group_id], fence=leases[0].fence, policy_version=1)
+    assert len((await loop.claim(9)).claims) == 4

@@ -104,7 +104,13 @@ async def everything(
     reader.registry.register_part("router", {"url": "x"})
     reader.registry.report_status("router", {"doing": "x"})
     reader.trajectories.open(10**6)
-    reader.request_eval("0:main", policy_version=0, num_episodes=1, sampling={"temperature": 0.0})
+    reader.request_eval(
+        "0:main",
+        policy_version=0,
+        num_episodes=1,
+        sampling={"temperature": 0.0},
+        blocks_training=True,
+    )
     look()
     (claim,) = (await loop.claim(1)).claims
     await loop.play(claim)

@@ -167,7 +167,9 @@ async def test_a_resumed_attempt_is_the_same_one(
 async def test_evaluations_have_a_column(start: Callable[..., Any]) -> None:
     """Scored ones; one that is lost is replaced."""
     loop = await start()
-    loop.reader.request_eval("0:main", policy_version=0, num_episodes=2, sampling={})
+    loop.reader.request_eval(
+        "0:main", policy_version=0, num_episodes=2, sampling={}, blocks_training=True
+    )
     claims = (await loop.claim(2)).claims
     await loop.play(claims[0])
     await loop.close(await loop.open(claims[1]), None, outcome="aborted", failure_kind=None)

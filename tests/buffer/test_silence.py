@@ -144,7 +144,9 @@ async def test_a_waiting_trainer_notices_the_only_runner(
 async def test_evaluation_attempts_are_requeued(start: Callable[..., Any], clock: Any) -> None:
     """A silent runner's evaluation episodes are played by another."""
     loop, first, second = await start_two(start, clock)
-    loop.reader.request_eval("0:greedy", policy_version=0, num_episodes=2, sampling={})
+    loop.reader.request_eval(
+        "0:greedy", policy_version=0, num_episodes=2, sampling={}, blocks_training=True
+    )
     lost = await first.claim(2)
     assert {claim.purpose for claim in lost} == {"eval"}
     await second.beat_for(2 * SILENCE_S)

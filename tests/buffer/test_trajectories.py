@@ -75,7 +75,9 @@ def archive(loop: Any, folder: Path, **words: Any) -> int:
 
 async def play_a_mixture(loop: Any) -> dict[str, tuple[str, str]]:
     """A trained, a dropped, an evaluated and two lost episodes; episode -> (fate, reason)."""
-    loop.reader.request_eval("0:m", policy_version=0, num_episodes=1, sampling={"temperature": 0.0})
+    loop.reader.request_eval(
+        "0:m", policy_version=0, num_episodes=1, sampling={"temperature": 0.0}, blocks_training=True
+    )
     (evaluated,) = (await loop.claim(1)).claims
     await loop.play(evaluated)
     claims = (await loop.claim(4)).claims
@@ -100,7 +102,9 @@ async def test_what_parts_of_an_episode_earned_is_archived(
     """Components, turns, branches and spans of tokens come back as they were."""
     loop = await start()
     loop.reader.trajectories.open(10**6)
-    loop.reader.request_eval("0:m", policy_version=0, num_episodes=1, sampling={"temperature": 0.0})
+    loop.reader.request_eval(
+        "0:m", policy_version=0, num_episodes=1, sampling={"temperature": 0.0}, blocks_training=True
+    )
     (claim,) = (await loop.claim(1)).claims
     reward = Reward(
         value=0.5,

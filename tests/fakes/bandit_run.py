@@ -249,10 +249,11 @@ class BanditReader(BufferReader):
         if claim.purpose == "eval":
             rewards = (self.eval_rewards or {}).get(claim.eval_name, (0.0, 1.0, 1.0, 1.0))
             reward = rewards[claim.attempt % len(rewards)]
+            answers: list[Answer] = [([1, 2], [3], [-1.0])]
         else:
             answers, reward = (self.episode or self._pull)(self.server)
-            for turn in self._turns(episode_id, answers):
-                await writer.append_turn(turn)
+        for turn in self._turns(episode_id, answers):
+            await writer.append_turn(turn)
         await writer.close_episode(
             episode_id,
             outcome="completed",
@@ -347,6 +348,7 @@ class BanditReader(BufferReader):
         sampling: dict[str, float],
         suite: str = "validation",
         samples_per_task: int = 0,
+        blocks_training: bool = False,
     ) -> None:
         """As its base class."""
         super().request_eval(
@@ -356,6 +358,7 @@ class BanditReader(BufferReader):
             sampling=sampling,
             suite=suite,
             samples_per_task=samples_per_task,
+            blocks_training=blocks_training,
         )
         self.events.append(("eval", (name, num_episodes, sampling["temperature"])))
 

@@ -46,7 +46,11 @@ async def test_eval_claims_carry_their_sampling_and_no_group(stage) -> None:
     """What the trainer asked for reaches the episode."""
     await register(stage)
     stage.buffer.reader.request_eval(
-        "0:greedy", policy_version=0, num_episodes=1, sampling={"temperature": 0.0}
+        "0:greedy",
+        policy_version=0,
+        num_episodes=1,
+        sampling={"temperature": 0.0},
+        blocks_training=True,
     )
     episode = (await claim(stage, open=True))["claims"][0]["episode"]
     opening = stage.buffer.load_episode(episode["episode_id"]).opening
@@ -56,7 +60,7 @@ async def test_eval_claims_carry_their_sampling_and_no_group(stage) -> None:
 
 async def test_claims_wait_for_the_announced_version(make_stage) -> None:
     """503 with Retry-After while nothing serves it; the end of the run is an answer at once."""
-    stage = await make_stage(timings=Timings(claim_wait_s=0.05))
+    stage = await make_stage(staleness=0, timings=Timings(claim_wait_s=0.05))
     stage.buffer.announce(5)
     await stage.app.state.parts.pool.refresh()
     answer = await stage.post("/tasks/claim", {"key": "k", "count": 1})

@@ -205,14 +205,17 @@ async def test_a_stream_that_cannot_go_on_ends_in_an_error(make_stage) -> None:
     assert not stage.turns(episode)
 
 
-async def test_ready_follows_the_announced_version(stage) -> None:
-    """503 with Retry-After until a server has acknowledged what the trainer announced."""
+@pytest.mark.parametrize(("staleness", "status"), [(0, 503), (1, 200)])
+async def test_ready_follows_the_announced_version(make_stage, staleness, status) -> None:
+    """503 with Retry-After until a server has acknowledged what the trainer announced, where
+    nothing may start by the version before."""
+    stage = await make_stage(staleness=staleness)
     assert (await stage.http.get("/ready")).json()["policy_version"] == 0
     stage.buffer.announce(1)
     await stage.app.state.parts.pool.refresh()
     answer = await stage.http.get("/ready")
-    assert answer.status_code == 503
-    assert "retry-after" in answer.headers
+    assert answer.status_code == status
+    assert ("retry-after" in answer.headers) == (status == 503)
     assert (await stage.http.get("/health")).status_code == 200
 
 

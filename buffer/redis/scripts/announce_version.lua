@@ -1,4 +1,5 @@
--- Announce the next weights; claims stop until they are acknowledged.
+-- Announce the next weights; claims stop until they are acknowledged, with buffer.max_staleness above 0
+-- only before the first.
 --
 -- ARGV[2]  policy_version   ARGV[3] parent or ''
 -- Returns  {'ok'}; conflict: the number was used before, or the parent was abandoned.

@@ -1,5 +1,5 @@
--- Give out up to `count` attempts: evaluations first, then the unfilled places of open groups,
--- oldest slot first, then new groups as far as admission allows.
+-- Give out up to `count` attempts: evaluations that are urgent, then the unfilled places of open
+-- groups, oldest slot first, then new groups as far as admission allows, then other evaluations.
 --
 -- ARGV[2]  idempotency key   ARGV[3] count   ARGV[4] how long the key is remembered, ms
 -- ARGV[5]  runner that sends heartbeats, or '': then the attempts have their deadlines alone
@@ -25,7 +25,9 @@ local function refusal()
   if s[1] ~= 'running' then return 'finished' end
   if not rules.gives_claims then return 'no_tasks' end
   if s[2] == '1' then return 'paused' end
-  if not s[3] or not s[4] or tonumber(s[4]) < tonumber(s[3]) then return 'not_ready' end
+  if not s[3] or not s[4] then return 'not_ready' end
+  -- Synchronous: nothing starts under weights that are about to be replaced.
+  if rules.max_staleness == 0 and tonumber(s[4]) < tonumber(s[3]) then return 'not_ready' end
   if not s[5] then return 'no_tasks' end
   return nil
 end
@@ -72,6 +74,16 @@ local function next_eval()
   end
   start_attempt('e:' .. item, 'eval')
   return {'eval', name, attempt, task, redis.call('HGET', eval_key(name), 'sampling'), ''}
+end
+
+-- Whether the next evaluation goes before training: training waits for it, or its version has been
+-- replaced, so that it gets the less of that version the longer it waits.
+local function is_eval_urgent()
+  local item = redis.call('LINDEX', key('eval_queue'), 0)
+  if not item then return false end
+  local e = redis.call('HMGET', eval_key(string.match(item, '^(.*):%d+$')), 'blocks', 'policy_version')
+  return e[1] == '1'
+    or (number(e[2]) or 0) < (number(redis.call('HGET', STATE, 'acknowledged')) or 0)
 end
 
 local function mint_group()
@@ -133,8 +145,12 @@ end
 
 local claims, reason = {}, refusal()
 while not reason and #claims < tonumber(ARGV[3]) do
-  local claim = next_eval()
+  local claim = is_eval_urgent() and next_eval() or nil
   if not claim then claim, reason = next_train() end
+  if not claim then
+    claim = next_eval()
+    if claim then reason = nil end
+  end
   claims[#claims + 1] = claim
 end
 if #claims == 0 then

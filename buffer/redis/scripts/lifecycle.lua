@@ -567,9 +567,16 @@ local function count_attempt(member, episode_id)
     return nil
   end
   if purpose == 'e' then
-    redis.call('HSET', eval_key(owner) .. ':rewards', attempt, f[1])
-    redis.call('RPUSH', eval_key(owner) .. ':episodes', episode_id)
-    redis.call('HINCRBY', eval_key(owner), 'done', 1)
+    local eval = eval_key(owner)
+    redis.call('HSET', eval .. ':rewards', attempt, f[1])
+    redis.call('RPUSH', eval .. ':episodes', episode_id)
+    redis.call('HINCRBY', eval, 'done', 1)
+    local of = redis.call('HMGET', eval, 'policy_version', 'newest_version')
+    local newest = number(f[3])
+    if newest and newest > tonumber(of[1]) then redis.call('HINCRBY', eval, 'mixed', 1) end
+    if newest and newest > (number(of[2]) or -1) then
+      redis.call('HSET', eval, 'newest_version', newest)
+    end
     return nil
   end
   local g = group_key(owner)

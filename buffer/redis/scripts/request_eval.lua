@@ -1,8 +1,9 @@
--- Put the attempts of one evaluation into the queue that claims serve first.
+-- Put the attempts of one evaluation into the queue of evaluations.
 --
 -- ARGV[2]  name   ARGV[3] number of episodes   ARGV[4] sampling JSON   ARGV[5] policy_version
 -- ARGV[6]  evaluations whose episodes are kept   ARGV[7] suite of tasks
 -- ARGV[8]  how often each task is played; 0: all tasks, again and again
+-- ARGV[9]  1 if training waits for it: then claims serve it first
 -- Returns  {'ok'}; conflict: the name was used with other values; not_found: the suite has no tasks.
 -- Keeps    one evaluation per name; the episodes of the oldest ones make room.
 
@@ -21,7 +22,7 @@ if state[1] and not state[2] then
     .. 'env.split or tasks of the suite, or switch eval off'}
 end
 redis.call('HSET', e, 'requested', ARGV[3], 'total', ARGV[3], 'sampling', ARGV[4],
-  'policy_version', ARGV[5], 'done', 0, 'suite', ARGV[7], 'samples', ARGV[8])
+  'policy_version', ARGV[5], 'done', 0, 'suite', ARGV[7], 'samples', ARGV[8], 'blocks', ARGV[9])
 for attempt = 0, tonumber(ARGV[3]) - 1 do
   redis.call('RPUSH', key('eval_queue'), ARGV[2] .. ':' .. attempt)
 end

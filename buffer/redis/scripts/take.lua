@@ -11,7 +11,7 @@
 -- Keeps    every live group can still be trained in time by one batch a step; a leased group is fresh
 --          enough for policy_version, and what is not is played again; the same token returns the
 --          same leases. Sweeps first; credits held since a drop are released, because the trainer
---          needs groups now. With pipeline_depth = "auto" it adapts how many groups are admitted.
+--          needs groups now, unless servers still load its weights. With pipeline_depth = "auto" it adapts how many groups are admitted.
 
 -- With fewer attempts the share means little.
 local MIN_ATTEMPTS = 200
@@ -72,7 +72,11 @@ if last and string.sub(last, 1, #ARGV[5]) == ARGV[5] then
 end
 refused = too_many_replaced()
 if refused then return refused end
-release_held_credits()
+-- While servers load the trainer's weights, what starts is by weights one publish older: it would be
+-- too old before its turn.
+if (number(redis.call('HGET', STATE, 'acknowledged')) or -1) >= tonumber(ARGV[4]) then
+  release_held_credits()
+end
 local num = tonumber(ARGV[3])
 redis.call('HSET', STATE, 'wanted', num)
 local depth = depth_of(ARGV[4]) or tonumber(ARGV[4])

@@ -33,8 +33,14 @@ class Transport(Protocol):
     ) -> None:
         """What can be done before servers are paused."""
 
+    def stage(self, fanout: Fanout) -> None:
+        """Send what servers can hold beside the weights that they go on serving.
+
+        Only for servers that never write into those. What cannot be staged is left to `send`.
+        """
+
     def send(self, fanout: Fanout) -> Sent:
-        """Send everything that `prepare` was given."""
+        """Have paused servers load everything that `prepare` was given, less what was staged."""
 
     def end(self) -> None:
         """This publish is over, whether or not all of it was sent."""
@@ -78,6 +84,7 @@ class Bucketed:
         self._dtype = dtype
         self._filler: Filler | None = None
         self._sent = Sent({})
+        self._is_staged = False
 
     def prepare(
         self, source: TensorSource, fanout: Fanout, accounts: Mapping[str, Account]
@@ -88,6 +95,7 @@ class Bucketed:
             PublishFailed: nothing to publish, no memory for it, or no server left.
         """
         self._sent = Sent(accounts)
+        self._is_staged = False
         self._sender.connect(fanout)
         self._filler = Filler(
             source,
@@ -99,20 +107,41 @@ class Bucketed:
         )
         self._filler.fill_first()
 
+    def stage(self, fanout: Fanout) -> None:
+        """Open the update and send every bucket, unless a server has an update open.
+
+        Closing that one would make what it holds live.
+        """
+        refused: list[str] = []
+
+        def open_update(client: ServerClient, deadline: float) -> None:
+            if not client.open_update(deadline):
+                refused.append(client.server_id)
+
+        fanout.run("begin", open_update)
+        if not refused:
+            self._send_buckets(fanout)
+            self._is_staged = True
+
     def send(self, fanout: Fanout) -> Sent:
-        """Open the update, send every bucket, close the update."""
+        """Open the update and send every bucket, unless that was done; close the update."""
         assert self._filler is not None
-        filler, sent = self._filler, self._sent
-        fanout.run("begin", ServerClient.begin_update)
-        for bucket in filler.filled():
-            if sent.num_buckets:
+        if not self._is_staged:
+            fanout.run("begin", ServerClient.begin_update)
+            self._send_buckets(fanout)
+        fanout.run("end", ServerClient.end_update)
+        self._sent.peak_bytes = self._filler.peak_bytes
+        self._sent.bucket_bytes = self._filler.max_bytes
+        return self._sent
+
+    def _send_buckets(self, fanout: Fanout) -> None:
+        assert self._filler is not None
+        for bucket in self._filler.filled():
+            if self._sent.num_buckets:
                 self._sender.finish(fanout)
             self._sender.start(fanout, bucket)
-            sent.count(bucket)
+            self._sent.count(bucket)
         self._sender.finish(fanout)
-        fanout.run("end", ServerClient.end_update)
-        sent.peak_bytes, sent.bucket_bytes = filler.peak_bytes, filler.max_bytes
-        return sent
 
     def end(self) -> None:
         """Release what this publish read and staged."""

@@ -74,6 +74,9 @@ class Disk:
                 f"weights cannot be written to folder={folder!r}: {error}"
             ) from error
 
+    def stage(self, fanout: Fanout) -> None:
+        """Nothing: a server makes a folder live as it reads it."""
+
     def send(self, fanout: Fanout) -> Sent:
         """Let every server load the folder."""
         folder = str(self._folder)

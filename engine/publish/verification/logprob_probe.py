@@ -39,7 +39,7 @@ class Probe:
         Raises:
             PublishFailed: the source has no embedding, or cannot score.
         """
-        self._prompts = probe_prompts(_vocab_size(source.specs))
+        self._prompts = prompts_for(source.specs)
         self._tolerance = tolerance
         self._expected = [
             np.asarray(row, np.float32) for row in source.score_prompts(self._prompts)
@@ -93,6 +93,15 @@ class Probe:
                 f"{len(prompt) - 1} ids of the probe under {version!r} were asked for"
             )
         return np.asarray(logprobs, np.float32)
+
+
+def prompts_for(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], ...]:
+    """The prompts by which a model of these tensors is probed.
+
+    Raises:
+        PublishFailed: there is no embedding.
+    """
+    return probe_prompts(_vocab_size(specs))
 
 
 def probe_prompts(vocab_size: int) -> tuple[tuple[int, ...], ...]:

@@ -195,6 +195,7 @@ class Recording:
         sampling: dict[str, float],
         suite: str = "validation",
         samples_per_task: int = 0,
+        blocks_training: bool = False,
     ) -> None:
         """A recording has no runners."""
 

@@ -235,7 +235,10 @@ def setup(
     make_ranks: Callable[..., RankController],
     make_turn: MakeTurn,
 ) -> Iterator[Callable[..., Setup]]:
-    """Make a run: `setup(trainer={"num_steps": 3}, reward_of=arm)`; again: a restart."""
+    """Make a run: `setup(trainer={"num_steps": 3}, reward_of=arm)`; again: a restart.
+
+    Publishes are made within the loop, unless `publish` says otherwise.
+    """
     twin = Twin()
     made: list[Setup] = []
 
@@ -246,6 +249,7 @@ def setup(
         **sections: dict[str, Any],
     ) -> Setup:
         nonlocal twin
+        sections.setdefault("publish", {"overlaps_training": False})
         settings = Settings(**({"model": {"path": tiny_folder()}} | sections))
         if not settings.trainer.resume:
             twin = Twin()

@@ -107,7 +107,13 @@ def test_an_evaluation_whose_attempts_are_alive_is_awaited(setup: MakeRun) -> No
     made = setup(trainer=FAST | {"num_steps": 1}, eval={"every": 1, "timeout_s": 0.2})
     made.buffer.may_evaluate.clear()
     timer = threading.Timer(1.0, made.buffer.may_evaluate.set)
-    timer.start()
+
+    def begin(sentence: str) -> None:
+        if sentence.startswith("evaluation") and not timer.is_alive():
+            made.buffer.on_wait = lambda sentence: None
+            timer.start()
+
+    made.buffer.on_wait = begin
     rows = made.train()
     timer.join()
     (step,) = [row for row in rows if "train/evaluation_wait_s" in row]
@@ -116,8 +122,8 @@ def test_an_evaluation_whose_attempts_are_alive_is_awaited(setup: MakeRun) -> No
 
 
 def test_an_evaluation_may_go_on_beside_training(setup: MakeRun) -> None:
-    """blocks_publish = false: no publish waits; the row says how many there were meanwhile, and the
-    run ends with all of them recorded."""
+    """blocks_publish = false: no publish waits; the row says by which versions its tokens were
+    sampled, and the run ends with all of them recorded."""
     made = setup(
         trainer=FAST | {"num_steps": 3}, eval={"every": 2, "greedy": False, "blocks_publish": False}
     )
@@ -131,6 +137,7 @@ def test_an_evaluation_may_go_on_beside_training(setup: MakeRun) -> None:
     rows = made.train()
     answers = {row["step"]: row for row in rows if "eval/sampled_reward" in row}
     assert {step: row["eval/num_publishes"] for step, row in answers.items()} == {0: 3, 2: 1, 3: 0}
+    assert {step: row["eval/mixed_share"] for step, row in answers.items()} == {0: 1, 2: 1, 3: 0}
     assert [row["train/policy_version"] for row in rows if "train/loss" in row] == [1, 2, 3]
 
 
