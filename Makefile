@@ -82,7 +82,7 @@ sglang-runs:
 demo: $(STAMP)
 	SEEDS=$(SEEDS) $(BIN)/python examples/demo.py $(EXAMPLE)
 
-# SmolLM2-135M-Instruct, from a package; half an hour on two idle cores, no GPU.
+# SmolLM2-135M-Instruct, from a package; about a quarter of an hour on two idle cores, no GPU.
 .PHONY: demo-llm
 demo-llm: $(STAMP)
 	SEEDS=$(SEEDS) $(BIN)/python examples/smollm2/demo.py

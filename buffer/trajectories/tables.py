@@ -252,7 +252,7 @@ def reward_of(row: dict[str, Any]) -> Reward | None:
         components=json.loads(row["reward_components"]),
         turns=json.loads(row["reward_turns"]),
         branches=json.loads(row["reward_branches"]),
-        tokens=tuple(TokenReward(*span) for span in json.loads(row["reward_tokens"])),
+        tokens=tuple(TokenReward(*span) for span in json.loads(row.get("reward_tokens") or "[]")),
         # Parts written before answers were recorded lack the column.
         answer=row.get("reward_answer") or "",
     )

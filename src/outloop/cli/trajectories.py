@@ -26,11 +26,36 @@ _MAX_CHARS = 60
     help="Write whole episodes as JSONL, as `outloop buffer export` does.",
 )
 @click.option(
-    "--where", default="true", show_default=True, help="With --export: a condition on `episodes`."
+    "--export-atif",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write whole episodes as ATIF documents into this folder, a file each.",
+)
+@click.option(
+    "--import-atif",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="RUN_DIR is a folder of ATIF documents: write them as JSONL, as --export does.",
+)
+@click.option(
+    "--conversations",
+    is_flag=True,
+    help="With --import-atif: write conversations for env.conversations instead, of any documents.",
+)
+@click.option(
+    "--where",
+    default="true",
+    show_default=True,
+    help="With --export...: a condition on `episodes`.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 def trajectories(
-    run_dir: Path, sql: str | None, export: Path | None, where: str, as_json: bool
+    run_dir: Path,
+    sql: str | None,
+    export: Path | None,
+    export_atif: Path | None,
+    import_atif: Path | None,
+    conversations: bool,
+    where: str,
+    as_json: bool,
 ) -> None:
     """Ask for the ended episodes of a run: list the newest, query them by SQL, export them.
 
@@ -39,7 +64,24 @@ def trajectories(
     from outloop.buffer.trajectories.folder import FOLDER
     from outloop.buffer.trajectories.query import query
 
+    if import_atif is not None:
+        from outloop.buffer.trajectories import atif_documents
+
+        check_writable(import_atif, "--import-atif")
+        read = (
+            atif_documents.import_conversations
+            if conversations
+            else atif_documents.import_trajectories
+        )
+        click.echo(f"wrote {read(run_dir, import_atif)} documents to {import_atif}")
+        return
     folder = run_dir / FOLDER
+    if export_atif is not None:
+        from outloop.buffer.trajectories.atif_documents import write_documents
+
+        ids = {row["episode_id"] for row in query(folder, _ids(where))}
+        click.echo(f"wrote {write_documents(folder, export_atif, ids)} episodes to {export_atif}")
+        return
     if export is not None:
         from outloop.buffer.trajectories.reading import write_jsonl
 
