@@ -103,7 +103,7 @@ def _error(status: int, sentence: str) -> web.Response:
     return web.json_response({"error": sentence[:2000]}, status=status)
 
 
-async def _serve(env: Any, port: int) -> None:
+async def _serve(env: Any, address: str, port: int) -> None:
     host = Host(env)
     app = web.Application()
     app.router.add_get("/tasks", host.tasks)
@@ -112,10 +112,10 @@ async def _serve(env: Any, port: int) -> None:
     runner = web.AppRunner(app, handler_cancellation=True)
     async with env.serving():
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port)
+        site = web.TCPSite(runner, address, port)
         await site.start()
-        address = runner.addresses[0]
-        sys.stdout.write(json.dumps({"url": f"http://{address[0]}:{address[1]}"}) + "\n")
+        bound = runner.addresses[0]
+        sys.stdout.write(json.dumps({"url": f"http://{bound[0]}:{bound[1]}"}) + "\n")
         sys.stdout.flush()
         try:
             await asyncio.Event().wait()
@@ -128,7 +128,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Serve a verifiers environment over HTTP.")
     parser.add_argument("taskset", nargs="?", help="id of an installed taskset")
     parser.add_argument("--config", type=Path, help="TOML with what verifiers calls [env]")
-    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address; it asks for no key, so keep it private"
+    )
+    parser.add_argument("--port", type=int, default=0, help="0: any free one, which it prints")
     options = parser.parse_args()
 
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
@@ -138,7 +141,7 @@ def main() -> None:
     if options.taskset:
         tree["taskset"] = {**tree.get("taskset", {}), "id": options.taskset}
     env = load_environment(resolve_env_config(tree))
-    asyncio.run(_serve(env, options.port))
+    asyncio.run(_serve(env, options.host, options.port))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 FOLDER = Path("runs/demo-smollm2")
+STOP_TIMEOUT_S = 120
 
 
 def train(model: Path, seed: int) -> dict:
@@ -31,7 +32,13 @@ def train(model: Path, seed: int) -> dict:
     command = [sys.executable, "-m", "outloop.cli", "train", str(HERE / "run.toml"), *overrides]
     started = time.monotonic()
     # A thread each for the server and the trainer.
-    code = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        # Ctrl-C reached it too: it stops its parts and then ends.
+        process.wait(timeout=STOP_TIMEOUT_S)
+        raise
     if code != 0:
         sys.exit(code)
     lines = (FOLDER / name / "metrics.jsonl").read_text().splitlines()

@@ -156,7 +156,8 @@ async def posting(
             publish(run, stage.server.url)
             await stage.app.state.parts.pool.refresh()
         tasks = [{"task_id": f"t{i}", "payload": {"n": i}} for i in range(2)]
-        answer = await stage.post("/tasks", {"tasks": tasks, "eval_tasks": []})
+        eval_tasks = [{"task_id": "e", "payload": {"n": -1}}]
+        answer = await stage.post("/tasks", {"tasks": tasks, "eval_tasks": eval_tasks})
         assert answer.status_code == 200, answer.text
         yield Posting(stage, reader, fence)
 
@@ -313,3 +314,31 @@ async def test_an_episode_is_played_here_or_posted(posting: Posting) -> None:
     assert answer.status_code == 200, answer.text
     status, answer = await posting.post(played(other))
     assert (status, "recorded here" in answer["error"]["message"]) == (400, True)
+
+
+async def test_an_evaluation_may_be_posted(posting: Posting) -> None:
+    """Of its own version alone; it is scored and nothing of it is trained."""
+    posting.publish(1)
+    posting.reader.request_eval("1:m", policy_version=1, num_episodes=1, sampling={})
+    (episode_id,) = await posting.claim(1)
+    body = row(episode_id, policy_versions=0)
+    assert "evaluation '1:m'" in await posting.refusal(body)
+    assert (await posting.post(row(episode_id, policy_versions=1)))[1]["num_accepted"] == 1
+    assert posting.reader.eval_progress("1:m").rewards == (0.0,)
+    turns = (await posting.stage.get(f"/episodes/{episode_id}")).json()["turns"]
+    assert {turn["mask_reason"] for turn in turns} == {"eval"}
+
+
+async def test_a_post_that_broke_off_is_posted_again(posting: Posting) -> None:
+    """Redis goes away between two turns: the answer asks to come back, and the same request then
+    makes one whole trajectory."""
+    one, other = await posting.claim()
+    body = played(one), played(other)
+    posting.stage.writer.refuses = lambda turn: turn.turn_id == f"{other}-b"
+    answer = await posting.stage.post("/trajectories", {"trajectories": list(body)})
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
+    posting.stage.writer.refuses = lambda turn: False
+    assert (await posting.post(*body))[1]["num_accepted"] == 2
+    lease = posting.take()
+    assert lease is not None
+    assert [len(trajectory.turns) for trajectory in lease.group.trajectories] == [2, 2]
