@@ -143,8 +143,8 @@ class Parts:
             teacher_context_key=teacher.context_key if teacher is not None else None,
         )
 
-    async def keep_house(self) -> None:
-        """Forget ended episodes and say how things stand, until cancelled."""
+    async def report_status(self) -> None:
+        """Forget ended episodes and report the status, until cancelled."""
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
             self.episodes.forget_ended()
@@ -160,7 +160,7 @@ class Parts:
                     },
                 )
             except BufferUnavailable as error:
-                _log.warning("house_not_kept", error=str(error))
+                _log.warning("status_not_reported", error=str(error))
 
 
 def create_app(run: Run, writer: BufferWriter, *, timings: Timings = DEFAULT_TIMINGS) -> RouterApp:
@@ -197,7 +197,7 @@ def create_app(run: Run, writer: BufferWriter, *, timings: Timings = DEFAULT_TIM
             parts.background.start(
                 {
                     "follows the registry": parts.pool.run(),
-                    "reports its status": parts.keep_house(),
+                    "reports its status": parts.report_status(),
                     "listens to the other routers": writer.channel.listen(parts.locator.handlers),
                 }
             )

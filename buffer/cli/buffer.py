@@ -66,7 +66,7 @@ def limits(run_dir: Path, pipeline_depth: str | None, max_staleness: int | None)
     if sentence := beyond_age(now.pipeline_depth, now.max_staleness):
         click.echo(sentence, err=True)
     depth = now.num_beyond / now.groups_per_step
-    decided = f"; at the last take the controller said: {now.cause}" if now.cause else ""
+    decided = f"; decided at the last take: {now.cause}" if now.cause else ""
     click.echo(
         f"pipeline_depth={now.pipeline_depth} max_staleness={now.max_staleness} "
         f"over_provision={now.over_provision:g}: {now.num_for_step} groups for a step and "

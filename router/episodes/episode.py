@@ -76,7 +76,7 @@ class LiveEpisode:
             self.affinity = Affinity(opening.episode_id, opening.task_id)
         self.last_server: str | None = None
         self.num_recorded = 0
-        """Turns that the buffer has, as far as it has said."""
+        """Turns that the buffer has, as far as is known here."""
         self.ended_at: float | None = None
         """Monotonic seconds; None: it is open."""
         self.num_tokens = 0

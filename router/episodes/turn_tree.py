@@ -26,10 +26,10 @@ Tools = Sequence[dict[str, Any]]
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Node:
-    """A recorded turn and what was said before it.
+    """A recorded turn and the messages of its request.
 
-    `given` are the request's messages after those of `said_after` and its answer are taken away,
-    beginning with the echo of that answer; all messages when `said_after` is None; None when only
+    `given` are the request's messages after those of `previous` and its answer are taken away,
+    beginning with the echo of that answer; all messages when `previous` is None; None when only
     the ids are known, because another router process recorded the turn.
     """
 
@@ -37,7 +37,7 @@ class Node:
     parent: Node | None
     end: int
     """Number of ids from the root to the end of this turn's output."""
-    said_after: Node | None = None
+    previous: Node | None = None
     given: tuple[Message, ...] | None = None
     answer: Message | None = None
     tools: Tools = ()
@@ -51,11 +51,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How a request is served: new prompt ids after the path of `parent`, and the branch cause."""
 
     parent: Node | None
-    said_after: Node | None
+    previous: Node | None
     prompt_ids: list[int]
     cause: str
     knows_messages: bool = True
-    """False: what was said before is known as ids only."""
+    """False: messages before it are known as ids only."""
     num_forced: int = 0
     """How many of the last prompt ids begin the answer: a call that the client forces, or what it
     wrote of the answer itself."""
@@ -101,31 +101,31 @@ class TurnTree:
             Refusal: 400, the conversation cannot be rendered.
         """
         last = _last_assistant(messages)
-        said = self._find_answered(messages, tools, last)
-        if said is not None:
+        previous = self._find_answered(messages, tools, last)
+        if previous is not None:
             ids = self._renderer.bridge(
-                said.turn.prompt_ids.tolist(),
-                said.turn.output_ids.tolist(),
+                previous.turn.prompt_ids.tolist(),
+                previous.turn.output_ids.tolist(),
                 messages[last + 1 :],
                 tools,
             )
             if ids is not None:
-                cause = "extension" if not said.children else "resampled"
-                return Plan(parent=said, said_after=said, prompt_ids=ids, cause=cause)
+                cause = "extension" if not previous.children else "resampled"
+                return Plan(parent=previous, previous=previous, prompt_ids=ids, cause=cause)
         ids = self._renderer.render(messages, tools)
-        extended = self._longest_prefix(ids, preferred=said)
+        extended = self._longest_prefix(ids, preferred=previous)
         if extended is not None:
             return Plan(
                 parent=extended,
-                said_after=None,
+                previous=None,
                 prompt_ids=ids[extended.end :],
                 cause="extension" if not extended.children else "resampled",
             )
-        cause = "template" if said is not None else self._classify(messages, tools, last)
-        return Plan(parent=None, said_after=None, prompt_ids=ids, cause=cause)
+        cause = "template" if previous is not None else self._classify(messages, tools, last)
+        return Plan(parent=None, previous=None, prompt_ids=ids, cause=cause)
 
     def conversation_after(self, node: Node) -> list[Message] | None:
-        """Everything said up to `node`'s answer; None when another process recorded part of it."""
+        """Every message up to `node`'s answer; None when another process recorded part of it."""
         return _conversation(node)
 
     def plan_after(self, node: Node, new: tuple[Message, ...], tools: Tools) -> Plan | None:
@@ -135,7 +135,7 @@ class TurnTree:
         if ids is None:
             return None
         cause = "extension" if not node.children else "resampled"
-        return Plan(parent=node, said_after=None, prompt_ids=ids, cause=cause, knows_messages=False)
+        return Plan(parent=node, previous=None, prompt_ids=ids, cause=cause, knows_messages=False)
 
     def plan_prompt(self, prompt: str | tuple[int, ...]) -> Plan:
         """Continue a recorded turn whose ids, or whose text, `prompt` begins with.
@@ -154,7 +154,7 @@ class TurnTree:
             cause = "extension" if not found.children else "resampled"
         else:
             cause = "root" if not self.nodes else "new_conversation"
-        return Plan(parent=found, said_after=None, prompt_ids=rest, cause=cause)
+        return Plan(parent=found, previous=None, prompt_ids=rest, cause=cause)
 
     def add(
         self,
@@ -170,11 +170,11 @@ class TurnTree:
         One that is there already is known better afterwards.
         """
         parent = self.nodes[turn.parent_turn_id] if turn.parent_turn_id is not None else None
-        said_after = plan.said_after if plan is not None else None
+        previous = plan.previous if plan is not None else None
         given = messages
-        if messages is not None and said_after is not None:
-            given = messages[said_after.num_messages :]
-            said_after.asked = None
+        if messages is not None and previous is not None:
+            given = messages[previous.num_messages :]
+            previous.asked = None
         node = self.nodes.get(turn.turn_id)
         if node is None:
             node = self.nodes[turn.turn_id] = Node(
@@ -185,7 +185,7 @@ class TurnTree:
             (parent.children if parent else self._roots).append(node)
         # Else it was read back from the buffer while this process waited to hear that it was
         # recorded, and may have turns after it.
-        node.said_after, node.given, node.answer = said_after, given, answer
+        node.previous, node.given, node.answer = previous, given, answer
         node.tools, node.asked = tools, messages
         node.num_messages = len(messages) if messages is not None else -1
         asked, prompt = self._last_asked
@@ -328,7 +328,7 @@ def _was_asked(node: Node | None, messages: tuple[Message, ...], end: int) -> bo
         start = end - len(node.given)
         if start < 0 or messages[start:end] != node.given:
             return False
-        node, end = node.said_after, start
+        node, end = node.previous, start
     return end == 0
 
 
@@ -351,7 +351,7 @@ def _conversation(node: Node) -> list[Message] | None:
         if step.given is None:
             return None
         pieces = [*step.given, *pieces]
-        step = step.said_after
+        step = step.previous
     return pieces + tail
 
 

@@ -81,7 +81,7 @@ class _Asking:
         self.changed = asyncio.Event()
 
     def is_answered(self, num_asked: int) -> bool:
-        """True if one generates it, or all have said that they do not."""
+        """True if one generates it, or all have answered that they do not."""
         return self.is_held or len(self.answers) >= num_asked
 
     @property
@@ -129,9 +129,9 @@ class TurnLocator:
         self._process = secrets.token_hex(8)
         self._num_asked = 0
         self._asking: dict[tuple[str, str], _Asking] = {}
-        self._num_heard = 0
-        self._places: dict[tuple[str, int], int] = {}
-        """Of each question in the order in which all processes have heard them, by asker and
+        self._num_received = 0
+        self._order: dict[tuple[str, int], int] = {}
+        """Of each question in the order in which all processes have received them, by asker and
         number. A question that is put again keeps its place."""
         self._remotes: dict[tuple[str, int], _Remote] = {}
         self._tasks = tasks
@@ -195,34 +195,34 @@ class TurnLocator:
 
     def _handle(self, message: bytes) -> None:
         try:
-            said = decode(message)
+            notice = decode(message)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             _log.warning("peer_not_understood", error=str(error))
             return
-        if isinstance(said, Ask):
-            self._answer(said)
+        if isinstance(notice, Ask):
+            self._answer(notice)
             return
-        if isinstance(said, Left):
-            episode = self._episodes.known(said.episode_id)
-            if episode is not None and said.process != self._process:
-                episode.undelivered.add(said.retry_key)
+        if isinstance(notice, Left):
+            episode = self._episodes.known(notice.episode_id)
+            if episode is not None and notice.process != self._process:
+                episode.undelivered.add(notice.retry_key)
             return
-        asking = next((one for one in self._asking.values() if one.number == said.number), None)
+        asking = next((one for one in self._asking.values() if one.number == notice.number), None)
         if asking is None:
             return
-        if isinstance(said, Over):
+        if isinstance(notice, Over):
             asking.is_over = True
-        elif said.round == asking.round:
-            asking.answers[said.process] = said.generates
-            asking.started_at = max(asking.started_at, said.started_at)
+        elif notice.round == asking.round:
+            asking.answers[notice.process] = notice.generates
+            asking.started_at = max(asking.started_at, notice.started_at)
         asking.changed.set()
 
     def _answer(self, ask: Ask) -> None:
         who = (ask.process, ask.number)
-        place = self._places.setdefault(who, self._num_heard)
-        self._num_heard += 1
-        if len(self._places) > _MAX_QUESTIONS:
-            del self._places[next(iter(self._places))]
+        place = self._order.setdefault(who, self._num_received)
+        self._num_received += 1
+        if len(self._order) > _MAX_QUESTIONS:
+            del self._order[next(iter(self._order))]
         asking = self._asking.get((ask.episode_id, ask.retry_key))
         if ask.process == self._process:
             if asking is not None and asking.number == ask.number:
@@ -233,7 +233,7 @@ class TurnLocator:
         here = episode.turns.get(ask.retry_key, ()) if episode is not None else ()
         in_flight = next((one for one in here if not one.is_over), None)
         if asking is not None:
-            own = self._places.get((self._process, asking.number))
+            own = self._order.get((self._process, asking.number))
             if own is None or place < own:
                 # It asked first, and has the turn before this process may.
                 in_flight = None
@@ -284,7 +284,7 @@ class TurnLocator:
         try:
             await self._channel.publish(name, encode(message))
         except BufferUnavailable as error:
-            _log.warning("peer_not_told", name=name, error=str(error))
+            _log.warning("peer_not_notified", name=name, error=str(error))
 
     def _start(self, sending: Coroutine[Any, Any, None]) -> None:
         task = self._tasks.create_task(sending)

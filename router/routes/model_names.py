@@ -1,6 +1,6 @@
 """Which model a name stands for.
 
-Owns: the table of names (rule 6). Does not own: drawing, proxying. Invariant: a name that is not
+Owns: the table of names (rule 6). Does not own: generating, proxying. Invariant: a name that is not
 in the table is refused; nothing but the policy is ever recorded for training.
 """
 

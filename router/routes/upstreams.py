@@ -191,14 +191,14 @@ class Upstreams:
                 "not followed; set its base_url to where it leads",
             )
         max_bytes = int(settings.max_answer_mb * 2**20)
-        kept = [
+        headers = [
             (header.encode(), answer.headers[header].encode())
             for header in _ANSWERED_HEADERS
             if header in answer.headers
         ]
         is_stream = answer.content_type.startswith("text/event-stream")
         if is_stream:
-            await exchange.start(answer.status, kept)
+            await exchange.start(answer.status, headers)
         pieces: list[bytes] = []
         async for piece in answer.content.iter_any():
             meter.add(piece)
@@ -215,7 +215,7 @@ class Upstreams:
                 pieces.append(piece)
         if not is_stream:
             # Whole or not at all: half an answer would be taken for one.
-            await exchange.start(answer.status, kept)
+            await exchange.start(answer.status, headers)
         await exchange.send(b"".join(pieces), more=False)
 
 
@@ -226,25 +226,25 @@ class _Meter:
         self.num_bytes = 0
         self._num_request_bytes = num_request_bytes
         self._tail = b""
-        self._num_said = 0
+        self._num_reported = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens of request and answer."""
-        if self._num_said:
-            return self._num_said
+        if self._num_reported:
+            return self._num_reported
         return (self._num_request_bytes + self.num_bytes) // _BYTES_PER_TOKEN
 
     def add(self, piece: bytes) -> None:
-        """A piece of the answer; what is said of tokens may stand across two."""
+        """A piece of the answer; the usage of tokens may stand across two."""
         self.num_bytes += len(piece)
         text = self._tail + piece
         counts = {name: int(number) for name, number in _TOKENS.findall(text)}
-        said = counts.get(b"total", 0) or (
+        reported = counts.get(b"total", 0) or (
             max(counts.get(b"prompt", 0), counts.get(b"input", 0))
             + max(counts.get(b"completion", 0), counts.get(b"output", 0))
         )
-        self._num_said = max(self._num_said, said)
+        self._num_reported = max(self._num_reported, reported)
         self._tail = text[-_TAIL_BYTES:]
 
 

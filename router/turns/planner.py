@@ -130,7 +130,7 @@ class Planner:
         found = await self._plan(episode, request, plan)
         # Another router process may have recorded the turn that this continues: the whole history
         # is known here only where it ends in an answer of ours.
-        is_sure = not found.is_root if request.prompt is not None else found.said_after is not None
+        is_sure = not found.is_root if request.prompt is not None else found.previous is not None
         if not is_sure and _has_history(request) and await self._episodes.refresh(episode):
             found = await self._plan(episode, request, plan)
         return found
@@ -181,8 +181,8 @@ class Planner:
             raise Refusal(
                 400,
                 "previous_response_not_found",
-                f"previous_response_id={turn_id!r} is no answer of this episode, or what was said "
-                "before it is not known here any more; send the whole conversation as `input`",
+                f"previous_response_id={turn_id!r} is no answer of this episode, or the messages "
+                "before it are not known here any more; send the whole conversation as `input`",
                 param="previous_response_id",
             )
         return request, plan

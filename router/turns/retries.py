@@ -65,7 +65,7 @@ class Retries:
     def _result(self, node: Node, request: TurnRequest) -> TurnResult:
         plan = Plan(
             parent=node.parent,
-            said_after=None,
+            previous=None,
             prompt_ids=node.turn.prompt_ids.tolist(),
             cause="root",
         )

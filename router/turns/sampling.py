@@ -1,6 +1,6 @@
 """Which sampling parameters are in force for a turn, and which of its tokens may be trained.
 
-Owns: enforce, record and reject; the loss spans of a turn. Does not own: drawing, storing.
+Owns: enforce, record and reject; the loss spans of a turn. Does not own: generating, storing.
 Invariant: every parameter is decided here, never by a server's default; tokens whose behavior
 distribution is unknown, that follow a stop, that no client received or that a version asked for by
 name generated have no loss.
@@ -74,9 +74,11 @@ def decide(
     in_force: dict[str, Any] = {"temperature": settings.temperature}
     in_force |= own if own is not None else _asked(request, settings)
     in_force["max_new_tokens"] = limit
-    kept: dict[str, Any] = {name: _as_kept(name, value) for name, value in in_force.items()}
+    parameters: dict[str, Any] = {
+        name: _as_recorded(name, value) for name, value in in_force.items()
+    }
     constraint = _constraint(request, opening, settings)
-    return _sampling(stop=request.stop, constraint=constraint, **kept)
+    return _sampling(stop=request.stop, constraint=constraint, **parameters)
 
 
 def sampling_of_choice(sampling: Sampling, choice_index: int) -> Sampling:
@@ -88,9 +90,9 @@ def sampling_of_choice(sampling: Sampling, choice_index: int) -> Sampling:
 
 
 @lru_cache(maxsize=256)
-def _sampling(**kept: Any) -> Sampling:
+def _sampling(**parameters: Any) -> Sampling:
     """One record for all turns that are generated alike; every turn in memory holds one."""
-    return Sampling(**kept)
+    return Sampling(**parameters)
 
 
 @lru_cache(maxsize=256)
@@ -187,7 +189,7 @@ def loss_spans(
     return ((0, end),) if end else (), reason
 
 
-def _as_kept(name: str, value: float) -> float:
+def _as_recorded(name: str, value: float) -> float:
     return float(value) if name in FLOATS else int(value)
 
 

@@ -21,10 +21,10 @@ NEW_IDS = 15
 
 
 async def episode(session: aiohttp.ClientSession, url: str, rng: random.Random, vocab: int) -> int:
-    """Two turns; returns the number of ids drawn."""
+    """Two turns; returns the number of ids sampled."""
     ids = [2 + i % (vocab - 2) for i in range(SHARED_IDS)]
     ids += [rng.randrange(2, vocab) for _ in range(OWN_IDS)]
-    drawn = 0
+    sampled = 0
     for _ in range(2):
         body = {
             "input_ids": ids,
@@ -39,9 +39,9 @@ async def episode(session: aiohttp.ClientSession, url: str, rng: random.Random, 
         async with session.post(f"{url}/generate", json=body) as response:
             answer = json.loads(await response.read())
         new = answer["output_ids"]
-        drawn += len(new)
+        sampled += len(new)
         ids = ids + new + [rng.randrange(2, vocab) for _ in range(TOOL_IDS)]
-    return drawn
+    return sampled
 
 
 async def measure(url: str, concurrency: int, seconds: float) -> dict[str, float]:
@@ -51,14 +51,14 @@ async def measure(url: str, concurrency: int, seconds: float) -> dict[str, float
     async with aiohttp.ClientSession(connector=connector) as session:
         async with session.get(f"{url}/server_info") as response:
             vocab = (await response.json())["vocab_size"]
-        drawn = num = 0
+        sampled = num = 0
         end_at = time.monotonic() + seconds
 
         async def agent() -> None:
-            nonlocal drawn, num
+            nonlocal sampled, num
             while time.monotonic() < end_at:
                 new = await episode(session, url, rng, vocab)
-                drawn += new
+                sampled += new
                 num += 2
 
         began_at = time.monotonic()
@@ -67,7 +67,7 @@ async def measure(url: str, concurrency: int, seconds: float) -> dict[str, float
     return {
         "concurrency": concurrency,
         "requests_per_s": round(num / took, 1),
-        "new_tokens_per_s": round(drawn / took, 1),
+        "new_tokens_per_s": round(sampled / took, 1),
         "mean_latency_ms": round(1000 * took * concurrency / max(1, num), 1),
     }
 

@@ -358,7 +358,7 @@ def measure(folder: Path, device: str) -> dict[str, float]:
         figures |= measure_large(large)
         large_s_per_gb = 1 / figures["publish_gb_per_s"]
     with contextlib.closing(Bench(folder / "quarter", QUARTER, device)) as quarter:
-        say("a quarter of it, beside drawing servers")
+        say("a quarter of it, beside servers that generate")
         few_s = seconds_of(quarter, figures["best_bucket_mb"], 2 * NUM_REPEATS)
         few_gb = quarter.num_bytes / 1e9
         figures["linear_in_bytes"] = large_s_per_gb / (few_s / few_gb)

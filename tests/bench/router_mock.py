@@ -3,7 +3,7 @@
     python tests/bench/router_mock.py serve PORT | relay PORT MOCK_PORT
 
 `serve` answers `/generate` (SGLang's form, with logprobs) and `/v1/chat/completions` a fixed time
-after the request, whatever the load. What it draws says back the end of the prompt, so that an
+after the request, whatever the load. What it generates repeats the end of the prompt, so that an
 answer that reaches another episode than its own is seen. `relay` is the floor: raw ASGI and one
 shared aiohttp session, bytes in and bytes out.
 """
@@ -49,7 +49,7 @@ _decode = msgspec.json.Decoder(Generate).decode
 _encode = msgspec.json.encode
 
 
-def drawn(request: Generate) -> list[int]:
+def generated(request: Generate) -> list[int]:
     """Filler, the end of the last message and a stop id: as many ids as asked for."""
     stop = request.sampling_params.stop_token_ids[0]
     ids = request.input_ids
@@ -145,7 +145,7 @@ class Mock(asyncio.Protocol):
         """Answer one request after the fixed time."""
         if head.startswith(b"POST /generate"):
             request = _decode(body)
-            ids = drawn(request)
+            ids = generated(request)
             if request.stream:
                 step = STREAM_CHUNK
                 starts = range(0, len(ids), step)

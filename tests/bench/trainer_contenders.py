@@ -302,7 +302,7 @@ class HuggingFace:
             is_real = torch.arange(ids.shape[1])[None] < lengths[:, None]
             output = self._model(input_ids=ids, attention_mask=is_real.long(), use_cache=False)
         logprobs = torch.log_softmax(output.logits[:, :-1].float(), -1)
-        drawn = logprobs.gather(-1, ids[:, 1:, None])[..., 0][mask[:, 1:]]
-        ratio = torch.exp(drawn - behavior[:, 1:][mask[:, 1:]])
+        sampled = logprobs.gather(-1, ids[:, 1:, None])[..., 0][mask[:, 1:]]
+        ratio = torch.exp(sampled - behavior[:, 1:][mask[:, 1:]])
         weight = advantages[:, 1:][mask[:, 1:]].float()
         return -torch.minimum(ratio * weight, ratio.clamp(0.8, 1.28) * weight).sum()

@@ -187,7 +187,7 @@ def build_turn(
     num_output: int = 4,
     trained: bool = True,
 ) -> Turn:
-    """A small turn drawn by one version; `parent` is the index of an earlier turn."""
+    """A small turn sampled by one version; `parent` is the index of an earlier turn."""
     return Turn(
         turn_id=f"{episode_id}.{index}",
         episode_id=episode_id,

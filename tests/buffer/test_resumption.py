@@ -103,7 +103,7 @@ async def test_what_is_replayed_counts_once_and_the_rest_is_gone(
 async def test_resumptions_are_bounded(
     start: Callable[..., Any], make_turn: Callable[..., Turn]
 ) -> None:
-    """After env.max_resumptions the attempt is replaced, whatever it had replayed and drawn."""
+    """After env.max_resumptions the attempt is replaced, whatever it had replayed and generated."""
     loop = await start(**ONE_GROUP, env__max_resumptions=2)
     await lose(loop, make_turn)
     for expected in (2, 3):

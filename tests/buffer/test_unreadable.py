@@ -73,7 +73,7 @@ async def test_a_group_of_another_release_is_a_dead_letter(
 async def test_an_unreadable_group_is_replaced_within_its_batch(
     start: Callable[..., Any],
 ) -> None:
-    """At max_staleness 0 a take whose groups are all unreadable gets others in their place, drawn
+    """At max_staleness 0 a take whose groups are all unreadable gets others in their place, sampled
     by the same version; nobody waits for a credit that is gone."""
     loop = await start()
     await loop.play_all()
@@ -170,7 +170,7 @@ def test_no_bytes_stop_the_reader(
         search()
 
 
-async def test_recorded_turns_that_cannot_be_read_are_drawn_anew(
+async def test_recorded_turns_that_cannot_be_read_are_generated_again(
     start: Callable[..., Any], make_turn: Callable[..., Turn]
 ) -> None:
     """A resumed attempt replays what is whole; what came after a damaged turn is not replayed."""

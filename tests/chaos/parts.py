@@ -101,7 +101,7 @@ def take(reader: BufferReader, fence: int, version: int) -> list[Lease]:
 
 
 def refuse_wrong(leases: list[Lease], slots: list[int], lineage: list[int]) -> None:
-    """Exit with 3 rather than train a slot twice, or tokens that other weights drew."""
+    """Exit with 3 rather than train a slot twice, or tokens that other weights sampled."""
     for lease in leases:
         versions = {
             span.policy_version
@@ -164,7 +164,7 @@ async def play_one(writer: BufferWriter, claim: Claim, choices: random.Random) -
 
 
 def build_turn(episode_id: str, index: int, version: int) -> Turn:
-    """A small turn that one version drew."""
+    """A small turn that one version sampled."""
     return Turn(
         turn_id=f"{episode_id}.{index}",
         episode_id=episode_id,

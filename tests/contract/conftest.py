@@ -77,7 +77,7 @@ class Server:
             assert is_done
 
     async def wait_until_running(self, num: int, *, timeout_s: float = 30.0) -> None:
-        """Wait until `num` requests are running and have drawn something."""
+        """Wait until `num` requests are running and have generated something."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             _, answer = await self.get("/v1/loads")

@@ -75,7 +75,7 @@ async def test_a_schema_that_cannot_be_read_is_refused(server: Any) -> None:
 
 
 async def test_top_logprobs_are_the_most_probable(server: Any) -> None:
-    """As many as asked for, in order; what was drawn greedily is the first of them."""
+    """As many as asked for, in order; what was sampled greedily is the first of them."""
     status, answer = await server.post(
         "/generate",
         input_ids=PROMPT,
@@ -86,8 +86,10 @@ async def test_top_logprobs_are_the_most_probable(server: Any) -> None:
     assert status == 200
     meta = answer["meta_info"]
     assert len(meta["output_top_logprobs"]) == 6
-    for drawn, top in zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True):
+    for sampled, top in zip(
+        meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True
+    ):
         assert len(top) == 3
         assert [entry[0] for entry in top] == sorted((entry[0] for entry in top), reverse=True)
-        assert top[0][1] == drawn[1]
-        assert top[0][0] == pytest.approx(drawn[0], abs=1e-4)
+        assert top[0][1] == sampled[1]
+        assert top[0][0] == pytest.approx(sampled[0], abs=1e-4)

@@ -119,7 +119,7 @@ async def test_wrong_weights_are_found_and_serve_nobody(
 async def test_turns_in_flight_end_before_the_probe(
     server: Any, make_publisher: Callable[..., Any], make_model: Callable[..., Path]
 ) -> None:
-    """They keep what the old weights drew; nothing is drawn by weights that nobody has verified."""
+    """They keep the tokens of the old weights; weights that nobody has verified sample nothing."""
     publisher, _ = make_publisher(server.url)
     fields = {"max_new_tokens": 480, "ignore_eos": True}
     turns = [asyncio.create_task(server.generate(PROMPT, **fields)) for _ in range(4)]

@@ -68,7 +68,7 @@ def _greedy(folder: Path, num: int) -> list[int]:
 async def test_published_weights_are_served(
     server: Any, publisher: tuple[Publisher, OneServer], make_model: Callable[..., Path]
 ) -> None:
-    """The server then draws as transformers does with those weights, under the version."""
+    """The server then samples as transformers does with those weights, under the version."""
     publish, registry = publisher
     for version, seed in ((7, 1), (8, 0)):
         folder = make_model(seed=seed)

@@ -65,7 +65,7 @@ async def test_greedy_generation_equals_transformers(server: Any, reference: Any
 async def test_logprobs_are_those_of_a_full_forward(
     server: Any, reference: Any, temperature: float
 ) -> None:
-    """logprob = log_softmax(logits / T) of the drawn id, recomputed independently."""
+    """logprob = log_softmax(logits / T) of the sampled id, recomputed independently."""
     answer = await server.generate(
         PROMPT, temperature=temperature, max_new_tokens=20, ignore_eos=True
     )
@@ -114,7 +114,7 @@ async def test_an_extended_prompt_is_answered_as_if_it_were_new(
 
 
 async def test_a_seed_repeats_and_its_absence_varies(server: Any) -> None:
-    """sampling_seed reproduces the draw; without it, requests differ."""
+    """sampling_seed reproduces the sample; without it, requests differ."""
     fields = {"max_new_tokens": 12, "ignore_eos": True}
     seeded = [await server.generate(PROMPT, **fields, sampling_seed=7) for _ in range(2)]
     is_repeated = seeded[0]["output_ids"] == seeded[1]["output_ids"]
@@ -197,7 +197,7 @@ async def test_bad_requests_get_400_and_a_reason(
     await server.generate(PROMPT, max_new_tokens=1)
 
 
-async def test_abort_returns_what_was_drawn(server: Any) -> None:
+async def test_abort_returns_what_was_generated(server: Any) -> None:
     """An aborted request answers 200 with its partial ids and finish_reason abort."""
     task = asyncio.create_task(
         server.generate(PROMPT, max_new_tokens=480, ignore_eos=True, rid="mine")

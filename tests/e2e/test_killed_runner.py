@@ -1,4 +1,4 @@
-"""A runner killed in the middle of long episodes costs no turn that was drawn before."""
+"""A runner killed in the middle of long episodes costs no turn that was generated before."""
 
 import contextlib
 import json
@@ -104,10 +104,10 @@ def lines_of(workspace: Path) -> list[list[str]]:
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_killed_runner_s_turns_are_not_drawn_again(
+def test_a_killed_runner_s_turns_are_not_generated_again(
     workspace: Path, write_config: Callable[..., Path]
 ) -> None:
-    """kill -9 in the middle: the next runner's agents get the recorded turns, the server draws the
+    """kill -9 in the middle: the next runner's agents get the recorded turns, the server makes the
     rest, and the record has each turn once, under the id that the first agent got."""
     write_config(staleness=0, steps=1)
     (workspace / "rollouts.py").write_text(ROLLOUTS)

@@ -135,13 +135,13 @@ def check_episode(found: Trajectory, seen: list[dict[str, Any]], tokenizer: Toke
             ids = [*step.prompt_ids, *step.output_ids, *ids]
             step = by_id.get(step.parent_turn_id or "")
         given = tokenizer.decode(ids, skip_special_tokens=False)
-        drawn = tokenizer.decode([*turn.output_ids], skip_special_tokens=False)
+        generated = tokenizer.decode([*turn.output_ids], skip_special_tokens=False)
         for text in texts_of(exchange["request"]):
             assert text.strip() in given
         # Answers of /v1/responses repeat the instructions.
         for text in texts_of({**exchange["response"], "instructions": None}):
             # A call that is broken is text of its own: the space around it is not the policy's.
-            assert "".join(text.split()) in "".join(drawn.split())
+            assert "".join(text.split()) in "".join(generated.split())
         assert (
             len(turn.output_ids)
             == exchange["response"]["usage"][

@@ -71,7 +71,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_the_server_agrees_with_transformers_on_the_gpu(
     server: ServerProcess, make_model: Callable[..., Path]
 ) -> None:
-    """Logprobs of drawn tokens are those of one full forward on the same device."""
+    """Logprobs of sampled tokens are those of one full forward on the same device."""
     ids, logprobs = _generate(server.url, 1.0)
     with torch.inference_mode():
         logits = _reference(make_model())(torch.tensor([PROMPT + ids], device="cuda")).logits[0]
@@ -84,7 +84,7 @@ def test_the_server_agrees_with_transformers_on_the_gpu(
 def test_weights_go_by_cuda_ipc_from_process_to_process(
     server: ServerProcess, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Every checksum agrees, and the server draws what the new weights draw; twice."""
+    """Every checksum agrees, and the server generates what the new weights generate; twice."""
     tree = {
         "model": {"path": str(make_model())},
         "server": {"device": "cuda"},

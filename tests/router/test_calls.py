@@ -16,7 +16,7 @@ TOOLS = tuple(
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in ("f", "g")
 )
-PLAN = Plan(parent=None, said_after=None, prompt_ids=[], cause="root")
+PLAN = Plan(parent=None, previous=None, prompt_ids=[], cause="root")
 QUICK = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

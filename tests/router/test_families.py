@@ -263,7 +263,7 @@ def test_a_stream_shows_what_the_plain_answer_says(make_renderer, model_type, wo
     generated = generated_text(model_type, "", "{curly} text, in pieces.", word)
     ids = renderer.tokenizer.encode(generated)
     asked = TurnRequest(model="policy", messages=(Message("user", "go"),), tools=TOOLS, stream=True)
-    plan = Plan(parent=None, said_after=None, prompt_ids=[], cause="root")
+    plan = Plan(parent=None, previous=None, prompt_ids=[], cause="root")
     reader = AnswerReader(renderer)
     live, text, calls = reader.live(asked, plan), "", {}
     for start in range(0, len(ids), cut):

@@ -1,4 +1,4 @@
-"""Values that no server should be asked to draw with."""
+"""Values that no server should be asked to sample with."""
 
 import pytest
 

@@ -266,7 +266,7 @@ async def test_an_episode_that_asks_for_much_does_not_hold_up_the_others(make_st
         running.append(asyncio.create_task(ask(stage, episode, max_tokens=limit)))
         while service.num_running < len(running):
             await asyncio.sleep(0.005)
-    # A server that draws one turn at once is given one at once.
+    # A server that generates one turn at once is given one at once.
     assert len(stage.server.requests) == 1
     # Claims say so to the buffer, which then starts no more episodes than it does.
     assert stage.app.state.parts.pool.is_busy

@@ -29,7 +29,7 @@ async def awaited(stage) -> None:
             await asyncio.sleep(0.005)
 
 
-async def drawing(stage, num: int) -> None:
+async def generating(stage, num: int) -> None:
     """So many turns have reached the server."""
     async with asyncio.timeout(20):
         while len(stage.server.requests) < num:
@@ -45,7 +45,7 @@ async def test_a_generated_turn_waits_to_be_recorded(stage, stream: bool) -> Non
     stage.server.gate.clear()
     asking = client.chat.completions.create(model="policy", messages=SAID, stream=stream)
     task = asyncio.create_task(asking)
-    await drawing(stage, 1)
+    await generating(stage, 1)
     stage.buffer.twin.is_away = True
     stage.server.gate.set()
     await awaited(stage)
@@ -81,7 +81,7 @@ async def test_who_leaves_while_a_turn_waits_to_be_recorded_has_not_got_it(
     asking = stage.post("/v1/chat/completions", body, episode["api_key"])
     stage.server.gate.clear()
     task = asyncio.create_task(asking)
-    await drawing(stage, num_choices)
+    await generating(stage, num_choices)
     stage.buffer.twin.is_away = True
     stage.server.gate.set()
     await awaited(stage)
@@ -97,13 +97,13 @@ async def test_who_leaves_while_a_turn_waits_to_be_recorded_has_not_got_it(
 
 
 async def test_who_leaves_and_comes_back_meanwhile_gets_the_turn(stage) -> None:
-    """The same request while the first one's turn still waits: one draw, one record, trained."""
+    """The same request while the first one's turn still waits: generated and recorded once."""
     stage.says("fine")
     episode = await stage.open()
     body = {"model": "policy", "messages": SAID}
     stage.server.gate.clear()
     first = asyncio.create_task(stage.post("/v1/chat/completions", body, episode["api_key"]))
-    await drawing(stage, 1)
+    await generating(stage, 1)
     stage.buffer.twin.is_away = True
     stage.server.gate.set()
     await awaited(stage)
@@ -146,7 +146,7 @@ async def test_who_waits_is_let_go_when_the_router_stops(stage) -> None:
         asyncio.create_task(stage.post("/v1/chat/completions", body, episode["api_key"]))
         for episode in (known, unknown)
     ]
-    await drawing(stage, 2)
+    await generating(stage, 2)
     await awaited(stage)
     await stage.app.state.parts.service.drain(0.3)
     for answer, code in zip(
@@ -247,7 +247,7 @@ async def test_a_record_whose_acknowledgement_was_lost_stands(trained) -> None:
     await stage.post("/v1/chat/completions", body, episode["api_key"])
     stage.server.gate.clear()
     task = asyncio.create_task(stage.post("/v1/chat/completions", body, episode["api_key"]))
-    await drawing(stage, 2)
+    await generating(stage, 2)
     stage.writer.appended.clear()
     sent = stage.writer.appended
     wire.loses_answers = True

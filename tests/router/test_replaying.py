@@ -92,8 +92,8 @@ async def test_recorded_turns_are_not_generated_again(make_stage, stage, elsewhe
     assert new[2].parent_turn_id == new[1].turn_id
     metrics = (await here.http.get("/metrics")).text
     assert "router_resumed_turns_total 2.0" in metrics
-    drawn = 2.0 if elsewhere else 4.0
-    assert f'router_turns_total{{finish_reason="tool_calls"}} {drawn - 1}' in metrics
+    num_generated = 2.0 if elsewhere else 4.0
+    assert f'router_turns_total{{finish_reason="tool_calls"}} {num_generated - 1}' in metrics
 
 
 async def test_a_streaming_agent_gets_the_recorded_text(stage) -> None:

@@ -163,8 +163,8 @@ async def test_only_what_the_policy_generated_for_training_reaches_the_trainer(s
     found = {one.episode.episode_id: one for one in lease.group.trajectories}
     assert found.keys() == {episode["episode_id"] for episode in group}
     samples = [one for t in found.values() for one in build_samples(t)]
-    drawn = [sample.token_ids[sample.loss_mask].tolist() for sample in samples]
-    assert sorted(chain(*drawn)) == sorted(chain(*(one.output_ids for one in trained)))
+    sampled = [sample.token_ids[sample.loss_mask].tolist() for sample in samples]
+    assert sorted(chain(*sampled)) == sorted(chain(*(one.output_ids for one in trained)))
     given = [sample.behavior_logprobs[sample.loss_mask].tolist() for sample in samples]
     engine = np.array([*chain(*(one.logprobs for one in trained))], np.float32)
     assert sorted(chain(*given)) == sorted(engine.tolist())
@@ -207,8 +207,8 @@ async def test_a_stream_is_held_while_its_server_is_paused(scene, mode) -> None:
     last = scene.server.seen[-1]
     assert [*turn.prompt_ids, *turn.output_ids] == last.prompt_ids + last.output_ids
     assert turn.output_ids.tolist() == whole
-    drawn = [*chain(*(one.logprobs for one in scene.server.seen))]
-    assert np.array_equal(turn.behavior_logprobs, np.array(drawn, np.float32))
+    sampled = [*chain(*(one.logprobs for one in scene.server.seen))]
+    assert np.array_equal(turn.behavior_logprobs, np.array(sampled, np.float32))
     assert turn.loss_spans == ((0, len(whole)),)
 
 

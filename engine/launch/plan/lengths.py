@@ -113,10 +113,6 @@ class Lengths:
         """The sum with `weight` times `other` at the same quantile: the longest with its like."""
         return Lengths(np.sort(self.values + weight * other.values))
 
-    def without(self, other: Lengths, weight: float) -> Lengths:
-        """As plus() with a negative weight; nothing becomes less than zero."""
-        return Lengths(np.sort(np.maximum(self.values - weight * other.values, 0.0)))
-
     def at(self, quantiles: Floats) -> Floats:
         """The values at `quantiles`, each in [0, 1)."""
         return self.values[(quantiles * NUM_QUANTILES).astype(np.int64)]
@@ -139,7 +135,3 @@ class Lengths:
         all_own = own**group_size
         group = below * ((own + by_task) ** group_size - all_own) + all_own
         return float(np.dot(self.values, np.diff(group**groups)))
-
-    def share_above(self, value: float) -> float:
-        """Which share is larger than `value`."""
-        return float((self.values > value).mean())

@@ -194,13 +194,9 @@ def layer_activation_bytes(shape: ModelShape, *, dtype: str) -> float:
     return (2 if dtype == "bfloat16" else 4) * values
 
 
-def params_per_rank(shape: ModelShape, layout: Layout) -> float:
-    """Parameters on the fullest rank: a stage with the embedding, or the head."""
-    return _dense_per_rank(shape, layout) + _experts_per_rank(shape, layout)
-
-
 def _dense_per_rank(shape: ModelShape, layout: Layout) -> float:
-    """Of them, those that data-parallel ranks share; all where there are no experts."""
+    """Parameters of the fullest rank, a stage with the embedding or the head, that data-parallel
+    ranks share; all where there are no experts."""
     layers = -(-shape.num_layers // layout.pipeline)
     layer = shape.attention_params + shape.router_params
     if not shape.num_experts:

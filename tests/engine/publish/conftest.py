@@ -161,7 +161,7 @@ def post_fixture() -> Callable[..., tuple[int, Any]]:
 
 @pytest.fixture(scope="session")
 def expected_ids(make_model: Callable[..., Path]) -> list[int]:
-    """What `greedy` must draw under `other_weights`, by transformers."""
+    """What `greedy` must generate under `other_weights`, by transformers."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -59,7 +59,7 @@ def test_all_servers_take_what_is_broadcast(
     greedy: Any,
     expected_ids: list[int],
 ) -> None:
-    """Three servers draw with the new weights under the version; the group serves twice."""
+    """Three servers generate with the new weights under the version; the group serves twice."""
     publish = publish_to(_urls(three), phase_timeout_s=20.0)
     for version in (1, 2):
         report = publish(version)

@@ -129,7 +129,7 @@ async def test_prefixes_are_reused_but_never_across_weights(
 
     first = await generate(PROMPT, max_new_tokens=10)
     second = await generate(PROMPT + first["output_ids"] + [7, 8], max_new_tokens=4)
-    # All of the first but its last id, which was drawn and never run.
+    # All of the first but its last id, which was sampled and never run.
     assert second["meta_info"]["cached_tokens"] == len(PROMPT) + 9
     running = asyncio.create_task(generate(PROMPT[::-1], max_new_tokens=300))
     while (await _loads(url))["num_running_reqs"] == 0:

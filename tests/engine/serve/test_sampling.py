@@ -42,7 +42,7 @@ def test_samples_follow_the_distribution() -> None:
     ],
 )
 def test_truncation_samples_only_what_is_left(params: SamplingParams, allowed: set[int]) -> None:
-    """top_k, top_p, min_p and greedy never draw outside their support, and draw all of it."""
+    """top_k, top_p, min_p and greedy never sample outside their support, and sample all of it."""
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5]])
     assert set(_sample_many(params, logits, 2000).tolist()) == allowed
 
@@ -50,7 +50,7 @@ def test_truncation_samples_only_what_is_left(params: SamplingParams, allowed: s
 @given(st.integers(0, 2**64 - 1), st.integers(0, 500), st.integers(2, 5))
 @settings(deadline=None, max_examples=50)
 def test_a_row_does_not_depend_on_the_others(seed: int, num_sampled: int, num_rows: int) -> None:
-    """The same seed and count draw the same token in any batch, at any place."""
+    """The same seed and count sample the same token in any batch, at any place."""
     logits = torch.randn(num_rows, 50, generator=torch.Generator().manual_seed(num_sampled))
     table = RowParams(8)
     for slot in range(8):

@@ -75,8 +75,8 @@ def test_gradients_agree_with_transformers(
     for sample in samples:
         ids = torch.from_numpy(sample.token_ids).long()
         logprobs = torch.log_softmax(reference(ids[None]).logits[0, :-1], -1)
-        drawn = logprobs.gather(1, ids[1:, None])[:, 0]
-        (-drawn[torch.from_numpy(sample.loss_mask[1:])].sum() / count).backward()
+        sampled = logprobs.gather(1, ids[1:, None])[:, 0]
+        (-sampled[torch.from_numpy(sample.loss_mask[1:])].sum() / count).backward()
     settings = TrainerSettings(max_grad_norm=1e9, max_microbatch_tokens=60)
     policy = model_and_optimizer.build_policy(
         model_and_optimizer.read_config(folder, {}), settings, num_updates=1
