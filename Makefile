@@ -106,6 +106,19 @@ docs: $(STAMP)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docker/grafana/dashboard.py
 
+# The documentation as a site in build/docs-site; a link that leads nowhere fails it.
+SITE := .venv-site
+$(SITE)/.installed: Makefile
+	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check mkdocs==1.6.1 mkdocs-material==9.8.1
+	touch $@
+
+.PHONY: site
+site: $(SITE)/.installed
+	$(SITE)/bin/python docs/site/build.py build/pages
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict --config-file docs/site/mkdocs.yml
+	@echo "build/docs-site/index.html"
+
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .

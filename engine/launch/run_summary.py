@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from outloop.buffer.telemetry import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,13 +112,26 @@ def draw_curve(run_dir: Path) -> Path | None:
     if not curve.rewards and not curve.sampled:
         return None
     try:
-        import matplotlib as mpl
+        figure = curve_figure(curve)
     except ImportError:
         return None
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    path = run_dir / "curve.png"
+    figure.savefig(path)
+    return path
 
-    figure, axes = plt.subplots(figsize=(7.5, 4.2), dpi=130)
+
+def curve_figure(curve: Curve) -> Figure:
+    """The learning curve: training batches, and evaluations with 95% bars.
+
+    No state of pyplot is used, so that it neither needs a screen nor changes a notebook's backend.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.2), dpi=130)
+    axes = figure.subplots()
     axes.plot(
         curve.steps[: len(curve.rewards)],
         curve.rewards,
@@ -139,13 +155,33 @@ def draw_curve(run_dir: Path) -> Path | None:
                 linewidth=1.6,
                 label=name,
             )
-    axes.set_xlabel("step")
-    axes.set_ylabel("reward")
-    axes.grid(alpha=0.25)
     axes.legend(frameon=False, loc="lower right")
-    axes.spines[["top", "right"]].set_visible(False)
+    _finish(axes, "reward")
     figure.tight_layout()
-    path = run_dir / "curve.png"
-    figure.savefig(path)
-    plt.close(figure)
-    return path
+    return figure
+
+
+def metrics_figure(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Figure:
+    """A chart for each metric over the steps that have it.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 2.6 * len(names)), dpi=130)
+    charts = figure.subplots(len(names), 1, squeeze=False)[:, 0]
+    for axes, name in zip(charts, names, strict=True):
+        points = {row["step"]: row[name] for row in rows if row.get(name) is not None}
+        steps = sorted(points)
+        axes.plot(steps, [points[step] for step in steps], color="#1f5f99", linewidth=1.6)
+        _finish(axes, name)
+    figure.tight_layout()
+    return figure
+
+
+def _finish(axes: Any, label: str) -> None:
+    axes.set_xlabel("step")
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)

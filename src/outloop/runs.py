@@ -9,12 +9,13 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import Console
 
     from outloop.buffer.run import Run as RunHandle
@@ -124,6 +125,41 @@ class Run:
         from outloop.engine.launch.run_summary import draw_curve
 
         return draw_curve(self.folder)
+
+    def plot(self, *names: str) -> Figure:
+        """The learning curve so far, or a chart for each metric of `names`; shown by a notebook.
+
+        Raises:
+            ImportError: matplotlib is not installed; it comes with outloop[plot].
+            SettingsError: no step has one of `names`.
+        """
+        from outloop.buffer.errors import SettingsError
+        from outloop.engine.launch.run_summary import curve_figure, metrics_figure, read_curve
+
+        if not names:
+            return curve_figure(read_curve(self.folder))
+        rows = self.metrics()
+        known = sorted({name for row in rows for name in row} - {"step", "time"})
+        for name in names:
+            if name not in known:
+                raise SettingsError(f"metric {name!r} was not recorded; {', '.join(known)} were")
+        return metrics_figure(rows, names)
+
+    def follow(self, every_s: float = 1.0) -> Iterator[list[dict[str, Any]]]:
+        """The rows of metrics that are new, again and again, until the run is not up any more.
+
+        A failure of the run is raised by `wait`.
+        """
+        seen, is_up = 0, True
+        while is_up:
+            is_up = self.is_up
+            rows = self.metrics()
+            if len(rows) > seen:
+                yield rows[seen:]
+                seen = len(rows)
+            elif is_up:
+                # Another process writes the file, and cannot signal.
+                threading.Event().wait(every_s)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Wait for the end of a run started with `wait=False`; its exit code, None after a timeout.

@@ -10,6 +10,9 @@ from click.testing import CliRunner
 
 import outloop
 from outloop.buffer.errors import Conflict, SettingsError
+from outloop.buffer.run import create_run
+from outloop.buffer.settings import build_settings
+from outloop.buffer.telemetry import MetricsWriter
 from outloop.cli import cli
 from outloop.engine.models.random_init import write_policy
 
@@ -147,3 +150,29 @@ def post(url: str, key: str, body: dict[str, object]) -> dict[str, object]:
     with urllib.request.urlopen(request, timeout=60) as answer:
         found: dict[str, object] = json.load(answer)
         return found
+
+
+def test_any_metric_is_plotted(tmp_path: Path) -> None:
+    """A chart for each name, and the curve without one; a name that was not recorded is refused."""
+    folder = recorded_run(tmp_path)
+    run = outloop.Run(folder)
+    figure = run.plot("train/entropy", "train/reward_mean")
+    assert [axes.get_ylabel() for axes in figure.axes] == ["train/entropy", "train/reward_mean"]
+    assert list(figure.axes[0].lines[0].get_ydata()) == [2.0, 1.0]
+    assert run.plot().axes[0].get_ylabel() == "reward"
+    with pytest.raises(SettingsError, match="'train/entropie' was not recorded; .*train/entropy"):
+        run.plot("train/entropie")
+    assert [row["step"] for rows in run.follow() for row in rows] == [1, 2]
+
+
+def recorded_run(tmp_path: Path) -> Path:
+    """The folder of a run of two steps that is over."""
+    tree = {"run": {"name": "two", "dir": tmp_path}, "model": {"path": "policy"}}
+    folder = tmp_path / "two"
+    folder.mkdir()
+    create_run(build_settings(tree, source="test"), folder, "redis://nowhere")
+    with MetricsWriter(folder) as writer:
+        for step in (1, 2):
+            row = {"train/loss": 0.1, "train/entropy": 3.0 - step, "train/reward_mean": 0.5}
+            writer.write(step, row)
+    return folder
