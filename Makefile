@@ -115,8 +115,8 @@ $(SITE)/.installed: Makefile
 
 .PHONY: site
 site: $(SITE)/.installed
-	$(SITE)/bin/python docs/site/build.py build/pages
-	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict --config-file docs/site/mkdocs.yml
+	$(SITE)/bin/python docs/site/build.py build
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict --config-file build/mkdocs.yml
 	@echo "build/docs-site/index.html"
 
 format: $(STAMP)

@@ -1,6 +1,6 @@
-"""Lay the pages out as one tree for mkdocs, with everything that they link to.
+"""Lay the pages out as one tree for mkdocs, with everything that they link to, and a navigation.
 
-python docs/site/build.py FOLDER     (see `make site`)
+python docs/site/build.py FOLDER     (see `make site`; writes FOLDER/pages and FOLDER/mkdocs.yml)
 
 Pages link to other pages, to sources and to folders, relative to where they stand in the checkout.
 The tree has the same layout, so the same links hold on the site: sources are copied beside the
@@ -9,6 +9,8 @@ pages, and a link to a folder becomes one to its README.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import sys
@@ -63,5 +65,28 @@ def _linked(match: re.Match[str], *, page: Path, folder: Path) -> str:
     return match.group(1) + link + match.group(3)
 
 
+def navigation() -> list[str | dict[str, str | list[str]]]:
+    """The sections of docs/index.md with the pages that they link to; what is in none is last."""
+    left = [str(page) for page in pages()]
+    found: list[str | dict[str, str | list[str]]] = [{"outloop": "README.md"}, "docs/index.md"]
+    left = [page for page in left if page not in ("README.md", "docs/index.md")]
+    text = (ROOT / "docs/index.md").read_text()
+    for title, section in re.findall(r"^\*\*(.+?)\*\*$(.*?)(?=^\*\*|\Z)", text, re.M | re.S):
+        inside: list[str] = []
+        for link in _LINK.findall(section):
+            page = os.path.normpath(f"docs/{link[1]}")
+            if page in left:
+                left.remove(page)
+                inside.append(page)
+        found.append({title: inside})
+    examples = [page for page in left if page.startswith("examples/")]
+    found.append({"Examples": examples})
+    return [*found, {"More": [page for page in left if page not in examples]}]
+
+
 if __name__ == "__main__":
-    lay_out(Path(sys.argv[1]))
+    target = Path(sys.argv[1])
+    lay_out(target / "pages")
+    settings = (ROOT / "docs/site/mkdocs.yml").read_text()
+    # JSON is YAML.
+    (target / "mkdocs.yml").write_text(f"{settings}nav: {json.dumps(navigation())}\n")
