@@ -299,6 +299,11 @@ bench-learning: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/learning.py
 	$(ONE_THREAD) $(BIN)/python tests/bench/turn_credit.py
 
+# A trained calculator teaches a warm-started one; some minutes on an idle machine.
+.PHONY: bench-distillation
+bench-distillation: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python tests/bench/distillation.py
+
 # Levels of asynchrony under agents that wait, about ten minutes on an idle machine. For the docs: SEEDS=10.
 .PHONY: bench-async
 bench-async: SEEDS = 1

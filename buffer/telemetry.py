@@ -55,6 +55,11 @@ GAP_AGES: tuple[tuple[str, int, float, str], ...] = (
     ("age_9_up", 9, math.inf, "of nine versions ago or more"),
 )
 """Metrics of the logprob gap by age: name, first and last age in versions, meaning."""
+_MASKED_FOR = {
+    "low": "a ratio below correction_floor",
+    "high": "a ratio above correction_cap",
+    "veto": "a token of their sequence below correction_veto",
+}
 DEPTH_CAUSES: dict[str, str] = {
     "raised": "takes at which the controller had more groups started: too few were ready",
     "lowered": "takes at which it had fewer started: groups were left over, or slow ones were what "
@@ -127,6 +132,18 @@ METRICS: dict[str, str] = {
     "train/correction_truncated_share": "share of trained tokens whose weight was cut to the cap",
     "train/correction_masked_share": "share of trained tokens that the correction masked",
     "train/correction_vetoed_share": "share of sequences masked whole for one token's ratio",
+    "train/correction_effective_share": "effective sample size of the correction's weights over "
+    "the number of trained tokens; 0: all are masked",
+    **{
+        f"train/masked_{why}_share": f"share of trained tokens masked for {text}"
+        for why, text in _MASKED_FOR.items()
+    },
+    **{
+        f"train/masked_{why}_share_{name}": f"as train/masked_{why}_share, over tokens {age}"
+        for why in _MASKED_FOR
+        for name, _, _, age in GAP_AGES
+    },
+    "train/ratio_p50": "median of the ratio policy / behavior over tokens, at the first update",
     "train/opsm_masked_share": "share of trained tokens that off-policy sequence masking left out",
     "train/kl": "mean behavior - reference logprob over trained tokens (k1)",
     "train/kl_coefficient": "weight of the pull towards the reference in this step",
@@ -148,7 +165,11 @@ METRICS: dict[str, str] = {
     **{
         f"train/{measure}_{name}": f"{what}, {text.partition(',')[0].partition(':')[0]}"
         for measure, what in (
+            ("tokens_share", "share of the trained tokens that are"),
+            ("ratio_p01", "1st percentile of the ratio policy / behavior over tokens"),
+            ("ratio_p50", "its median over tokens"),
             ("ratio_p99", "99th percentile of the ratio policy / behavior over tokens"),
+            ("masked_opsm_share", "as train/opsm_masked_share, over tokens"),
             ("effective_share", "as train/effective_share, over tokens"),
             ("clip_share", "share clipped by the loss, of tokens"),
             (

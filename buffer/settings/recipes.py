@@ -23,6 +23,8 @@ Recipe = Literal[
     "ppo",
     "distill",
     "raft",
+    "geometric_mask",
+    "sequence_mask",
 ]
 Tree = dict[str, Any]
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -118,6 +120,32 @@ RECIPES: dict[str, dict[str, Tree]] = {
             "proximal": "recompute",
             "correction": "token_mis",
             "correction_cap": 5.0,
+        },
+        "buffer": {},
+    },
+    # Liu et al. 2025, "When speed kills stability": the mask of whole sequences by their geometric
+    # mean ratio, in the narrow band that suits a mean; IcePop, arXiv:2510.18855, masks tokens in
+    # that way. The veto is for single tokens that the server cannot have sampled so.
+    "geometric_mask": {
+        "trainer": _PPO
+        | {
+            "denominator": "tokens",
+            "proximal": "recompute",
+            "correction": "geometric_mis",
+            "correction_cap": 1.01,
+            "correction_floor": 0.99,
+            "correction_veto": 1e-4,
+        },
+        "buffer": {},
+    },
+    # The same source's mask by the product, at TRL's default cap of 3.
+    "sequence_mask": {
+        "trainer": _PPO
+        | {
+            "denominator": "tokens",
+            "proximal": "recompute",
+            "correction": "sequence_mis",
+            "correction_cap": 3.0,
         },
         "buffer": {},
     },

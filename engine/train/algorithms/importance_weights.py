@@ -14,9 +14,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from outloop.buffer.telemetry import GAP_AGES
 from outloop.engine.train.algorithms.ratios import MAX_LOG_RATIO
 
 Float64 = npt.NDArray[np.float64]
+Bool = npt.NDArray[np.bool_]
+Int64 = npt.NDArray[np.int64]
 Kind = Literal[
     "none",
     "token_tis",
@@ -39,6 +42,12 @@ class Correction:
     num_truncated: int
     """Tokens whose weight was cut to the cap."""
     is_vetoed: bool
+    is_low: Bool
+    """[N]: masked for a ratio below the floor; of a vetoed sequence none is."""
+    is_high: Bool
+    """[N]: masked for a ratio above the cap."""
+    ages: Int64
+    """[N]: versions between the weights that sampled a token and those before the update."""
 
 
 def correct(
@@ -49,6 +58,7 @@ def correct(
     cap: float,
     floor: float,
     veto: float,
+    ages: Int64 | None = None,
 ) -> Correction:
     """Weights w of one sequence, from r_t = exp(proximal - behavior) at its N trained tokens.
 
@@ -71,6 +81,7 @@ def correct(
     Args:
         proximal_logprobs: [N] at trained tokens.
         behavior_logprobs: [N].
+        ages: [N] in versions; None: all 0.
     """
     log_ratios = np.clip(proximal_logprobs - behavior_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     count = len(log_ratios)
@@ -89,11 +100,18 @@ def correct(
         weights = np.minimum(per_token, cap)
     else:
         weights = np.where((per_token >= floor) & (per_token <= cap), per_token, 0.0)
+    is_masked = kind.endswith("mis") and not is_vetoed
     num_truncated = int((per_token > cap).sum()) if kind.endswith("tis") else 0
     if is_vetoed:
         weights, num_truncated = np.zeros(count), 0
     return Correction(
-        weights=weights, ratios=ratios, num_truncated=num_truncated, is_vetoed=is_vetoed
+        weights=weights,
+        ratios=ratios,
+        num_truncated=num_truncated,
+        is_vetoed=is_vetoed,
+        is_low=is_masked & (per_token < floor),
+        is_high=is_masked & (per_token > cap),
+        ages=np.zeros(count, np.int64) if ages is None else ages,
     )
 
 
@@ -113,4 +131,30 @@ def correction_metrics(corrections: Sequence[Correction]) -> dict[str, float]:
         / len(weights),
         "train/correction_masked_share": float((weights == 0).mean()),
         "train/correction_vetoed_share": float(np.mean([c.is_vetoed for c in corrections])),
+        "train/correction_effective_share": effective_share(weights),
+    } | _reasons(corrections)
+
+
+def effective_share(weights: Float64) -> float:
+    """Effective sample size over the number of samples, (sum w)^2 / (n sum w^2): Kish 1965; 1 where
+    all weights are equal, 0 where all are 0. Of tokens, taken as independent."""
+    total = float(np.square(weights).sum())
+    return float(weights.sum()) ** 2 / (len(weights) * total) if total > 0 else 0.0
+
+
+def _reasons(corrections: Sequence[Correction]) -> dict[str, float]:
+    """Shares of tokens that were masked, by why, together and by their age."""
+    ages = np.concatenate([one.ages for one in corrections])
+    shares = {
+        "low": np.concatenate([one.is_low for one in corrections]),
+        "high": np.concatenate([one.is_high for one in corrections]),
+        "veto": np.concatenate([np.full(len(one.ages), one.is_vetoed) for one in corrections]),
     }
+    found: dict[str, float] = {}
+    for why, is_masked in shares.items():
+        found[f"train/masked_{why}_share"] = float(is_masked.mean())
+        for name, first, last, _ in GAP_AGES:
+            where = (ages >= first) & (ages <= last)
+            if where.any():
+                found[f"train/masked_{why}_share_{name}"] = float(is_masked[where].mean())
+    return found

@@ -253,7 +253,7 @@ class RankWorker:
                 batch = batch.with_columns(**self._teacher_columns(batch, contexts))
             metrics |= teacher_metrics(batch)
         if self._settings.trainer.proximal == "recompute" and updates:
-            batch, measured = self._with_proximal(batch, updates)
+            batch, measured = self._with_proximal(batch, updates, policy_version)
             metrics |= measured
 
         def make(rows: Sequence[int], norm_limit: float) -> UpdateReport:
@@ -385,7 +385,7 @@ class RankWorker:
         return [column[start + 1 : end] for start, end in pairwise(batch.starts.tolist())]
 
     def _with_proximal(
-        self, batch: TrainBatch, updates: Sequence[Sequence[int]]
+        self, batch: TrainBatch, updates: Sequence[Sequence[int]], policy_version: int
     ) -> tuple[TrainBatch, dict[str, float]]:
         """The batch with proximal logprobs and corrections, and the metrics of both.
 
@@ -396,7 +396,13 @@ class RankWorker:
         first_pass = updates[: len(updates) // self._settings.trainer.num_epochs_per_take]
         for rows in first_pass:
             column += self._score(self.policy.model, batch, rows)
-        return with_proximal(batch, column, self._settings.trainer, rows=list(chain(*first_pass)))
+        return with_proximal(
+            batch,
+            column,
+            self._settings.trainer,
+            rows=list(chain(*first_pass)),
+            policy_version=policy_version,
+        )
 
     def _score(
         self, model: PolicyModel, batch: TrainBatch, rows: Sequence[int] | None = None

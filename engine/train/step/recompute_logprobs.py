@@ -117,13 +117,19 @@ def _fill(
 
 
 def with_proximal(
-    batch: TrainBatch, proximal: Float32, settings: TrainerSettings, *, rows: Sequence[int]
+    batch: TrainBatch,
+    proximal: Float32,
+    settings: TrainerSettings,
+    *,
+    rows: Sequence[int],
+    policy_version: int = 0,
 ) -> tuple[TrainBatch, dict[str, float]]:
     """The batch with proximal logprobs and the correction's weights, and its metrics.
 
     Args:
         proximal: [T] of the weights before the take's first update.
         rows: those that were computed; the others are not corrected.
+        policy_version: of those weights; masked shares are told by age from it.
     """
     assert batch.behavior_logprobs is not None
     weights = np.ones(batch.token_ids.shape, np.float32)
@@ -140,6 +146,7 @@ def with_proximal(
             cap=settings.correction_cap,
             floor=settings.correction_floor,
             veto=settings.correction_veto,
+            ages=policy_version - batch.policy_versions[start:end][mask].astype(np.int64),
         )
         weights[start:end][mask] = correction.weights
         corrections.append(correction)

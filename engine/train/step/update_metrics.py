@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outloop.buffer.records import Float32
 from outloop.buffer.telemetry import GAP_AGES
+from outloop.engine.train.algorithms.importance_weights import effective_share
 from outloop.engine.train.algorithms.losses import TokenLoss
 from outloop.engine.train.algorithms.ratios import ratio_of
 from outloop.engine.train.data.microbatch import Targets
@@ -63,6 +64,8 @@ class UpdateReport:
     """Of all ranks' gradients before clipping; empty where trajectories are not kept."""
     masked: list[Tensor] = field(default_factory=list)
     """1 for each that a correction masked or vetoed, or OPSM left out, else 0."""
+    opsm: list[Tensor] = field(default_factory=list)
+    """1 for each that OPSM left out, else 0."""
 
     def add(
         self,
@@ -100,6 +103,7 @@ class UpdateReport:
             self.places.append(targets.places_N)
         self.clipped.append(result.is_clipped.float())
         is_masked = torch.zeros_like(ratio).bool() if result.is_masked is None else result.is_masked
+        self.opsm.append(is_masked.float())
         if targets.correction_N is not None:
             is_masked = is_masked | (targets.correction_N == 0)
         self.masked.append(is_masked.float())
@@ -152,27 +156,34 @@ class UpdateReport:
         """How far the policy is from what sampled the tokens, together and by their age."""
         if not self.ratios:
             return {}
-        ratios, clipped, masked = map(torch.cat, (self.ratios, self.clipped, self.masked))
-        metrics = {"train/effective_share": _effective_share(ratios)}
+        ratios, clipped, masked, opsm = map(
+            torch.cat, (self.ratios, self.clipped, self.masked, self.opsm)
+        )
+        metrics = {
+            "train/effective_share": _effective_share(ratios),
+            "train/ratio_p50": _percentiles([ratios], [0.5])[0],
+        }
         for name, first, last, _ in GAP_AGES:
             where = (ages >= first) & (ages <= last)
             if not where.any():
                 continue
+            low, middle, high = _percentiles([ratios[where]], [0.01, 0.5, 0.99])
             metrics |= {
                 f"train/logprob_gap_{name}": float(gaps[where].mean()),
-                f"train/ratio_p99_{name}": _percentiles([ratios[where]])[1],
+                f"train/tokens_share_{name}": float(where.float().mean()),
+                f"train/ratio_p01_{name}": low,
+                f"train/ratio_p50_{name}": middle,
+                f"train/ratio_p99_{name}": high,
                 f"train/effective_share_{name}": _effective_share(ratios[where]),
                 f"train/clip_share_{name}": float(clipped[where].mean()),
                 f"train/masked_share_{name}": float(masked[where].mean()),
+                f"train/masked_opsm_share_{name}": float(opsm[where].mean()),
             }
         return metrics
 
 
 def _effective_share(weights: Tensor) -> float:
-    """Effective sample size over the number of samples, (sum w)^2 / (n sum w^2): Kish 1965; 1 where
-    all weights are equal. Of tokens, taken as independent."""
-    w = weights.double()
-    return float(w.sum().square() / (len(w) * w.square().sum()))
+    return effective_share(weights.double().cpu().numpy())
 
 
 def policy_logprobs(reports: Sequence[UpdateReport], num_tokens: int) -> Float32:
@@ -262,10 +273,10 @@ def _decode(data: bytes) -> UpdateReport:
     return UpdateReport(**values)
 
 
-def _percentiles(parts: Sequence[Tensor]) -> tuple[float, float]:
-    """1st and 99th percentile; NaN without values."""
+def _percentiles(parts: Sequence[Tensor], shares: Sequence[float] = (0.01, 0.99)) -> list[float]:
+    """Quantiles; NaN without values."""
     values = torch.cat(list(parts)) if parts else torch.empty(0)
     if not len(values):
-        return float("nan"), float("nan")
-    low, high = np.quantile(values.float().cpu().numpy(), [0.01, 0.99])
-    return float(low), float(high)
+        return [float("nan")] * len(shares)
+    found: list[float] = np.quantile(values.float().cpu().numpy(), shares).tolist()
+    return found

@@ -94,6 +94,28 @@ def test_no_gap_overflows_a_weight(kind: str, gap: float) -> None:
     assert (got.ratios >= math.exp(-20) * (1 - 1e-9)).all()
 
 
+def test_why_tokens_were_masked_is_told_by_their_age() -> None:
+    """Below the floor, above the cap, or with a vetoed sequence: each token has one reason."""
+    gaps = np.log([0.2, 1.0, 1.5, 4.0])
+    ages = np.array([0, 0, 1, 1])
+    mis = correct(gaps, np.zeros(4), kind="token_mis", cap=2.0, floor=0.5, veto=0.0, ages=ages)
+    vetoed = correct(
+        gaps, np.zeros(4), kind="token_mis", cap=2.0, floor=0.5, veto=0.3, ages=ages + 9
+    )
+    metrics = correction_metrics([mis, vetoed])
+    shares = {why: metrics[f"train/masked_{why}_share"] for why in ("low", "high", "veto")}
+    assert shares == {"low": 1 / 8, "high": 1 / 8, "veto": 4 / 8}
+    assert sum(shares.values()) == metrics["train/correction_masked_share"]
+    assert metrics["train/masked_low_share_age_0"] == 0.5
+    assert metrics["train/masked_high_share_age_0"] == 0.0
+    assert metrics["train/masked_high_share_age_1"] == 0.5
+    assert metrics["train/masked_veto_share_age_9_up"] == 1.0
+    assert metrics["train/masked_low_share_age_9_up"] == 0.0
+    assert "train/masked_low_share_age_2" not in metrics
+    # Weights 0, 1, 1.5, 0 and four zeros: (2.5)^2 / (8 * 3.25).
+    assert metrics["train/correction_effective_share"] == pytest.approx(6.25 / 26.0)
+
+
 @pytest.mark.parametrize("length", [1, 10, 10_000])
 def test_a_geometric_mean_does_not_depend_on_length(length: int) -> None:
     """The same gap at every token: weight exp(gap), kept by the mask, however long the answer.
