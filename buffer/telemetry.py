@@ -153,6 +153,12 @@ METRICS: dict[str, str] = {
     "teacher",
     "train/teacher_top_mass": "mean probability of the teacher's top_k tokens under the teacher",
     "train/teacher_wait_s": "time in which the teacher's servers scored the take",
+    "reward_model/accuracy": "share of the update's pairs that the reward model orders rightly "
+    "before it",
+    "reward_model/pairs": "pairs of that update",
+    "reward_model/held_out_accuracy": "the same over held-out comparisons",
+    "reward_model/held_out_loss": "loss over held-out comparisons",
+    "reward_model/held_out_pairs": "pairs of these",
     "train/overlong_penalty_mean": "mean taken off an episode's reward for its length",
     "train/logprob_gap_mean": "mean |policy - behavior| logprob over tokens of the current version",
     "train/logprob_gap_max": "largest such gap",

@@ -260,7 +260,12 @@ EFFECTS: dict[str, tuple[Callable[[Values], bool], str]] = {
         'trainer.advantage = "pass_at_k"',
     ),
     "num_epochs": (lambda v: v.get("mode") == "sft", 'trainer.mode = "sft"'),
-    "min_reward": (lambda v: v.get("mode") == "sft", 'trainer.mode = "sft"'),
+    "min_reward": (
+        lambda v: v.get("mode") == "sft" and v.get("reward_model") is None,
+        'trainer.mode = "sft" without trainer.reward_model',
+    ),
+    "reward_model": (lambda v: v.get("mode") == "sft", 'trainer.mode = "sft"'),
+    "held_out_share": (lambda v: v.get("reward_model") is not None, "trainer.reward_model"),
 }
 """Settings of [trainer] that depend on others: when they have an effect, and what they need."""
 

@@ -132,6 +132,12 @@ class TrainerSettings(BaseModel):
     """SFT: passes over the conversations."""
     min_reward: float | None = None
     """SFT on recorded episodes (`outloop train-recorded`): those scored below it are left out."""
+    reward_model: Literal["bradley_terry", "regression"] | None = None
+    """SFT: train a reward model in place of the policy, from rows {"chosen", "rejected"} or
+    {"messages", "reward"} of env.conversations, or from recorded episodes. bradley_terry: which of
+    a pair, or of a group's episodes, is better; regression: the reward itself."""
+    held_out_share: float = Field(0.1, ge=0, lt=1)
+    """Of a reward model's pairs or groups, chosen by hash; never trained, but measured."""
     max_microbatch_tokens: int = Field(16384, gt=0)
     """Packed into one forward and backward; at least model.max_context_tokens."""
     learning_rate: float = Field(1e-6, gt=0)

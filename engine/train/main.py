@@ -40,6 +40,7 @@ from outloop.engine.train.megatron.parallel_config import check_world
 from outloop.engine.train.ranks.controller import RankController, follow
 from outloop.engine.train.ranks.rank_worker import RankWorker
 from outloop.engine.train.ranks.watchdog import Watchdog
+from outloop.engine.train.reward_model import run_reward_model
 from outloop.engine.train.sft import run_sft
 from outloop.engine.train.step.critic_update import read_critic_config
 from outloop.engine.train.step.reference_model import read_reference_config
@@ -212,7 +213,8 @@ def _lead(
     metrics = MetricsWriter(run.dir)
     stack.callback(metrics.close)
     if settings.trainer.mode == "sft":
-        run_sft(run, ranks, reader=reader, metrics=metrics, stop=stop)
+        train_supervised = run_sft if settings.trainer.reward_model is None else run_reward_model
+        train_supervised(run, ranks, reader=reader, metrics=metrics, stop=stop)
         return
     num_updates = settings.trainer.num_updates
     publishing = publisher()

@@ -46,7 +46,7 @@ def run_sft(
     """
     settings = run.settings.trainer
     reader.set_run_state("running")
-    if not _wait_for_conversations(reader, ranks, settings.take_timeout_s, stop):
+    if not wait_for_conversations(reader, ranks, settings.take_timeout_s, stop):
         return
     conversations = _read_conversations(run, reader, ranks.config.vocab_size)
     order = batches(
@@ -87,7 +87,7 @@ def batches(count: int, *, size: int, num_epochs: int, seed: int) -> list[list[i
     return steps
 
 
-def _wait_for_conversations(
+def wait_for_conversations(
     reader: Reader, ranks: RankController, timeout_s: float, stop: threading.Event
 ) -> bool:
     """True once the last conversation is stored; False when stopped."""

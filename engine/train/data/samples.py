@@ -6,6 +6,7 @@ trainable token of a trajectory is trained in exactly one row.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -105,6 +106,23 @@ def prompt_sample(ids: Sequence[int]) -> Sample:
         turns=np.full(num, -1, np.int32),
         advantages=np.zeros(num, np.float32),
     )
+
+
+def with_one_more(row: Sample) -> Sample:
+    """The row with a token behind it whose value is asked for; which token does not matter."""
+
+    def longer(column: Any, value: float) -> Any:
+        last = np.full((1, *column.shape[1:]), value, column.dtype)
+        return np.concatenate([column, last])
+
+    filled = {"loss_mask": True, "temperature": 1.0, "policy_versions": -1, "turns": -1}
+    values = {item.name: getattr(row, item.name) for item in dataclasses.fields(row)}
+    columns: dict[str, Any] = {
+        name: longer(value, filled.get(name, 0))
+        for name, value in values.items()
+        if isinstance(value, np.ndarray)
+    }
+    return dataclasses.replace(row, **columns)
 
 
 def build_samples(

@@ -19,7 +19,7 @@ from outloop.engine.models.safetensors_folder import folder_dtype, write_folder
 from outloop.engine.models.weight_map import expected_tensors, float32_tensors
 from outloop.engine.publish.buckets.plan import TensorSpec
 from outloop.engine.train.megatron.import_weights import Part, local_parts, read_part
-from outloop.engine.train.megatron.model_and_optimizer import PolicyModel
+from outloop.engine.train.megatron.model_and_optimizer import PolicyModel, ValueModel
 from outloop.engine.train.ranks.collectives import gather_bytes
 
 _MESSAGE_BYTES = 4 * 2**20
@@ -56,6 +56,8 @@ class Exports:
         self.specs = tuple(
             TensorSpec(name=name, shape=shape, dtype=self._dtype_of(name))
             for name, shape in self._shapes.items()
+            # A model with one number in place of logits has no output layer.
+            if name in self._held or not isinstance(model, ValueModel)
         )
         """Every tensor, in the order of a forward pass."""
 

@@ -50,6 +50,7 @@ __all__ = [
     "ValueModel",
     "build_critic",
     "build_policy",
+    "build_reward_model",
     "join_process_group",
     "leave_process_group",
     "read_config",
@@ -379,6 +380,20 @@ def build_critic(config: PolicyConfig, settings: TrainerSettings, *, num_updates
         learning_rate=critic.learning_rate,
         warmup_steps=critic.warmup_steps,
         max_grad_norm=critic.max_grad_norm,
+        num_updates=num_updates,
+    )
+
+
+def build_reward_model(
+    config: PolicyConfig, settings: TrainerSettings, *, num_updates: int
+) -> Policy:
+    """A model with one number in place of logits, and the optimizer of the policy's settings."""
+    return _build(
+        ValueModel(config),
+        settings,
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
+        max_grad_norm=settings.max_grad_norm,
         num_updates=num_updates,
     )
 

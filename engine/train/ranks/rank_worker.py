@@ -46,6 +46,7 @@ from outloop.engine.train.megatron.model_and_optimizer import (
     ValueModel,
     build_critic,
     build_policy,
+    build_reward_model,
 )
 from outloop.engine.train.megatron.offload import Offload
 from outloop.engine.train.ranks.collectives import agree
@@ -64,6 +65,12 @@ from outloop.engine.train.step.reference_model import (
     load_reference,
     move_reference,
     read_reference_config,
+)
+from outloop.engine.train.step.reward_update import (
+    load_reward_model,
+    reward_update,
+    save_reward_model,
+    scores_of,
 )
 from outloop.engine.train.step.teacher import (
     Columns,
@@ -164,6 +171,63 @@ class RankWorker:
         agree("load the critic", lambda: load_huggingface(critic.model, folder))
         critic.take_weights()
         return critic
+
+    def build_reward_model(self, *, num_updates: int) -> None:
+        """Make a reward model in place of the policy, and load the folder, its head included.
+
+        Raises:
+            SettingsError: on every rank, when any rank could not read the folder.
+        """
+        settings = self._settings
+        made = build_reward_model(self.config, settings.trainer, num_updates=num_updates)
+        model = made.model
+        assert isinstance(model, ValueModel)
+        agree("load", lambda: load_reward_model(model, settings.model.path))
+        made.take_weights()
+        self._policy = made
+        self._placement = Offload(made, is_colocated=False)
+
+    def reward_update(
+        self, batch: TrainBatch, targets: list[float], sets: list[int]
+    ) -> dict[str, float]:
+        """One update of the reward model on the rows of `scored_rows`.
+
+        Raises:
+            UpdateRefused: on every rank, when the gradient is not finite; the weights are those
+                from before it.
+        """
+        trainer = self._settings.trainer
+        assert trainer.reward_model is not None
+        try:
+            return reward_update(
+                self.policy,
+                batch,
+                targets,
+                sets,
+                loss=trainer.reward_model,
+                max_tokens=trainer.max_microbatch_tokens,
+                on_microbatch=self._watchdog.progress,
+            )
+        except FloatingPointError as error:
+            raise UpdateRefused(f"the reward model's update was refused: {error}") from error
+
+    def reward_scores(self, batch: TrainBatch) -> list[float]:
+        """The reward model's scores of the rows of `scored_rows`, on every rank."""
+        model = self.policy.model
+        assert isinstance(model, ValueModel)
+        found: list[float] = scores_of(
+            model,
+            batch,
+            max_tokens=self._settings.trainer.max_microbatch_tokens,
+            on_microbatch=self._watchdog.progress,
+        ).tolist()
+        return found
+
+    def save_reward_model(self) -> None:
+        """Write the reward model as the run's `hf` folder."""
+        model = self.policy.model
+        assert isinstance(model, ValueModel)
+        save_reward_model(model, self._run_dir / "hf", source=self._settings.model.path)
 
     def load_reference(self, *, pinned_hash: str, checkpoint: Checkpoint | None = None) -> str:
         """Load the frozen model; gives its content hash.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,8 +33,8 @@ from outloop.engine.train.algorithms.gae import (
 )
 from outloop.engine.train.algorithms.kl import k1
 from outloop.engine.train.data.batch_builder import Credit
-from outloop.engine.train.data.microbatch import Microbatch
-from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.microbatch import Microbatch, Targets
+from outloop.engine.train.data.samples import with_one_more
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import (
     Policy,
@@ -93,7 +92,7 @@ def values_of(
     cut = set(cut_rows)
     # The state behind a row's last token is the one before a token that would follow it.
     longer = TrainBatch.of(
-        [_with_one_more(row) if index in cut else row for index, row in enumerate(batch)]
+        [with_one_more(row) if index in cut else row for index, row in enumerate(batch)]
     )
     column = score(
         model,
@@ -106,23 +105,6 @@ def values_of(
     behind = {row: int(longer.starts[row + 1]) - 1 for row in cut}
     is_own[list(behind.values())] = False
     return column[is_own], {row: float(column[place]) for row, place in behind.items()}
-
-
-def _with_one_more(row: Sample) -> Sample:
-    """The row with a token behind it whose value is asked for; which token does not matter."""
-
-    def longer(column: Any, value: float) -> Any:
-        last = np.full((1, *column.shape[1:]), value, column.dtype)
-        return np.concatenate([column, last])
-
-    filled = {"loss_mask": True, "temperature": 1.0, "policy_versions": -1, "turns": -1}
-    values = {item.name: getattr(row, item.name) for item in dataclasses.fields(row)}
-    columns: dict[str, Any] = {
-        name: longer(value, filled.get(name, 0))
-        for name, value in values.items()
-        if isinstance(value, np.ndarray)
-    }
-    return dataclasses.replace(row, **columns)
 
 
 def with_values(
@@ -253,36 +235,65 @@ def critic_update(
         FloatingPointError: the gradient is not finite; weights are unchanged.
     """
     counts = batch.num_trained_tokens
-    scale = float(max(1, sum(counts[row] for row in rows)))
+
+    def losses(values: Tensor, targets: Targets) -> Tensor:
+        assert targets.values_N is not None
+        assert targets.returns_N is not None
+        return value_losses(
+            values, targets.values_N, targets.returns_N, value_clip=settings.critic.value_clip
+        )
+
+    loss, grad_norm, learning_rate = value_update(
+        critic,
+        batch,
+        rows=rows,
+        losses=losses,
+        scale=float(max(1, sum(counts[row] for row in rows))),
+        max_tokens=settings.max_microbatch_tokens,
+        on_microbatch=on_microbatch,
+    )
+    return {
+        "train/value_loss": loss,
+        "train/critic_grad_norm": grad_norm,
+        "train/critic_learning_rate": learning_rate,
+    }
+
+
+def value_update(
+    critic: Policy,
+    batch: TrainBatch,
+    *,
+    rows: Sequence[int],
+    losses: Callable[[Tensor, Targets], Tensor],
+    scale: float,
+    max_tokens: int,
+    on_microbatch: Callable[[], None],
+) -> tuple[float, float, float]:
+    """One update of a model with a number in place of logits: the sum of losses over `scale`.
+
+    Args:
+        losses: of the numbers [N] at a microbatch's trained tokens, and what is known of these.
+
+    Returns:
+        Loss, gradient norm and learning rate, on every rank.
+
+    Raises:
+        FloatingPointError: the gradient is not finite; weights are unchanged.
+    """
     model = critic.model
     assert isinstance(model, ValueModel)
-    losses: list[float] = []
+    parts: list[float] = []
     critic.zero_grad()
 
     def on_hidden(microbatch: Microbatch, hidden: Tensor) -> Tensor:
         leaf = hidden.detach().requires_grad_()
-        targets = microbatch.targets
-        assert targets.values_N is not None
-        assert targets.returns_N is not None
-        loss = (
-            value_losses(
-                model.values(leaf),
-                targets.values_N,
-                targets.returns_N,
-                value_clip=settings.critic.value_clip,
-            ).sum()
-            / scale
-        )
+        loss = losses(model.values(leaf), microbatch.targets).sum() / scale
         torch.autograd.backward(loss)
-        losses.append(float(loss.detach()))
+        parts.append(float(loss.detach()))
         return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
     lengths = batch.lengths
-    dealt = deal_rows(
-        [lengths[row] for row in rows],
-        critic.config,
-        max_tokens=settings.max_microbatch_tokens,
-    )
+    dealt = deal_rows([lengths[row] for row in rows], critic.config, max_tokens=max_tokens)
     run_microbatches(
         critic.wrapped,
         critic.config,
@@ -291,11 +302,7 @@ def critic_update(
         on_hidden,
         on_microbatch=on_microbatch,
     )
-    mine = msgspec.msgpack.encode(sum(losses)) if is_reporting_rank() else b""
+    mine = msgspec.msgpack.encode(sum(parts)) if is_reporting_rank() else b""
     shares = [msgspec.msgpack.decode(data, type=float) for data in gather_bytes(mine) if data]
     grad_norm, learning_rate = critic.step()
-    return {
-        "train/value_loss": sum(shares),
-        "train/critic_grad_norm": grad_norm,
-        "train/critic_learning_rate": learning_rate,
-    }
+    return sum(shares), grad_norm, learning_rate

@@ -1,15 +1,15 @@
 """Supervised fine-tuning from stored conversations."""
 
-import itertools
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import structlog.testing
 
+from fakes.conversations import Conversations
 from outloop.buffer.errors import DeadlineExceeded, SettingsError
 from outloop.buffer.records import Trajectory, Turn
 from outloop.buffer.run import Run, create_run
@@ -19,34 +19,6 @@ from outloop.engine.train.sft import batches, run_sft
 
 MakeTurn = Callable[..., Turn]
 MakeTrajectory = Callable[..., Trajectory]
-
-
-class Conversations:
-    """The reader's SFT calls on a list that becomes final at the second look."""
-
-    def __init__(self, trajectories: list[Trajectory], *, ends: bool = True) -> None:
-        self._trajectories = trajectories
-        self._ends = ends
-        self._looks = itertools.count()
-        self.states: list[str] = []
-        self.statuses: list[dict[str, str]] = []
-
-    def sft_progress(self) -> tuple[int, bool]:
-        return len(self._trajectories), self._ends and next(self._looks) > 0
-
-    def sft_trajectories(self) -> Iterator[Trajectory]:
-        yield from self._trajectories
-
-    def set_run_state(self, state: str) -> None:
-        self.states.append(state)
-
-    @property
-    def registry(self) -> Self:
-        """The same object stands for the run's processes."""
-        return self
-
-    def report_status(self, part: str, fields: dict[str, str]) -> None:
-        self.statuses.append(fields)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from outloop.buffer.settings import Settings
 from outloop.envs.rollout.episode_result import EpisodeResult
 from outloop.envs.runner.failures import FailureLog
 from outloop.envs.runner.runner import run
+from outloop.envs.tasks.sft_conversations import load_conversations
 
 PlayWith = Callable[..., Any]
 
@@ -349,13 +350,54 @@ def test_malformed_conversations_are_sentences(
     row: str, words: str, folder: Path, make_settings: Callable[..., Settings]
 ) -> None:
     """The row is named by its index."""
-    from outloop.envs.tasks.sft_conversations import load_conversations
-
     (folder / "user.py").write_text(
         f"rows = [{{'messages': [{{'role': 'assistant', 'content': 'x'}}]}}, {row}]\n"
     )
     with pytest.raises(SettingsError, match=words):
         list(load_conversations(make_settings(conversations="user:rows")))
+
+
+_SAID = "[{'role': 'user', 'content': 'q'}, {'role': 'assistant', 'content': 'a'}]"
+
+
+def test_preferences_are_two_conversations_that_belong_together(
+    folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """A pair, or a conversation with a reward: what they are worth is in their metadata."""
+    pair = f"{{'chosen': {_SAID}, 'rejected': {_SAID}, 'tools': []}}"
+    (folder / "user.py").write_text(f"rows = [{pair}, {{'messages': {_SAID}, 'reward': 0.25}}]\n")
+    trainer = {"mode": "sft", "reward_model": "bradley_terry"}
+    settings = make_settings(conversations="user:rows", trainer=trainer)
+    better, worse, alone = load_conversations(settings)
+    assert (better["metadata"]["reward"], worse["metadata"]["reward"]) == ("1", "0")
+    assert better["metadata"]["pair"] == worse["metadata"]["pair"]
+    assert better["tools"] == []
+    assert alone["metadata"] == {"reward": "0.25"}
+
+
+@pytest.mark.parametrize(
+    ("row", "reward_model", "words"),
+    [
+        (f"{{'chosen': {_SAID}, 'rejected': {_SAID}}}", None, "with a preference or reward"),
+        (f"{{'messages': {_SAID}}}", "regression", "without a preference or reward"),
+        (f"{{'chosen': {_SAID}}}", "bradley_terry", "item 0.*no list of messages"),
+        (f"{{'messages': {_SAID}, 'reward': 'high'}}", "regression", "reward='high' is no number"),
+    ],
+)
+def test_rows_of_the_wrong_kind_are_sentences(
+    row: str,
+    reward_model: str | None,
+    words: str,
+    folder: Path,
+    make_settings: Callable[..., Settings],
+) -> None:
+    """SFT must not imitate what was rejected; a reward model needs to know what is better."""
+    (folder / "user.py").write_text(f"rows = [{row}]\n")
+    settings = make_settings(
+        conversations="user:rows", trainer={"mode": "sft", "reward_model": reward_model}
+    )
+    with pytest.raises(SettingsError, match=words):
+        list(load_conversations(settings))
 
 
 async def test_claims_of_a_router_that_died_are_asked_for_again(
