@@ -63,7 +63,7 @@ def advantage_of(settings: Settings) -> str | GroupAdvantage:
             return by_source(settings.trainer.advantage, chosen)
         return settings.trainer.advantage
     named = f"trainer.advantage_path={path!r}"
-    function = _import(path, named, settings.env.import_dir)
+    function = import_function(path, named, settings.env.import_dir)
     _check_signature(function, named, _ADVANTAGE, (None,), {})
 
     def checked(group: ScoredGroup) -> list[EpisodeAdvantage]:
@@ -118,7 +118,7 @@ def loss_of(settings: Settings) -> LossFunction | None:
     if path is None:
         return None
     named = f"trainer.loss_path={path!r}"
-    function = _import(path, named, settings.env.import_dir)
+    function = import_function(path, named, settings.env.import_dir)
     _check_signature(function, named, _LOSS, (None,), {})
 
     def checked(inputs: LossInputs) -> TokenLoss:
@@ -147,7 +147,7 @@ def filter_of(settings: Settings) -> Callable[[Group], str] | None:
     if path is None:
         return None
     named = f"buffer.filter_path={path!r}"
-    function = _import(path, named, settings.env.import_dir)
+    function = import_function(path, named, settings.env.import_dir)
     _check_signature(function, named, _KEEP, (None,), {})
 
     def checked(group: Group) -> str:
@@ -247,7 +247,12 @@ def _probe(setting: str, call: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _import(path: str, named: str, import_dir: Path | None) -> Callable[..., Any]:
+def import_function(path: str, named: str, import_dir: Path | None) -> Callable[..., Any]:
+    """package.module:function, looked for in the working directory and `import_dir` first.
+
+    Raises:
+        SettingsError: it is not there; the sentence begins with `named`.
+    """
     module_name, _, name = path.partition(":")
     if not module_name or not name.isidentifier():
         raise SettingsError(f"{named} is not package.module:function; for example 'mine:loss'")

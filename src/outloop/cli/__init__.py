@@ -32,6 +32,7 @@ from outloop.cli.new_policy import new_policy
 from outloop.cli.plan import plan
 from outloop.cli.recorded import replay, replay_recorded, replay_step, rollout, train_recorded
 from outloop.cli.redis import redis
+from outloop.cli.reward_server import reward_server
 from outloop.cli.router import router
 from outloop.cli.runner import runner
 from outloop.cli.serve import serve
@@ -68,6 +69,7 @@ GROUPS: dict[str, tuple[click.Command, ...]] = {
         archiver,
         monitor,
         tracker,
+        reward_server,
     ),
     "On a cluster": (submit, manifests),
     "One side alone, for debugging": (rollout, train_recorded, replay, replay_step),
