@@ -92,7 +92,7 @@ CHECKPOINT = Checkpoint(
     ("operation", "arguments"),
     [
         (RankWorker.build, {"num_updates": 3}),
-        (RankWorker.load_reference, {"pinned_hash": "x"}),
+        (RankWorker.load_reference, {"pinned_hash": "x", "checkpoint": CHECKPOINT}),
         (RankWorker.load_teacher, {}),
         (RankWorker.score_prompts, {"prompts": [[1, 2], [3]]}),
         (RankWorker.save, {"step": 4, "mark": MARK, "reference_hash": ""}),
