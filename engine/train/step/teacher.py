@@ -99,7 +99,11 @@ def _tokens_of(folder: Path) -> dict[str, int] | None:
 
 
 def behind_contexts(batch: TrainBatch, contexts: Contexts) -> tuple[TrainBatch, Bool]:
-    """The rows as the teacher sees them, and which of the tokens there are the batch's own [T']."""
+    """The rows as the teacher sees them, and which of the tokens there are the batch's own [T'].
+
+    Where servers sent the policy's tokens is left out: a teacher routes them itself.
+    """
+    batch = dataclasses.replace(batch, routed_experts=None)
     if not any(contexts.get(name) for name in batch.episode_ids):
         return batch, np.ones(len(batch.token_ids), np.bool_)
     rows, own = [], []
