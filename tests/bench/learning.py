@@ -5,7 +5,11 @@ whole loop: agent, router, torch server, Redis, trainer; then once more with eve
 reward of another (shuffled_rewards). Reported is the mean reward of the first and of the last three
 steps, and the difference over its standard error: an algorithm passes when that is at least 3, and
 stays below 3 when rewards are shuffled. Adds to runs/bench/learning.json after every run.
-`ONLY="gspo cispo"` chooses algorithms, `STEPS` how many steps.
+`ONLY="gspo cispo"` chooses algorithms, `STEPS` how many steps, `SEEDS` how many seeds (of tasks and
+sampling; the warm start is the same), `EXAMPLE=guess_number` another example, `SHUFFLED=0` leaves
+the control out. With several seeds the mean of the last rewards over seeds, its standard error and
+the tokens trained are reported, so that algorithms are compared at equal tokens:
+`ONLY="grpo ppo" SEEDS=3 STEPS=30 SHUFFLED=0`.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from figures import OUT, known, say, tell
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = int(os.environ.get("STEPS", "10"))
+NUM_SEEDS = int(os.environ.get("SEEDS", "1"))
+EXAMPLE = os.environ.get("EXAMPLE", "calculator")
+HAS_CONTROL = os.environ.get("SHUFFLED", "1") == "1"
 NUM_WARM_STEPS = 300
 """Of supervised learning: less than the demo's, so that more is left to learn."""
 NUM_COMPARED = 3
@@ -98,27 +105,29 @@ def _python_path() -> list[str]:
 
 def warm_start() -> Path:
     """The policy that every algorithm begins with; made once."""
-    folder = OUT / "learning" / "warm-start" / "hf"
+    name = "warm-start" if EXAMPLE == "calculator" else f"warm-start-{EXAMPLE}"
+    folder = OUT / "learning" / name / "hf"
     if (folder / "model.safetensors").is_file():
         return folder
-    model = OUT / "learning" / "policy"
+    model = OUT / "learning" / f"policy-{EXAMPLE}"
     outloop(
         *("new-policy", "--out", str(model), "--conversations", "tasks:conversations"),
-        *("--import-dir", "examples/calculator"),
+        *("--import-dir", f"examples/{EXAMPLE}"),
     )
-    place = ("--set", f"run.dir={OUT / 'learning'}", "--set", "run.name=warm-start")
+    place = ("--set", f"run.dir={OUT / 'learning'}", "--set", f"run.name={name}")
     place += ("--set", f"trainer.num_steps={NUM_WARM_STEPS}")
-    outloop("train", "examples/calculator/warm_start.toml", *place, "--set", f"model.path={model}")
+    outloop("train", f"examples/{EXAMPLE}/warm_start.toml", *place, "--set", f"model.path={model}")
     return folder
 
 
-def train(name: str, model: Path, overrides: tuple[str, ...]) -> dict[str, float]:
+def train(name: str, model: Path, overrides: tuple[str, ...], *, seed: int) -> dict[str, float]:
     """Train one algorithm and compare the rewards at its ends."""
     run_dir = OUT / "learning" / name
     shutil.rmtree(run_dir, ignore_errors=True)
     settings = (
         f"run.dir={OUT / 'learning'}",
         f"run.name={name}",
+        f"run.seed={seed}",
         f"model.path={model}",
         f"trainer.num_steps={NUM_STEPS}",
         "trainer.groups_per_step=12",
@@ -127,7 +136,7 @@ def train(name: str, model: Path, overrides: tuple[str, ...]) -> dict[str, float
         *overrides,
     )
     flags = [part for setting in settings for part in ("--set", setting)]
-    outloop("train", "examples/calculator/run.toml", *flags)
+    outloop("train", f"examples/{EXAMPLE}/run.toml", *flags)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [row for line in lines if "train/loss" in (row := json.loads(line))]
     first, first_error = mean_reward(rows[:NUM_COMPARED])
@@ -136,6 +145,19 @@ def train(name: str, model: Path, overrides: tuple[str, ...]) -> dict[str, float
         f"{name}_first": first,
         f"{name}_last": last,
         f"{name}_gain_over_error": (last - first) / math.hypot(first_error, last_error),
+        f"{name}_trained_tokens": sum(row["train/trained_tokens"] for row in rows),
+    }
+
+
+def over_seeds(name: str, runs: list[str], figures: dict[str, float]) -> dict[str, float]:
+    """The mean over seeds of what one algorithm came to, and its standard error."""
+    lasts = [figures[f"{run}_last"] for run in runs]
+    mean = sum(lasts) / len(lasts)
+    variance = sum((last - mean) ** 2 for last in lasts) / (len(lasts) - 1)
+    return {
+        f"{name}_mean_last": mean,
+        f"{name}_mean_last_se": math.sqrt(variance / len(lasts)),
+        f"{name}_mean_tokens": sum(figures[f"{run}_trained_tokens"] for run in runs) / len(runs),
     }
 
 
@@ -151,18 +173,28 @@ def main() -> None:
     """Train each twice, print, write."""
     (OUT / "learning").mkdir(parents=True, exist_ok=True)
     chosen = os.environ.get("ONLY", "").split() or list(ALGORITHMS)
-    say(f"a warm start, then {len(chosen)} algorithms, each with true and with shuffled rewards")
+    say(f"{EXAMPLE}: a warm start, then {len(chosen)} algorithms of {NUM_SEEDS} seeds")
     model = warm_start()
     wrong = []
+    prefix = "" if EXAMPLE == "calculator" else f"{EXAMPLE}_"
     for name in chosen:
         overrides = (ALGORITHMS | MORE)[name]
-        for run, more in ((name, ()), (f"{name}_shuffled", SHUFFLED)):
-            say(f"training {run}, {NUM_STEPS} steps")
-            figures = train(run, model, (*overrides, *more))
-            tell("learning", known("learning") | figures)
-            has_learned = figures[f"{run}_gain_over_error"] >= MIN_GAIN_OVER_ERROR
-            if has_learned == bool(more):
-                wrong.append(run)
+        for kind, more in (("", ()), ("_shuffled", SHUFFLED)):
+            if kind and not HAS_CONTROL:
+                continue
+            base, runs = f"{prefix}{name}{kind}", list[str]()
+            for seed in range(NUM_SEEDS):
+                run = base + (f"_seed{seed}" if seed else "")
+                say(f"training {run}, {NUM_STEPS} steps")
+                figures = train(run, model, (*overrides, *more), seed=seed)
+                tell("learning", known("learning") | figures)
+                runs.append(run)
+                has_learned = figures[f"{run}_gain_over_error"] >= MIN_GAIN_OVER_ERROR
+                if has_learned == bool(kind):
+                    wrong.append(run)
+            if NUM_SEEDS > 1:
+                summary = over_seeds(base, runs, known("learning"))
+                tell("learning", known("learning") | summary)
     if wrong:
         sys.exit(f"learned from shuffled rewards, or not from true ones: {', '.join(wrong)}")
 

@@ -97,9 +97,10 @@ def two_turns(server: Server) -> tuple[list[Answer], float]:
 def exchanging(
     play: Callable[[Server], tuple[list[Answer], float]], *, seed: int
 ) -> Callable[[Server], tuple[list[Answer], float]]:
-    """`play` with the reward of some other of the last episodes."""
-    pool: deque[float] = deque(maxlen=POOL_SIZE)
+    """`play` with a reward out of those of the last episodes; its own is one in POOL_SIZE of them,
+    from the first episode on: the pool begins full, of what chance gives."""
     chosen = random.Random(seed)
+    pool = deque((float(chosen.random() < 0.5) for _ in range(POOL_SIZE)), maxlen=POOL_SIZE)
 
     def play_and_exchange(server: Server) -> tuple[list[Answer], float]:
         answers, reward = play(server)
