@@ -130,6 +130,11 @@ test-checkout: $(STAMP) bwrap
 test-slow: $(STAMP) bwrap test-browser
 	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests -m "$(HERE) and slow" -o timeout=600
 
+# A node's worth of processes, devices shared and not, each part killed once; a part of test-slow.
+.PHONY: test-node
+test-node: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m pytest tests/e2e/test_node.py -o timeout=600
+
 # The page of `outloop view` in a real browser; under a minute.
 test-browser: $(STAMP) chromium
 	$(BIN)/python -m pytest -m browser tests/view/test_browser.py

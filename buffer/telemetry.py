@@ -188,6 +188,12 @@ METRICS: dict[str, str] = {
     "train/tokens": "tokens in the batch, context included",
     "train/trained_tokens": "tokens with loss",
     "train/tokens_per_s": "batch tokens over the time from one step's end to the next",
+    "train/tokens_per_s_per_rank": "batch tokens of the updates over the time of scoring and "
+    "updates and the number of trainer ranks, which on GPUs is that of GPUs",
+    "train/mfu": "operations that the model needs for the updates over what the GPUs could have "
+    "made in that time; where their peak is known",
+    "train/memory_peak_bytes": "of the rank with most: the most that torch held on its GPU in the "
+    "step; on the CPU what was resident at its end",
     "train/padding_share": "padding over all tokens computed",
     "train/replayed_routes_share": "mixtures of experts: share of the trained tokens whose "
     "prediction is computed by the experts that the server took (trainer.routing_replay)",

@@ -267,11 +267,16 @@ class Settings(BaseSettings):
                 f'publish.transport="cuda_ipc" with server.device={self.server.device!r}: a server '
                 'without a GPU cannot map its memory; set publish.transport="shared_memory"'
             )
-        if self.publish.transport == "cuda_ipc" and self.server.tensor_parallel_size > 1:
+        is_shared = self.trainer.is_colocated
+        if (
+            self.publish.transport == "cuda_ipc"
+            and self.server.tensor_parallel_size > 1
+            and not is_shared
+        ):
             raise ValueError(
                 f'publish.transport="cuda_ipc" with server.tensor_parallel_size='
-                f"{self.server.tensor_parallel_size}: a staging bucket lies on one GPU; "
-                'set publish.transport="collective"'
+                f"{self.server.tensor_parallel_size}: no trainer rank is beside every rank of a "
+                'server; set trainer.is_colocated = true, or publish.transport="collective"'
             )
         self._refuse_server_contradictions()
         if self.trainer.is_colocated and self.trainer.mode == "rl":

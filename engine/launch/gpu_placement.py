@@ -118,8 +118,10 @@ def place_gpus(
     server, trainer = settings.server, settings.trainer
     size = server.tensor_parallel_size
     num_servers = server.num_servers if has_servers else 0
-    num_for_servers = size * num_servers if server.device == "cuda" else 0
-    is_on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and bool(gpus))
+    # GPUs that are named for all parts, on the CPU too, say who would sit where: a rehearsal.
+    is_named = bool(server.gpus) and bool(trainer.gpus)
+    num_for_servers = size * num_servers if server.device == "cuda" or is_named else 0
+    is_on_gpu = trainer.device == "cuda" or (trainer.device == "auto" and bool(gpus)) or is_named
     num_for_trainer = trainer.num_ranks if is_on_gpu and has_trainer else 0
     if has_servers:
         _check_list("server.gpus", server.gpus, num_for_servers, len(gpus))
@@ -145,6 +147,13 @@ def place_gpus(
             f"server.gpus={list(of_servers)} and trainer.gpus={list(of_trainer)} share "
             f"{shared}: weights, gradients and a server's cache would not fit beside each other. "
             "Give them GPUs of their own, or set trainer.is_colocated = true"
+        )
+    lonely = sorted({*of_servers} - {*of_trainer}) if of_trainer else []
+    if settings.publish.transport == "cuda_ipc" and has_servers and has_trainer and lonely:
+        raise SettingsError(
+            f'publish.transport="cuda_ipc" with servers on GPUs {lonely}, where no trainer rank '
+            "is: weights are handed over on the GPU that both are on. Give the trainer a rank on "
+            'each (trainer.num_ranks, trainer.gpus), or set publish.transport="shared_memory"'
         )
     servers: list[tuple[int, ...] | None] = []
     for index in range(num_servers):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from outloop.buffer.records import Float32
-from outloop.engine.publish.buckets.plan import TensorSpec
+from outloop.engine.publish.buckets.plan import Place, TensorSpec
 
 
 class TensorSource(Protocol):
@@ -40,3 +40,26 @@ class TensorSource(Protocol):
 
     def leave(self) -> None:
         """All has been read. Tensors on devices that servers share leave them now."""
+
+
+@runtime_checkable
+class DeviceSource(TensorSource, Protocol):
+    """Tensors of trainer ranks that can each stage whole buckets on their own device."""
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Of each rank, as CUDA_VISIBLE_DEVICES names it; empty where that is not known."""
+
+    def stage(
+        self, places: Sequence[Place], *, index: int, num_bytes: int, num_readers: Sequence[int]
+    ) -> tuple[Tensor, list[list[str]]]:
+        """Have every rank put the bucket together on its device, in room for `num_bytes`.
+
+        The memory of bucket `index` is written again by bucket `index` + 2.
+
+        Returns the bucket as rank 0 holds it, uint8 [bytes], and for each rank as many payloads
+        (flattened_bucket.py) as it has readers.
+        """
+
+    def end_staging(self) -> None:
+        """The publish is over; readers are done."""

@@ -123,3 +123,38 @@ async def test_weights_that_were_not_sent_are_found(
         with pytest.raises(PublishFailed, match="differ from what was sent"):
             await asyncio.to_thread(account.verify, client, deadline)
     client.close()
+
+
+async def test_memory_is_given_away_and_taken_again(
+    server: Any, make_model: Callable[..., Path]
+) -> None:
+    """In the order of a colocated step: turns in flight are held over it and go on by new weights.
+
+    SGLang on a CPU runs all of its own steps and assertions, and keeps the memory.
+    """
+    client, deadline = ServerClient("server-0", server.url), time.monotonic() + 120
+    fields = {"max_new_tokens": 300, "ignore_eos": True}
+    turns = [asyncio.create_task(server.generate(PROMPT, **fields)) for _ in range(3)]
+    await server.wait_until_running(3)
+    await asyncio.to_thread(client.pause, "retract", deadline)
+    await asyncio.to_thread(client.flush_cache, deadline)
+    everything = ("kv_cache", "cuda_graph", "weights")
+    await asyncio.to_thread(client.release_memory, everything, deadline)
+    assert (await asyncio.to_thread(client.model_info, deadline))["weight_version"]
+    await asyncio.to_thread(client.resume_memory, ["weights"], deadline)
+    await asyncio.to_thread(client.begin_update, deadline)
+    await asyncio.to_thread(client.end_update, deadline)
+    folder = str(make_model(seed=1))
+    await asyncio.to_thread(client.update_from_disk, folder, deadline)
+    await asyncio.to_thread(client.resume_memory, ["kv_cache", "cuda_graph"], deadline)
+    await asyncio.to_thread(client.set_version, "11", deadline)
+    assert not any(turn.done() for turn in turns)
+    await asyncio.to_thread(client.resume, deadline)
+    for answer in await asyncio.gather(*turns):
+        assert len(answer["output_ids"]) == 300
+        assert answer["meta_info"]["weight_versions"][-1]["version"] == "11"
+    answer = await server.generate(
+        PROMPT, temperature=0, max_new_tokens=16, ignore_eos=True, extra_key="11"
+    )
+    assert answer["output_ids"] == _greedy(make_model(seed=1), 16)
+    client.close()

@@ -55,6 +55,18 @@ def test_lists_are_heard_and_the_others_take_what_is_free() -> None:
     assert visible(found, "trainer") == "GPU-0"
 
 
+def test_gpus_that_are_named_for_parts_on_the_cpu_are_a_rehearsal() -> None:
+    """They see the names that they would have; without names they see no GPU."""
+    cpu = {"kind": "sglang", "num_servers": 2, "tensor_parallel_size": 2}
+    shared = {"device": "cpu", "num_ranks": 4, "is_colocated": True}
+    found = place(cpu | {"gpus": [0, 1, 2, 3]}, shared | {"gpus": [0, 1, 2, 3]})
+    assert visible(found, "server", 1) == "GPU-2,GPU-3"
+    assert visible(found, "trainer") == "GPU-0,GPU-1,GPU-2,GPU-3"
+    assert found.lines()[-1] == "trainer rank 3: GPU 3 (H100)"
+    found = place(cpu, shared)
+    assert visible(found, "server", 1) == visible(found, "trainer") == ""
+
+
 def test_colocated_parts_begin_at_the_same_gpu() -> None:
     """On one GPU, and on a node."""
     found = place(SGLANG, {"is_colocated": True}, EIGHT[:1])

@@ -7,7 +7,7 @@ for the bucket after the next.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +74,7 @@ class Filler:
             PublishFailed: there is no tensor, or one comes twice.
         """
         planned = [dataclasses.replace(spec, dtype=dtype) for spec in source.specs]
-        _refuse_repeats(planned)
+        refuse_repeats(planned)
         self._buckets = list(plan_buckets(planned, bucket_bytes, alignment))
         self._on_filled = on_filled
         self._source = source
@@ -116,7 +116,12 @@ class Filler:
         return bucket
 
 
-def _refuse_repeats(specs: list[TensorSpec]) -> None:
+def refuse_repeats(specs: Sequence[TensorSpec]) -> None:
+    """Refuse what cannot be planned.
+
+    Raises:
+        PublishFailed: there is no tensor, or one comes twice.
+    """
     if not specs:
         raise PublishFailed("there is no tensor to publish")
     seen: set[str] = set()

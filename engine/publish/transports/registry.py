@@ -8,10 +8,12 @@ import torch
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.run import Run
+from outloop.buffer.settings import Settings
 from outloop.engine.publish.buckets.staging import DeviceBuffer, SharedBuffer, Staging
 from outloop.engine.publish.transports.base import Bucketed, PayloadSender, Sender, Transport
 from outloop.engine.publish.transports.broadcast import GroupSender
 from outloop.engine.publish.transports.disk import Disk
+from outloop.engine.publish.transports.per_device import PerDevice
 from outloop.engine.publish.transports.process_group import Backend
 
 
@@ -23,6 +25,9 @@ def build_transport(run: Run, name: str) -> Transport:
     dtype = torch.float32 if server.dtype == "float32" else torch.bfloat16
     if name == "disk":
         return Disk(run.dir / "publish", bucket_bytes=bucket_bytes, dtype=dtype)
+    if is_per_device(run.settings, name):
+        _refuse_unexportable_memory()
+        return PerDevice(bucket_bytes=bucket_bytes, dtype=dtype, num_ranks=num_ranks)
     sender: Sender
     if name == "cuda_ipc":
         _refuse_unexportable_memory()
@@ -39,6 +44,20 @@ def build_transport(run: Run, name: str) -> Transport:
     else:
         sender, staging = PayloadSender(num_ranks), Staging(SharedBuffer(), SharedBuffer())
     return Bucketed(sender, staging, bucket_bytes=bucket_bytes, dtype=dtype)
+
+
+def is_per_device(settings: Settings, name: str) -> bool:
+    """Whether each trainer rank stages for the servers on its own GPU.
+
+    Over CUDA-IPC wherever there are several devices; in shared memory, which any process can read,
+    only where GPUs are named: that is a rehearsal on a CPU.
+    """
+    server, trainer = settings.server, settings.trainer
+    if not trainer.is_colocated:
+        return False
+    if name == "cuda_ipc":
+        return server.tensor_parallel_size * server.num_servers * trainer.num_ranks > 1
+    return name == "shared_memory" and bool(server.gpus) and bool(trainer.gpus)
 
 
 def _refuse_unexportable_memory() -> None:

@@ -46,7 +46,7 @@ class Exports:
         """`message_bytes`: what rank 0 needs beside the place that a tensor is written to."""
         self._model = model
         self._message_bytes = message_bytes
-        self._rank = dist.get_rank()
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._parts = {part.name: part for part in local_parts(model)}
         self._dtype = next(model.parameters()).dtype
         self._device = next(model.parameters()).device
@@ -78,6 +78,30 @@ class Exports:
         """What a rank other than 0 does while rank 0 gathers."""
         for _ in self.gather(names):
             raise AssertionError("only rank 0 receives")
+
+    def spread(self, names: Sequence[str], into: Sequence[Tensor]) -> None:
+        """The tensors of `names` whole on every rank, each in its place, of any dtype; all ranks
+        together. A rank holds one message beside its places."""
+        for name, place in zip(names, into, strict=True):
+            mine, dtype = self._parts.get(name), self._dtype_of(name)
+            for held in self._held[name]:
+                cut = place
+                if held.dim is not None:
+                    cut = place.narrow(held.dim, held.start, held.stop - held.start)
+                source: Sequence[Tensor | None] = ()
+                if held.rank == self._rank:
+                    assert mine is not None
+                    source = self._messages(read_part(self._model, mine), dtype)
+                targets = self._messages(cut, dtype)
+                for target, rows in zip(targets, source or [None] * len(targets), strict=True):
+                    if self._num_ranks > 1:
+                        message = torch.empty(target.shape, dtype=dtype, device=self._device)
+                        if rows is not None:
+                            message.copy_(rows)
+                        dist.broadcast(message, src=held.rank)
+                        rows = message
+                    assert rows is not None
+                    target.copy_(rows)
 
     def save(self, folder: Path, *, source: Path) -> None:
         """Write the model as a Hugging Face folder; all ranks take part, rank 0 writes.

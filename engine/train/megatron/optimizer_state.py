@@ -112,7 +112,8 @@ def _moments_to_fill(policy: Policy, model_state: dict[str, Any]) -> dict[str, A
     sharded = _by_parameter(model_state)
     for parameter_name, parameter in policy.model.named_parameters():
         for name in _NAMES:
-            room = _room(parameter)
+            # On the host: whole moments beside the optimizer's own would not fit on a GPU.
+            room = torch.zeros_like(parameter, dtype=torch.float32, device="cpu")
             found[f"{parameter_name}.{name}"] = _sharded(sharded(parameter), room, name)
     return found
 
@@ -132,7 +133,10 @@ def put_moments(policy: Policy, moments: dict[str, Tensor], *, num_updates: int)
     for part in optimizer_parts(policy.optimizer):
         for parameter, main, where in _owned(part):
             whole = {name: moments[f"{names[id(parameter)]}.{name}"] for name in _NAMES}
-            entry = {name: t.flatten()[where].view_as(main).clone() for name, t in whole.items()}
+            entry = {
+                name: tensor.flatten()[where].view_as(main).to(main.device, copy=True)
+                for name, tensor in whole.items()
+            }
             if _counts_by_parameter(part.optimizer):
                 # Adam counts in place: a step shared by all parameters would count once for each.
                 entry["step"] = torch.tensor(float(num_updates), device=_step_device(part, main))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outloop.buffer.errors import OutloopError, PartFailed, UpdateRefused
 from outloop.buffer.records import Float32
-from outloop.engine.publish.buckets.plan import TensorSpec
+from outloop.engine.publish.buckets.plan import Place, TensorSpec
 from outloop.engine.train.data.train_batch import plain, restored
 from outloop.engine.train.megatron.model_config import PolicyConfig
 from outloop.engine.train.ranks.collectives import broadcast_bytes
@@ -163,6 +163,30 @@ class RankController:
             finally:
                 for _ in tensors:
                     pass
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Of each rank; empty where they are not known."""
+        return self.worker.gpus
+
+    def stage(
+        self, places: Sequence[Place], *, index: int, num_bytes: int, num_readers: Sequence[int]
+    ) -> tuple[Tensor, list[list[str]]]:
+        """See `DeviceSource`."""
+        payloads = self.run(
+            RankWorker.stage_bucket,
+            [place.spec.name for place in places],
+            [place.start for place in places],
+            dtype=str(places[0].spec.dtype).removeprefix("torch."),
+            index=index,
+            num_bytes=num_bytes,
+            num_readers=list(num_readers),
+        )
+        return self.worker.staged, payloads
+
+    def end_staging(self) -> None:
+        """See `DeviceSource`."""
+        self.run(RankWorker.end_staging)
 
     def score_prompts(self, prompts: Sequence[Sequence[int]]) -> list[Float32]:
         """See `RankWorker.score_prompts`."""

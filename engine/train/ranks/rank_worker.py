@@ -6,18 +6,24 @@ When they are done is decided on rank 0 (loop, sft), through `RankController`.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import structlog
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from outloop.buffer.errors import DeadlineExceeded, UpdateRefused
 from outloop.buffer.records import CheckpointMark, Float32
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
 from outloop.buffer.trajectories.trained import keeps_trajectories
+from outloop.engine.publish.buckets.plan import Place, TensorSpec
 from outloop.engine.train.algorithms.credit import VALUE_ADVANTAGES
 from outloop.engine.train.algorithms.kl import adapted_coefficient
 from outloop.engine.train.algorithms.objective import adapted_entropy_coefficient
@@ -49,7 +55,8 @@ from outloop.engine.train.megatron.model_and_optimizer import (
     build_reward_model,
 )
 from outloop.engine.train.megatron.offload import Offload
-from outloop.engine.train.ranks.collectives import agree
+from outloop.engine.train.ranks.bucket_staging import BucketStaging
+from outloop.engine.train.ranks.collectives import agree, gather_bytes
 from outloop.engine.train.ranks.watchdog import Watchdog
 from outloop.engine.train.step.critic_update import (
     critic_update,
@@ -79,6 +86,15 @@ from outloop.engine.train.step.teacher import (
     teacher_metrics,
 )
 from outloop.engine.train.step.update_metrics import UpdateReport, step_metrics
+from outloop.engine.train.step.update_speed import (
+    active_weights,
+    begin_memory_peak,
+    memory_peak,
+    mfu,
+    own_peak,
+    update_operations,
+)
+from outloop.engine.visible_gpus import own_gpu
 
 _LAST_SAVE_S = 30.0
 """Within what torchrun and the launcher grant a trainer that they end."""
@@ -119,6 +135,9 @@ class RankWorker:
         """A model of its own; None with one that is served, or the policy itself."""
         self._placement: Offload | None = None
         self._saving: Saving | None = None
+        self._staging: BucketStaging | None = None
+        self.gpus: tuple[str, ...] = ()
+        """Of every rank, as CUDA_VISIBLE_DEVICES names it; empty where that is not set."""
         self._debugger = StepDebugger(run.settings, run.dir, self._save_state)
 
     @property
@@ -158,6 +177,8 @@ class RankWorker:
         policy.hashes_gradients = keeps_trajectories(self._settings.trajectories)
         self._policy = policy
         self._exports = Exports(policy.model)
+        names = [data.decode() for data in gather_bytes(own_gpu().encode())]
+        self.gpus = tuple(names) if all(names) else ()
         self._placement = Offload(policy, is_colocated=self._settings.trainer.is_colocated)
         if advantage_of(self._settings) in VALUE_ADVANTAGES:
             self._critic = self._build_critic(num_updates)
@@ -304,6 +325,8 @@ class RankWorker:
         """
         settings = self._current_settings
         metrics: dict[str, float] = {}
+        begin_memory_peak()
+        began_at, num_rows = time.monotonic(), sum(map(len, updates))
         if self._settings.trainer.kl != "none" and len(batch):
             reference = self._score(self.reference.model, batch)
             batch, metrics = with_reference(batch, credit, reference, settings)
@@ -343,6 +366,8 @@ class RankWorker:
         self._adapt_kl(metrics)
         self._adapt_entropy(reports, metrics)
         self._move_reference(step)
+        if reports and num_rows:
+            metrics |= self._speed(batch, updates, seconds=time.monotonic() - began_at)
         return reports, metrics
 
     def _teacher_columns(self, batch: TrainBatch, contexts: dict[str, tuple[int, ...]]) -> Columns:
@@ -359,6 +384,35 @@ class RankWorker:
             max_tokens=trainer.max_microbatch_tokens,
             on_microbatch=self._watchdog.progress,
         )
+
+    def _speed(
+        self, batch: TrainBatch, updates: Sequence[Sequence[int]], *, seconds: float
+    ) -> dict[str, float]:
+        """What this step's updates reached, scoring before them included in their time."""
+        of_row = np.diff(batch.starts)
+        lengths = [int(of_row[row]) for rows in updates for row in rows]
+        num_ranks, config = dist.get_world_size(), self.config
+        peaks = [int(data) for data in gather_bytes(str(memory_peak()).encode())]
+        metrics = {
+            "train/tokens_per_s_per_rank": sum(lengths) / (seconds * num_ranks),
+            "train/memory_peak_bytes": float(max(peaks)),
+        }
+        peak = own_peak(self.exports.specs[0].dtype)
+        if peak is not None:
+            experts = config.num_moe_experts
+            weights = active_weights(
+                self.exports.specs,
+                expert_share=config.moe_router_topk / experts if experts else 1.0,
+                is_tied=config.is_tied,
+            )
+            operations = update_operations(
+                weights,
+                num_layers=config.num_layers,
+                attention_width=config.num_attention_heads * config.kv_channels,
+                lengths=lengths,
+            )
+            metrics["train/mfu"] = mfu(operations, seconds=seconds, num_ranks=num_ranks, peak=peak)
+        return metrics
 
     @property
     def _current_settings(self) -> Settings:
@@ -527,6 +581,8 @@ class RankWorker:
 
     def close(self) -> None:
         """Let a save that is under way end; otherwise the one before stays in use."""
+        if self._staging is not None:
+            self._staging.close()
         if self._saving is not None and not self._saving.wait(_LAST_SAVE_S):
             _log.warning("checkpoint_given_up", step=self._saving.step)
 
@@ -553,6 +609,49 @@ class RankWorker:
     def send_weights(self, names: list[str]) -> None:
         """Send what this rank holds of these tensors to rank 0, which reads them."""
         self.exports.send(names)
+
+    def stage_bucket(
+        self,
+        names: list[str],
+        starts: list[int],
+        *,
+        dtype: str,
+        index: int,
+        num_bytes: int,
+        num_readers: list[int],
+    ) -> list[list[str]]:
+        """Put these tensors together on every rank's device, at these bytes of its bucket.
+
+        Returns every rank's payloads, as many as it has readers.
+        """
+        if self._staging is None:
+            transport = self._settings.publish.transport
+            self._staging = BucketStaging(self.exports, is_on_device=transport == "cuda_ipc")
+        shapes = {spec.name: spec.shape for spec in self.exports.specs}
+        element: torch.dtype = getattr(torch, dtype)
+        specs = [TensorSpec(name=name, shape=shapes[name], dtype=element) for name in names]
+        places = [
+            Place(spec=spec, start=start, end=start + spec.num_bytes)
+            for spec, start in zip(specs, starts, strict=True)
+        ]
+        mine = self._staging.fill(
+            places, index=index, num_bytes=num_bytes, num_readers=num_readers[dist.get_rank()]
+        )
+        return [
+            msgspec.msgpack.decode(data, type=list[str])
+            for data in gather_bytes(msgspec.msgpack.encode(mine))
+        ]
+
+    @property
+    def staged(self) -> Tensor:
+        """The last bucket on this rank, uint8 [bytes]."""
+        assert self._staging is not None
+        return self._staging.content
+
+    def end_staging(self) -> None:
+        """Readers are done with what was staged."""
+        if self._staging is not None:
+            self._staging.end()
 
     def save_folder(self) -> None:
         """Write the policy as the run's Hugging Face folder."""

@@ -15,7 +15,9 @@ from fakes.interrupted_tensors import InterruptedTensors
 from fakes.local_tensors import LocalTensors
 from fakes.scored_source import source_of
 from fakes.tap import Tap
-from outloop.buffer.errors import DeadlineExceeded, PublishFailed
+from outloop.buffer.errors import DeadlineExceeded, PublishFailed, SettingsError
+from outloop.buffer.settings import build_settings
+from outloop.engine.serve.sglang.arguments import argument_table
 
 SHORT_S = 10.0
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
@@ -336,3 +338,38 @@ def test_nothing_is_asked_of_servers_with_devices_of_their_own(
     publisher.give_devices(source)
     assert not {RELEASE, RESUME, "/flush_cache"} & set(calls)
     assert source.num_left == 0
+
+
+CUDA = {"kind": "sglang", "device": "cuda", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"publish": {"mode": "in_place"}}, 'publish.mode="in_place" with .*"retract"'),
+        ({"publish": {"transport": "collective"}}, "NCCL refuses two processes on one GPU"),
+        ({"server": CUDA | {"sglang": {"enable-memory-saver": False}}}, "would keep the memory"),
+    ],
+)
+def test_settings_that_cannot_share_devices_are_refused(
+    sections: dict[str, Any], sentence: str
+) -> None:
+    """Before anything starts, each with what to do."""
+    tree = {"model": {"path": "m"}, "server": CUDA, "trainer": {"is_colocated": True}}
+    with pytest.raises(SettingsError, match=sentence):
+        build_settings(tree | sections, source="test")
+
+
+def test_sglang_on_shared_gpus_can_release_its_memory(make_model: Callable[..., Path]) -> None:
+    """It is asked to at its start; turns are retracted, with a probe aborted."""
+    model = {"path": str(make_model())}
+    tree = {"model": model, "server": CUDA, "trainer": {"is_colocated": True}}
+    settings = build_settings(tree, source="test")
+    assert settings.pause_mode == "retract"
+    probed = build_settings(tree | {"publish": {"verify": "probe"}}, source="test")
+    assert probed.pause_mode == "abort"
+    apart = build_settings(tree | {"trainer": {}}, source="test")
+    assert apart.pause_mode == "in_place"
+    for chosen, is_asked in ((settings, True), (apart, None)):
+        table = argument_table(chosen, port=1, identity="x")
+        assert table.get("enable_memory_saver") is is_asked

@@ -26,6 +26,8 @@ with warnings.catch_warnings():
     from outloop.buffer.errors import CheckpointFailed, DeadlineExceeded, UpdateRefused
     from outloop.buffer.records import CheckpointMark
     from outloop.buffer.run import load_run
+    from outloop.engine.publish.buckets.plan import largest, plan_buckets
+    from outloop.engine.publish.flattened_bucket import read_bucket
     from outloop.engine.train.checkpoint.async_writer import Shards
     from outloop.engine.train.data.batch_builder import Credit
     from outloop.engine.train.data.train_batch import TrainBatch
@@ -93,6 +95,25 @@ def read(ranks: RankController) -> dict[str, torch.Tensor]:
     """The whole policy."""
     names = [spec.name for spec in ranks.specs]
     return {name: t.clone() for name, t in zip(names, ranks.read(ranks.specs), strict=True)}
+
+
+def staged(ranks: RankController) -> bool:
+    """Whether every rank stages every tensor whole, for as many readers as it is told."""
+    whole = read(ranks)
+    buckets = list(plan_buckets(ranks.specs, 40_000))
+    seen: set[str] = set()
+    for index, places in enumerate(buckets):
+        _, payloads = ranks.stage(
+            places, index=index, num_bytes=largest(buckets), num_readers=[1, 0, 2]
+        )
+        assert [len(of_rank) for of_rank in payloads] == [1, 0, 2]
+        for payload in (*payloads[0], *payloads[2]):
+            for name, tensor in read_bucket(payload):
+                if not torch.equal(tensor, whole[name]):
+                    return False
+                seen.add(name)
+    ranks.end_staging()
+    return seen == set(whole) and len(buckets) > 2
 
 
 def steps(ranks: RankController) -> dict[str, Any]:
@@ -168,6 +189,8 @@ def run_ranks() -> None:
                     continue
                 first, second = weights
                 results["is_bit_equal"] = all(torch.equal(first[n], second[n]) for n in first)
+                results["gpus"] = ranks.gpus
+                results["is_staged"] = staged(ranks)
                 results["steps"] = steps(ranks)
                 results["saves"] = saves(ranks)
                 results["hang"] = hang(ranks)

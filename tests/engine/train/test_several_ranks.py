@@ -52,13 +52,15 @@ def results(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(NUM_RANKS),
         "OMP_NUM_THREADS": "1",
+        # Names alone: there is no GPU.
+        "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c",
     }
     command = [sys.executable, str(PROGRAM), str(folder)]
     ranks = []
     try:
         for rank in range(NUM_RANKS):
             with (folder / f"rank_{rank}.err").open("w") as err:
-                env = {**os.environ, **place, "RANK": str(rank)}
+                env = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 ranks.append(subprocess.Popen(command, env=env, stderr=err))
         codes = [ranks[rank].wait(timeout=240) for rank in (0, 2)]
         is_stopped = psutil.Process(ranks[1].pid).status() == psutil.STATUS_STOPPED
@@ -78,6 +80,15 @@ def results(
 def test_a_colocated_trainer_of_several_ranks_is_bit_equal(results: dict[str, Any]) -> None:
     """Every rank's tensors leave after each update; the weights are those without journeys."""
     assert results["is_bit_equal"]
+
+
+@pytest.mark.timeout(300)
+def test_every_rank_stages_whole_buckets_for_the_servers_beside_it(
+    results: dict[str, Any],
+) -> None:
+    """Three ranks, each on a GPU of its own by name; what is read is what rank 0 gathers."""
+    assert results["gpus"] == ["GPU-a", "GPU-b", "GPU-c"]
+    assert results["is_staged"]
 
 
 @pytest.mark.timeout(300)
@@ -129,7 +140,7 @@ def test_a_rank_that_is_stopped_in_a_collective_is_named(results: dict[str, Any]
 def test_every_rank_reports_a_hang_and_names_the_others(results: dict[str, Any]) -> None:
     """Ranks 0 and 2 stand in the collective that rank 1 does not join; both say who is silent."""
     for rank, other in ((0, 2), (2, 0)):
-        report = (results["folder"] / f"stays/progress/hang_rank_{rank}.txt").read_text()
+        report = (results["folder"] / f"travels/progress/hang_rank_{rank}.txt").read_text()
         assert f"trainer rank {rank} made no progress" in report
         assert "rank 1: phase='train step', no sign of life" in report
         assert f"rank {other}: phase='train step" in report
