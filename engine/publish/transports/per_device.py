@@ -64,6 +64,9 @@ class PerDevice:
                 )
         fanout.require_some()
 
+    def stage(self, fanout: Fanout) -> None:
+        """Nothing: servers that share the trainer's devices are asleep before it sends."""
+
     def send(self, fanout: Fanout) -> Sent:
         """Open the update, send every bucket, close the update."""
         assert self._source is not None
