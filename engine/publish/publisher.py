@@ -407,8 +407,10 @@ class _Passes:
 
     def _can_stage(self, entries: Sequence[ServerEntry]) -> bool:
         """Whether all of them may take weights while they serve; a probe has them filled at random
-        first."""
-        return self._probe is None and all(entry.kind in _STAGING_KINDS for entry in entries)
+        first, and on shared devices they do not serve and have no memory yet."""
+        if self._probe is not None or self._memory is not None:
+            return False
+        return all(entry.kind in _STAGING_KINDS for entry in entries)
 
     def _quarantine(self, server_id: str) -> None:
         self._registry.set_server_version(server_id, None, quarantined=True)
