@@ -173,6 +173,19 @@ test-pythons: bwrap
 	  .venv-$$python/bin/python $(PYTEST) tests/buffer tests/router tests/envs $(NEED_TORCH:%=--ignore=%) -m "$(HERE) and not e2e and not slow and not medium"; \
 	done
 
+# The trainer's suite on Python 3.12 with the newest megatron-core. The index's torch for 3.12 brings its CUDA libraries:
+# 6 GB and some minutes, once.
+LATEST := .venv-latest
+LATEST_PYTHON ?= python3.12
+.PHONY: test-latest
+test-latest:
+	PYENV_VERSION=$$(pyenv versions --bare 2> /dev/null | paste -sd:); export PYENV_VERSION; \
+	  test -x $(LATEST)/bin/python || $(LATEST_PYTHON) -m venv $(LATEST)
+	$(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH_PIP_ARGS) torch==2.13.0
+	$(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[laptop,dev]'
+	CUDA_VISIBLE_DEVICES= $(ONE_THREAD) $(LATEST)/bin/python $(PYTEST) tests/engine tests/launch -m $(LIGHT)
+	CUDA_VISIBLE_DEVICES= $(ONE_THREAD) $(LATEST)/bin/python -m pytest -m parity tests/engine/train/test_parity.py
+
 # Runs everything once more to see which tests are slow; an idle machine.
 durations: $(STAMP) bwrap
 	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests --junitxml=build/durations.xml

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import metadata
 from pathlib import Path
 
@@ -27,14 +27,14 @@ from outloop.engine.launch.finding import Finding
 from outloop.engine.launch.gpu_placement import list_gpus, place_gpus
 from outloop.engine.launch.nccl_release import check_nccl, nccl_release, uses_nccl
 from outloop.engine.launch.run_readiness import examine_run
+from outloop.engine.train.megatron.release import TRIED
 
-_MEGATRON_VERSION = "0.16.1"
 _MIN_MEMORY_GB = 4
 _MIN_SHM_MB = 64
 _BWRAP_S = 20.0
 
 
-def _package(name: str, extra: str, *, required: bool, exact: str | None = None) -> Finding:
+def _package(name: str, extra: str, *, required: bool, tried: Collection[str] = ()) -> Finding:
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -45,8 +45,8 @@ def _package(name: str, extra: str, *, required: bool, exact: str | None = None)
             is_required=required,
             advice=f"pip install 'outloop\\[{extra}]'",
         )
-    is_ok = exact is None or version == exact
-    advice = "" if is_ok else f"outloop needs {name}=={exact}"
+    is_ok = not tried or version in tried
+    advice = "" if is_ok else f"outloop was tried with {name} {' and '.join(tried)}"
     return Finding(what=name, found=version, is_ok=is_ok, is_required=required, advice=advice)
 
 
@@ -160,13 +160,14 @@ def _agent_sandbox() -> Finding:
 
 def _python() -> Finding:
     version = platform.python_version()
-    is_ok = version.startswith("3.11.")
+    pythons = sorted({python for of_release in TRIED.values() for python in of_release})
+    is_ok = any(version.startswith(f"{python}.") for python in pythons)
     return Finding(
         what="python",
         found=version,
         is_ok=is_ok,
         is_required=True,
-        advice="" if is_ok else "megatron-core 0.16.1 needs Python 3.11",
+        advice="" if is_ok else f"the trainer was tried with Python {' and '.join(pythons)}",
     )
 
 
@@ -174,7 +175,7 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     _python,
     _redis,
     lambda: _package("torch", "train", required=True),
-    lambda: _package("megatron-core", "train", required=True, exact=_MEGATRON_VERSION),
+    lambda: _package("megatron-core", "train", required=True, tried=tuple(TRIED)),
     lambda: _package("renderers", "router", required=True),
     lambda: _package("openai", "envs", required=False),
     lambda: _package("matplotlib", "plot", required=False),

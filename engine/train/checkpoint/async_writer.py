@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -105,7 +104,7 @@ class Shards(FileSystemWriter):
         super().finish(self._metadata, results)
 
 
-class ShardStrategy(SaveShardedStrategy):
+class ShardStrategy(torch_strategies.TorchDistSaveShardedStrategy):
     """Hands Megatron's sharded tensors to `Shards`.
 
     Megatron's own writer starts processes that import the main module again, which costs seconds

@@ -171,10 +171,7 @@ def reference_state(model: PolicyModel) -> dict[str, Any]:
 def load_moved_reference(model: PolicyModel, checkpoint: Checkpoint) -> None:
     """Put the weights of the reference that a checkpoint holds in place."""
     wanted = {"reference": reference_state(model)}
-    with warnings.catch_warnings():
-        # As in load_checkpoint.
-        warnings.simplefilter("ignore", FutureWarning)
-        state = dist_checkpointing.load(wanted, str(checkpoint.path / "shards"))
+    state = _read(wanted, checkpoint)
     model.load_state_dict(state["reference"])
 
 
@@ -203,10 +200,7 @@ def load_checkpoint(
         wanted["critic"] = critic_state(state_to_fill(critic, has_moments=has_moments))
     if is_same_layout:
         wanted["random"] = random_states()
-    with warnings.catch_warnings():
-        # Megatron 0.16.1 reads through a function that this torch has deprecated.
-        warnings.simplefilter("ignore", FutureWarning)
-        state = dist_checkpointing.load(wanted, str(checkpoint.path / "shards"))
+    state = _read(wanted, checkpoint)
     put_state(policy, state, num_updates=checkpoint.num_updates)
     policy.scheduler.num_steps = 0
     policy.scheduler.step(increment=checkpoint.num_updates)
@@ -249,3 +243,15 @@ def remove_old(folder: Path, *, newest: int, keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(".step_*.writing"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _read(wanted: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a checkpoint holds of the sharded state `wanted`."""
+    with warnings.catch_warnings():
+        # Megatron reads through functions that this torch has deprecated; from 0.17 on each rank
+        # reads by itself what is common, and torch remarks on how.
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        warnings.filterwarnings("ignore", "The argument order of load", UserWarning)
+        state: dict[str, Any] = dist_checkpointing.load(wanted, str(checkpoint.path / "shards"))
+    return state

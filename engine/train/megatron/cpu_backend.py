@@ -1,8 +1,8 @@
-"""Lets megatron-core 0.16.1 run on a machine without CUDA (gloo, CPU tensors).
+"""Lets megatron-core run on a machine without CUDA (gloo, CPU tensors).
 
 This is the only place in the project where an installed package is patched. Where CUDA is, only
-names that megatron-core uses and lacks are added. Any other version of megatron-core is refused,
-because each replacement was checked against the lines it stands in for.
+names that megatron-core uses and lacks are added. Releases that the tests were not run with are
+refused (release.py), because each replacement stands in for certain lines.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from typing import Any
 
 import torch
 
-from outloop.buffer.errors import SettingsError
+from outloop.engine.train.megatron.release import check_release, installed_release
 
-SUPPORTED_VERSION = "0.16.1"
 _CPU = torch.device("cpu")
 _INSTALLED = "_outloop_cpu_backend"
 _FACTORIES = (
@@ -95,14 +93,9 @@ def install(installed: str | None = None) -> None:
         installed: the version of megatron-core; None: as its package says.
 
     Raises:
-        SettingsError: the installed megatron-core is another version.
+        SettingsError: the installed megatron-core is a release that was not tried.
     """
-    installed = installed or metadata.version("megatron-core")
-    if installed != SUPPORTED_VERSION:
-        raise SettingsError(
-            f"megatron-core=={installed} is installed; {SUPPORTED_VERSION} is allowed. "
-            f"Run: pip install megatron-core=={SUPPORTED_VERSION}"
-        )
+    check_release(installed or installed_release())
     if hasattr(torch.cuda, _INSTALLED):
         return
     setattr(torch.cuda, _INSTALLED, True)
@@ -206,7 +199,7 @@ def _patch_megatron() -> None:
 
 
 def _name_missing_functions() -> None:
-    """0.16.1 uses these names without Transformer Engine too, where they are not defined."""
+    """Names that are used without Transformer Engine too, where they are not defined."""
     from megatron.core.transformer.moe import moe_utils
 
     for name in (
@@ -220,7 +213,7 @@ def _name_missing_functions() -> None:
 
 
 def _patch_token_dispatcher() -> None:
-    """0.16.1 hands all-to-all its sizes as Python numbers only where they come from a GPU."""
+    """All-to-all gets its sizes as Python numbers only where they come from a GPU."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -32,6 +32,7 @@ from outloop.engine.models.weight_map import check_tensors  # noqa: E402
 from outloop.engine.train.megatron import parallel_config  # noqa: E402
 from outloop.engine.train.megatron.layer_kind import LayerKind  # noqa: E402
 from outloop.engine.train.megatron.parallel_config import ParallelSizes  # noqa: E402
+from outloop.engine.train.megatron.release import installed_release  # noqa: E402
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
@@ -332,7 +333,7 @@ def _sort_options(
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise SettingsError(
                 f"trainer.megatron.{name} is not a field of megatron-core "
-                f"{cpu_backend.SUPPORTED_VERSION}'s TransformerConfig, "
+                f"{installed_release()}'s TransformerConfig, "
                 f"DistributedDataParallelConfig or OptimizerConfig{hint}"
             )
         for kind, chosen, taken in places:

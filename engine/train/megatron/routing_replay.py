@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from outloop.buffer.errors import SettingsError
+from outloop.engine.train.megatron.release import parts_of
 
 _Choice = tuple[Tensor, Tensor]
 _TABLE = "trainer.megatron"
@@ -104,5 +105,5 @@ class ReplayingLayer(TransformerLayer):
 def with_replay(spec: ModuleSpec) -> ModuleSpec:
     """The specification of a layer with experts, that can replay."""
     spec.module = ReplayingLayer
-    spec.submodules.mlp.submodules.router = ReplayingRouter
+    parts_of(spec.submodules.mlp).router = ReplayingRouter
     return spec
