@@ -322,11 +322,16 @@ bench-learning: $(STAMP)
 bench-distillation: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/distillation.py
 
-# Levels of asynchrony under agents that wait, about ten minutes on an idle machine. For the docs: SEEDS=10.
+# Levels of asynchrony under agents that wait, about ten minutes on an idle machine.
 .PHONY: bench-async
 bench-async: SEEDS = 1
 bench-async: $(STAMP)
 	SEEDS=$(SEEDS) $(ONE_THREAD) $(BIN)/python tests/bench/asynchrony.py
+
+# Held-out reward at equal steps, synchronous against max_staleness 4, into the same figures.
+.PHONY: bench-async-rewards
+bench-async-rewards: $(STAMP)
+	REWARDS=1 LEVELS=sync,4 SEEDS=10 STEPS=24 SCALE=0.25 KEEP=1 $(ONE_THREAD) $(BIN)/python tests/bench/asynchrony.py
 
 clean:
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

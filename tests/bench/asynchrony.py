@@ -3,13 +3,17 @@
 Redis, router, torch server, runner and trainer as real processes train the calculator's policy from
 one warm start, once for each level and tail (waiting_calculator.py): synchronous, synchronous with
 partial rollouts, and depth "auto" under max_staleness 1, 2, 4 and 8. Every level plays the same
-tasks with the same waits for the same number of steps. The simulator of `outloop plan` is given the
+tasks with the same waits for the same number of steps. In two more the agents do not wait and the
+trainer makes many passes, so that it is the limit; one of them publishes beside training, the other
+within it. The simulator of `outloop plan` is given the
 same waits and each run's own update time ("bare"), or besides what an episode and a step took on
 top ("with overheads"). Evaluation is counted apart. Writes runs/bench/async.json, and levels.json
 and async.png beside it.
 
-`SEEDS=10` repeats everything with other seeds, `STEPS`, `ONLY="heavy/sync heavy/k1"` and `SCALE`
-(of the waits) change what is run; `KEEP=1` takes the runs that an interrupted call has finished.
+`SEEDS=10` repeats everything with other seeds, `STEPS`, `LEVELS=sync,partial,4` (of the heavy tail;
+or whole names as heavy/k4 and trainer/beside) and `SCALE` (of the waits) change what is run;
+`KEEP=1` takes the runs that an interrupted call has finished. With `REWARDS=1` only the figures of
+held-out reward at equal steps are written, beside those that runs/bench/async.json has already.
 """
 
 from __future__ import annotations
@@ -41,19 +45,23 @@ from outloop.engine.launch.plan.serving import Servers
 from outloop.engine.launch.plan.simulate import Episodes, Scenario, Simulated, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = OUT / "async"
+FOLDER = OUT / ("async-rewards" if os.environ.get("REWARDS") == "1" else "async")
 sys.path.insert(0, str(ROOT / "examples" / "calculator"))
 
 NUM_STEPS = int(os.environ.get("STEPS", "12"))
 NUM_SEEDS = int(os.environ.get("SEEDS", "1"))
-SCALE = float(os.environ.get("SCALE", "1"))
+IS_FOR_REWARDS = os.environ.get("REWARDS") == "1"
+SCALE = float(os.environ.get("SCALE", "1.6"))
+"""Agents sleep, so long waits and few agents keep two cores from being what limits a level."""
 NUM_WARM_STEPS = 300
-GROUPS_PER_STEP = 8
-GROUP_SIZE = 6
+GROUPS_PER_STEP = 6
+GROUP_SIZE = 4
+NUM_EPOCHS = 24
+"""Passes of an update where the trainer is to be the limit."""
 PLACES = 9 * GROUPS_PER_STEP * GROUP_SIZE
 """Enough for every level: nothing but depth and age limits what is in flight."""
 OVER_PROVISION = 1.5
-NUM_EVAL, NUM_FINAL_EVAL = 64, 128
+NUM_EVAL, NUM_FINAL_EVAL = 64, 512 if IS_FOR_REWARDS else 128
 RUN_TIMEOUT_S = 900
 NUM_BISECTIONS = 12
 POLL_S, REPORT_S = 0.5, 20.0
@@ -71,6 +79,8 @@ class Level:
     max_staleness: int
     pipeline_depth: float | str
     over_provision: float = 1.0
+    more: tuple[str, ...] = ()
+    """Other settings."""
 
     @property
     def rules(self) -> Rules:
@@ -90,9 +100,11 @@ class Level:
             f"buffer.max_staleness={self.max_staleness}",
             f"buffer.pipeline_depth={json.dumps(self.pipeline_depth)}",
             f"buffer.over_provision={self.over_provision}",
+            *self.more,
         )
 
 
+PASSES = f"trainer.num_epochs_per_take={NUM_EPOCHS}"
 LEVELS = (
     Level("heavy/sync", "heavy", 0, 0.0),
     Level("heavy/partial", "heavy", 0, 0.0, OVER_PROVISION),
@@ -103,7 +115,26 @@ LEVELS = (
     Level("light/sync", "light", 0, 0.0),
     Level("light/partial", "light", 0, 0.0, OVER_PROVISION),
     Level("light/k1", "light", 1, "auto"),
+    Level("trainer/beside", "none", 2, "auto", more=(PASSES,)),
+    Level("trainer/within", "none", 2, "auto", more=(PASSES, "publish.overlaps_training=false")),
 )
+
+
+def chosen_levels() -> list[Level]:
+    """Those that LEVELS names; of the heavy tail where a name has no tail.
+
+    Raises:
+        SystemExit: there is no such level.
+    """
+    known = {level.name: level for level in LEVELS}
+    names = os.environ.get("LEVELS", "").replace(",", " ").split() or list(known)
+    found = []
+    for name in names:
+        whole = name if "/" in name else f"heavy/{'k' if name.isdigit() else ''}{name}"
+        if whole not in known:
+            sys.exit(f"LEVELS names {name!r}; allowed: {', '.join(known)}, or sync, partial, 1 ...")
+        found.append(known[whole])
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +156,8 @@ class Result:
     """Median of the publish itself."""
     pause_s: float
     """Of that, median of the time in which servers stood still."""
+    publish_wait_share: float
+    """Of the time, what the trainer waited for publishes, copying the weights included."""
     overhead_s: float
     """Mean of what an attempt took beyond its wait, from its claim to its score."""
     alone_s: float
@@ -202,6 +235,8 @@ def run_level(level: Level, seed: int, model: Path) -> Result:
         f"eval.num_episodes={NUM_EVAL}",
         f"eval.final_num_episodes={NUM_FINAL_EVAL}",
         "eval.greedy=false",
+        # Of one version each, and out of the way of what is timed.
+        "eval.blocks_publish=true",
     )
     key, done = json.dumps([*settings, SCALE]), run_dir / "bench-settings.json"
     if os.environ.get("KEEP") == "1" and done.is_file() and done.read_text() == key:
@@ -301,6 +336,7 @@ def measure(level: Level, seed: int, run_dir: Path) -> Result:
         publish_s=publish_s,
         transfer_s=statistics.median(row["publish/duration_s"] for row in later),
         pause_s=statistics.median(row["publish/pause_s"] for row in later),
+        publish_wait_share=sum(row["train/publish_wait_s"] for row in later) / played_s,
         overhead_s=claim_s + float(beyond.mean()),
         alone_s=alone_s,
         staleness_mean=statistics.fmean(row["train/staleness_mean"] for row in later),
@@ -446,6 +482,40 @@ def reward_error(rewards: Sequence[tuple[float, float]]) -> float:
     return rewards[0][1]
 
 
+def reward_figures(results: Sequence[Result]) -> dict[str, float]:
+    """Held-out reward after the last step, of the level that is farthest from synchronous.
+
+    Seeds are pairs: each plays the same tasks at every level, from the same weights.
+    """
+    by_seed = {
+        (result.level, result.seed): (result.eval_rewards[-1], result.eval_errors[-1])
+        for result in results
+        if result.eval_rewards and result.level.startswith("heavy/")
+    }
+    gaps, detectable = [math.nan], [math.nan]
+    for name in sorted({level for level, _ in by_seed} - {"heavy/sync"}):
+        pairs = [
+            (one, by_seed["heavy/sync", seed])
+            for (level, seed), one in by_seed.items()
+            if level == name and ("heavy/sync", seed) in by_seed
+        ]
+        differences = [other[0] - sync[0] for other, sync in pairs]
+        if not pairs:
+            continue
+        if len(pairs) > 1:
+            error = statistics.stdev(differences) / math.sqrt(len(pairs))
+        else:
+            error = math.hypot(pairs[0][0][1], pairs[0][1][1])
+        gaps.append(abs(statistics.fmean(differences)))
+        detectable.append(DETECTABLE * error)
+    return {
+        "reward_gap": max((g for g in gaps if not math.isnan(g)), default=math.nan),
+        "reward_detectable": max((d for d in detectable if not math.isnan(d)), default=math.nan),
+        "reward_seeds": float(len({seed for _, seed in by_seed})),
+        "reward_steps": float(NUM_STEPS),
+    }
+
+
 def figures_of(results: Sequence[Result]) -> dict[str, float]:
     """What runs/bench/async.json holds: the required names first, then those of each level."""
     names = [level.name for level in LEVELS if any(r.level == level.name for r in results)]
@@ -453,14 +523,6 @@ def figures_of(results: Sequence[Result]) -> dict[str, float]:
     ahead = [name for name in heavy if name.startswith("heavy/k")]
     speeds = {name: speed_ratio(results, name, "heavy/sync") for name in heavy}
     best = min(ahead or heavy, key=lambda name: mean_of(results, name, "step_s"))
-    sync = final_rewards(results, "heavy/sync")
-    gaps, detectable = [math.nan], [math.nan]
-    for name in heavy:
-        other = final_rewards(results, name)
-        if name != "heavy/sync" and sync and other:
-            means = [statistics.fmean(value for value, _ in one) for one in (other, sync)]
-            gaps.append(means[0] - means[1])
-            detectable.append(DETECTABLE * math.hypot(reward_error(other), reward_error(sync)))
     against_bare = {
         name: mean_of(results, name, "bare_step_s") / mean_of(results, name, "step_s")
         for name in names
@@ -470,6 +532,7 @@ def figures_of(results: Sequence[Result]) -> dict[str, float]:
         for name in names
     }
     slow = [mean_of(results, name, "slow_share_ratio") for name in heavy]
+    slow = [ratio for ratio in slow if not math.isnan(ratio)] or [math.nan]
     found = {
         "level1_vs_sync": speeds.get("heavy/k1", math.nan),
         "best_vs_sync": speeds.get(best, math.nan),
@@ -477,13 +540,16 @@ def figures_of(results: Sequence[Result]) -> dict[str, float]:
         "least_vs_simulated": min(against_bare[name] for name in heavy),
         "partial_vs_plain": speeds.get("heavy/partial", math.nan),
         "sim_error": max(errors[name] for name in heavy),
-        "reward_gap": max((abs(g) for g in gaps if not math.isnan(g)), default=math.nan),
-        "reward_detectable": max((d for d in detectable if not math.isnan(d)), default=math.nan),
         "slow_share_ratio": max(slow, key=lambda ratio: abs(ratio - 1)),
         "discarded_time_share": max(
             mean_of(results, name, "discarded_time_share") for name in heavy
         ),
-        "trainer_wait_share": mean_of(results, best, "wait_share"),
+        "trainer_wait_share": mean_of(results, "trainer/beside", "wait_share"),
+        "best_trainer_wait_share": mean_of(results, best, "wait_share"),
+        "publish_wait_share": mean_of(results, "trainer/beside", "publish_wait_share"),
+        "publish_wait_share_within": mean_of(results, "trainer/within", "publish_wait_share"),
+        "publish_pause_p50_within_s": mean_of(results, "trainer/within", "pause_s"),
+        "publish_beside_vs_within": speed_ratio(results, "trainer/beside", "trainer/within"),
         "publish_pause_p50_s": mean_of(results, best, "pause_s"),
         "publish_share": mean_of(results, best, "transfer_s") / mean_of(results, best, "step_s"),
         "light_trainer_wait_share": mean_of(results, "light/k1", "wait_share"),
@@ -492,6 +558,7 @@ def figures_of(results: Sequence[Result]) -> dict[str, float]:
         "num_seeds": float(len({result.seed for result in results})),
         "num_steps": float(NUM_STEPS),
     }
+    found |= reward_figures(results)
     for name in names:
         short = name.replace("/", "_")
         found |= {
@@ -500,6 +567,11 @@ def figures_of(results: Sequence[Result]) -> dict[str, float]:
             f"{short}_sim_error": errors[name],
         }
     return found
+
+
+def base_of(level: Level) -> str:
+    """The level with which it is compared."""
+    return "trainer/within" if level.name.startswith("trainer/") else f"{level.tail}/sync"
 
 
 def level_table(results: Sequence[Result]) -> Table:
@@ -534,7 +606,7 @@ def level_table(results: Sequence[Result]) -> Table:
         table.add_row(
             name,
             f"{3600 / mean('step_s'):.0f}",
-            f"{speed_ratio(results, name, level.tail + '/sync'):.2f}",
+            f"{speed_ratio(results, name, base_of(level)):.2f}",
             f"{mean('bare_step_s') / mean('step_s'):.2f}",
             f"{mean('plan_step_s') / mean('step_s') - 1:+.2f}",
             f"{mean('wait_share'):.2f}",
@@ -552,8 +624,7 @@ def level_table(results: Sequence[Result]) -> Table:
 def main() -> None:
     """Run every level for every seed, print, write, draw."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    chosen = os.environ.get("ONLY", "").split()
-    levels = [level for level in LEVELS if not chosen or level.name in chosen]
+    levels = chosen_levels()
     say(f"a warm start, then {len(levels)} levels of {NUM_STEPS} steps, {NUM_SEEDS} seeds")
     model = warm_start()
     results: list[Result] = []
@@ -576,11 +647,16 @@ def main() -> None:
             (FOLDER / "levels.json").write_text(json.dumps([asdict(r) for r in results], indent=1))
     if not any(result.level.startswith("heavy/") for result in results):
         sys.exit("no level of the heavy tail was run; see the logs beside levels.json")
+    if IS_FOR_REWARDS:
+        path = OUT / "async.json"
+        before = json.loads(path.read_text())["figures"] if path.is_file() else {}
+        tell("async", before | reward_figures(results))
+        sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
     from asynchrony_plots import draw
 
     Console(width=200).print(level_table(results))
     tell("async", figures_of(results))
-    draw(results, OUT / "async.png")
+    draw([r for r in results if not r.level.startswith("trainer/")], OUT / "async.png")
     say(f"plots in {OUT / 'async.png'}")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
