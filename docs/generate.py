@@ -161,8 +161,8 @@ beside what the server keeps and a tenth of the GPU that is left free. `make doc
 
 ## What to know
 
-* Servers keep their memory while the trainer works, also where both share a GPU: `mem_fraction_static` is what they
-  get. A colocated run therefore has a small cache.
+* Servers on shared GPUs give their memory back while the trainer works. That never ran on a GPU, so these settings are
+  sized as if they kept it (`mem_fraction_static`), and a colocated run has a small cache.
 * Qwen3-30B-A3B does not fit one node of 80 GB: weights, gradients and optimizer alone are 18 bytes for each of 30.5
   billion parameters, 64 GiB for each of eight ranks before anything is served. On two nodes of 80 GB one serves and
   one trains, with 4 GiB to spare by the formulas, which is little. Experts are computed one after the other

@@ -3,8 +3,8 @@ runner; with devices of their own, and sharing them. Each part is killed once; t
 learned.
 
 There is no GPU: `nvidia-smi` is a script that lists eight, and servers are the stand-in for SGLang
-(fakes/sglang_stand_in.py), whose ranks are payloads, not processes. With real SGLang, of two real
-ranks each, the same config runs in `make test-sglang`.
+(fakes/sglang_stand_in.py), whose ranks are payloads, not processes. Real SGLang of two ranks is
+one server at a time, in `make test-sglang`.
 """
 
 import json

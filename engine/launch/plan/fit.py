@@ -4,8 +4,8 @@ Owns: what a plan's inputs are where nothing was measured: sizes by the settings
 sheets. Invariant: every number that was assumed is in the table, under the name of its option.
 
 * Memory of a rank and of a server: `memory`. A reference has the policy's weights once more, a
-  critic all that the policy has. A colocated trainer has what the servers leave: they keep their
-  share of the device while it works.
+  critic all that the policy has. A colocated trainer has what the servers leave. They
+  give their share back while it works, which is not counted: it was never seen on a GPU.
 * Episodes: one turn that fills model.max_context_tokens, with an answer of sampling.max_new_tokens.
 * A server reads its weights and, on average, half a full context for each turn at the memory's
   bandwidth (`serving`); prompts and updates take their operations at the GPU's peak times mfu.
