@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import shutil
 from dataclasses import dataclass, field
 from itertools import cycle, zip_longest
 
@@ -82,6 +83,7 @@ async def format_and_stage(request, make_stage, model_folder, tmp_path):
     marks = [f"<|{name}|>" for name in (*LLAMA, "python_tag")]
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
+    shutil.copy(model_folder / "config.json", tmp_path)
     model = {
         "path": str(tmp_path),
         "renderer": chosen.renderer,

@@ -39,6 +39,7 @@ async def test_turns_are_scored_by_the_id_of_their_answer(recording, route: str)
         "turns": {ids[0]: 0.25, ids[1]: -1.0},
         "branches": {ids[1]: 2.0},
         "tokens": [{"turn_id": ids[0], "start": 0, "end": 1, "value": -0.5}],
+        "answer": "",
     }
 
 

@@ -44,6 +44,7 @@ def result(bench: ModuleType, level: str, step_s: float, *, seed: int = 0, rewar
         publish_s=0.1,
         transfer_s=0.1,
         pause_s=0.02,
+        publish_wait_share=0.05,
         overhead_s=0.3,
         alone_s=0.1,
         staleness_mean=1.0,
@@ -79,8 +80,10 @@ def test_the_simulator_is_given_what_the_agents_wait(bench: ModuleType) -> None:
     table = bench.waits("heavy")
     for slot in range(3):
         question = bench.questions()[bench.task_index(slot, len(bench.questions()), 5)]
-        waited = [agent.wait_s(question, attempt) for attempt in range(bench.GROUP_SIZE)]
-        assert list(table.at(bench.ranks(5, slot))) == waited
+        waited = [
+            bench.SCALE * agent.wait_s(question, attempt) for attempt in range(bench.GROUP_SIZE)
+        ]
+        assert list(table.at(bench.ranks(5, slot))) == pytest.approx(waited)
 
 
 def test_a_longer_age_is_simulated_faster(bench: ModuleType) -> None:
@@ -120,7 +123,8 @@ def test_figures_are_ratios_of_the_runs(bench: ModuleType) -> None:
         result(bench, "heavy/sync", 8.0),
         result(bench, "heavy/partial", 5.0),
         result(bench, "heavy/k1", 4.0, reward=0.85),
-        replace(result(bench, "heavy/k4", 2.0), slow_share_ratio=0.7, wait_share=0.2),
+        replace(result(bench, "heavy/k4", 2.0), slow_share_ratio=0.7, wait_share=0.4),
+        replace(result(bench, "trainer/beside", 2.0), wait_share=0.2),
     ]
     figures = bench.figures_of(results)
     assert figures["level1_vs_sync"] == pytest.approx(2.0)
@@ -133,19 +137,20 @@ def test_figures_are_ratios_of_the_runs(bench: ModuleType) -> None:
     assert figures["reward_detectable"] == pytest.approx(2.8 * 0.02 * 2**0.5)
     assert figures["slow_share_ratio"] == 0.7
     assert figures["discarded_time_share"] == pytest.approx(0.01)
+    assert figures["best_trainer_wait_share"] == 0.4
     assert figures["trainer_wait_share"] == 0.2
 
 
 def test_several_seeds_are_compared_by_their_spread(bench: ModuleType) -> None:
-    """Two seeds whose rewards differ by 0.1: a standard error of 0.05."""
+    """Two pairs that differ by 0 and 0.1, whatever the seeds do: a standard error of 0.05."""
     results = [
-        result(bench, level, 2.0, seed=seed, reward=0.8 + 0.1 * seed)
-        for level in ("heavy/sync", "heavy/k1")
+        result(bench, level, 2.0, seed=seed, reward=0.5 + gain * seed)
+        for level, gain in (("heavy/sync", 0.3), ("heavy/k1", 0.4))
         for seed in (0, 1)
     ]
     figures = bench.figures_of(results)
-    assert figures["reward_gap"] == pytest.approx(0.0)
-    assert figures["reward_detectable"] == pytest.approx(2.8 * 0.05 * 2**0.5)
+    assert figures["reward_gap"] == pytest.approx(0.05)
+    assert figures["reward_detectable"] == pytest.approx(2.8 * 0.05)
 
 
 def test_the_picture_is_drawn_of_what_was_run(bench: ModuleType, tmp_path: Path) -> None:
