@@ -132,11 +132,12 @@ class PostedTrajectories:
                 f"policy_version={unknown[0]} of turns[{index}]; 0 to {newest}, the newest that "
                 "this run has announced, are allowed"
             )
-        pinned = opening.eval_name.partition(":")[0]
-        if pinned.isdecimal() and versions - {int(pinned)}:
+        # An evaluation may be played while training goes on: later versions are counted as such.
+        asked = opening.eval_name.partition(":")[0]
+        if asked.isdecimal() and any(version < int(asked) for version in versions):
             raise _refused(
                 f"turns[{index}] of evaluation {opening.eval_name!r} is of policy_version="
-                f"{sorted(versions)}; {pinned} alone is allowed"
+                f"{sorted(versions)}; {asked} or newer is allowed"
             )
 
     def _check_lengths(self, turns: Sequence[Turn]) -> None:

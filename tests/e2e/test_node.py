@@ -117,8 +117,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment(folder: Path) -> dict[str, str]:
     """Of the run: the list of GPUs is that of the folder."""
+    inherited = {name: v for name, v in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     return {
-        **os.environ,
+        **inherited,
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }

@@ -317,7 +317,7 @@ async def test_an_episode_is_played_here_or_posted(posting: Posting) -> None:
 
 
 async def test_an_evaluation_may_be_posted(posting: Posting) -> None:
-    """Of its own version alone; it is scored and nothing of it is trained."""
+    """Of its own version or a later one; it is scored and nothing of it is trained."""
     posting.publish(1)
     posting.reader.request_eval(
         "1:m", policy_version=1, num_episodes=1, sampling={}, blocks_training=True
