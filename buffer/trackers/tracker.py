@@ -19,7 +19,7 @@ from outloop.buffer.errors import SettingsError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """What a tracker is told of its run."""
+    """What a tracker learns of its run."""
 
     run_id: str
     """Of this run alone; the same after a resume."""

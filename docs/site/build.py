@@ -29,7 +29,7 @@ def pages() -> list[Path]:
 
 
 def lay_out(folder: Path) -> None:
-    """Write the tree into `folder`, which is made anew.
+    """Write the tree into `folder`, which is made new.
 
     Raises:
         SystemExit: a page links to what is not there.

@@ -25,7 +25,7 @@ def weight_of(pass_rate: float, *, base: float, floor: float) -> float:
 
 
 class Curriculum:
-    """Moves the weights of a run's task lists while it goes on; after a restart it measures anew,
+    """Moves the weights of a run's task lists while it goes on; after a restart it measures again,
     from the weights that were in force."""
 
     def __init__(self, settings: Settings, reader: Reader) -> None:

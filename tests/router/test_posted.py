@@ -202,7 +202,7 @@ async def test_another_trajectory_for_the_same_episode_is_not_taken(posting: Pos
 
 
 async def test_what_was_sampled_too_long_ago_is_played_again(posting: Posting) -> None:
-    """By the same limit as our own: the attempt is claimed anew, and the group is of fresh ones."""
+    """By the same limit as our own: the attempt is claimed again, the group of fresh ones."""
     one, other = await posting.claim()
     for version in (1, 2):
         posting.publish(version)

@@ -125,7 +125,7 @@ def test_a_turn_in_flight_goes_on_after_the_step(
     post: Callable[..., Any],
     other_weights: dict[str, torch.Tensor],
 ) -> None:
-    """Its ids are kept, its cache is computed anew, and it carries both versions."""
+    """Its ids are kept, its cache is computed again, and it carries both versions."""
     url = server_process().url
     registry.add("server-0", url)
     publisher = colocated()
