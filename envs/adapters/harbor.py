@@ -16,40 +16,24 @@ programs of this machine, and no network. Fields and paths as of Harbor's task f
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import time
 import tomllib
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.buffer.records import Task
+from outloop.envs.adapters.bash_tool import run_bash, work
 from outloop.envs.adapters.conversation import field
 from outloop.envs.rollout.episode import Episode
-from outloop.envs.sandbox.api import Limits, RunResult, Session
+from outloop.envs.sandbox.api import Limits, Session
 from outloop.envs.sandbox.bubblewrap import BubblewrapSandbox
 
 _LINKS = {"/app": "/work", "/tests": "/work/.harbor/tests", "/logs": "/work/.harbor/logs"}
 _REWARDS = (".harbor/logs/verifier/reward.json", ".harbor/logs/verifier/reward.txt")
 _HARMLESS = ("from", "workdir", "copy", "add", "env", "cmd", "entrypoint", "label", "#")
 """What a Dockerfile may hold where no image is built: the folder's files are copied to /app."""
-_BASH = {
-    "type": "function",
-    "function": {
-        "name": "bash",
-        "description": "Run a bash command in /app and return its output.",
-        "parameters": {
-            "type": "object",
-            "properties": {"command": {"type": "string"}},
-            "required": ["command"],
-        },
-    },
-}
-_MAX_SHOWN_CHARS = 4000
 _DEFAULT_TIMEOUT_S = 600.0
 
 
@@ -132,61 +116,24 @@ class Harbor:
         )
         async with self._sandbox.session(limits) as session:
             # The folder's own files are there before the policy's first command.
-            await _run(session, _files(folder / "environment", ""), "mkdir -p .harbor", limits)
-            await self._work(task, episode, session, limits, agent_s)
+            files = _files(folder / "environment", "")
+            await run_bash(session, "mkdir -p .harbor", limits, files)
+            await work(
+                episode,
+                session,
+                field(task, "instruction", str),
+                limits,
+                max_turns=field(task, "max_turns", int, 32),
+                timeout_s=agent_s,
+            )
             return await _verify(session, folder, limits)
-
-    async def _work(
-        self, task: Task, episode: Episode, session: Session, limits: Limits, agent_s: float
-    ) -> None:
-        """Let the policy run commands until it stops or its time or turns are used up."""
-        content = field(task, "instruction", str)
-        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
-        end = time.monotonic() + agent_s
-        for _ in range(field(task, "max_turns", int, 32)):
-            try:
-                async with asyncio.timeout(end - time.monotonic()):
-                    answer = await episode.client.chat.completions.create(
-                        model="policy",
-                        messages=messages,  # type: ignore[arg-type]  # plain dictionaries
-                        tools=[_BASH],  # type: ignore[list-item]
-                    )
-            except TimeoutError:
-                return
-            message = answer.choices[0].message
-            messages.append(message.model_dump(exclude_none=True))
-            if not message.tool_calls:
-                return
-            for call in message.tool_calls:
-                left_s = end - time.monotonic()
-                if call.type != "function" or left_s <= 0:
-                    return
-                bounds = replace(limits, wall_s=min(limits.wall_s, left_s))
-                shown = await _bash(session, call.function.name, call.function.arguments, bounds)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": shown})
-
-
-async def _bash(session: Session, name: str, arguments: str, limits: Limits) -> str:
-    try:
-        command = json.loads(arguments)["command"]
-    except (ValueError, KeyError, TypeError):
-        command = None
-    if name != "bash" or not isinstance(command, str):
-        return 'Error: the only tool is bash, with the arguments {"command": "..."}'
-    result = await _run(session, {}, command, limits)
-    text = (result.stdout + result.stderr).decode(errors="replace")
-    if len(text) > _MAX_SHOWN_CHARS:
-        text = f"{text[:_MAX_SHOWN_CHARS]}\n[{len(text) - _MAX_SHOWN_CHARS} more characters]"
-    if result.ended != "exited":
-        return f"{text}\n[ended by {result.ended}]"
-    return text if result.is_ok else f"{text}\n[exit code {result.exit_code}]"
 
 
 async def _verify(session: Session, folder: Path, limits: Limits) -> float:
     # Rewards and tests that the policy left there must not count.
-    await _run(session, {}, "rm -rf .harbor && mkdir -p .harbor/logs/verifier", limits)
+    await run_bash(session, "rm -rf .harbor && mkdir -p .harbor/logs/verifier", limits)
     tests = _files(folder / "tests", ".harbor/tests/")
-    result = await _run(session, tests, "bash /tests/test.sh", limits, collect=_REWARDS)
+    result = await run_bash(session, "bash /tests/test.sh", limits, tests, _REWARDS)
     for path in _REWARDS:
         if path in result.files:
             return _reward(result.files[path], path.endswith(".json"), folder)
@@ -210,23 +157,6 @@ def _reward(content: bytes, is_json: bool, folder: Path) -> float:
     if not math.isfinite(reward):
         raise EnvironmentFailure(f"Harbor task {str(folder)!r}: the reward is {reward}")
     return reward
-
-
-async def _run(
-    session: Session,
-    files: Mapping[str, bytes | str],
-    command: str,
-    limits: Limits,
-    collect: tuple[str, ...] = (),
-) -> RunResult:
-    return await session.run(
-        files,
-        ("bash", "-c", command),
-        limits,
-        keep_files=True,
-        collect=collect,
-        environ={"HOME": "/work", "PATH": "/usr/local/bin:/usr/bin:/bin"},
-    )
 
 
 def _files(folder: Path, prefix: str) -> dict[str, bytes]:

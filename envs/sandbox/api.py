@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol, TypedDict, Unpack
 
 from outloop.buffer.errors import SettingsError
@@ -154,8 +155,16 @@ class Sandbox(Protocol):
         """
         ...
 
-    def session(self, limits: Limits | None = None) -> AbstractAsyncContextManager[Session]:
+    def session(
+        self, limits: Limits | None = None, *, base: Path | None = None
+    ) -> AbstractAsyncContextManager[Session]:
         """Open a session for an episode; it ends with the context.
+
+        Args:
+            limits: the highest that its calls may have; the sandbox's own when left out.
+            base: a folder of this machine that calls begin with in place of an empty one. It is
+                never changed. Where OverlayFS can be mounted and the folder's files belong to the
+                session's user, only changes count as the session's disk; otherwise it is copied.
 
         Raises:
             EnvironmentFailure: on entering, when it could not be started.

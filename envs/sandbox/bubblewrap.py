@@ -21,6 +21,7 @@ from outloop.envs.sandbox.supervisor_process import Launch, SupervisorProcess
 _log = structlog.get_logger()
 _NOBODY = 65534
 _USER = 1000
+_BASE = "/base"
 
 
 class BubblewrapSandbox(SupervisedSandbox):
@@ -76,9 +77,11 @@ class BubblewrapSandbox(SupervisedSandbox):
             )
         _log.info("sandbox", backend="bubblewrap", enforcement=self.enforcement)
 
-    async def _start(self, limits: Limits) -> tuple[SupervisorProcess, Cgroup | None]:
+    async def _start(
+        self, limits: Limits, base: Path | None
+    ) -> tuple[SupervisorProcess, Cgroup | None]:
         if self._cgroups is None:
-            return await super()._start(limits)
+            return await super()._start(limits, base)
         try:
             cgroup = self._cgroups.create(limits)
         except OSError as error:
@@ -87,12 +90,12 @@ class BubblewrapSandbox(SupervisedSandbox):
             ) from error
         try:
             with cgroup.events() as events:
-                return await SupervisorProcess.start(self._launch(limits, events)), cgroup
+                return await SupervisorProcess.start(self._launch(limits, base, events)), cgroup
         except BaseException:
             cgroup.remove()
             raise
 
-    def _launch(self, limits: Limits, events: int = -1) -> Launch:
+    def _launch(self, limits: Limits, base: Path | None, events: int = -1) -> Launch:
         boot = boot_argv(
             self._python,
             GUEST_FOLDER,
@@ -100,6 +103,7 @@ class BubblewrapSandbox(SupervisedSandbox):
             limits,
             extra=self._python_path,
             events=events,
+            base=_BASE if base is not None else "",
         )
         argv = [
             self._bwrap,
@@ -108,6 +112,7 @@ class BubblewrapSandbox(SupervisedSandbox):
             *("--dir", "/box", "--dir", "/work", "--dir", "/tmp"),
             *("--ro-bind", str(self.bundle.path), GUEST_FOLDER),
             *("--symlink", f"..{GUEST_FOLDER}/passwd", "/etc/passwd"),
+            *(_base_words(base) if base is not None else ()),
             *(word for path in self._read_only for word in ("--ro-bind", path, path)),
             *(word for link in self._links for word in ("--symlink", *link)),
             *("--remount-ro", "/dev", "--remount-ro", "/"),
@@ -117,8 +122,17 @@ class BubblewrapSandbox(SupervisedSandbox):
             *("--setenv", "LANG", "C.UTF-8", "--chdir", "/", "--", *boot),
         ]
         # The kernel's limit on processes does not bind root, inside the namespace neither.
-        user = _NOBODY if os.getuid() == 0 else None
-        return Launch(argv=argv, user=user, pass_fds=() if events < 0 else (events,))
+        return Launch(argv=argv, user=session_user(), pass_fds=() if events < 0 else (events,))
+
+
+def session_user() -> int | None:
+    """Whose the processes of a session are on this machine; None: this process's own user."""
+    return _NOBODY if os.getuid() == 0 else None
+
+
+def _base_words(base: Path) -> tuple[str, ...]:
+    # OverlayFS makes a folder without any rights for itself, and enters it with those of the mount.
+    return ("--ro-bind", str(base), _BASE, "--cap-add", "CAP_DAC_OVERRIDE")
 
 
 def _system_python() -> str:

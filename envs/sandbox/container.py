@@ -60,11 +60,11 @@ class ContainerSandbox(SupervisedSandbox):
                 "or set sandbox='bubblewrap'"
             )
 
-    def _launch(self, limits: Limits, events: int = -1) -> Launch:
+    def _launch(self, limits: Limits, base: Path | None, events: int = -1) -> Launch:
         name = f"outloop-{uuid.uuid4().hex}"
         return Launch(
             argv=container_argv(
-                self._engine, name, self._image, self._python, self.bundle.path, limits
+                self._engine, name, self._image, self._python, self.bundle.path, limits, base
             ),
             end_argv=(self._engine, "rm", "--force", name),
             inherits_environ=True,
@@ -73,7 +73,13 @@ class ContainerSandbox(SupervisedSandbox):
 
 
 def container_argv(
-    engine: str, name: str, image: str, python: str, bundle: Path, limits: Limits
+    engine: str,
+    name: str,
+    image: str,
+    python: str,
+    bundle: Path,
+    limits: Limits,
+    base: Path | None = None,
 ) -> list[str]:
     """The command that starts a container with a supervisor in it."""
     memory = f"{limits.memory_bytes + limits.disk_bytes + 64 * 2**20}b"
@@ -90,6 +96,7 @@ def container_argv(
         *("--pids-limit", str(2 * limits.max_processes + 16)),
         *("--shm-size", f"{limits.disk_bytes}b", "--tmpfs", box),
         *("--volume", f"{bundle}:{GUEST_FOLDER}:ro", "--user", "0:0", "--hostname", "sandbox"),
+        *(("--volume", f"{base}:/base:ro") if base is not None else ()),
         image,
-        *boot_argv(python, GUEST_FOLDER, "users", limits),
+        *boot_argv(python, GUEST_FOLDER, "users", limits, base="/base" if base else ""),
     ]

@@ -60,17 +60,19 @@ def boot_argv(
     *,
     extra: tuple[str, ...] = (),
     events: int = -1,
+    base: str = "",
 ) -> list[str]:
     """The command that starts the supervisor, with as little of Python as possible.
 
     `events`: an inherited descriptor of the file in which the kernel counts the processes that it
-    killed in the session's control group; -1 without a group. The supervisor reports that it is
+    killed in the session's control group; -1 without a group. `base`: the folder, as the supervisor
+    sees it, that calls begin with; empty: an empty one. The supervisor reports that it is
     ready before it imports its modules, so that the host can prepare the first call meanwhile.
     """
     code = (
         f"import os; os.write(1, {framing.pack([b'ready'])!r})\n"
         f"import sys; sys.path[:0] = [{folder!r}]; sys.path += {list(extra)!r}\n"
         "from outloop.envs.sandbox.guest.supervisor import main\n"
-        f"main({walls!r}, {limits.disk_bytes}, {limits.max_files}, {events})()"
+        f"main({walls!r}, {limits.disk_bytes}, {limits.max_files}, {events}, {base!r})()"
     )
     return [python, "-I", "-S", "-X", "utf8", "-c", code]

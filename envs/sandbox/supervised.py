@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Unpack
 
 from outloop.envs.sandbox.api import Files, Limits, Options, RunResult, Session
@@ -32,14 +33,16 @@ class SupervisedSandbox:
         async with self.session(limits) as session:
             return await session.run(files, command, **options)
 
-    def session(self, limits: Limits | None = None) -> AbstractAsyncContextManager[Session]:
+    def session(
+        self, limits: Limits | None = None, *, base: Path | None = None
+    ) -> AbstractAsyncContextManager[Session]:
         """See `Sandbox.session`."""
-        return self._session(limits or self._limits)
+        return self._session(limits or self._limits, base)
 
     @asynccontextmanager
-    async def _session(self, limits: Limits) -> AsyncIterator[Session]:
+    async def _session(self, limits: Limits, base: Path | None) -> AsyncIterator[Session]:
         async def start() -> tuple[SupervisorProcess, Cgroup | None]:
-            return await self._start(limits)
+            return await self._start(limits, base)
 
         session = SupervisedSession(limits, start, self._bounds)
         await session.open()
@@ -48,10 +51,12 @@ class SupervisedSandbox:
         finally:
             await session.close()
 
-    async def _start(self, limits: Limits) -> tuple[SupervisorProcess, Cgroup | None]:
-        return await SupervisorProcess.start(self._launch(limits)), None
+    async def _start(
+        self, limits: Limits, base: Path | None
+    ) -> tuple[SupervisorProcess, Cgroup | None]:
+        return await SupervisorProcess.start(self._launch(limits, base)), None
 
-    def _launch(self, limits: Limits, events: int = -1) -> Launch:
+    def _launch(self, limits: Limits, base: Path | None, events: int = -1) -> Launch:
         """The command that starts a session; `events`: see `boot_argv`."""
         raise NotImplementedError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import structlog
 
@@ -24,5 +25,8 @@ class SubprocessSandbox(SupervisedSandbox):
         self._bounds = "each"
         _log.warning("sandbox", backend="subprocess", enforcement=self.enforcement)
 
-    def _launch(self, limits: Limits, events: int = -1) -> Launch:
-        return Launch(argv=boot_argv(sys.executable, str(self.bundle.path), "plain", limits))
+    def _launch(self, limits: Limits, base: Path | None, events: int = -1) -> Launch:
+        folder = str(self.bundle.path)
+        return Launch(
+            argv=boot_argv(sys.executable, folder, "plain", limits, base=str(base) if base else "")
+        )

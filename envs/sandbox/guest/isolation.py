@@ -22,19 +22,23 @@ class NamespaceIsolation:
     temporary = "/tmp"
     is_counted_by_user = True
 
-    def __init__(self, disk_bytes: int, max_files: int) -> None:
+    def __init__(self, disk_bytes: int, max_files: int, base: str) -> None:
         self._filter = seccomp.build()
         self._disk = (disk_bytes, max_files)
+        self._base = base
         self._is_kept_open = False
         with open("/proc/sys/user/max_user_namespaces", "w") as file:
             file.write("0")
+        if base:
+            # A base that does not fit the disk ends the session here, before any program runs.
+            self.open_kept()
 
     def open_kept(self) -> None:
         """In the supervisor: mount the folder that calls with kept files share."""
         if not self._is_kept_open:
             self._is_kept_open = True
             syscalls.own_mounts()
-            _mount_box(*self._disk)
+            _mount_box(*self._disk, self._base)
 
     def fork(self) -> int:
         """Start the program's init, pid 1 of its own namespace."""
@@ -43,7 +47,7 @@ class NamespaceIsolation:
     def enter(self, index: int, is_kept: bool, disk_bytes: int, max_files: int) -> str:
         """In the init: mount what the program can see; returns the path of the workspace."""
         if not is_kept:
-            _mount_box(disk_bytes, max_files)
+            _mount_box(disk_bytes, max_files, self._base)
         flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC
         syscalls.mount("proc", "/proc", "proc", flags)
         return "/work"
@@ -72,7 +76,8 @@ class UserIsolation:
     temporary = ""
     is_counted_by_user = True
 
-    def __init__(self, disk_bytes: int, max_files: int) -> None:
+    def __init__(self, disk_bytes: int, max_files: int, base: str) -> None:
+        self._base = base
         os.chmod(_BOX, 0o711)
         # Other containers' users are the same to the kernel, which counts processes by user.
         self._uid = _FIRST_UID + int.from_bytes(os.urandom(4), "big") % _NUM_UIDS
@@ -90,7 +95,22 @@ class UserIsolation:
         if not os.path.isdir(root):
             os.mkdir(root, 0o700)
             os.chown(root, self._uid + index, self._uid + index)
+            if self._base:
+                self._copy_base(index, root)
         return root
+
+    def _copy_base(self, index: int, root: str) -> None:
+        # As the program's own user, whose the copies then are.
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self.confine(index)
+                _copy(self._base, root)
+            except OSError:
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(pid, 0)[1]:
+            raise OSError(f"the base could not be copied into {root}")
 
     def confine(self, index: int) -> None:
         """Become the program's user."""
@@ -127,9 +147,10 @@ class NoIsolation:
     temporary = ""
     is_counted_by_user = False
 
-    def __init__(self, disk_bytes: int, max_files: int) -> None:
+    def __init__(self, disk_bytes: int, max_files: int, base: str) -> None:
         import tempfile
 
+        self._base = base
         self._root = tempfile.mkdtemp(prefix="outloop-plain-")
 
     def open_kept(self) -> None:
@@ -142,7 +163,10 @@ class NoIsolation:
     def enter(self, index: int, is_kept: bool, disk_bytes: int, max_files: int) -> str:
         """Make the workspace; returns its path."""
         root = f"{self._root}/{index}-{'kept' if is_kept else 'fresh'}"
-        os.makedirs(root, exist_ok=True)
+        if not os.path.isdir(root):
+            os.makedirs(root)
+            if self._base:
+                _copy(self._base, root)
         return root
 
     def confine(self, index: int) -> None:
@@ -196,13 +220,44 @@ def set_limits(
         resource.setrlimit(name, (soft, hard))
 
 
-def _mount_box(disk_bytes: int, max_files: int) -> None:
+def _mount_box(disk_bytes: int, max_files: int, base: str) -> None:
     flags = syscalls.MS_NOSUID | syscalls.MS_NODEV
-    options = f"size={disk_bytes},nr_inodes={max_files + 8},mode=0755"
+    options = f"size={disk_bytes},nr_inodes={max_files + 12},mode=0755"
     syscalls.mount("tmpfs", _BOX, "tmpfs", flags, options)
     for name, target in (("work", "/work"), ("tmp", "/tmp"), ("shm", "/dev/shm")):
         os.mkdir(f"{_BOX}/{name}", 0o755)
         syscalls.mount(f"{_BOX}/{name}", target, "", syscalls.MS_BIND)
+    if base and not _mount_layer(base):
+        _copy(base, "/work")
+
+
+def _mount_layer(base: str) -> bool:
+    """Mount the base with a layer of changes over /work; False where it has to be copied."""
+    if os.stat(base).st_uid != os.getuid():
+        return False  # OverlayFS gives a changed file its owner, whom this namespace does not know.
+    os.mkdir(f"{_BOX}/layer", 0o755)
+    os.mkdir(f"{_BOX}/layer/changes", 0o755)
+    os.mkdir(f"{_BOX}/layer/scratch", 0o755)
+    changes, scratch = f"{_BOX}/layer/changes", f"{_BOX}/layer/scratch"
+    options = f"lowerdir={base},upperdir={changes},workdir={scratch},userxattr"
+    try:
+        syscalls.mount(
+            "overlay", "/work", "overlay", syscalls.MS_NOSUID | syscalls.MS_NODEV, options
+        )
+    except OSError:  # Kernels before 5.11, and file systems that OverlayFS does not take.
+        return False
+    return True
+
+
+def _copy(base: str, root: str) -> None:
+    """Copy a tree with its modes, times and links; the copies are this user's.
+
+    Raises:
+        OSError: it does not fit the disk, or cannot be read.
+    """
+    words = ["cp", "-R", "-P", "--preserve=mode,timestamps,links", "--", f"{base}/.", root]
+    if os.spawnv(os.P_WAIT, "/bin/cp", words):
+        raise OSError(f"the base could not be copied into {root}")
 
 
 def _remove(path: str) -> None:

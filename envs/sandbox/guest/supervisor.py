@@ -213,9 +213,9 @@ def _socketpair() -> list[int]:
     return [end.detach() for end in _socket.socketpair()]
 
 
-def main(kind: str, disk_bytes: int, max_files: int, events: int) -> Callable[[], None]:
+def main(kind: str, disk_bytes: int, max_files: int, events: int, base: str) -> Callable[[], None]:
     """Serve calls. In a forked program this returns the function that runs its script."""
-    walls = isolation.ISOLATIONS[kind](disk_bytes, max_files)
+    walls = isolation.ISOLATIONS[kind](disk_bytes, max_files, base)
     killed = memory.Killed(events, isinstance(walls, isolation.UserIsolation))
     try:
         Supervisor(walls, killed).serve()

@@ -1,0 +1,127 @@
+"""Revisions of a git repository as folders that sandboxes begin with.
+
+A revision's folder holds its files and nothing of its history. Files that are equal in several
+revisions are one file on disk, linked into each folder, so that many revisions cost what changed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import uuid
+from pathlib import Path
+
+from outloop.buffer.errors import EnvironmentFailure, SettingsError
+from outloop.envs.sandbox.bubblewrap import session_user
+
+_EXECUTABLE, _LINK, _SUBMODULE = "100755", "120000", "160000"
+
+
+class Repository:
+    """A git repository, and a store of folders of its revisions.
+
+    Several processes may use one store; a folder appears in it whole or not at all.
+
+    Args:
+        path: the repository, with a work tree or bare.
+        store: where the folders are kept. Every user can read it. A temporary folder, which `close`
+            removes, when left out.
+
+    Raises:
+        SettingsError: git is not on PATH, or `path` is no repository.
+    """
+
+    def __init__(self, path: str | Path, store: str | Path | None = None) -> None:
+        self._path = Path(path)
+        if shutil.which("git") is None:
+            raise SettingsError("there is no git on PATH; install the package git")
+        self._git("rev-parse", "--git-dir")
+        self._is_ours = store is None
+        made = store or tempfile.mkdtemp(prefix="outloop-revisions-")
+        self._store = Path(made).resolve()
+        for folder in (self._store, self._store / "files", self._store / "revisions"):
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o755)
+
+    def folder(self, revision: str) -> Path:
+        """The files of `revision`, any name that git knows; not to be changed.
+
+        Raises:
+            SettingsError: git does not know it, or it holds submodules.
+            EnvironmentFailure: the folder cannot be written.
+        """
+        tree = self._git("rev-parse", "--verify", f"{revision}^{{tree}}").decode().strip()
+        made = self._store / "revisions" / tree
+        if not made.is_dir():
+            try:
+                self._make(tree, made)
+            except OSError as error:
+                raise EnvironmentFailure(f"revision={revision!r}: {error}") from error
+        return made
+
+    def close(self) -> None:
+        """Remove the store, if it is a temporary one."""
+        if self._is_ours:
+            shutil.rmtree(self._store, ignore_errors=True)
+
+    def _make(self, tree: str, made: Path) -> None:
+        half = made.with_name(f"{tree}.{uuid.uuid4().hex}")
+        _new_folder(half)
+        try:
+            for line in self._git("ls-tree", "-r", "-z", "--full-tree", tree).split(b"\0")[:-1]:
+                about, _, name = line.partition(b"\t")
+                mode, _, blob = about.decode().split()
+                path = half / os.fsdecode(name)
+                for parent in reversed(path.relative_to(half).parents):
+                    if not (half / parent).is_dir():
+                        _new_folder(half / parent)
+                if mode == _SUBMODULE:
+                    raise SettingsError(
+                        f"repository={str(self._path)!r}: {os.fsdecode(name)!r} is a submodule; "
+                        "revisions without submodules are allowed"
+                    )
+                if mode == _LINK:
+                    path.symlink_to(os.fsdecode(self._git("cat-file", "blob", blob)))
+                    _give(path)
+                else:
+                    os.link(self._file(blob, mode == _EXECUTABLE), path)
+            half.rename(made)
+        except OSError:
+            if not made.is_dir():  # otherwise another process was faster
+                raise
+        finally:
+            shutil.rmtree(half, ignore_errors=True)
+
+    def _file(self, blob: str, is_executable: bool) -> Path:
+        kept = self._store / "files" / (f"{blob}-x" if is_executable else blob)
+        if not kept.is_file():
+            half = kept.with_name(f"{kept.name}.{uuid.uuid4().hex}")
+            half.write_bytes(self._git("cat-file", "blob", blob))
+            half.chmod(0o755 if is_executable else 0o644)
+            _give(half)
+            half.replace(kept)
+        return kept
+
+    def _git(self, *arguments: str) -> bytes:
+        answer = subprocess.run(
+            ["git", "-C", str(self._path), *arguments], capture_output=True, check=False
+        )
+        if answer.returncode:
+            words = " ".join(answer.stderr.decode(errors="replace").split())
+            raise SettingsError(f"repository={str(self._path)!r}: git {arguments[0]}: {words}")
+        return answer.stdout
+
+
+def _new_folder(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o755)
+    _give(path)
+
+
+def _give(path: Path) -> None:
+    """Make it the session's user's, so that a session needs a layer and no copy."""
+    user = session_user()
+    if user is not None:
+        os.chown(path, user, user, follow_symlinks=False)

@@ -1,0 +1,97 @@
+"""Revisions of a git repository as folders."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from outloop.buffer.errors import SettingsError
+from outloop.envs.sandbox.bubblewrap import BubblewrapSandbox
+from outloop.envs.sandbox.repositories import Repository
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """git as somebody without settings."""
+    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main")
+    answer = subprocess.run(
+        ["git", "-C", folder, *who, *arguments], capture_output=True, check=True, text=True
+    )
+    return answer.stdout.strip()
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Two revisions, tagged `first` and `second`: a file changed, one gone, one added."""
+    folder = tmp_path / "project"
+    (folder / "src/deep").mkdir(parents=True)
+    git(folder, "init", "--quiet")
+    (folder / "src/deep/code.py").write_text("x = 1\n")
+    (folder / "src/same").write_bytes(bytes(range(256)))
+    (folder / "run ü.sh").write_text("echo runs\n")
+    (folder / "run ü.sh").chmod(0o755)
+    (folder / "link").symlink_to("src/same")
+    (folder / "gone").touch()
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message", "one")
+    git(folder, "tag", "first")
+    (folder / "src/deep/code.py").write_text("x = 2\n")
+    (folder / "gone").unlink()
+    (folder / "new").touch()
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message", "two")
+    git(folder, "tag", "second")
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    """Every file below `folder`."""
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir())
+
+
+def test_revisions_share_what_is_equal_in_them(project: Path) -> None:
+    """Each has its files, modes and links; equal files are one on disk."""
+    repository = Repository(project)
+    first, second = repository.folder("first"), repository.folder("second")
+    assert names(first) == ["gone", "link", "run ü.sh", "src/deep/code.py", "src/same"]
+    assert names(second) == ["link", "new", "run ü.sh", "src/deep/code.py", "src/same"]
+    assert (first / "src/deep/code.py").read_text() == "x = 1\n"
+    assert (second / "src/deep/code.py").read_text() == "x = 2\n"
+    assert os.access(first / "run ü.sh", os.X_OK)
+    assert os.readlink(first / "link") == "src/same"
+    assert (first / "src/same").samefile(second / "src/same")
+    assert (first / "src/same").read_bytes() == bytes(range(256))
+    assert repository.folder("main") == second
+    repository.close()
+    assert not first.exists()
+
+
+def test_a_named_store_stays_and_is_shared(project: Path, tmp_path: Path) -> None:
+    """Another process finds what one has made."""
+    one = Repository(project, tmp_path / "store")
+    made = one.folder("first")
+    one.close()
+    assert Repository(project, tmp_path / "store").folder("first") == made
+    assert made.is_dir()
+
+
+async def test_a_session_over_a_revision_changes_a_layer(project: Path) -> None:
+    """And the revision that the next session gets is whole."""
+    repository, sandbox = Repository(project), BubblewrapSandbox()
+    script = "./run*.sh; echo x = 3 > src/deep/code.py; rm gone"
+    for _ in range(2):
+        async with sandbox.session(base=repository.folder("first")) as session:
+            ran = await session.run({}, ("sh", "-c", f"cat src/deep/code.py; {script}"))
+            assert ran.stdout == b"x = 1\nruns\n", ran
+    await sandbox.close()
+    repository.close()
+
+
+def test_what_git_does_not_know_is_refused(project: Path, tmp_path: Path) -> None:
+    """With git's own words."""
+    with pytest.raises(SettingsError, match="git rev-parse: .*not a git repository"):
+        Repository(tmp_path)
+    repository = Repository(project)
+    with pytest.raises(SettingsError, match="git rev-parse: .*Needed a single revision"):
+        repository.folder("third")
+    repository.close()
