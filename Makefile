@@ -276,6 +276,11 @@ test-chaos: $(STAMP)
 chaos-chaos chaos-forked chaos-whole: chaos-%:
 	bash -o pipefail -c '$(ONE_THREAD) $(BIN)/python -u tests/chaos/$*.py | sed -u "s/^/$*: /"'
 
+# Servers and runners come and go at every level of asynchrony; LEVELS="0,4 partial" picks levels.
+.PHONY: test-levels
+test-levels: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -u tests/chaos/levels.py $(if $(LEVELS),--levels "$(LEVELS)")
+
 bench-loop: $(STAMP)
 	$(BIN)/python tests/bench/loop.py
 
