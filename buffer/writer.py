@@ -370,7 +370,13 @@ class BufferWriter:
                 pipeline.hmget(self._key("state"), ["announced", "acknowledged", "run_state"])
                 pipeline.hgetall(self._key("servers"))
                 pipeline.hgetall(self._key("server_versions"))
-                (announced, acknowledged, run_state), servers, versions = await pipeline.execute()
+                pipeline.hgetall(self._key("server_memory"))
+                (
+                    (announced, acknowledged, run_state),
+                    servers,
+                    versions,
+                    released,
+                ) = await pipeline.execute()
         if run_state is None:
             raise BufferUnavailable(
                 f"run_id={self._run.run_id}: Redis lost the run's state; it was emptied"
@@ -378,7 +384,7 @@ class BufferWriter:
         return PolicyState(
             announced_version=None if announced is None else int(announced),
             acknowledged_version=None if acknowledged is None else int(acknowledged),
-            servers=decode_servers(servers, versions),
+            servers=decode_servers(servers, versions, released),
             run_state=run_state.decode(),
         )
 

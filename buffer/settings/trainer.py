@@ -308,8 +308,8 @@ class TrainerSettings(BaseModel):
     of variable length computes in bfloat16."""
     is_colocated: bool = False
     """Servers share the trainer's devices: while they sample, its weights and optimizer state are
-    in the host's memory; for a step they pause and give up their cache and weights.
-    router.turn_timeout_s must be longer than a step takes."""
+    in the host's memory; for a step they pause and give up their cache and weights. Turns in flight
+    wait meanwhile, without ageing by router.turn_timeout_s; env.episode_deadline_s goes on."""
     dump_steps: tuple[int, ...] = ()
     """Steps that are written to dumps/step_N before their updates, for `outloop replay-step`."""
     profile_steps: tuple[int, ...] = ()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -126,7 +125,7 @@ class Generator:
             TurnLost: a streamed turn was lost halfway and cannot be continued.
             Refusal: 400, the server refuses the request; 404, no server holds `policy_version`.
         """
-        deadline = time.monotonic() + self._timeout_s
+        deadline = self._pool.clock_s + self._timeout_s
         generated, attempt, num_empty_aborts = Generated(), 0, 0
         while not _is_over(generated, sampling, stop_ids):
             server = await self._pool.acquire(
@@ -172,7 +171,7 @@ class Generator:
         return generated, preferred or ""
 
     def _remaining(self, deadline: float) -> float:
-        remaining = deadline - time.monotonic()
+        remaining = deadline - self._pool.clock_s
         if remaining <= 0:
             raise DeadlineExceeded(
                 who="router",

@@ -61,6 +61,13 @@ class Server:
     deadlines: set[asyncio.Timeout] = field(default_factory=set)
     """Of the calls that are under way there; they end at once when the server has gone."""
 
+    def postpone(self, seconds: float) -> None:
+        """Give every call so much longer."""
+        for deadline in self.deadlines:
+            ends_at = deadline.when()
+            if ends_at is not None and not deadline.expired():
+                deadline.reschedule(ends_at + seconds)
+
     def give_up(self) -> None:
         """End every call: the server may never answer."""
         now = asyncio.get_running_loop().time()
@@ -96,12 +103,21 @@ class ServerPool:
         self._changed = asyncio.Event()
         self._hurry = asyncio.Event()
         self._num_awaiting_registry = 0
+        self._asleep_since: float | None = None
+        """Monotonic seconds: the last time that all servers were seen asleep."""
+        self._asleep_s = 0.0
         self.state: PolicyState | None = None
 
     @property
     def servers(self) -> tuple[Server, ...]:
         """Every registered server."""
         return tuple(self._servers.values())
+
+    @property
+    def clock_s(self) -> float:
+        """Seconds by a clock that stands still while the servers' memory is the trainer's: what a
+        turn waits for then is no failure of theirs."""
+        return time.monotonic() - self._asleep_s
 
     @property
     def num_in_flight(self) -> int:
@@ -177,8 +193,21 @@ class ServerPool:
             if server.entry.url != entry.url:
                 server.num_failures, server.suspended_until = 0, 0.0
             server.entry, server.policy_version = entry, entry.policy_version
+        self._stop_clock()
         self._changed.set()
         self._queue.serve(self._take)
+
+    def _stop_clock(self) -> None:
+        """Postpone the deadlines of turns by the time that all servers were asleep since the last
+        refresh."""
+        now = time.monotonic()
+        if self._asleep_since is not None:
+            seconds = now - self._asleep_since
+            self._asleep_s += seconds
+            for server in self._servers.values():
+                server.postpone(seconds)
+        is_asleep = bool(self._servers) and all(s.entry.released for s in self._servers.values())
+        self._asleep_since = now if is_asleep else None
 
     async def refresh_if_possible(self) -> None:
         """Read the registry once; what is known stays if the buffer is away."""
@@ -250,9 +279,11 @@ class ServerPool:
         self._queue.add(ticket)
         if not self._is_servable(ticket.policy_version):
             self._hurry.set()
+        deadline = self.clock_s + timeout_s
         try:
             self._queue.serve(self._take)
-            await asyncio.wait([ticket.granted], timeout=timeout_s)
+            while not ticket.granted.done() and (left_s := deadline - self.clock_s) > 0:
+                await asyncio.wait([ticket.granted], timeout=left_s)
         except asyncio.CancelledError:
             if ticket.granted.done() and ticket.granted.exception() is None:
                 self.release(ticket.granted.result(), policy_version=None)

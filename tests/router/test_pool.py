@@ -1,6 +1,7 @@
 """Servers that die, come back, and are at the wrong version."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -77,6 +78,33 @@ async def test_without_a_server_the_turn_ends_in_a_retryable_503(make_stage) -> 
     assert answer.headers["x-should-retry"] == "true"
     assert int(answer.headers["retry-after"]) >= 1
     assert "a server to register" in answer.json()["error"]["message"]
+
+
+async def test_a_turn_s_clock_stands_still_while_the_trainer_has_the_servers_memory(
+    make_stage,
+) -> None:
+    """A turn that a server holds meanwhile is answered later than its timeout allows; without that
+    it would not be."""
+    stage = await make_stage(router={"turn_timeout_s": 0.5})
+    pool, registry = stage.app.state.parts.pool, stage.buffer.reader.registry
+    stage.says("at last")
+    episode = await stage.open()
+    stage.server.gate.clear()
+    registry.set_released("server-0", ("kv_cache", "weights"))
+    await pool.refresh()
+    began_at = pool.clock_s
+    task = asyncio.create_task(ask(stage, episode))
+    while not stage.server.requests:
+        await asyncio.sleep(0.005)
+    while time.monotonic() - began_at < 1.5:
+        await pool.refresh()
+        await asyncio.sleep(0.05)
+    assert pool.clock_s - began_at < 0.4
+    registry.set_released("server-0", ())
+    await pool.refresh()
+    stage.server.gate.set()
+    assert (await task).status_code == 200
+    assert len(stage.server.requests) == 1
 
 
 async def test_no_traffic_to_a_quarantined_server_or_a_wrong_version(make_stage) -> None:
