@@ -41,6 +41,7 @@ from outloop.engine.launch.plan.report import (
     level_table,
     levels,
     memory_table,
+    packing_table,
     size_table,
     sizes,
     transfer_table,
@@ -199,6 +200,17 @@ schedule exceeds, by the name of what sets it ([bounds](#bounds)).
 
 * Most of the gain comes by `max_staleness` 1 or 2: beyond that the age of tokens grows and the speed does not.
 * Once the trainer hardly waits, more depth would only make tokens older: `pipeline_depth = "auto"` stops there.
+
+## Stragglers on few servers
+
+What a synchronous batch would gain if its last turns moved to few servers, which other systems do so that the empty
+ones load later weights: `outloop plan docs/scaling.toml` prints this table too. Moving is taken to cost nothing.
+
+{packing}
+
+* Turns on fewer servers are slower, by little, and a synchronous loop has nothing for the empty servers to do: no
+  episode starts before the next version. What they would do, `over_provision` and `max_staleness` 1 do on all
+  servers, and gain as the table above says. So turns are not repacked; a turn in flight takes any version in place.
 
 ## How many GPUs, and how to split them
 
@@ -461,6 +473,7 @@ def scaling_page() -> str:
     plan = load_plan(DOCS / "scaling.toml")
     tables = (
         level_table(levels(plan)),
+        packing_table(plan),
         size_table(plan, sizes(plan)),
         memory_table(plan),
         transfer_table(plan),
@@ -479,6 +492,7 @@ def scaling_page() -> str:
     return SCALING.format(
         inputs=(DOCS / "scaling.toml").read_text().strip(),
         levels=shown["Levels,"],
+        packing=shown["Turns"],
         sizes=shown["Best"],
         memory=shown["Memory"],
         weights=shown["Seconds"],

@@ -27,8 +27,8 @@ TAILS = {
         Part(share=0.5, low=0.02, high=0.17),
         Part(share=0.1, low=1.0, high=10.0, median=3.0, sigma=0.7),
     ),
-    # Nothing waits longer than three times the median.
-    "light": (Part(share=1.0, low=0.1, high=0.9),),
+    # Nothing waits longer than twice the median; long enough that turns take little beside.
+    "light": (Part(share=1.0, low=0.3, high=2.7),),
     # Next to nothing: the trainer is the limit.
     "none": (Part(share=1.0, low=0.001, high=0.002),),
 }

@@ -79,14 +79,21 @@ class Pair:
         return leases, taken
 
     def train(self, leases: Any, taken: Any) -> None:
-        """Both publish the next version."""
+        """Both publish the next version, and know how many steps are left."""
         self.version += 1
+        self._tell_steps_left()
         self.loop.train(leases, self.version)
         self.admission.acknowledge(self.version)
         self.admission.mark_trained(taken)
 
+    def _tell_steps_left(self) -> None:
+        num_steps = NUM_STEPS - self.version
+        self.admission.steps_left = num_steps
+        self.loop.reader.set_steps_left(num_steps)
+
     async def run(self) -> None:
-        """Some steps, with episodes that end while the trainer works."""
+        """A run to its end, with episodes that end while the trainer works."""
+        self._tell_steps_left()
         await self.claim()
         for _ in range(NUM_STEPS):
             while (batch := self.take()) is None:
@@ -98,6 +105,7 @@ class Pair:
             self.clock.now = trained_at
             self.train(*batch)
             await self.claim()
+        assert not self.events, "something was started for no step"
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,8 @@ class Admission(Generic[A]):
         self.rules = rules
         self.beyond = rules.beyond
         """Set by the controller."""
+        self.steps_left: int | None = None
+        """Of the run: nothing is started that none of them will train. None: it has no end."""
         self.lost: list[A] = []
         """Attempts given up as too old; the simulator empties it."""
         self._admitted = 0
@@ -134,7 +136,10 @@ class Admission(Generic[A]):
                 group.pending -= 1
                 return group
             heapq.heappop(self._fill)
-        if self._admitted - self._trained >= self.rules.provided + self.beyond:
+        num_live = self._admitted - self._trained
+        if self.steps_left is not None and num_live >= self.steps_left * self.rules.groups_per_step:
+            return None
+        if num_live >= self.rules.provided + self.beyond:
             self._controller.is_depth_reached = True
             return None
         slot, self._cursor = self._cursor, self._cursor + 1

@@ -21,6 +21,7 @@ from outloop.engine.launch.plan.cost import (
 )
 from outloop.engine.launch.plan.fit import Fit, Gpus, gib
 from outloop.engine.launch.plan.inputs import Plan
+from outloop.engine.launch.plan.lengths import Lengths, Part
 from outloop.engine.launch.plan.memory import RESERVE, cached_tokens, rank_memory
 from outloop.engine.launch.plan.network import broadcast_s, one_by_one_s
 from outloop.engine.launch.plan.simulate import Scenario, Simulated, simulate
@@ -94,6 +95,44 @@ def level_table(found: Sequence[Level]) -> Table:
         "time discarded",
     )
     return Table("Levels, simulated", names, rows)
+
+
+def packing_table(plan: Plan) -> Table:
+    """Turns of a synchronous batch on all servers or on as few as can be, under the tail that is
+    given and one without; empty without [servers].
+
+    Laminar (arXiv 2510.12633) repacks stragglers, so that the servers they leave load later
+    weights; in a synchronous loop there are none before the batch has ended.
+    """
+    scenario = plan.scenario(
+        rules=replace(
+            plan.inputs.loop.rules(), max_staleness=0, pipeline_depth=0.0, over_provision=1.0
+        )
+    )
+    if scenario.servers is None:
+        return Table("Turns on few servers", (), ())
+    most, mean = scenario.servers.max_running, scenario.episodes.seconds.mean()
+    light = Lengths.mixture([Part(share=1.0, low=0.5 * mean, high=1.5 * mean)])
+    tails = {"as given": scenario.episodes.seconds, "light": light}
+    rows = []
+    for name, seconds in tails.items():
+        spread: float | None = None
+        for packed in (None, max(1, most // 4), most):
+            servers = replace(scenario.servers, packed=packed)
+            episodes = replace(scenario.episodes, seconds=seconds)
+            found = simulate(replace(scenario, servers=servers, episodes=episodes))
+            spread = spread or found.steps_per_hour
+            rows.append(
+                (
+                    name,
+                    "all servers alike" if packed is None else f"{packed} on a server",
+                    _number(found.steps_per_hour),
+                    f"{found.steps_per_hour / spread:.3f}",
+                    _share(found.idle_server_share),
+                )
+            )
+    names = ("tail", "turns", "steps/h", "of all alike", "servers without a turn")
+    return Table("Turns on few servers, synchronous", names, tuple(rows))
 
 
 def run_table(plan: Plan) -> Table:

@@ -28,6 +28,8 @@ class Servers:
     tokens_per_s: float
     """Of a server that runs `max_running` sequences, together."""
     max_running: int
+    packed: int | None = None
+    """As few servers as can be run the turns, so many on each; None: all servers do, equally."""
 
     def __post_init__(self) -> None:
         if self.tokens_per_s > self.max_running * self.tokens_per_s_alone * (1 + 1e-9):
@@ -39,6 +41,12 @@ class Servers:
                 "same server"
             )
 
+        if self.packed is not None and not 1 <= self.packed <= self.max_running:
+            raise SettingsError(
+                f"servers.packed={self.packed} turns on a server that runs servers.max_running="
+                f"{self.max_running}; 1 to {self.max_running} is allowed"
+            )
+
     def seconds_per_token(self, running: float) -> float:
         """Of each of `running` sequences on one server; a + b n of the module's docstring."""
         alone = 1.0 / self.tokens_per_s_alone
@@ -47,6 +55,10 @@ class Servers:
         full = self.max_running / self.tokens_per_s
         slope = (full - alone) / (self.max_running - 1)
         return alone + slope * (max(running, 1.0) - 1.0)
+
+    def in_use(self, running: int) -> int:
+        """Servers that run `running` turns of the pool."""
+        return min(self.count, -(-running // (self.packed or 1)))
 
     @property
     def capacity(self) -> float:
@@ -71,17 +83,22 @@ class Serving:
         self._is_paused = False
         self.tokens = 0.0
         """Sampled so far."""
+        self.idle_s = 0.0
+        """Seconds of servers without a turn so far."""
 
     def _speed(self) -> float:
         if self._is_paused or not self._running:
             return 0.0
-        return 1.0 / self._servers.seconds_per_token(len(self._running) / self._servers.count)
+        number, servers = len(self._running), self._servers
+        return 1.0 / servers.seconds_per_token(number / servers.in_use(number))
 
     def advance(self, now: float) -> None:
         """Let time pass until `now`."""
         gained = (now - self._now) * self._speed()
         self._gained += gained
         self.tokens += gained * len(self._running)
+        num_idle = self._servers.count - self._servers.in_use(len(self._running))
+        self.idle_s += (now - self._now) * num_idle
         self._now = now
 
     def next_end(self) -> float:

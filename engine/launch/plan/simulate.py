@@ -68,6 +68,9 @@ class Scenario:
     num_steps: int = 40
     num_warmup_steps: int = 5
     """Steps at the beginning that are simulated and not counted."""
+    has_end: bool = False
+    """The run ends with num_steps: the last ones start nothing beyond what they train, so that
+    these steps wait for what is slow. False: it is a piece of a long run."""
     seed: int = 0
     quantiles: Callable[[int], Floats] | None = None
     """Slot -> how long each attempt at it is among all episodes, in [0, 1), float64 [group_size];
@@ -113,6 +116,8 @@ class Simulated:
     trainer_wait_share: float
     server_share: float
     """Tokens of the pool over what it could give."""
+    idle_server_share: float
+    """Of the servers' time, that without a turn."""
     episodes_in_flight: float
     """On average."""
     staleness: dict[int, float]
@@ -149,6 +154,7 @@ class _Counts:
     busy_s: float = 0.0
     wait_s: float = 0.0
     tokens_before: float = 0.0
+    idle_before_s: float = 0.0
     in_flight_s: float = 0.0
     staleness: Counter[int] = field(default_factory=Counter)
     num_lost: int = 0
@@ -198,6 +204,8 @@ class _Simulation:
 
     def run(self) -> Simulated:
         scenario = self._scenario
+        if scenario.has_end:
+            self._admission.steps_left = scenario.num_steps
         self._claim()
         while self._step < scenario.num_steps:
             at = self._events[0][0] if self._events else float("inf")
@@ -360,6 +368,8 @@ class _Simulation:
             del self._drawn[group.number]
             self._count_trained(group)
         self._version += 1
+        if scenario.has_end:
+            self._admission.steps_left = scenario.num_steps - self._step - 1
         self._admission.mark_trained(self._batch)
         self._admission.acknowledge(self._version)
         self._count_lost()
@@ -370,8 +380,10 @@ class _Simulation:
         self._missing = scenario.rules.groups_per_step
         self._is_waiting, self._waits_since = True, self._now
         if self._step == scenario.num_warmup_steps:
-            tokens = self._serving.tokens if self._serving else 0.0
-            self._counts = _Counts(started_at=self._now, tokens_before=tokens)
+            self._counts = _Counts(started_at=self._now)
+            if self._serving:
+                self._counts.tokens_before = self._serving.tokens
+                self._counts.idle_before_s = self._serving.idle_s
         self._take()
         self._claim()
 
@@ -412,6 +424,8 @@ class _Simulation:
         elapsed_s = max(self._now - counts.started_at, 1e-12)
         capacity = scenario.servers.capacity if scenario.servers else 0.0
         tokens = (self._serving.tokens if self._serving else 0.0) - counts.tokens_before
+        idle_s = (self._serving.idle_s if self._serving else 0.0) - counts.idle_before_s
+        servers_s = elapsed_s * (scenario.servers.count if scenario.servers else 0)
         num_taken = max(1, sum(counts.staleness.values()))
         started = counts.num_started_slow / max(1, counts.num_started)
         trained = counts.num_trained_slow / max(1, counts.num_trained)
@@ -422,6 +436,7 @@ class _Simulation:
             trainer_busy_share=counts.busy_s / elapsed_s,
             trainer_wait_share=counts.wait_s / elapsed_s,
             server_share=tokens / (capacity * elapsed_s) if capacity else 0.0,
+            idle_server_share=idle_s / servers_s if servers_s else 0.0,
             episodes_in_flight=counts.in_flight_s / elapsed_s,
             staleness={age: number / num_taken for age, number in sorted(counts.staleness.items())},
             discarded_share=counts.num_lost / max(1, counts.num_lost + counts.num_trained),

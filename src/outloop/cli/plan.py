@@ -45,6 +45,7 @@ def plan(file: Path | None, run_dir: Path | None) -> None:
         level_table,
         levels,
         memory_table,
+        packing_table,
         run_table,
         size_table,
         sizes,
@@ -58,8 +59,8 @@ def plan(file: Path | None, run_dir: Path | None) -> None:
             "a run that has made some steps; one of the two"
         )
     if run_dir is not None:
-        made, measured, number = _of_run(run_dir)
-        same = replace(made.scenario(), num_steps=number + 1, num_warmup_steps=1)
+        made, measured, number, has_ended = _of_run(run_dir)
+        same = replace(made.scenario(), num_steps=number + 1, num_warmup_steps=1, has_end=has_ended)
         click.echo(
             f"measured: {measured:.4g} steps per hour over {number} steps after the first; "
             f"simulated over as many: {simulate(same).steps_per_hour:.4g}"
@@ -70,6 +71,7 @@ def plan(file: Path | None, run_dir: Path | None) -> None:
     for table in (
         run_table(made),
         level_table(levels(made)),
+        packing_table(made),
         memory_table(made),
         transfer_table(made),
         size_table(made, sizes(made)),
@@ -77,8 +79,9 @@ def plan(file: Path | None, run_dir: Path | None) -> None:
         print_table(table)
 
 
-def _of_run(run_dir: Path) -> tuple[Plan, float, int]:
-    """The plan of a run, the steps per hour that it made after its first, and how many."""
+def _of_run(run_dir: Path) -> tuple[Plan, float, int, bool]:
+    """The plan of a run, the steps per hour that it made after its first, how many, and whether
+    they were all."""
     from outloop.buffer.cli.open_run import joined
     from outloop.buffer.run import load_run_settings
     from outloop.buffer.telemetry import read_metrics
@@ -96,7 +99,8 @@ def _of_run(run_dir: Path) -> tuple[Plan, float, int]:
         for row in rows
         if row.get("train/step_s") is not None
     ][1:]
-    return made, 3600.0 * len(steps) / sum(steps), len(steps)
+    has_ended = len(steps) + 1 == settings.trainer.num_steps
+    return made, 3600.0 * len(steps) / sum(steps), len(steps), has_ended
 
 
 def _archived(run_dir: Path) -> Episodes | None:

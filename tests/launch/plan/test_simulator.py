@@ -92,6 +92,16 @@ def test_a_batch_in_advance_hides_the_shorter_of_the_two() -> None:
     assert found.staleness == {1: 1.0}
 
 
+def test_a_run_s_end_waits_for_what_is_slow() -> None:
+    """The last batches have no others behind them, so the deeper the longer; a synchronous run's
+    are like all the others."""
+    for staleness, slower in ((0, False), (8, True)):
+        long = scenario(TAIL, staleness=staleness, depth="auto", groups=4, size=4, num_steps=16)
+        ending = simulate(replace(long, has_end=True))
+        assert (ending.elapsed_s > 1.1 * simulate(long).elapsed_s) is slower
+        assert ending.num_steps == 12
+
+
 def test_places_limit_what_depth_does_not() -> None:
     """Four episodes of 5 s on two places take 10 s, however many may be admitted."""
     found = simulate(scenario(5.0, staleness=4, places=2))
@@ -117,6 +127,21 @@ def test_turns_beyond_the_places_of_servers_wait_for_one() -> None:
     servers = Servers(count=1, tokens_per_s_alone=100.0, tokens_per_s=100.0, max_running=1)
     found = simulate(scenario(0.0, tokens=100.0, servers=servers))
     assert found.seconds_per_step == pytest.approx(5.0)
+
+
+def test_turns_on_few_servers_are_slower_and_leave_the_others_idle() -> None:
+    """Two turns of 1 s: on two servers, or on one that gives each 100/1.5 tokens a second."""
+    servers = Servers(count=2, tokens_per_s_alone=100.0, tokens_per_s=200.0, max_running=4)
+    both = scenario(0.0, tokens=100.0, servers=servers, groups=1)
+    spread = simulate(both)
+    packed = simulate(replace(both, servers=replace(servers, packed=4)))
+    assert spread.seconds_per_step == pytest.approx(2.0)
+    assert spread.idle_server_share == pytest.approx(0.5)
+    seconds = 100 * (0.01 + 0.01 / 3)
+    assert packed.seconds_per_step == pytest.approx(1.0 + seconds)
+    assert packed.idle_server_share == pytest.approx((1.0 + seconds / 2) / (1.0 + seconds))
+    with pytest.raises(SettingsError, match="servers.packed=5"):
+        replace(servers, packed=5)
 
 
 def test_servers_stand_still_while_weights_are_exchanged() -> None:
