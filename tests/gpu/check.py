@@ -32,6 +32,8 @@ CANNOT = 77
 """Exit code of a row that needs what is not here, and has said what."""
 FIGURES = ("bucketed_vs_copy", "bucketed_vs_per_tensor", "pause_p50_ms", "pause_p99_ms")
 PYTHON = sys.executable
+SGLANG_VARIABLE = "OUTLOOP_SGLANG_PYTHON"
+"""Names the python of an environment with SGLang for GPUs."""
 HAS_GPU = torch.cuda.is_available()
 MARKS = ("PASS", "FAIL", "INFO", "NEEDS")
 
@@ -50,7 +52,7 @@ class Row:
     cpu_command: Sequence[str] | None = None
     """In place of `command` without a GPU; None: the same."""
     needs: str = ""
-    """Why it cannot run without a GPU; empty: it can."""
+    """What it lacks here; empty: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +79,7 @@ def rows(folder: Path) -> list[Row]:
     pytest = [PYTHON, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider"]
     loop = f"sh tests/gpu/loop.sh {PYTHON} {folder}"
     speed = [PYTHON, "tests/gpu/speed.py"]
+    sglang = os.environ.get(SGLANG_VARIABLE, "")
     return [
         Row(name="setting", command=_row("setting"), max_s=60, expected="versions, GPU, NCCL"),
         Row(
@@ -144,15 +147,23 @@ def rows(folder: Path) -> list[Row]:
             cpu_command=_row("parity", "ep2"),
         ),
         Row(
-            name="speed, bfloat16",
-            command=[*speed, "qwen3-0.6b", "--microbatch-tokens", "8192"],
-            cpu_command=[*speed, "tiny"],
+            name="colocation",
+            command=[PYTHON, "tests/gpu/colocated_step.py"],
             max_s=120,
-            expected="tokens/s and MFU beside a plain loop over transformers",
+            expected="released memory is free, weights agree, the order is the documented one",
+            # Others' memory on the device would be counted.
             is_alone=True,
         ),
         Row(
-            name="speed, float32",
+            name="tokens/s and MFU, bfloat16",
+            command=[*speed, "qwen3-0.6b", "--microbatch-tokens", "8192"],
+            cpu_command=[*speed, "tiny"],
+            max_s=120,
+            expected="tokens/s and, on a GPU, MFU beside a plain loop over transformers",
+            is_alone=True,
+        ),
+        Row(
+            name="tokens/s and MFU, float32",
             command=[
                 *(*speed, "qwen3-0.6b", "--dtype", "float32", "--alone"),
                 *("--recompute", "--rows", "8"),
@@ -176,7 +187,21 @@ def rows(folder: Path) -> list[Row]:
             max_s=150,
             expected="figures for docs/performance.md",
             is_alone=True,
-            needs="a GPU; `make bench-publish` is the CPU's",
+            needs="" if HAS_GPU else "a GPU; `make bench-publish` is the CPU's",
+        ),
+        Row(
+            name="the loop beside SGLang",
+            command=[
+                *("sh", "-c", f'{loop} cuda cuda_ipc 200 2 "$@"', "loop"),
+                *("--set", "server.kind=sglang", "--set", f"server.sglang_python={sglang}"),
+            ],
+            max_s=240,
+            expected="the same with SGLang, which frees its memory for each step: exit code 0",
+            is_alone=True,
+            needs=""
+            if HAS_GPU and sglang
+            else f"a GPU, and {SGLANG_VARIABLE}=PYTHON of an environment with SGLang for it; on a "
+            "CPU `make test-sglang` has SGLang's memory calls",
         ),
     ]
 
@@ -185,7 +210,7 @@ def run(row: Row, max_s: float) -> Outcome:
     """Run one row within `max_s`."""
     command = row.command if HAS_GPU or row.cpu_command is None else row.cpu_command
     began_at = time.monotonic()
-    if row.needs and not HAS_GPU:
+    if row.needs:
         return Outcome(row=row, result="needs", seconds=0.0, output=f"NEEDS {row.needs}")
     environment = os.environ | {"OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": "1"}
     try:

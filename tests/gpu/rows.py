@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ def check(is_right: bool, text: str) -> None:
         _failed.append(text)
 
 
+def num_failed() -> int:
+    """Lines that FAIL so far."""
+    return len(_failed)
+
+
 def tell(text: str) -> None:
     """One line of figures."""
     print("INFO", text, flush=True)
@@ -67,11 +73,11 @@ def setting() -> None:
             f"{'.'.join(str(part) for part in torch.cuda.nccl.version())}"
         )
     tell(f"Python {sys.version.split()[0]}, torch {torch.__version__}, {where}")
-    for name in ("megatron.core", "transformer_engine", "flash_attn", "apex", "triton"):
+    for name in ("megatron-core", "transformer-engine", "flash-attn", "apex", "triton"):
         try:
-            tell(f"{name} {getattr(__import__(name), '__version__', 'there')}")
-        except ImportError as error:
-            tell(f"{name}: {error}")
+            tell(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            tell(f"{name} is not installed")
 
 
 def gpu_hash() -> None:
@@ -227,6 +233,7 @@ def _member(how: str, port: int, num_bytes: int, pipe: Any) -> None:
     if how == "ours":
         from outloop.engine.publish.transports.process_group import join_group
 
+        pipe.send("ready")
         group = join_group(
             "127.0.0.1", port, rank=1, world_size=2, name="g", backend=BACKEND, timeout_s=60
         )
@@ -240,6 +247,7 @@ def _member(how: str, port: int, num_bytes: int, pipe: Any) -> None:
 
         dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
         common = sglang_receiver.Receiver().common
+        pipe.send("ready")
         # Joining a gloo group waits for all members; the other one is joining meanwhile.
         members = common.init_custom_process_group(
             backend=BACKEND,
@@ -271,6 +279,8 @@ def _group_of_two(how: str, *, timeout_s: float = 60.0) -> tuple[Any, Any, Any, 
     arguments = (how, rendezvous.port, 64 * 2**20, theirs)
     member = context.Process(target=_member, args=arguments, daemon=True)
     member.start()
+    # Deadlines are those of a group, not of a process that starts.
+    assert mine.recv() == "ready"
     group = join_group(
         "127.0.0.1",
         rendezvous.port,
@@ -433,4 +443,4 @@ if __name__ == "__main__":
     rows[sys.argv[1]](*sys.argv[2:])
     sys.stdout.flush()
     # Without waiting for threads that a broken group may have left.
-    os._exit(1 if _failed else 0)
+    os._exit(1 if num_failed() else 0)

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from outloop.buffer.errors import SettingsError
+from outloop.engine.serve.sglang.cpu_environment import find_python
+
 FILES = {
     "common.py": "srt/utils/common.py",
     "patch_torch.py": "srt/utils/patch_torch.py",
@@ -43,7 +45,11 @@ def find(name: str) -> Path | None:
     if given:
         path = Path(given) / name
         return path if path.is_file() else None
-    found = ROOT.glob(f".venv-sglang/lib/python*/site-packages/sglang/{FILES[name]}")
+    try:
+        python = find_python(None)
+    except SettingsError:
+        return None
+    found = python.parents[1].glob(f"lib/python*/site-packages/sglang/{FILES[name]}")
     return next(iter(sorted(found)), None)
 
 

@@ -1,7 +1,7 @@
 """What only a GPU can show: `make gpu-check` runs this, `make test` leaves it out.
 
 The torch server and Megatron-core on CUDA beside transformers, and weights that go from one process
-to another by CUDA-IPC. Never run so far: no GPU was at hand.
+to another by CUDA-IPC.
 """
 
 import json
