@@ -175,7 +175,7 @@ RESHARDINGS = (
 """From one layout of two ranks to another, the distributed optimizer to the plain one and back."""
 
 
-def reshard(pairs: Iterable[tuple[str, str]], work: Path, job: Job) -> None:
+def reshard(pairs: Iterable[tuple[str, str]], work: Path, job: Job, *, num_ranks: int = 2) -> None:
     """Two updates in the first layout, a checkpoint, and the third update in the second."""
     cases = []
     models = set()
@@ -200,7 +200,7 @@ def reshard(pairs: Iterable[tuple[str, str]], work: Path, job: Job) -> None:
             },
         ]
     job(1, [{"name": f"alone_{m}", "model": str(work / "models" / m)} for m in sorted(models)])
-    job(2, cases)
+    job(num_ranks, cases)
 
 
 def assert_resumed(before: str, after: str, work: Path) -> None:
@@ -224,10 +224,28 @@ def assert_resumed(before: str, after: str, work: Path) -> None:
 
 @pytest.mark.timeout(500)
 def test_a_checkpoint_loads_in_another_layout(work: Path, job: Job) -> None:
-    """Tensor-parallel ranks write, data-parallel ranks with the distributed optimizer go on."""
-    pair = RESHARDINGS[0]
-    reshard([pair], work, job)
-    assert_resumed(*pair, work)
+    """Tensor-parallel ranks write, data-parallel ranks with the distributed optimizer go on; and
+    these write, each as much as the other, for pipeline stages."""
+    reshard(RESHARDINGS[:2], work, job)
+    for pair in RESHARDINGS[:2]:
+        assert_resumed(*pair, work)
+    written = work / "{}_to_{}_checkpoint/step_2/shards".format(*RESHARDINGS[1])
+    sizes = [path.stat().st_size for path in written.glob("*.distcp")]
+    assert len(sizes) == 2
+    assert min(sizes) > 0.45 * sum(sizes)
+
+
+OF_FOUR_RANKS = (("tp2_sp_dp2_overlap", "pp2_dp2"), ("ep2_tp2_etp1_dp2", "ep2_pp2"))
+"""Parts of split, of tied and of expert weights, on two data-parallel ranks each."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_parts_of_four_ranks_load_in_another_layout(work: Path, job: Job) -> None:
+    """Each rank writes its own; the next layout goes on as one process does."""
+    reshard(OF_FOUR_RANKS, work, job, num_ranks=4)
+    for pair in OF_FOUR_RANKS:
+        assert_resumed(*pair, work)
 
 
 @pytest.fixture(scope="module")
