@@ -156,14 +156,15 @@ repository, first `outloop check FILE`, then `outloop train FILE`.
 By `outloop check`, for the GPUs in the table, with 989 TFLOP/s in bfloat16 of which 0.3 are reached, 2 TB/s of
 memory and 25 GB/s into a server: **assumed, not measured**. An episode is taken as one turn that fills
 `model.max_context_tokens`; shorter ones take less. Memory is for one GPU, "may take" is what a trainer rank has
-beside what the server keeps and a tenth of the GPU that is left free. `make docs` writes this table.
+while servers on its GPU have released theirs, a tenth of the GPU left free. `make docs` writes this table.
 
 {table}
 
 ## What to know
 
-* Servers on shared GPUs give their memory back while the trainer works. That never ran on a GPU, so these settings are
-  sized as if they kept it (`mem_fraction_static`), and a colocated run has a small cache.
+* Servers on shared GPUs give their memory back while the trainer works, all but 2 GiB that are assumed for CUDA and
+  NCCL. For a checkpoint they keep their weights beside the trainer's weights, gradients and optimizer. With SGLang
+  that never ran on a GPU.
 * Qwen3-30B-A3B does not fit one node of 80 GB: weights, gradients and optimizer alone are 18 bytes for each of 30.5
   billion parameters, 64 GiB for each of eight ranks before anything is served. On two nodes of 80 GB one serves and
   one trains, with 4 GiB to spare by the formulas, which is little. Experts are computed one after the other

@@ -17,6 +17,20 @@ _QWEN3: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+_GLM45: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "head_dim": 128,
+    "vocab_size": 151552,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "attention_bias": True,
+    "use_qk_norm": False,
+    "tie_word_embeddings": False,
+}
+
 KNOWN_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen3-0.6B": _QWEN3
     | {
@@ -46,6 +60,25 @@ KNOWN_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 4,
         "num_experts": 128,
         "num_experts_per_tok": 8,
+    },
+    "zai-org/GLM-4.5-Air": _GLM45
+    | {
+        "num_hidden_layers": 46,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "first_k_dense_replace": 1,
+    },
+    "zai-org/GLM-4.5": _GLM45
+    | {
+        "num_hidden_layers": 92,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 160,
+        "first_k_dense_replace": 3,
+        "use_qk_norm": True,
     },
 }
 """By repository."""

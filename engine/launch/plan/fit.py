@@ -4,8 +4,10 @@ Owns: what a plan's inputs are where nothing was measured: sizes by the settings
 sheets. Invariant: every number that was assumed is in the table, under the name of its option.
 
 * Memory of a rank and of a server: `memory`. A reference has the policy's weights once more, a
-  critic all that the policy has. A colocated trainer has what the servers leave. They
-  give their share back while it works, which is not counted: it was never seen on a GPU.
+  critic all that the policy has. Servers that share the trainer's GPUs release theirs while it
+  works, and it leaves while they sample; each keeps KEPT_BYTES there, which is assumed. For a
+  checkpoint servers keep their weights beside everything of the trainer but activations
+  (docs/publishing.md).
 * Episodes: one turn that fills model.max_context_tokens, with an answer of sampling.max_new_tokens.
 * A server reads its weights and, on average, half a full context for each turn at the memory's
   bandwidth (`serving`); prompts and updates take their operations at the GPU's peak times mfu.
@@ -21,6 +23,7 @@ from outloop.buffer.settings import Settings
 from outloop.engine.launch.plan.bounds import best, demand_of
 from outloop.engine.launch.plan.inputs import Plan, plan_of
 from outloop.engine.launch.plan.memory import (
+    KEPT_BYTES,
     RESERVE,
     SERVER_SHARE,
     Layout,
@@ -82,6 +85,9 @@ class Fit:
     """Bytes of a critic and its optimizer; 0: there is none."""
     rank_limit: float
     """Bytes that a rank may take."""
+    checkpoint: float
+    """Bytes on a GPU that servers share with the trainer, while it writes a checkpoint; 0: none
+    is shared."""
     server: ServerFit | None
     """None: the run starts no servers."""
     running: int
@@ -117,8 +123,11 @@ def fit(settings: Settings, config: Mapping[str, Any], gpus: Gpus, *, source: st
     reference = rank.weights if settings.trainer.kl != "none" else 0.0
     critic = rank.total - rank.loss if settings.trainer.advantage == "gae" else 0.0
     limit = (1.0 - RESERVE) * gpus.bytes
+    checkpoint = 0.0
     if server is not None and settings.trainer.is_colocated:
-        limit -= server.reserved
+        limit -= KEPT_BYTES
+        state = rank.weights + rank.gradients + rank.optimizer
+        checkpoint = state + reference + critic + server.weights
     context = settings.model.max_context_tokens
     running = 1
     if server is not None:
@@ -147,6 +156,7 @@ def fit(settings: Settings, config: Mapping[str, Any], gpus: Gpus, *, source: st
         reference=reference,
         critic=critic,
         rank_limit=limit,
+        checkpoint=checkpoint,
         server=server,
         running=running,
         generate_s=generate_s,
@@ -156,7 +166,12 @@ def fit(settings: Settings, config: Mapping[str, Any], gpus: Gpus, *, source: st
         bound=name,
         refusals=(),
     )
-    refusals = (_refused_server(settings, found, gpus), _refused_rank(settings, found, gpus))
+    refusals = (
+        _refused_server(settings, found, gpus),
+        _refused_rank(settings, found, gpus),
+        _refused_checkpoint(settings, found, gpus),
+        _refused_share(settings, found, gpus),
+    )
     return replace(found, refusals=tuple(sentence for sentence in refusals if sentence))
 
 
@@ -172,11 +187,13 @@ def _layout(settings: Settings) -> Layout:
             ("expert", "expert_model"),
         )
     }
+    expert_tensor = raw.get("expert_tensor_parallel_size")
     ranks = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
     data = max(1, trainer.num_ranks // ranks)
     is_shared = raw.get("use_distributed_optimizer", data * sizes["context"] > 1)
     return Layout(
         **sizes,
+        expert_tensor=None if expert_tensor is None else int(expert_tensor),
         data=data,
         distributed_optimizer=bool(is_shared),
         dtype=trainer.dtype,
@@ -229,6 +246,7 @@ def _plan(
         "pipeline": layout.pipeline,
         "context": layout.context,
         "expert": layout.expert,
+        "expert_tensor": layout.ranks_per_expert,
         "recomputes": layout.recomputes,
         "dtype": layout.dtype,
     }
@@ -285,6 +303,11 @@ _MODEL_KEYS = frozenset(
         "num_experts",
         "num_experts_per_tok",
         "moe_intermediate_size",
+        "n_routed_experts",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        "attention_bias",
+        "use_qk_norm",
     }
 )
 
@@ -322,11 +345,53 @@ def _refused_rank(settings: Settings, found: Fit, gpus: Gpus) -> str:
         return ""
     where = f"of {gpus.memory_gib:g} GiB"
     if settings.trainer.is_colocated and found.server is not None:
-        where += f" beside {gib(found.server.reserved)} of the server"
+        where += f" beside {gib(KEPT_BYTES)} that the server keeps"
     remedies = _rank_remedies(settings, found)
     return (
         f"a trainer rank does not fit: it takes {gib(found.rank_total)}, and may take "
         f"{gib(max(0.0, found.rank_limit))} {where}; {', or '.join(remedies)}"
+    )
+
+
+def _refused_checkpoint(settings: Settings, found: Fit, gpus: Gpus) -> str:
+    server = found.server
+    if server is None or found.checkpoint <= found.rank_limit:
+        return ""
+    state = found.checkpoint - server.weights
+    remedies: list[str] = []
+    size = settings.server.tensor_parallel_size
+    for wider in (2 * size, 4 * size, 8 * size):
+        if wider <= _MAX_TENSOR and state + server.weights * size / wider <= found.rank_limit:
+            remedies.append(f"set server.tensor_parallel_size = {wider}")
+            break
+    for factor in (2, 4, 8, 16):
+        num_ranks = settings.trainer.num_ranks * factor
+        other = _changed(settings, "trainer", num_ranks=num_ranks)
+        rank = _rank(other, found.shape, replace(_layout(other), distributed_optimizer=True))
+        less = rank.optimizer - found.rank.optimizer
+        if found.checkpoint + less * (2 if found.critic else 1) <= found.rank_limit:
+            remedies.append(f"set trainer.num_ranks = {num_ranks}")
+            break
+    return (
+        f"a checkpoint does not fit on shared GPUs: {gib(state)} of a trainer rank beside "
+        f"{gib(server.weights)} of the server's weights, which it keeps meanwhile, may take "
+        f"{gib(max(0.0, found.rank_limit))} of {gpus.memory_gib:g} GiB; "
+        f"{', or '.join(remedies or ['take more GPUs, or GPUs of their own for the servers'])}"
+    )
+
+
+def _refused_share(settings: Settings, found: Fit, gpus: Gpus) -> str:
+    """Where a server takes what the trainer cannot leave."""
+    server = found.server
+    if server is None or not settings.trainer.is_colocated:
+        return ""
+    most = (gpus.bytes - KEPT_BYTES) / gpus.bytes
+    if server.reserved <= most * gpus.bytes:
+        return ""
+    return (
+        f"a server that takes {gib(server.reserved)} of {gpus.memory_gib:g} GiB leaves no "
+        f"{gib(KEPT_BYTES)} for what the trainer keeps on a shared GPU; set server.sglang."
+        f"mem_fraction_static = {int(most * 100) / 100:g}"
     )
 
 
@@ -372,12 +437,6 @@ def _rank_remedies(settings: Settings, found: Fit) -> list[str]:
             )
             break
         tensor *= 2
-    if (
-        trainer.is_colocated
-        and found.server is not None
-        and found.rank_total < found.rank_limit + (found.server.cache)
-    ):
-        remedies.append("lower server.sglang.mem_fraction_static")
     return remedies or ["no single change is enough: take a smaller model or more GPUs"]
 
 

@@ -180,6 +180,8 @@ class LayoutInputs(_Section):
     pipeline: int = Field(1, ge=1)
     context: int = Field(1, ge=1)
     expert: int = Field(1, ge=1)
+    expert_tensor: int | None = Field(None, ge=1)
+    """Ranks that share an expert; left out: `tensor`."""
     recomputes: bool = False
     distributed_optimizer: bool = True
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -201,6 +203,11 @@ class ModelInputs(_Section):
     num_experts: int | None = None
     num_experts_per_tok: int | None = None
     moe_intermediate_size: int | None = None
+    n_routed_experts: int | None = None
+    n_shared_experts: int | None = None
+    first_k_dense_replace: int | None = None
+    attention_bias: bool | None = None
+    use_qk_norm: bool | None = None
 
     def shape(self, folder: Path) -> ModelShape:
         """Read the sizes; `config` is relative to `folder`."""

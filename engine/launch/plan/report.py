@@ -374,6 +374,8 @@ def fit_tables(found: Fit, gpus: Gpus, settings: Settings) -> tuple[Table, ...]:
     if found.critic:
         rows.append(("critic", gib(found.critic)))
     rows += [("together", gib(found.rank_total)), ("may take", gib(max(0.0, found.rank_limit)))]
+    if found.checkpoint:
+        rows.append(("beside the server's weights, for a checkpoint", gib(found.checkpoint)))
     tables = [Table("Each trainer rank", ("", ""), tuple(rows))]
     server = found.server
     if server is not None:
