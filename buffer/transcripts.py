@@ -47,7 +47,12 @@ class Transcript:
     @property
     def is_failed(self) -> bool:
         """True if the agent, its environment or the infrastructure failed."""
-        return self.outcome in ("failed", "aborted") or self.failure_kind is not None
+        return is_failure(self.outcome, self.failure_kind)
+
+
+def is_failure(outcome: str | None, failure_kind: str | None) -> bool:
+    """Whether an episode that ended so failed."""
+    return outcome in ("failed", "aborted") or failure_kind is not None
 
 
 def read_transcripts(

@@ -134,7 +134,7 @@ class RunProgress:
                 self._console.print(line, highlight=False, soft_wrap=True)
 
     def _picture(self) -> Group:
-        table = Table(box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False, show_header=bool(self._rows))
         table.add_column("step", justify="right")
         shown = self._rows[-_NUM_ROWS:]
         columns = [c for c in _COLUMNS if any(_is_shown(row, c[1]) for row in shown)]

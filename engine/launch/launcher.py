@@ -580,11 +580,19 @@ def train(
         draw_curve(run.dir)
         console.print("stopped; start the same command again to resume from the last checkpoint")
         return 130
+    _show_result(run, console)
+    return 0
+
+
+def _show_result(run: Run, console: Console) -> None:
+    """What a finished run has become, and how to look into it."""
     console.print(result_table(run.dir))
     picture = draw_curve(run.dir)
     if picture is not None:
         console.print(f"curve {picture}", highlight=False, soft_wrap=True)
-    return 0
+    if keeps_trajectories(run.settings.trajectories):
+        shown = run.settings.run.dir / run.settings.run.name
+        console.print(f"read its episodes: outloop view {shown}", highlight=False, soft_wrap=True)
 
 
 def serve(

@@ -104,21 +104,40 @@ class Run:
         with MetricsWriter(self.folder) as writer:
             writer.write(step, {f"user/{name}": value for name, value in values.items()})
 
-    def episodes(self, *, failed: bool = False) -> list[Transcript]:
-        """Closed episodes that the run still holds, as text; `failed`: only those that failed.
+    def episodes(self, *, failed: bool = False, limit: int | None = None) -> list[Transcript]:
+        """Closed episodes as text, in the order in which they ended.
 
-        The last 64 that failed are always there; others until a checkpoint contains their group or
-        the group is dropped.
+        Those of the archive, and those that have no place in it yet. Without an archive: the last
+        64 that failed, and others until a checkpoint contains their group or the group is dropped.
+
+        Args:
+            failed: only those that failed.
+            limit: the newest so many; None: all.
 
         Raises:
             SettingsError: the policy's tokenizer is not where the settings say.
-            BufferUnavailable: the run's Redis is gone.
+            BufferUnavailable: the run has no archive, and its Redis is gone.
         """
         from outloop.buffer.cli.open_run import joined
-        from outloop.buffer.transcripts import read_transcripts
+        from outloop.buffer.errors import BufferUnavailable
+        from outloop.buffer.trajectories.folder import FOLDER, MANIFEST
+        from outloop.buffer.transcripts import Transcript, read_transcripts
 
-        with joined(self.folder) as reader:
-            return list(read_transcripts(reader, self.settings, failed=failed))
+        folder, known, found = self.folder / FOLDER, set[str](), list[Transcript]()
+        if (folder / MANIFEST).exists():
+            from outloop.buffer.trajectories.reading import archived_ids, read_archived_transcripts
+
+            known = archived_ids(folder)
+            found = read_archived_transcripts(folder, failed=failed, limit=limit)
+        try:
+            with joined(self.folder) as reader:
+                held = list(read_transcripts(reader, self.settings, failed=failed))
+        except BufferUnavailable:
+            if not known:
+                raise
+            held = []
+        found += [one for one in held if one.episode_id not in known]
+        return found if limit is None else found[-limit:]
 
     def curve(self) -> Path | None:
         """Draw the learning curve so far; the picture, or None without points or matplotlib."""

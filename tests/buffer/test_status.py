@@ -72,6 +72,10 @@ async def test_status_of_a_run_that_is_not_up(
     await loop_on(redis.url)
     redis.stop()
     assert outloop("status", tmp_path / "t").startswith("t: not up, no launcher")
+    row = {"step": 10**9, "time": 1.0, "train/loss": 0.1, "train/reward_mean": 0.5,
+           "train/step_s": 2.0}  # fmt: skip
+    (tmp_path / "t" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert outloop("status", tmp_path / "t").startswith("t: finished, no launcher")
 
 
 async def test_tail_shows_each_episode_once_and_ends_with_the_run(
@@ -86,4 +90,4 @@ async def test_tail_shows_each_episode_once_and_ends_with_the_run(
     shown = outloop("tail", tmp_path / "t", "--old")
     assert shown.count("completed  reward 1.000") == len(claims)
     assert "turn 0 output (version 0, stop): 'one" in shown
-    assert outloop("tail", tmp_path / "t") == ""
+    assert "the run is not up; `outloop episodes --run" in outloop("tail", tmp_path / "t")

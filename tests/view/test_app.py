@@ -126,6 +126,25 @@ def test_an_episode_is_shown_whole(client: TestClient) -> None:
     assert [one["episode_id"] for one in get(client, "/shown/groups/g0-1")] == ["good", "bad"]
 
 
+def test_a_task_is_compared_across_versions(client: TestClient) -> None:
+    """Versions with their rewards, oldest first; each attempt parts from the version before it."""
+    found = get(client, "/shown/task", task_id="sum")
+    assert [(row["version"], row["number"]) for row in found["versions"]] == [(3, 2), (4, 1)]
+    assert found["versions"][1]["mean_reward"] == 1.0
+    assert found["shown"] == [3, 4]
+    # Of the attempts of version 3, the failed one ended last: `wrong` nine times.
+    assert [row["episode_id"] for row in found["attempts"]][2] == "good"
+    bad, good = (
+        next(row for row in found["attempts"] if row["episode_id"] == one)
+        for one in ("bad", "good")
+    )
+    assert (bad["num_shared"], bad["differs"]) == (0, "5 wrong wrong <|im_end|>\n")
+    assert good["differs"].startswith('<tool_call>{"name": "add"')
+    assert "question" in found["prompt"]
+    assert get(client, "/shown/task", task_id="sum", before="4")["shown"] == [3]
+    assert client.get("/api/runs/shown/task?task_id=none", headers=WITH_KEY).status_code == 404
+
+
 def test_the_overview_has_curves_fates_and_events(client: TestClient) -> None:
     """All of metrics.jsonl, and what became of episodes."""
     shown = get(client, "/shown/overview")

@@ -124,6 +124,19 @@ def test_attempts_stand_side_by_side(page: Page) -> None:
     expect(page.locator(".side tbody tr")).to_have_count(3)
 
 
+def test_a_task_is_shown_version_by_version(page: Page) -> None:
+    """Reached from an episode: a column for each version, rewards, and where the texts part."""
+    go(page, "episode/good")
+    page.get_by_role("link", name="its task by version").click()
+    expect(page.locator("h1")).to_have_text("Task sum")
+    heads = ["version 302 attempts", "version 411 attempt"]
+    expect(page.locator(".versions thead th")).to_have_text(heads)
+    expect(page.locator(".versions .attempts").nth(1)).to_contain_text('"name": "add"')
+    expect(page.get_by_role("img", name=re.compile("Reward of this task"))).to_be_visible()
+    page.get_by_role("link", name="as a list").click()
+    expect(page.locator("#rows tbody tr")).to_have_count(3)
+
+
 def test_a_token_tells_all_that_is_known_of_it(page: Page) -> None:
     """Id, text, logprob, version and mask; keys choose the color and move."""
     go(page, "tokens/good")
@@ -149,6 +162,10 @@ def test_hostile_text_is_only_text(page: Page) -> None:
         ("episode/attack?raw=1", "<img src=x onerror=window.hacked=2>"),
         ("tokens/attack", "<script>window.hacked=1</script>"),
         ("group/g0-1", ""),
+        (
+            "task/%3Cimg%20src%3Dx%20onerror%3Dwindow.hacked%3D2%3E",
+            "<script>window.hacked=1</script>",
+        ),
         ("episodes?text=%3Cscript%3Ewindow.hacked%3D6%3C%2Fscript%3E", ""),
         ("episode/%3Cimg%20src=x%20onerror=window.hacked=7%3E", "is not in the archive"),
     ):

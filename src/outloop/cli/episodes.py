@@ -20,7 +20,13 @@ MAX_CHARS = 300
 @click.argument("episode", required=False)
 @RUN
 @click.option("--failed", is_flag=True, help="Only episodes that failed.")
-@click.option("--limit", default=20, show_default=True, help="The last so many; 0: all.")
+@click.option(
+    "--limit",
+    default=20,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="The last so many; 0: all.",
+)
 @click.option("--full", is_flag=True, help="Do not shorten texts.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 def episodes(
@@ -30,25 +36,26 @@ def episodes(
 
     With EPISODE, an id or its beginning, that episode is shown in full.
 
-    The last 64 episodes that failed are always kept. Others are freed when a checkpoint contains
-    their group, or the group is dropped.
+    The run need not be up. Without an archive of trajectories only the last 64 episodes that failed
+    are kept; others are freed when a checkpoint contains their group, or the group is dropped.
     """
     from dataclasses import asdict
 
     import outloop
 
-    found = outloop.Run(run_dir).episodes(failed=failed)
+    at_most = None if episode is not None or limit == 0 else limit
+    shown = outloop.Run(run_dir).episodes(failed=failed, limit=at_most)
     if episode is not None:
-        found = [one for one in found if one.episode_id.startswith(episode)]
+        shown = [one for one in shown if one.episode_id.startswith(episode)]
         full = True
-    shown = found[-limit:] if limit else found
     for transcript in shown:
         if as_json:
             click.echo(json.dumps(asdict(transcript)))
         else:
             print_transcript(transcript, None if full else MAX_CHARS)
     kind = "failed episodes" if failed else "episodes"
-    click.echo(f"{len(shown)} of {len(found)} {kind} shown", err=as_json)
+    more = "; --limit 0 shows all" if len(shown) == at_most else ""
+    click.echo(f"{len(shown)} {kind} shown{more}", err=as_json)
 
 
 def print_transcript(transcript: Transcript, max_chars: int | None) -> None:

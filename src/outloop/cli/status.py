@@ -6,6 +6,7 @@ import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -60,6 +61,10 @@ def _from_redis(run_dir: Path) -> tuple[int, dict[str, Any]]:
 
     run = load_run(run_dir)
     num_steps = run.settings.trainer.num_steps
+    socket = urlsplit(run.redis_url)
+    if socket.scheme == "unix" and not Path(socket.path).exists():
+        # An embedded server ends with its run; asking one that is gone takes seconds of retries.
+        return num_steps, {}
     try:
         reader = BufferReader.connect(run)
     except BufferUnavailable as error:
@@ -94,10 +99,11 @@ def _facts(reader: BufferReader) -> dict[str, Any]:
 
 def _print(found: dict[str, Any]) -> None:
     launcher = found["launcher_pid"]
-    state = found.get("state", "not up")
+    last = found["last_step"]
+    is_over = last is not None and last["step"] >= found["num_steps"]
+    state = found.get("state", "finished" if is_over else "not up")
     led = f"led by process {launcher}" if launcher else "no launcher on this machine"
     click.secho(f"{found['run']}: {state}, {led}", bold=True)
-    last = found["last_step"]
     if last is not None:
         click.echo(
             f"step {last['step']} of {found['num_steps']}, {_ago(last['time'])}; "
@@ -133,4 +139,9 @@ def _print_status(fields: dict[str, str]) -> None:
 
 def _ago(unix: float) -> str:
     seconds = max(0.0, time.time() - unix)
-    return f"{seconds:.0f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"
+    if seconds < 120:
+        return f"{seconds:.0f} s ago"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min ago"
+    hours = seconds / 3600
+    return f"{hours:.0f} h ago" if hours < 48 else f"{hours / 24:.0f} days ago"

@@ -33,6 +33,9 @@ def tail(run_dir: Path, failed: bool, full: bool, old: bool) -> None:
         if not old:
             transcripts.skip_old()
         is_last = False
+        if reader.run_state() != "running":
+            hint = f"the run is not up; `outloop episodes --run {run_dir}` shows what it played"
+            click.echo(hint, err=True)
         while not is_last:
             started_at = time.monotonic()
             is_last = reader.run_state() != "running"

@@ -11,7 +11,8 @@ import click
 from outloop.cli.options import check_writable
 
 _LIST = """
-SELECT episode_id, purpose, fate, reason, task_id, reward, num_turns, num_output_tokens, max_version
+SELECT episode_id AS episode, purpose, fate, reason, task_id AS task, reward, num_turns AS turns,
+  num_output_tokens AS tokens, max_version AS version
 FROM episodes ORDER BY ended_at DESC LIMIT 20
 """
 _MAX_CHARS = 60

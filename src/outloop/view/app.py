@@ -119,7 +119,18 @@ def _api(runs: Mapping[str, RunFolder]) -> APIRouter:
     def show_group(run: str, group_id: str) -> list[dict[str, Any]]:
         return run_of(run).group(group_id)
 
+    @api.get("/{run}/task")
+    def show_task(
+        run: str, task_id: str, before: Annotated[str | None, Query(max_length=20)] = None
+    ) -> dict[str, Any]:
+        return run_of(run).task(task_id, before=_version(before))
+
     return api
+
+
+def _version(text: str | None) -> int | None:
+    """A policy version of an address; none for what is no number."""
+    return int(text) if text is not None and text.isdecimal() else None
 
 
 async def _admit(request: Request, key: str, call_next: Answer) -> Response:

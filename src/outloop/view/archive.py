@@ -55,6 +55,12 @@ _TURN_TOKENS = (
 )
 
 
+_MAX_VERSIONS, _PER_VERSION = 24, 8
+"""Columns of a task's view, and attempts in each."""
+_SHARED_CHARS, _DIFFERENT_CHARS = 60, 400
+"""Of an attempt's text: before and after the place where it parts from another."""
+
+
 class EpisodeFilter(BaseModel):
     """Which episodes are listed; None and "" ask for nothing."""
 
@@ -260,6 +266,56 @@ class RunFolder:
             raise NotFound(f"group_id={group_id} is not in the archive of run {self.name}")
         return found
 
+    def task(self, task_id: str, *, before: int | None = None) -> dict[str, Any]:
+        """Attempts at a task by policy version, each with where its text parts from the one before.
+
+        `versions`: all of them, oldest first. `shown`: the newest _MAX_VERSIONS of them, older
+        than `before` if that is given. `attempts`: the newest _PER_VERSION of each of those.
+        `num_chars`: how long the policy's text is; `num_shared`: how much of it is that of the last
+        attempt of the version before; `shared_end`, `differs`: around where they part.
+
+        Raises:
+            NotFound: the archive holds no attempt at it.
+        """
+        versions = self._rows(
+            "SELECT max_version AS version, count(*) AS number, avg(reward) AS mean_reward, "
+            "stddev_samp(reward) / sqrt(count(reward)) AS reward_se FROM episodes "
+            "WHERE task_id = ? GROUP BY max_version ORDER BY max_version NULLS FIRST",
+            [task_id],
+        )
+        if not versions:
+            raise NotFound(f"task_id={task_id} is not in the archive of run {self.name}")
+        known = [row["version"] for row in versions]
+        older = [one for one in known if before is None or one is None or one < before]
+        shown = (older or known)[-_MAX_VERSIONS:]
+        attempts = self._rows(
+            f"SELECT {LISTED} FROM episodes WHERE task_id = ? AND "
+            f"coalesce(max_version, -1) IN ({_marks(shown)}) "
+            "QUALIFY row_number() OVER (PARTITION BY max_version ORDER BY ended_at DESC) <= ? "
+            "ORDER BY max_version NULLS FIRST, ended_at",
+            [task_id, *(-1 if one is None else one for one in shown), _PER_VERSION],
+        )
+        ids = [row["episode_id"] for row in attempts]
+        texts = dict.fromkeys(ids, "")
+        for turn in self._rows(
+            f"SELECT episode_id, output_text FROM turns WHERE episode_id IN ({_marks(ids)}) "
+            "ORDER BY turn_index",
+            ids,
+        ):
+            texts[turn["episode_id"]] += turn["output_text"]
+        _add_differences(attempts, texts)
+        first = self._rows(
+            "SELECT prompt_text FROM turns WHERE episode_id = ? ORDER BY turn_index LIMIT 1",
+            ids[-1:],
+        )
+        return {
+            "task_id": task_id,
+            "versions": versions,
+            "shown": shown,
+            "attempts": attempts,
+            "prompt": first[0]["prompt_text"] if first else None,
+        }
+
     def tokens(self, episode_id: str) -> dict[str, Any]:
         """The token columns of an episode's turns, and the texts of the ids in them."""
         turns = self._turns(_TURN_TOKENS, episode_id)
@@ -370,6 +426,27 @@ def _intervals(pairs: list[tuple[float, float]]) -> np.ndarray[Any, np.dtype[np.
 
 def _marks(values: list[Any]) -> str:
     return ", ".join("?" for _ in values) or "NULL"
+
+
+def _add_differences(attempts: list[dict[str, Any]], texts: dict[str, str]) -> None:
+    """Say of each attempt, in the order of versions, where its text parts from the last."""
+    previous, last = "", ""
+    version: int | None = None
+    for index, row in enumerate(attempts):
+        text = texts[row["episode_id"]]
+        if index and row["max_version"] != version:
+            previous = last
+        version, last = row["max_version"], text
+        shared = _num_shared(previous, text)
+        row["num_chars"], row["num_shared"] = len(text), shared
+        row["shared_end"] = text[max(0, shared - _SHARED_CHARS) : shared]
+        row["differs"] = text[shared : shared + _DIFFERENT_CHARS]
+
+
+def _num_shared(one: str, other: str) -> int:
+    """How many characters two texts have in common at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _branches(turns: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

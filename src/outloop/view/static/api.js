@@ -16,4 +16,5 @@ export const lanes = (run, last) => get(`/api/runs/${part(run)}/lanes${last ? `?
 export const episodes = (run, query) => get(`/api/runs/${part(run)}/episodes?${new URLSearchParams(query)}`);
 export const episode = (run, id) => get(`/api/runs/${part(run)}/episodes/${part(id)}`);
 export const tokens = (run, id) => get(`/api/runs/${part(run)}/episodes/${part(id)}/tokens`);
+export const task = (run, id, before) => get(`/api/runs/${part(run)}/task?${new URLSearchParams({ task_id: id, ...(before === null ? {} : { before }) })}`);
 export const group = (run, id) => get(`/api/runs/${part(run)}/groups/${part(id)}`);

@@ -7,9 +7,10 @@ import * as episodes from "./episodes.js";
 import * as group from "./group.js";
 import * as overview from "./overview.js";
 import { link, parse } from "./route.js";
+import * as task from "./task.js";
 import * as tokens from "./tokens.js";
 
-const VIEWS = { overview, episodes, episode, tokens, group };
+const VIEWS = { overview, episodes, episode, tokens, group, task };
 const LIVE_MS = 3000;
 const THEMES = ["system", "light", "dark"];
 const KEYS = [["o", "overview"], ["e", "episodes"], ["/", "search"], ["j k", "next and previous episode of the list"], ["Enter", "open it"], ["n p", "next and previous page"], ["u", "back"], ["1–5", "color of tokens"], ["arrows", "move in tokens and charts"], ["t", "light or dark"], ["?", "these keys"]];

@@ -45,7 +45,7 @@ function band(points, x, y) {
 }
 
 // series: [{name, color, dashed, points: [{step, value, error}]}]; `note` says what the band is.
-export function lineChart({ title, note = "", series, floor = null, ceiling = null, format = number }) {
+export function lineChart({ title, note = "", series, floor = null, ceiling = null, format = number, axis = "step" }) {
   const shown = series.filter((one) => one.points.some((p) => p.value !== null && p.value !== undefined));
   if (!shown.length) return null;
   const all = shown.flatMap((one) => one.points).filter((p) => p.value !== null && p.value !== undefined);
@@ -62,8 +62,8 @@ export function lineChart({ title, note = "", series, floor = null, ceiling = nu
   ]);
   const at = (step) => shown.map((one) => ({ name: one.name, color: one.color, point: one.points.find((p) => p.step === step) })).filter((one) => one.point && one.point.value !== null && one.point.value !== undefined);
   const last = Math.max(...steps);
-  const summary = `${title}. ${shown.map((one) => { const known = one.points.filter((p) => p.value !== null && p.value !== undefined); return `${one.name}: from ${format(known[0].value)} to ${format(known[known.length - 1].value)}`; }).join("; ")}, steps ${Math.min(...steps)} to ${last}.`;
-  return card(title, note, shown, { x, axes, drawn, steps: [...new Set(steps)].sort((a, b) => a - b), at, y, format, summary });
+  const summary = `${title}. ${shown.map((one) => { const known = one.points.filter((p) => p.value !== null && p.value !== undefined); return `${one.name}: from ${format(known[0].value)} to ${format(known[known.length - 1].value)}`; }).join("; ")}, ${axis}s ${Math.min(...steps)} to ${last}.`;
+  return card(title, note, shown, { x, axes, drawn, steps: [...new Set(steps)].sort((a, b) => a - b), at, y, format, summary, axis });
 }
 
 // parts: [{name, color, points}]: bars of what each step consists of.
@@ -86,7 +86,7 @@ export function stackedChart({ title, note = "", parts, format = number }) {
   return card(title, note, parts, { x, axes, drawn, steps, at, y: null, format, summary });
 }
 
-function card(title, note, series, { x, y, axes, drawn, steps, at, format, summary }) {
+function card(title, note, series, { x, y, axes, drawn, steps, at, format, summary, axis = "step" }) {
   const cursor = s("g", { class: "cursor" });
   const tip = h("output", { class: "tip" });
   let index = steps.length - 1;
@@ -95,7 +95,7 @@ function card(title, note, series, { x, y, axes, drawn, steps, at, format, summa
     const step = steps[index], values = at(step);
     cursor.replaceChildren(s("line", { x1: x(step), x2: x(step), y1: TOP, y2: HEIGHT - BOTTOM, class: "rule" }),
       ...(y ? values.map((one) => s("circle", { cx: x(step), cy: y(one.point.value), r: 3.4, fill: one.color, class: "dot" })) : []));
-    tip.replaceChildren(h("b", {}, `step ${step}`), ...values.map((one) => h("span", {}, h("i", { style: { background: one.color } }),
+    tip.replaceChildren(h("b", {}, `${axis} ${step}`), ...values.map((one) => h("span", {}, h("i", { style: { background: one.color } }),
       `${one.name} ${format(one.point.value)}${one.point.error ? ` ± ${format(one.point.error)}` : ""}`)));
     tip.classList.add("shown");
   };

@@ -12,7 +12,7 @@ export function facts(run, one) {
     cell("reward", h("b", {}, one.reward === null ? "none" : number(one.reward)), Object.entries(one.reward_components).map(([name, value]) => h("span", { class: "badge" }, `${plain(name)} ${number(value)}`))),
     cell("outcome", one.outcome || "never closed", one.failure_kind ? ` (${one.failure_kind})` : ""),
     cell("fate", h("span", { class: `badge ${one.fate}` }, fate(one)), one.trained_version !== null ? ` in version ${one.trained_version}` : ""),
-    cell("task", h("a", { href: link(run, "episodes", "", { task: one.task_id, sort: "version" }), title: "the same task across versions" }, plain(one.task_id))),
+    cell("task", h("a", { href: link(run, "task", one.task_id), title: "the same task across versions" }, plain(one.task_id))),
     one.group_id && cell("group", h("a", { href: link(run, "group", one.group_id) }, `${one.group_id}, attempt ${one.attempt}`)),
     one.eval_name && cell("evaluation", one.eval_name),
     cell("sampled by", one.min_version === null ? "–" : one.min_version === one.max_version ? `version ${one.max_version}` : `versions ${one.min_version}–${one.max_version}`),
@@ -49,9 +49,9 @@ function turnBlock(run, one, node, nodes, raw) {
       : [messages(turn.prompt_text, "context").map((m) => bubble(m.role, m.text)), bubble("policy", messages(turn.output_text, "policy").map((m) => m.text).join(""))]);
 }
 
-export function tabs(run, id, groupId, now) {
+export function tabs(run, id, groupId, taskId, now) {
   const tab = (name, view, target) => h("a", { href: link(run, view, target), "aria-current": now === view ? "page" : null }, name);
-  return h("nav", { class: "tabs", "aria-label": "Views of the episode" }, tab("conversation", "episode", id), tab("tokens", "tokens", id), groupId && tab("its group", "group", groupId));
+  return h("nav", { class: "tabs", "aria-label": "Views of the episode" }, tab("conversation", "episode", id), tab("tokens", "tokens", id), groupId && tab("its group", "group", groupId), taskId && tab("its task by version", "task", taskId));
 }
 
 export async function show(main, { run, id, query }) {
@@ -61,7 +61,7 @@ export async function show(main, { run, id, query }) {
   const draw = () => {
     const siblings = one.group.length > 1 && h("nav", { class: "siblings", "aria-label": "Attempts of the group" }, "attempts", one.group.map((other) =>
       h("a", { class: other.episode_id === id ? "chip on" : "chip", href: link(run, "episode", other.episode_id), "aria-current": other.episode_id === id ? "true" : null }, `${other.attempt}: ${other.reward === null ? other.fate : number(other.reward)}`)));
-    replace(main, h("h1", {}, "Episode ", h("code", { title: one.episode_id }, short(one.episode_id))), tabs(run, id, one.group_id, "episode"), facts(run, one), siblings,
+    replace(main, h("h1", {}, "Episode ", h("code", { title: one.episode_id }, short(one.episode_id))), tabs(run, id, one.group_id, one.task_id, "episode"), facts(run, one), siblings,
       one.error && h("section", { class: "card error" }, h("h3", {}, "Error"), h("pre", {}, plain(one.error))),
       h("div", { class: "toolbar" }, h("label", {}, h("input", { type: "checkbox", id: "raw", checked: raw, onchange: (event) => { raw = event.target.checked; draw(); } }), " text as the server saw it"),
         one.num_branches > 1 && h("span", {}, `${one.num_branches} branches`), one.resumes && h("span", {}, `resumes ${short(one.resumes)}`)),

@@ -45,7 +45,7 @@ export function rewardCell(value) {
 function row(run, one, query) {
   return h("tr", { tabindex: -1, "data-href": link(run, "episode", one.episode_id) },
     h("td", {}, h("a", { href: link(run, "episode", one.episode_id), title: one.episode_id }, short(one.episode_id)), one.purpose === "eval" ? h("span", { class: "badge" }, "eval") : null),
-    h("td", {}, h("a", { href: link(run, "episodes", "", { task: one.task_id, sort: "version" }), title: `${one.task_id}: across versions` }, plain(short(one.task_id)))),
+    h("td", {}, h("a", { href: link(run, "task", one.task_id), title: `${one.task_id}: across versions` }, plain(short(one.task_id)))),
     h("td", {}, h("span", { class: `badge ${one.fate}` }, fate(one))), h("td", { class: one.outcome === "completed" ? "" : "bad" }, one.outcome || "open", one.failure_kind ? ` (${one.failure_kind})` : ""),
     rewardCell(one.reward), h("td", { class: "num" }, one.num_turns, one.num_branches > 1 ? h("span", { class: "badge", title: "branches" }, `${one.num_branches} br`) : null), h("td", { class: "num" }, number(one.num_output_tokens)),
     h("td", { class: "num" }, one.min_version === one.max_version ? number(one.max_version) : `${one.min_version}–${one.max_version}`), h("td", { class: "num" }, one.closed_at ? seconds(one.closed_at - one.opened_at) : "–"));

@@ -38,7 +38,7 @@ export async function show(main, { run, id }) {
   }
   const first = attempts[0].turns[0];
   replace(main, h("h1", {}, "Group ", h("code", {}, id)),
-    h("p", { class: "count" }, `${attempts.length} attempts at task `, h("a", { href: link(run, "episodes", "", { task: attempts[0].task_id, sort: "version" }) }, plain(short(attempts[0].task_id))), mean === null ? "" : `, mean reward ${number(mean)}`, ". What attempts with the same history share is dim."),
+    h("p", { class: "count" }, `${attempts.length} attempts at task `, h("a", { href: link(run, "task", attempts[0].task_id) }, plain(short(attempts[0].task_id))), mean === null ? "" : `, mean reward ${number(mean)}`, ". What attempts with the same history share is dim."),
     first && h("div", { class: "asked" }, messages(first.prompt_text, "context").map((m) => bubble(m.role, m.text))),
     h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Attempts side by side" }, h("table", { class: "side" },
       h("thead", {}, h("tr", {}, h("th", {}, "turn"), attempts.map((one) => h("th", { scope: "col" }, h("a", { href: link(run, "episode", one.episode_id) }, `attempt ${one.attempt}`), h("b", {}, one.reward === null ? "no reward" : number(one.reward)),

@@ -1,5 +1,6 @@
 // Addresses: everything that is shown has one, after the #.
 //   #/RUN/overview?with=RUN   #/RUN/episodes?text=...   #/RUN/episode/ID   #/RUN/tokens/ID   #/RUN/group/ID
+//   #/RUN/task/ID?before=VERSION
 
 export function parse(hash) {
   const [path, query = ""] = hash.replace(/^#\/?/, "").split("?");

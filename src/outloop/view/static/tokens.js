@@ -136,7 +136,7 @@ export async function show(main, { run, id, query }) {
       } else if (MODES[Number(event.key) - 1]) choose(MODES[Number(event.key) - 1][0]);
     },
   }, blocks);
-  replace(main, h("h1", {}, "Tokens of ", h("code", { title: id }, short(id))), tabs(run, id, one.group_id, "tokens"), bar, keys, h("div", { class: "split" }, area, detail));
+  replace(main, h("h1", {}, "Tokens of ", h("code", { title: id }, short(id))), tabs(run, id, one.group_id, one.task_id, "tokens"), bar, keys, h("div", { class: "split" }, area, detail));
   paint();
   const first = area.querySelector(".tok:not(.given)") || area.querySelector(".tok");
   if (first) select(first);
