@@ -416,7 +416,7 @@ def signature_text(name: str, function: Any) -> str:
 
 def described(name: str, function: Any) -> str:
     """A function with its docstring."""
-    return f"```\n{signature_text(name, function)}\n```\n\n{doc_text(function)}\n\n"
+    return f"```text\n{signature_text(name, function)}\n```\n\n{doc_text(function)}\n\n"
 
 
 def doc_text(documented: Any) -> str:

@@ -125,7 +125,10 @@ class Run:
 
         folder, known, found = self.folder / FOLDER, set[str](), list[Transcript]()
         if (folder / MANIFEST).exists():
-            from outloop.buffer.trajectories.reading import archived_ids, read_archived_transcripts
+            from outloop.buffer.trajectories.archived_transcripts import (
+                archived_ids,
+                read_archived_transcripts,
+            )
 
             known = archived_ids(folder)
             found = read_archived_transcripts(folder, failed=failed, limit=limit)

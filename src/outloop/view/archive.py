@@ -278,8 +278,8 @@ class RunFolder:
             NotFound: the archive holds no attempt at it.
         """
         versions = self._rows(
-            "SELECT max_version AS version, count(*) AS number, avg(reward) AS mean_reward, "
-            "stddev_samp(reward) / sqrt(count(reward)) AS reward_se FROM episodes "
+            "SELECT max_version AS version, count(*) AS number, avg(reward) AS mean_reward "
+            "FROM episodes "
             "WHERE task_id = ? GROUP BY max_version ORDER BY max_version NULLS FIRST",
             [task_id],
         )

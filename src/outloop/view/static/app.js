@@ -35,7 +35,7 @@ function header({ run, view }) {
     run && (runs.length > 1 ? h("select", { "aria-label": "Run", onchange: (event) => { location.hash = link(event.target.value); } }, runs.map((one) => h("option", { value: one.name, selected: one.name === run }, one.name))) : h("span", { class: "run" }, run)),
     run && h("nav", { "aria-label": "Views" }, tab("overview", "Overview"), tab("episodes", "Episodes")), h("span", { class: "space" }),
     runs.find((one) => one.name === run)?.is_live && h("span", { class: "live" }, "live"),
-    h("button", { onclick: nextTheme, title: "light, dark, or as the system (t)" }, `theme: ${localStorage.getItem("outloop-theme") || "system"}`), h("button", { onclick: help, title: "keys (?)", "aria-label": "Keys" }, "?"));
+    h("button", { onclick: nextTheme, title: "light, dark, or as the system (t)" }, h("span", { class: "roomy" }, "theme: "), localStorage.getItem("outloop-theme") || "system"), h("button", { onclick: help, title: "keys (?)", "aria-label": "Keys" }, "?"));
 }
 
 function help() {

@@ -12,7 +12,7 @@ export function facts(run, one) {
     cell("reward", h("b", {}, one.reward === null ? "none" : number(one.reward)), Object.entries(one.reward_components).map(([name, value]) => h("span", { class: "badge" }, `${plain(name)} ${number(value)}`))),
     cell("outcome", one.outcome || "never closed", one.failure_kind ? ` (${one.failure_kind})` : ""),
     cell("fate", h("span", { class: `badge ${one.fate}` }, fate(one)), one.trained_version !== null ? ` in version ${one.trained_version}` : ""),
-    cell("task", h("a", { href: link(run, "task", one.task_id), title: "the same task across versions" }, plain(one.task_id))),
+    cell("task", h("a", { href: link(run, "task", one.task_id), title: `${one.task_id}: across versions` }, plain(short(one.task_id)))),
     one.group_id && cell("group", h("a", { href: link(run, "group", one.group_id) }, `${one.group_id}, attempt ${one.attempt}`)),
     one.eval_name && cell("evaluation", one.eval_name),
     cell("sampled by", one.min_version === null ? "–" : one.min_version === one.max_version ? `version ${one.max_version}` : `versions ${one.min_version}–${one.max_version}`),

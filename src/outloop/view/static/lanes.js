@@ -34,13 +34,13 @@ function draw(found, events) {
   const marks = events.filter((one) => MARKED[one.kind] && one.time >= found.begin && one.time <= found.end).map((one) =>
     s("g", {}, s("title", {}, `${time(one.time)}: ${one.kind.replaceAll("_", " ")} ${one.part || one.name || ""}`), s("line", { x1: at(one.time), x2: at(one.time), y1: TOP, y2: top + LANE, stroke: MARKED[one.kind], "stroke-width": 1.5, "stroke-dasharray": "3 3" })));
   const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) => s("text", { x: x(share), y: height - 6, class: share === 1 ? "tick end" : share ? "tick middle" : "tick" }, new Date((found.begin + share * span) * 1000).toLocaleTimeString("en-GB")));
-  const said = [found.trainer_waited !== null && found.trainer_waited !== undefined && `the trainer waited for episodes ${number(100 * found.trainer_waited, 0)}% of this time`, found.servers_idle !== null && found.servers_idle !== undefined && `the servers were nearly idle ${number(100 * found.servers_idle, 0)}% of it`].filter(Boolean).join("; ");
+  const said = [found.trainer_waited !== null && found.trainer_waited !== undefined && `the trainer waited for episodes ${Math.round(100 * found.trainer_waited)}% of this time`, found.servers_idle !== null && found.servers_idle !== undefined && `the servers were nearly idle ${Math.round(100 * found.servers_idle)}% of it`].filter(Boolean).join("; ");
   return [s("svg", { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": `Who waited for whom. ${said}.` }, lanes, s("text", { x: LEFT - 8, y: top + LANE / 2 + 4, class: "tick end" }, "trainer"), steps, marks, ticks), said];
 }
 
 // A card that reads its own data: {element, update}.
 export function card(run) {
-  const picture = h("div", {}), note = h("small", {}), chips = h("div", { class: "compare" });
+  const picture = h("div", { class: "picture" }), note = h("small", {}), chips = h("div", { class: "compare" });
   let chosen = "all", known = [];
   const show = async () => {
     const found = await api.lanes(run, chosen === "all" ? "" : chosen);

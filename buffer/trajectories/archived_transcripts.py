@@ -1,0 +1,70 @@
+"""Episodes of the archive as text, for a person to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from outloop.buffer.trajectories.folder import part_paths, read_manifest
+from outloop.buffer.transcripts import Transcript, TurnText, is_failure
+
+_TRANSCRIPT = (
+    "episode_id", "task_id", "purpose", "outcome", "failure_kind", "reward", "error", "output"
+)  # fmt: skip
+_TURN_TEXT = ("episode_id", "prompt_text", "output_text", "finish_reason", "version_spans")
+
+
+def read_archived_transcripts(
+    folder: Path, *, failed: bool = False, limit: int | None = None
+) -> list[Transcript]:
+    """Closed episodes of the archive as text, in the order in which they ended.
+
+    Args:
+        failed: only those that failed.
+        limit: the newest so many; None: all.
+
+    Raises:
+        SchemaMismatch: written by another release.
+    """
+    found: list[Transcript] = []
+    for part in reversed(read_manifest(folder).parts):
+        episodes, turns = part_paths(folder, part)
+        rows = pq.read_table(episodes, columns=list(_TRANSCRIPT)).to_pylist()
+        wanted = [row for row in reversed(rows) if row["outcome"] is not None]
+        if failed:
+            wanted = [row for row in wanted if is_failure(row["outcome"], row["failure_kind"])]
+        if limit is not None:
+            wanted = wanted[: limit - len(found)]
+        if not wanted:
+            continue
+        ids = [row["episode_id"] for row in wanted]
+        texts: dict[str, list[TurnText]] = {one: [] for one in ids}
+        table = pq.read_table(turns, columns=list(_TURN_TEXT), filters=[("episode_id", "in", ids)])
+        for turn in table.to_pylist():
+            texts[turn["episode_id"]].append(
+                TurnText(
+                    prompt=turn["prompt_text"],
+                    output=turn["output_text"],
+                    finish_reason=turn["finish_reason"],
+                    policy_versions=tuple(sorted(set(turn["version_spans"][::3]))),
+                )
+            )
+        found += [Transcript(**row, turns=tuple(texts[row["episode_id"]])) for row in wanted]
+        if len(found) == limit:
+            break
+    return found[::-1]
+
+
+def archived_ids(folder: Path) -> set[str]:
+    """Ids of the closed episodes of the archive.
+
+    Raises:
+        SchemaMismatch: written by another release.
+    """
+    found: set[str] = set()
+    for part in read_manifest(folder).parts:
+        path, _ = part_paths(folder, part)
+        table = pq.read_table(path, columns=["episode_id"], filters=[("outcome", "!=", "")])
+        found.update(table[0].to_pylist())
+    return found
