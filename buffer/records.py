@@ -16,6 +16,7 @@ import numpy as np
 
 from outloop.buffer.errors import RecordError
 from outloop.buffer.routed_experts import RoutedExperts
+from outloop.buffer.sampling_support import SamplingSupport
 
 Purpose = Literal["train", "eval", "sft"]
 """`train`: may be trained by RL. `eval`: never trained. `sft`: messages only, trained by SFT."""
@@ -56,16 +57,27 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def is_plain(self) -> bool:
         """True if behavior_logprobs are log_softmax(logits / T) over the whole vocabulary."""
+        return self._scales_alone and not self._cuts
+
+    @property
+    def has_support(self) -> bool:
+        """True if logprobs are log_softmax(logits / T) over some ids: what top-p, top-k, min-p or a
+        grammar left of the vocabulary."""
+        return self._scales_alone and self._cuts and self.top_k != 1
+
+    @property
+    def _scales_alone(self) -> bool:
+        """True if logits are divided by a temperature and not changed otherwise."""
         return (
             self.temperature > 0.0
-            and self.top_p == 1.0
-            and self.top_k <= 0
-            and self.min_p == 0.0
             and self.frequency_penalty == 0.0
             and self.presence_penalty == 0.0
             and self.repetition_penalty == 1.0
-            and not self.constraint
         )
+
+    @property
+    def _cuts(self) -> bool:
+        return self.top_p != 1.0 or self.top_k > 0 or self.min_p != 0.0 or bool(self.constraint)
 
 
 class VersionSpan(
@@ -114,13 +126,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     output_ids: Int32
     """[O] int32."""
     behavior_logprobs: Float32 | None
-    """[O] float32, or None for SFT turns, which no policy sampled."""
+    """[O] float32, or None for SFT turns, which no policy sampled; with `support`, over its ids."""
     version_spans: tuple[VersionSpan, ...]
     """Cover [0, O) without gaps for sampled turns; empty for SFT turns."""
     loss_spans: tuple[tuple[int, int], ...]
     """Half-open ranges of output tokens that may be trained (6.1 rules 1 and 2)."""
     mask_reason: str = ""
-    """Why tokens are outside loss_spans: behavior_unknown, after_stop, undelivered, ..."""
+    """Why tokens are outside loss_spans: behavior_unknown, support_unknown, after_stop, ..."""
     sampling: Sampling
     finish_reason: FinishReason
     branch_cause: str = "root"
@@ -132,6 +144,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     routed_experts: RoutedExperts | None = None
     """Where the tokens before each of prompt_ids and output_ids were sent, as its page says; None:
     not known, or the model has no experts."""
+    support: SamplingSupport | None = None
+    """Among which ids each of output_ids was sampled; None: the whole vocabulary, or not known."""
 
     def __post_init__(self) -> None:
         for name, ids in (("prompt_ids", self.prompt_ids), ("output_ids", self.output_ids)):
@@ -163,6 +177,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 )
         if self.routed_experts is not None:
             self._check_rows(self.routed_experts.num_rows)
+        self._check_loss_spans()
+        if self.support is not None:
+            self._check_support(self.support)
+
+    def _check_loss_spans(self) -> None:
+        num_output = len(self.output_ids)
         for start, end in self.loss_spans:
             if not 0 <= start <= end <= num_output:
                 raise RecordError(
@@ -176,6 +196,33 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 f"turn {self.turn_id}: routed_experts has {num_rows} rows; {due} are due, one "
                 "before each id that has one before it"
             )
+
+    def _check_support(self, support: SamplingSupport) -> None:
+        counts = support.counts
+        if len(counts) != len(self.output_ids) or not self.sampling.has_support:
+            raise RecordError(
+                f"turn {self.turn_id}: support of {len(counts)} tokens for {len(self.output_ids)} "
+                f"output_ids sampled with {self.sampling}; it is for each token of a distribution "
+                "cut by top_p, top_k, min_p or a grammar"
+            )
+        owner = np.repeat(np.arange(len(counts)), counts)
+        is_own = support.ids == self.output_ids[owner]
+        found = np.bincount(owner[is_own], minlength=len(counts))
+        if (found != (counts > 0)).any():
+            raise RecordError(
+                f"turn {self.turn_id}: support lacks, or repeats, an id that was sampled"
+            )
+        for start, end in self.loss_spans:
+            if not counts[start:end].all():
+                raise RecordError(
+                    f"turn {self.turn_id}: loss_spans={self.loss_spans} hold a token whose support "
+                    "is not known"
+                )
+
+    @property
+    def is_behavior_known(self) -> bool:
+        """True if the distribution that its trainable tokens were sampled from can be rebuilt."""
+        return self.sampling.is_plain or self.support is not None
 
     @property
     def trained_version_bounds(self) -> tuple[int | None, int | None]:

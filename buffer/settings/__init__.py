@@ -26,6 +26,8 @@ from pydantic_settings import (
 )
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.records import Sampling
+from outloop.buffer.sampling_support import MAX_COUNT
 from outloop.buffer.settings.buffer import BufferSettings
 from outloop.buffer.settings.deploy import DeploySettings
 from outloop.buffer.settings.env import EnvSettings, EvalSettings, check_evaluations
@@ -84,19 +86,49 @@ class SamplingSettings(_Section):
 
     temperature: float = Field(1.0, gt=0)
     """At which trained traffic is sampled; greedy decoding cannot be trained."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample among the most probable ids that hold this much of the probability; 1: all."""
+    top_k: int = Field(-1, ge=-1)
+    """Sample among so many of the most probable ids; -1: all. SGLang tells which ids were left only
+    where this is set, from 2 to its sampling_mask_max_tokens."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Sample among ids at least this much as probable as the most probable one; 0: all."""
+    max_support_ids: int = Field(1024, ge=0, le=MAX_COUNT)
+    """Where top_p, top_k, min_p or a grammar left at most so many ids, they are recorded with the
+    token, and it is trained by its distribution over them; other such tokens are not trained."""
     max_new_tokens: int = Field(DEFAULT_MAX_NEW_TOKENS, gt=0)
     """Of one answer, unless the client sets a smaller number."""
     governance: Governance = "enforce"
     """enforce: the run's value wins. record: the client's wins and is recorded. reject: 400."""
     governance_by_parameter: dict[str, Governance] = {}
     """Governance of single parameters, by name. `response_format` is "record" unless it is given
-    here: the agent needs an answer under its grammar, which is then masked."""
+    here: the agent needs an answer under its grammar."""
 
     def governance_of(self, parameter: str) -> Governance:
         """What happens when a client sets `parameter`."""
         own = {"response_format": "record", **self.governance_by_parameter}
         found: Any = own.get(parameter, self.governance)
         return found
+
+    @property
+    def cuts(self) -> bool:
+        """True if the run itself samples from a part of the vocabulary."""
+        return self.top_p != 1.0 or self.top_k > 0 or self.min_p != 0.0
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> SamplingSettings:
+        if self.top_k in (0, 1):
+            raise ValueError(
+                f"sampling.top_k={self.top_k}: one id has no alternative, and nothing is learned "
+                "from it; -1 or at least 2 is allowed"
+            )
+        if self.cuts and max(self.top_k, 1) > self.max_support_ids:
+            raise ValueError(
+                f"sampling.top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p} with "
+                f"sampling.max_support_ids={self.max_support_ids}: tokens sampled among more ids "
+                "would not be trained; raise max_support_ids, or leave the vocabulary whole"
+            )
+        return self
 
 
 class UpstreamSettings(_Section):
@@ -248,6 +280,7 @@ class Settings(BaseSettings):
             )
         self._refuse_idle_scores()
         self._refuse_wrong_teacher()
+        self._refuse_unknown_support()
         self._refuse_unknown_sources()
         pass_k = self.trainer.pass_k
         if pass_k is not None and pass_k >= self.buffer.group_size:
@@ -342,6 +375,35 @@ class Settings(BaseSettings):
                 f"trainer.max_microbatch_tokens={trainer.max_microbatch_tokens}: what the teacher "
                 "sees is scored as one row; raise the last or lower one of the others"
             )
+
+    def _refuse_unknown_support(self) -> None:
+        sampling = self.sampling
+        if not sampling.cuts or self.trainer.mode == "sft":
+            return
+        asked = f"sampling.top_p={sampling.top_p}, top_k={sampling.top_k}, min_p={sampling.min_p}"
+        if self.trainer.teacher is not None:
+            raise ValueError(
+                f"{asked} with trainer.teacher: a teacher scores the whole vocabulary, another "
+                "distribution than the policy's; leave one of them out"
+            )
+        limit = self.server.max_support_ids
+        if limit is not None and not 1 < sampling.top_k <= limit:
+            raise ValueError(
+                f'{asked} with server.kind="sglang", which tells what was left of the vocabulary '
+                f"only with a top_k from 2 to {limit} "
+                "(server.sglang.sampling_mask_max_tokens); set sampling.top_k, for example to 256"
+            )
+
+    def records_support(self, sampling: Sampling) -> bool:
+        """True if a server can tell among which ids tokens of trained turns were sampled with
+        `sampling`, and the trainer has use for it."""
+        limit = self.server.max_support_ids
+        return (
+            sampling.has_support
+            and self.sampling.max_support_ids > 0
+            and self.trainer.teacher is None
+            and (limit is None or 1 < sampling.top_k <= limit)
+        )
 
     def _refuse_unknown_sources(self) -> None:
         tasks = self.env.tasks

@@ -26,6 +26,10 @@ _SGLANG_OWNED = {
 _SGLANG_EXPERT_RANKS = ("ep_size", "expert_parallel_size", "ep")
 
 
+_SGLANG_SUPPORT_IDS = 4096
+"""SGLang's default of sampling_mask_max_tokens."""
+
+
 class ServerSettings(BaseModel):
     """The inference servers."""
 
@@ -70,6 +74,14 @@ class ServerSettings(BaseModel):
         table = {key.replace("-", "_"): value for key, value in self.sglang.items()}
         sizes = (table[key] for key in _SGLANG_EXPERT_RANKS if key in table)
         return max((size for size in sizes if isinstance(size, int)), default=1)
+
+    @property
+    def max_support_ids(self) -> int | None:
+        """SGLang: the largest top_k with which it tells what ids were left to sample among; None:
+        these servers need no top_k for that."""
+        table = {key.replace("-", "_"): value for key, value in self.sglang.items()}
+        limit: int = table.get("sampling_mask_max_tokens", _SGLANG_SUPPORT_IDS)
+        return limit if self.kind == "sglang" else None
 
     @property
     def has_checksums(self) -> bool:

@@ -33,9 +33,12 @@ if TYPE_CHECKING:
 _MAX_REFUSED_ATTEMPTS = 1024
 
 
-def without_experts(turn: Turn) -> Turn:
-    """A turn as it is kept here: its experts, which are most of its bytes, are in the buffer."""
-    return turn if turn.routed_experts is None else replace(turn, routed_experts=None)
+def without_side_data(turn: Turn) -> Turn:
+    """A turn as it is kept here: its experts and its support, which are most of its bytes, are in
+    the buffer."""
+    if turn.routed_experts is None and turn.support is None:
+        return turn
+    return replace(turn, routed_experts=None, support=None)
 
 
 @dataclass(slots=True)
@@ -186,7 +189,7 @@ class LiveEpisode:
         """Take over turns that another process recorded."""
         for turn in loaded.turns:
             if turn.turn_id not in self.tree.nodes:
-                self.tree.add(without_experts(turn))
+                self.tree.add(without_side_data(turn))
                 self.recorded.discard(turn.turn_id)
                 if turn.mask_reason == "undelivered" and not turn.loss_spans and turn.retry_key:
                     self.undelivered.add(turn.retry_key)

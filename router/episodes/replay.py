@@ -105,6 +105,7 @@ def generated_before(turn: Turn, stop_text: str | None) -> Generated:
         finish="length" if turn.finish_reason == "length" else "stop",
         matched=stop_text,
         routes=turn.routed_experts,
+        supports=turn.support.lists() if turn.support is not None else [],
     )
 
 

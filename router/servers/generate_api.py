@@ -43,6 +43,10 @@ class Meta(msgspec.Struct):
     weight_versions: list[Span] | None = None
     output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     output_top_logprobs: list[list[tuple[float | None, int, Any]] | None] | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
+    """Among which ids each token was sampled."""
+    output_token_sampling_logprobs: list[float | None] | None = None
+    """Of each token over these ids."""
     routed_experts: str | None = None
     """Base64 of int32 [rows, layers, top_k], with the last piece."""
 
@@ -149,6 +153,8 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Headers of the client's OpenTelemetry context, handed on as they came."""
     routes: WantedRoutes | None = None
     """Tokens whose experts are wanted; None: of none."""
+    wants_support: bool = False
+    """Among which ids tokens are sampled is wanted, and their logprobs over these ids."""
 
 
 NO_OPTIONS = GenerateOptions()
@@ -172,6 +178,8 @@ def request_body(
         more["top_logprobs_num"] = options.num_top_logprobs
     if options.routes is not None:
         more |= {"return_routed_experts": True, "routed_experts_start_len": options.routes.start}
+    if options.wants_support:
+        more["return_sampling_mask"] = True
     rest = msgspec.json.encode(
         {
             **more,

@@ -26,6 +26,7 @@ from outloop.router.errors import Refusal
 from outloop.router.servers.generate_api import (
     NO_OPTIONS,
     GenerateOptions,
+    Meta,
     Piece,
     Prompt,
     Span,
@@ -67,6 +68,9 @@ class Generated:
     """stop or length."""
     tops: list[Top] = field(default_factory=list)
     """The most probable ids in each id's place, where they were asked for."""
+    supports: list[list[int]] = field(default_factory=list)
+    """Among which ids each was sampled, where that was asked for and the server tells; `logprobs`
+    are then over these."""
     matched: int | str | None = None
     """The stop id or stop string that ended it."""
     num_handed_on: int = 0
@@ -207,7 +211,7 @@ class Generator:
         may_keep = options.json_schema is None
         if not (may_keep and (same or self._may_mix_versions)):
             generated.ids, generated.logprobs, generated.spans, generated.tops = [], [], [], []
-            generated.routes = None
+            generated.supports, generated.routes = [], None
         if is_streamed and generated.num_handed_on > len(generated.ids):
             raise TurnLost(
                 f"a streamed turn was lost after {generated.num_handed_on} tokens: its server "
@@ -297,6 +301,7 @@ class _Merge:
         """`options`: those of the call."""
         self._generated = generated
         self._wanted = options.routes
+        self._wants_support = options.wants_support
         self._routes: str | None = None
         self._base = len(generated.ids)
         self._last_version: str | None = None
@@ -317,6 +322,8 @@ class _Merge:
             have_logprobs = len(generated.logprobs) - self._base
             fresh = logprobs if is_incremental else logprobs[have_logprobs:]
             generated.logprobs += [entry[0] for entry in fresh]
+        if self._wants_support and meta.output_token_sampling_mask is not None:
+            self._add_supports(meta, is_incremental=is_incremental)
         if meta.output_top_logprobs is not None:
             tops = meta.output_top_logprobs
             have_tops = len(generated.tops) - self._base
@@ -325,6 +332,17 @@ class _Merge:
         self._last_version = meta.weight_version or self._last_version
         self._spans = meta.weight_versions or self._spans
         return new
+
+    def _add_supports(self, meta: Meta, *, is_incremental: bool) -> None:
+        """What each token was sampled among, and in place of its logprob that over these ids."""
+        generated, masks = self._generated, meta.output_token_sampling_mask or []
+        fresh = masks if is_incremental else masks[len(generated.supports) - self._base :]
+        logprobs = meta.output_token_sampling_logprobs or []
+        values = logprobs if is_incremental else logprobs[len(logprobs) - len(fresh) :]
+        end = len(generated.supports) + len(fresh)
+        if len(values) == len(fresh) and end == len(generated.logprobs):
+            generated.logprobs[len(generated.supports) :] = values
+            generated.supports += fresh
 
     def finish(self, piece: Piece, server: Server) -> None:
         """Set finish and versions after the last piece; the second call does nothing.
@@ -383,6 +401,7 @@ class _Merge:
         del self._generated.ids[self._base :]
         del self._generated.logprobs[self._base :]
         del self._generated.tops[self._base :]
+        del self._generated.supports[self._base :]
 
 
 def _top(entries: list[tuple[float | None, int, Any]] | None) -> Top:

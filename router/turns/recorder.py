@@ -17,13 +17,14 @@ import structlog
 from msgspec.structs import replace
 
 from outloop.buffer.errors import BufferUnavailable, Conflict
-from outloop.buffer.records import FinishReason, Turn
+from outloop.buffer.records import FinishReason, Sampling, Turn
 from outloop.buffer.routed_experts import RoutedExperts
+from outloop.buffer.sampling_support import SamplingSupport
 from outloop.buffer.store.budget_notes import EpisodeUsage
 from outloop.buffer.writer import BufferWriter
 from outloop.router.buffer_retry import BufferRetry
 from outloop.router.dialects.base import TurnResult
-from outloop.router.episodes.episode import without_experts
+from outloop.router.episodes.episode import without_side_data
 from outloop.router.episodes.in_flight import InFlightTurn
 from outloop.router.episodes.turn_tree import Plan
 from outloop.router.metrics import RouterMetrics
@@ -67,6 +68,7 @@ class Recorder:
         delivery: Delivery,
         *,
         log_turns: bool,
+        max_support_ids: int,
     ) -> None:
         self._buffer = buffer
         self._renderer = renderer
@@ -75,6 +77,7 @@ class Recorder:
         self._buffer_retry = buffer_retry
         self._delivery = delivery
         self._log_turns = log_turns
+        self._max_support_ids = max_support_ids
         level = logging.INFO if log_turns else logging.DEBUG
         # To gather the fields of a line costs more than most of what is done for a turn.
         self._is_logged = bool(_log.is_enabled_for(level))
@@ -101,7 +104,7 @@ class Recorder:
                 # restarted.
                 record, usage = await self._append_late(turn, choice, answer, record)
             episode.note_usage(usage)
-            record = without_experts(record)
+            record = without_side_data(record)
             knows_messages = request.prompt is None and plan.knows_messages
             async with episode.tree_lock:
                 episode.tree.add(
@@ -166,12 +169,14 @@ class Recorder:
         is_known = _are_known(generated.logprobs)
         logprobs = generated.logprobs if is_known else [0.0] * len(generated.ids)
         num_before_stop = len(self._renderer.until_stop(generated.ids))
+        support = self._support(generated, sampling)
         spans, reason = loss_spans(
             num_output=len(generated.ids),
             num_until_stop=min(num_before_stop + 1, len(generated.ids)),
             undelivered_from=answer.undelivered_from,
             is_delivered=not turn.is_given_up,
-            is_behavior_known=sampling.is_plain and is_known,
+            is_behavior_known=is_known and (sampling.is_plain or support is not None),
+            support=support,
             is_frozen=turn.request.policy_version is not None,
             purpose=episode.opening.purpose if episode.opening is not None else "eval",
         )
@@ -194,7 +199,19 @@ class Recorder:
             started_at=before.started_at if before is not None else turn.started_at,
             finished_at=before.finished_at if before is not None else time.time(),
             routed_experts=_routes(generated, plan),
+            support=support,
         )
+
+    def _support(self, generated: Generated, sampling: Sampling) -> SamplingSupport | None:
+        """Among which ids the tokens of a turn were sampled, if a server told of each; of a token
+        that had more than a record holds it is not known."""
+        if not sampling.has_support or len(generated.supports) != len(generated.ids):
+            return None
+        kept = [
+            ids if len(ids) <= self._max_support_ids and token in ids else ()
+            for token, ids in zip(generated.ids, generated.supports, strict=True)
+        ]
+        return SamplingSupport.of(kept) if any(kept) else None
 
 
 def _routes(generated: Generated, plan: Plan) -> RoutedExperts | None:

@@ -12,9 +12,12 @@ import hashlib
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from outloop.buffer.records import Opening, Sampling
+from outloop.buffer.sampling_support import SamplingSupport
 from outloop.buffer.settings import SamplingSettings
 from outloop.router.dialects.base import TurnRequest
 from outloop.router.dialects.sampling_parameters import FLOATS, PARAMETERS, check_value
@@ -70,8 +73,15 @@ def decide(
     asks_more = request.asked or request.has_logit_bias or request.json_schema is not None
     if own is None and not asks_more and request.seed is None:
         # Nearly every turn; what follows comes to the same for more.
-        return _usual(settings.temperature, limit, request.stop)
-    in_force: dict[str, Any] = {"temperature": settings.temperature}
+        return _usual(
+            settings.temperature,
+            settings.top_p,
+            settings.top_k,
+            settings.min_p,
+            limit,
+            request.stop,
+        )
+    in_force = _of_the_run(settings)
     in_force |= own if own is not None else _asked(request, settings)
     in_force["max_new_tokens"] = limit
     parameters: dict[str, Any] = {
@@ -96,16 +106,29 @@ def _sampling(**parameters: Any) -> Sampling:
 
 
 @lru_cache(maxsize=256)
-def _usual(temperature: float, max_new_tokens: int, stop: tuple[str, ...]) -> Sampling:
+def _usual(
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+    max_new_tokens: int,
+    stop: tuple[str, ...],
+) -> Sampling:
     return _sampling(
-        temperature=temperature, max_new_tokens=max_new_tokens, stop=stop, constraint=""
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        constraint="",
     )
 
 
 def _asked(request: TurnRequest, settings: SamplingSettings) -> dict[str, float]:
     """What a client asked for and gets; raises as decide."""
     found = {}
-    plain = _plain(settings.temperature)
+    plain = _sampling(**_of_the_run(settings))
     for name, value in request.asked.items():
         governance = settings.governance_of(name)
         if governance == "record":
@@ -171,8 +194,13 @@ def loss_spans(
     is_behavior_known: bool,
     is_frozen: bool,
     purpose: str,
+    support: SamplingSupport | None = None,
 ) -> tuple[tuple[tuple[int, int], ...], str]:
-    """Ranges of output tokens that may be trained, and why the rest may not."""
+    """Ranges of output tokens that may be trained, and why the rest may not.
+
+    Args:
+        support: tokens of which it does not know the ids are left out.
+    """
     if purpose == "eval":
         return (), "eval"
     if is_frozen:
@@ -186,14 +214,21 @@ def loss_spans(
         end, reason = num_until_stop, "after_stop"
     if undelivered_from is not None and undelivered_from < end:
         end, reason = undelivered_from, "undelivered"
+    if support is not None and not support.counts[:end].all():
+        return _runs(support.counts[:end] > 0), "support_unknown"
     return ((0, end),) if end else (), reason
+
+
+def _runs(is_kept: npt.NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
+    """Half-open ranges in which `is_kept` is True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], is_kept, [0])))).tolist()
+    return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _as_recorded(name: str, value: float) -> float:
     return float(value) if name in FLOATS else int(value)
 
 
-@lru_cache(maxsize=4)
-def _plain(temperature: float) -> Sampling:
+def _of_the_run(settings: SamplingSettings) -> dict[str, Any]:
     """What is in force when nobody asks for anything else."""
-    return Sampling(temperature=temperature)
+    return {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "min_p")}

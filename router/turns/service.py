@@ -19,6 +19,7 @@ import structlog
 from msgspec.structs import replace
 
 from outloop.buffer.errors import Gone, OutloopError
+from outloop.buffer.records import Sampling
 from outloop.buffer.routed_experts import replayed_shape
 from outloop.buffer.settings import Settings
 from outloop.buffer.writer import BufferWriter
@@ -97,6 +98,7 @@ class TurnService:
             buffer_retry,
             self._delivery,
             log_turns=settings.router.log_turns,
+            max_support_ids=settings.sampling.max_support_ids,
         )
         self._planner = Planner(renderer, episodes, settings.sampling, long_texts)
         self._retries = Retries(episodes, self._planner, self._reader, locator)
@@ -357,14 +359,26 @@ class TurnService:
                 affinity=turn.episode.affinity,
                 policy_version=request.policy_version,
                 on_tokens=show if request.stream else None,
-                options=self._options(turn, prompt, constrained=bool(sampling.constraint)),
+                options=self._options(turn, prompt, sampling),
             )
         return GeneratedChoice(index, generated, live.shown_calls if live is not None else None)
 
-    def _options(self, turn: InFlightTurn, prompt: Prompt, *, constrained: bool) -> GenerateOptions:
+    def _options(self, turn: InFlightTurn, prompt: Prompt, sampling: Sampling) -> GenerateOptions:
         """What the turn asks of a server beyond its sampling."""
         request, routes = turn.request, self._wanted_routes(turn, prompt)
-        if not (constrained or request.num_top_logprobs or request.traceparent or routes):
+        constrained = bool(sampling.constraint)
+        wants_support = (
+            sampling.has_support
+            and _may_be_trained(turn)
+            and self._settings.records_support(sampling)
+        )
+        if not (
+            constrained
+            or request.num_top_logprobs
+            or request.traceparent
+            or routes
+            or wants_support
+        ):
             return NO_OPTIONS
         return GenerateOptions(
             json_schema=request.json_schema if constrained else None,
@@ -375,17 +389,24 @@ class TurnService:
                 if (value := getattr(request, name)) is not None
             ),
             routes=routes,
+            wants_support=wants_support,
         )
 
     def _wanted_routes(self, turn: InFlightTurn, prompt: Prompt) -> WantedRoutes | None:
         """Of a turn that may be trained: from the last token of its parent on."""
-        opening, plan = turn.episode.opening, turn.plan
-        is_trained = opening is not None and opening.purpose == "train"
-        if self._routing is None or not is_trained or turn.request.policy_version is not None:
+        plan = turn.plan
+        if self._routing is None or not _may_be_trained(turn):
             return None
         assert plan is not None
         start = plan.parent.end - 1 if plan.parent is not None else 0
         return WantedRoutes(self._routing, start, prompt.num_ids)
+
+
+def _may_be_trained(turn: InFlightTurn) -> bool:
+    """True if it belongs to an episode of training and names no version."""
+    opening = turn.episode.opening
+    is_trained = opening is not None and opening.purpose == "train"
+    return is_trained and turn.request.policy_version is None
 
 
 async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

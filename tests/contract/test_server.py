@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from typing import Any
 
 import pytest
@@ -314,3 +315,42 @@ async def test_its_logprobs_are_of_what_it_samples(server: Any) -> None:
     """It passes the question that is asked when it joins, also when somebody left it paused."""
     await server.post("/pause_generation", mode="retract")
     await asyncio.to_thread(check_logprobs, "server-0", server.url, timeout_s=60)
+
+
+async def test_a_server_tells_among_which_ids_it_sampled(server: Any) -> None:
+    """Plain and streamed: as many as top_k allows, the sampled one with them, and its logprob is
+    that of the whole vocabulary over the probability of all of them."""
+    parameters = {"top_p": 0.7, "top_k": 12, "temperature": 0.8, "max_new_tokens": 16}
+    body = {
+        "input_ids": list(range(5, 15)),
+        "sampling_params": {**parameters, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": 20,
+        "return_sampling_mask": True,
+    }
+    status, answer = await server.post("/generate", **body)
+    assert status == 200, answer
+    meta = answer["meta_info"]
+    assert meta["output_token_sampling_mask_length"] == 16
+    num_left = set()
+    for token, left, logprob, (whole, _, _), top in zip(
+        answer["output_ids"],
+        meta["output_token_sampling_mask"],
+        meta["output_token_sampling_logprobs"],
+        meta["output_token_logprobs"],
+        meta["output_top_logprobs"],
+        strict=True,
+    ):
+        by_id = {entry[1]: entry[0] for entry in top}
+        assert token in left
+        assert sorted(left) == sorted(list(by_id)[: len(left)])
+        mass = sum(math.exp(by_id[one]) for one in left)
+        assert logprob == pytest.approx(whole - math.log(mass), abs=1e-4)
+        num_left.add(len(left))
+    assert max(num_left) == 12, "the tiny model is nearly uniform, so top_k cuts first"
+    async with server.session.post(server.url + "/generate", json=body | {"stream": True}) as sent:
+        lines = [line async for line in sent.content if line.startswith(b"data: {")]
+    pieces = [json.loads(line[6:])["meta_info"]["output_token_sampling_mask"] for line in lines]
+    masks = pieces[-1] if len(pieces[-1]) == 16 else [mask for piece in pieces for mask in piece]
+    assert len(masks) == 16
+    assert all(1 <= len(mask) <= 12 for mask in masks)

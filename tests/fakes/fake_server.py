@@ -25,6 +25,8 @@ class Script:
     """Streamed: cut the connection after this many ids."""
     logprobs: list[float] | None = None
     spans: list[dict] | None = None
+    supports: list[list[int]] | None = None
+    """Among which ids each is sampled, for those who ask."""
     num_routes_lost: int = 0
     """Rows of routed_experts that are missing."""
 
@@ -98,6 +100,7 @@ class FakeServer:
             "output_ids": script.ids[start:end],
             "meta_info": {
                 **(self._routes(script) if last else {}),
+                **self._supports(script, start, end),
                 "id": "x",
                 "finish_reason": script.finish if last else None,
                 "completion_tokens": end,
@@ -114,6 +117,15 @@ class FakeServer:
                     for p, i in zip(logprobs[start:end], script.ids[start:end], strict=True)
                 ],
             },
+        }
+
+    def _supports(self, script: Script, start: int, end: int) -> dict:
+        if script.supports is None or not self.requests[-1].get("return_sampling_mask"):
+            return {}
+        left = script.supports[start:end]
+        return {
+            "output_token_sampling_mask": left,
+            "output_token_sampling_logprobs": [-0.5 * len(ids) for ids in left],
         }
 
     def _routes(self, script: Script) -> dict:

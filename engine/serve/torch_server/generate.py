@@ -119,6 +119,7 @@ class GenerateEndpoint:
             is_streamed=wire.stream,
             on_progress=on_progress,
             num_top=wire.top_logprobs_num if wire.return_logprob else 0,
+            wants_support=wire.return_sampling_mask,
             constraint=self._grammars.build(params, stop_ids),
             routes_from=self._routes_from(wire),
         )
@@ -184,6 +185,11 @@ class GenerateEndpoint:
         }
         if request.routed_experts is not None and end == len(request.output_ids):
             meta["routed_experts"] = base64.b64encode(request.routed_experts).decode()
+        if wire.return_sampling_mask:
+            supports = request.supports[:end]
+            meta["output_token_sampling_mask"] = [ids for ids, _ in supports]
+            meta["output_token_sampling_logprobs"] = [logprob for _, logprob in supports]
+            meta["output_token_sampling_mask_length"] = len(supports)
         if wire.return_logprob:
             # SGLang has the tokens' text in third place.
             scored: list[float | None] = [None, *request.prompt_logprobs]

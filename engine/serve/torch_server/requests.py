@@ -16,6 +16,7 @@ from outloop.engine.serve.torch_server.sampling import (
     BadRequest,
     Constraint,
     SamplingParams,
+    Support,
     Top,
 )
 from outloop.engine.serve.torch_server.tokenizer import Text
@@ -25,7 +26,6 @@ _REFUSED = (
     "text",
     "input_embeds",
     "token_ids_logprob",
-    "return_sampling_mask",
     "return_hidden_states",
     "lora_path",
     "session_params",
@@ -47,6 +47,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     input_embeds: Any = None
     token_ids_logprob: Any = None
     return_sampling_mask: bool = False
+    """Among which ids each token was sampled, and its logprob over these; [] of more than 4096
+    ids, where SGLang ends the request. No top_k is needed, as it is by SGLang."""
     return_routed_experts: bool = False
     """Left without an answer by a dense model, as by SGLang."""
     routed_experts_start_len: int = 0
@@ -121,6 +123,9 @@ class Running:
     logprobs: list[float] = field(default_factory=list)
     tops: list[Top] = field(default_factory=list)
     """As many as output_ids with `num_top`, else empty."""
+    wants_support: bool = False
+    supports: list[Support] = field(default_factory=list)
+    """As many as output_ids with `wants_support`, else empty."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """(weight_version, start, end) over output_ids."""
     prompt_logprobs: list[float] = field(default_factory=list)
@@ -139,10 +144,19 @@ class Running:
     slot: int = -1
     has_run: bool = False
 
-    def add(self, token: int, logprob: float, version: str, top: Top | None = None) -> None:
+    def add(
+        self,
+        token: int,
+        logprob: float,
+        version: str,
+        top: Top | None = None,
+        support: Support | None = None,
+    ) -> None:
         """One more token was sampled under `version`."""
         if top is not None:
             self.tops.append(top)
+        if support is not None:
+            self.supports.append(support)
         position = len(self.output_ids)
         self.output_ids.append(token)
         self.logprobs.append(logprob)

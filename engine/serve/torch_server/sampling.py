@@ -114,6 +114,11 @@ class Constraint(Protocol):
 
 Top = list[tuple[float, int]]
 """Logprobs and ids, the most probable first."""
+Support = tuple[list[int], float]
+"""The ids that a token was sampled among, and its logprob over these; no ids: more than
+`MAX_SUPPORT_IDS`."""
+MAX_SUPPORT_IDS = 4096
+"""As many as SGLang tells of by default."""
 
 
 class RowParams:
@@ -135,6 +140,9 @@ class RowParams:
         self.num_top: npt.NDArray[np.int64] = np.zeros(num_slots, dtype=np.int64)
         self.top: dict[int, Top] = {}
         """By slot: the most probable ids of the last sampled token, where they are asked for."""
+        self.wants_support: npt.NDArray[np.bool_] = np.zeros(num_slots, dtype=np.bool_)
+        self.support: dict[int, Support] = {}
+        """By slot: what the last token was sampled among, where that is asked for."""
 
     def set(
         self,
@@ -144,11 +152,14 @@ class RowParams:
         seed: int,
         num_sampled: int,
         num_top: int = 0,
+        wants_support: bool = False,
         constraint: Constraint | None = None,
     ) -> None:
         """Enter a request's parameters; `seed` is below 2**64."""
         self.num_top[slot] = num_top
         self.top.pop(slot, None)
+        self.wants_support[slot] = wants_support
+        self.support.pop(slot, None)
         self.constraint.pop(slot, None)
         if constraint is not None:
             self.constraint[slot] = constraint
@@ -190,6 +201,7 @@ def sample(
         logits = logits / torch.from_numpy(temperature).to(device)[:, None]
     logprobs = torch.log_softmax(logits, dim=-1)
     greedy = params.is_greedy[slots]
+    probabilities = None
     if greedy.all():
         sampled = logprobs.argmax(dim=-1)
     else:
@@ -213,6 +225,8 @@ def sample(
         constraint.take(int(ids[row]))
     if params.num_top[slots].any():
         _note_top(logprobs, params, slots)
+    if params.wants_support[slots].any():
+        _note_support(logprobs, probabilities, ids, params, slots)
     return ids, chosen.cpu().numpy()
 
 
@@ -224,6 +238,28 @@ def _note_top(logprobs: Tensor, params: RowParams, slots: npt.NDArray[np.int64])
     ):
         if number:
             params.top[slot] = list(zip(row_values[:number], row_ids[:number], strict=True))
+
+
+def _note_support(
+    logprobs: Tensor,
+    probabilities: Tensor | None,
+    sampled: npt.NDArray[np.int64],
+    params: RowParams,
+    slots: npt.NDArray[np.int64],
+) -> None:
+    """Note the ids with a probability above 0; of greedy rows the sampled one alone."""
+    for row, slot in enumerate(slots.tolist()):
+        if not params.wants_support[slot]:
+            continue
+        token = int(sampled[row])
+        if probabilities is None or params.is_greedy[slot]:
+            params.support[slot] = [token], 0.0
+            continue
+        kept = probabilities[row].nonzero().squeeze(1)
+        of_kept = logprobs[row, kept].double()
+        logprob = float(logprobs[row, token].double() - of_kept.logsumexp(0))
+        ids = kept.tolist() if len(kept) <= MAX_SUPPORT_IDS else []
+        params.support[slot] = ids, logprob
 
 
 def _limit(

@@ -276,6 +276,7 @@ class Engine:
                 seed=request.seed % 2**64,
                 num_sampled=len(request.output_ids),
                 num_top=request.num_top,
+                wants_support=request.wants_support,
                 constraint=request.constraint,
             )
             self._running[slot] = request
@@ -357,7 +358,9 @@ class Engine:
                     500,
                 )
             else:
-                request.add(token, logprob, version, self._params.top.get(request.slot))
+                top = self._params.top.get(request.slot)
+                support = self._params.support.get(request.slot)
+                request.add(token, logprob, version, top, support)
                 reason = request.end_reason(text)
             if reason is not None:
                 self._finish(request, reason)

@@ -56,6 +56,24 @@ def logprobs_and_entropies(
     return logprobs_NM.view(token_ids.shape), entropies
 
 
+def renormalised(logprobs: Tensor, among: Tensor, is_kept: Tensor) -> Tensor:
+    """log p(token | one of the kept ids) = log p(token) - log of the sum of p over the kept ids.
+
+    Where top-p, top-k, min-p or a grammar cut the distribution that a token was sampled from, this
+    is its logprob under the same cut of other weights: DeepSeek-V3.2, arXiv:2512.02556, "keep
+    sampling mask". The gradient is exact; none reaches an id that was cut off.
+
+    Args:
+        logprobs: [N], over the whole vocabulary.
+        among: [N, K], of the ids that the tokens were sampled among, the token's own included.
+        is_kept: [N, K] bool, False for padding; a row without True keeps its logprob.
+    """
+    has_any = is_kept.any(-1, keepdim=True)
+    # Rows without any get zeros, not -inf, whose gradient would be NaN.
+    kept = among.masked_fill(~is_kept, -torch.inf).masked_fill(~has_any, 0.0)
+    return logprobs - kept.logsumexp(-1).masked_fill(~has_any.squeeze(-1), 0.0)
+
+
 @torch.no_grad()
 def top_ids(
     logits: Tensor,

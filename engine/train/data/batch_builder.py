@@ -399,7 +399,7 @@ def _group_samples(group: Group, settings: Settings, routing: RoutingShape | Non
     """
     needs_all = settings.trainer.kl == "k1"
     return [
-        build_samples(trajectory, routing=routing)
+        build_samples(trajectory, routing=routing, has_supports=settings.trainer.teacher is None)
         if needs_all or not _is_masked(trajectory, settings)
         else ()
         for trajectory in scored(group)
@@ -503,6 +503,19 @@ def _sample_metrics(
         "train/samples": len(samples),
         "train/staleness_mean": _mean(staleness),
         "train/staleness_max": max(staleness, default=float("nan")),
+    } | _support_metrics(samples)
+
+
+def _support_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Only where tokens were sampled among some ids."""
+    known = [sample.supports.counts for sample in samples if sample.supports is not None]
+    if not known:
+        return {}
+    counts = np.concatenate(known)
+    num_trained = sum(sample.num_trained_tokens for sample in samples)
+    return {
+        "train/support_share": int((counts > 0).sum()) / num_trained,
+        "train/support_ids_mean": float(counts[counts > 0].mean()),
     }
 
 

@@ -21,6 +21,7 @@ from outloop.buffer.errors import RecordError
 from outloop.buffer.records import Float32, Int32
 from outloop.buffer.routed_experts import RoutingShape
 from outloop.engine.train.data.context_parallel import ContextPlace
+from outloop.engine.train.data.supports import Supports
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.layer_kind import LayerKind
 from outloop.engine.train.megatron.layers import PackedRow, pack_row
@@ -56,6 +57,8 @@ class Targets:
     """[N] float32; None without a critic."""
     returns_N: Tensor | None = None
     """[N] float32; None without a critic."""
+    supports_N: Supports | None = None
+    """[N]: among which ids each was sampled; None: all among the whole vocabulary."""
     places_N: Tensor | None = None
     """[N] int64: which token of the batch each is; None: not of a batch."""
 
@@ -176,9 +179,16 @@ def build_microbatch(
             teacher_top_logprobs_NK=known(batch.teacher_top_logprobs),
             values_N=known(batch.values),
             returns_N=known(batch.returns),
+            supports_N=_supports(batch, source[trained]),
             places_N=tensor(source[trained]),
         ),
     )
+
+
+def _supports(batch: TrainBatch, places: npt.NDArray[np.int64]) -> Supports | None:
+    """Among which ids the tokens at `places` were sampled, if any of them was among some."""
+    found = None if batch.supports is None else batch.supports.at(places)
+    return found if found is not None and len(found.ids) else None
 
 
 def _routes(

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from outloop.buffer.errors import RecordError
 from outloop.buffer.records import Float32, Int32, Trajectory, Turn
 from outloop.buffer.routed_experts import RoutingShape
+from outloop.engine.train.data.supports import Supports
 
 Bool = npt.NDArray[np.bool_]
 Routes = np.ndarray[tuple[Any, ...], np.dtype[np.void]]
@@ -40,7 +41,8 @@ class Sample:
     loss_mask: Bool
     """[T] bool: True = trained."""
     behavior_logprobs: Float32 | None
-    """[T] float32, log_softmax(logits / temperature) when the token was sampled; None for SFT."""
+    """[T] float32, log_softmax(logits / temperature) when the token was sampled, over its support;
+    None for SFT."""
     policy_versions: Int32
     """[T] int32."""
     temperature: Float32
@@ -69,6 +71,9 @@ class Sample:
     routed_experts: Routes | None = None
     """[T], each the bytes of [layers, top_k] of RoutingShape.dtype: where a server sent the token;
     all bits set: not known. None: of no token."""
+    supports: Supports | None = None
+    """[T]: among which ids trained tokens were sampled; None: all of them among the whole
+    vocabulary."""
 
     @property
     def num_tokens(self) -> int:
@@ -122,20 +127,22 @@ def with_one_more(row: Sample) -> Sample:
         for name, value in values.items()
         if isinstance(value, np.ndarray)
     }
-    return dataclasses.replace(row, **columns)
+    return dataclasses.replace(row, supports=None, **columns)
 
 
 def build_samples(
-    trajectory: Trajectory, *, routing: RoutingShape | None = None
+    trajectory: Trajectory, *, routing: RoutingShape | None = None, has_supports: bool = True
 ) -> tuple[Sample, ...]:
     """One sample for every branch that owns trained tokens, without advantages.
 
     A turn that several branches share is trained in the first of them and is context in the
     others. Tokens whose distribution cannot be rebuilt, because their turn was sampled with a
-    truncated or penalised distribution or at temperature 0, are context everywhere.
+    penalised distribution, at temperature 0, or among ids that are not known, are context
+    everywhere.
 
     Args:
         routing: of the model, to have where tokens were sent; None: nobody wants to know.
+        has_supports: False: tokens that were sampled among some ids are context too.
 
     Raises:
         RecordError: a turn without behavior_logprobs in an episode that is not SFT data.
@@ -151,7 +158,7 @@ def build_samples(
     for index, branch in enumerate(trajectory.branches()):
         new = {turn.turn_id: places[turn.turn_id] for turn in branch if turn.turn_id not in owned}
         owned |= new.keys()
-        sample = _row(trajectory, index, branch, new)
+        sample = _row(trajectory, index, branch, new, has_supports=has_supports)
         if routing is not None:
             sample = replace(sample, routed_experts=_routes(branch, routing))
         if sample.loss_mask.any():
@@ -164,6 +171,8 @@ def _row(
     index: int,
     branch: tuple[Turn, ...],
     trained_turns: Mapping[str, int],
+    *,
+    has_supports: bool,
 ) -> Sample:
     is_sft = trajectory.episode.purpose == "sft"
     num_tokens = sum(len(turn.prompt_ids) + len(turn.output_ids) for turn in branch)
@@ -183,6 +192,8 @@ def _row(
         if turn.turn_id not in trained_turns:
             continue
         turns[start:end] = trained_turns[turn.turn_id]
+        if turn.support is not None and not has_supports:
+            continue
         for low, high in _trainable_spans(turn, is_sft=is_sft):
             loss_mask[start + low : start + high] = True
         if is_sft:
@@ -209,7 +220,27 @@ def _row(
         temperature=temperature,
         turns=turns,
         advantages=np.zeros(num_tokens, np.float32),
+        supports=None if is_sft else _supports(branch, trained_turns, loss_mask),
     )
+
+
+def _supports(
+    branch: tuple[Turn, ...], trained_turns: Mapping[str, int], loss_mask: Bool
+) -> Supports | None:
+    """Among which ids the trained tokens of a branch were sampled, if any was among some."""
+    counts = np.zeros(len(loss_mask), np.int64)
+    ids: list[Int32] = []
+    position = 0
+    for turn in branch:
+        start = position + len(turn.prompt_ids)
+        position = start + len(turn.output_ids)
+        if turn.support is None or turn.turn_id not in trained_turns:
+            continue
+        own = turn.support.counts
+        is_trained = loss_mask[start:position]
+        counts[start:position] = np.where(is_trained, own, 0)
+        ids.append(turn.support.ids[np.repeat(is_trained, own)])
+    return Supports.of(counts, np.concatenate(ids)) if counts.any() else None
 
 
 def unknown_routes(num_tokens: int, row_bytes: int) -> Routes:
@@ -240,7 +271,7 @@ def _trainable_spans(turn: Turn, *, is_sft: bool) -> Iterator[tuple[int, int]]:
                 f"turn {turn.turn_id}: behavior_logprobs=None; only episodes with purpose='sft' "
                 "may lack them. Record logprobs with the ids, or send the episode as SFT data."
             )
-        if not turn.sampling.is_plain:
+        if not turn.is_behavior_known:
             return
     yield from turn.loss_spans
 
@@ -257,6 +288,6 @@ def is_truncated(trajectory: Trajectory) -> bool:
 
 def oldest_trained_version(trajectory: Trajectory) -> int | None:
     """The oldest policy_version that sampled a trainable token; None when there is none."""
-    bounds = (t.trained_version_bounds[0] for t in trajectory.turns if t.sampling.is_plain)
+    bounds = (t.trained_version_bounds[0] for t in trajectory.turns if t.is_behavior_known)
     versions = [version for version in bounds if version is not None]
     return min(versions, default=None)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from outloop.buffer.records import Float32, Int32
 from outloop.engine.train.data.samples import Bool, Routes, Sample, unknown_routes
+from outloop.engine.train.data.supports import Supports, joined_supports
 
 Int64 = npt.NDArray[np.int64]
 
@@ -43,7 +44,8 @@ class TrainBatch:
     loss_mask: Bool
     """[T] bool: True = trained."""
     behavior_logprobs: Float32 | None
-    """[T] float32, log_softmax(logits / temperature) when the token was sampled; None for SFT."""
+    """[T] float32, log_softmax(logits / temperature) when the token was sampled, over its support;
+    None for SFT."""
     policy_versions: Int32
     """[T] int32: the oldest version that the token attended to."""
     temperature: Float32
@@ -70,6 +72,8 @@ class TrainBatch:
     """[T, K] float32, theirs under the teacher; -inf: it named fewer."""
     routed_experts: Routes | None = None
     """[T] experts that a server sent the token to, as in Sample; None: of no token."""
+    supports: Supports | None = None
+    """[T]: among which ids trained tokens were sampled; None: all among the whole vocabulary."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> TrainBatch:
@@ -86,6 +90,7 @@ class TrainBatch:
             branches=tuple(sample.branch for sample in samples),
             starts=np.cumsum([0, *lengths], dtype=np.int64),
             routed_experts=_joined_routes([s.routed_experts for s in samples], lengths),
+            supports=joined_supports([s.supports for s in samples], lengths),
             **columns,
         )
 
@@ -155,7 +160,7 @@ class TrainBatch:
 
     def _columns(self, where: slice) -> dict[str, Any]:
         """What is known of some tokens, as views."""
-        columns = {name: getattr(self, name) for name in (*_COLUMNS, "routed_experts")}
+        columns = {name: getattr(self, name) for name in _ALL_COLUMNS}
         return {name: None if it is None else it[where] for name, it in columns.items()}
 
 
@@ -176,6 +181,7 @@ _COLUMNS: dict[str, Any] = {
     "teacher_top_ids": np.int32,
     "teacher_top_logprobs": np.float32,
 }
+_ALL_COLUMNS = (*_COLUMNS, "routed_experts", "supports")
 _WIDE = ("teacher_top_ids", "teacher_top_logprobs")
 """Columns with several numbers a token."""
 _ALWAYS_KNOWN = (
@@ -190,14 +196,14 @@ def joined(batches: Sequence[TrainBatch]) -> TrainBatch:
         ValueError: some have a column that others lack.
     """
     columns = {name: _joined([getattr(b, name) for b in batches], name) for name in _COLUMNS}
+    lengths = [len(batch.token_ids) for batch in batches]
     return TrainBatch(
         episode_ids=tuple(name for batch in batches for name in batch.episode_ids),
         group_ids=tuple(name for batch in batches for name in batch.group_ids),
         branches=tuple(branch for batch in batches for branch in batch.branches),
         starts=np.cumsum([0, *(n for batch in batches for n in batch.lengths)], dtype=np.int64),
-        routed_experts=_joined_routes(
-            [batch.routed_experts for batch in batches], [len(b.token_ids) for b in batches]
-        ),
+        routed_experts=_joined_routes([batch.routed_experts for batch in batches], lengths),
+        supports=joined_supports([batch.supports for batch in batches], lengths),
         **columns,
     )
 

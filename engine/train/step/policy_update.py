@@ -19,7 +19,7 @@ from outloop.buffer.settings.trainer import TrainerSettings
 from outloop.engine.train.algorithms.denominators import denominator, token_weights
 from outloop.engine.train.algorithms.losses import LOSSES, LossFunction, LossInputs, Sequences
 from outloop.engine.train.algorithms.objective import needs_sequences, objective
-from outloop.engine.train.algorithms.token_logprobs import logprobs_and_entropies
+from outloop.engine.train.algorithms.token_logprobs import logprobs_and_entropies, renormalised
 from outloop.engine.train.data.microbatch import Microbatch, Targets
 from outloop.engine.train.data.packing import imbalance
 from outloop.engine.train.data.train_batch import TrainBatch
@@ -293,14 +293,24 @@ def trained_statistics(
 def _logprobs_and_entropies(
     model: PolicyModel, targets: Targets, hidden_NH: Tensor, *, has_entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    return logprobs_and_entropies(
+    """Of the targets' scored ids; that of a token over what it was sampled among."""
+    ids = targets.scored_ids
+    supports = targets.supports_N
+    if supports is not None:
+        among, is_kept = supports.padded(ids.device)
+        ids = torch.cat([ids.view(len(ids), -1), among], dim=1)
+    logprobs, entropies = logprobs_and_entropies(
         model.logits(hidden_NH),
-        targets.scored_ids,
+        ids,
         targets.temperature_N,
         has_entropy_gradient=has_entropy_gradient,
         vocab_start=model.vocab_part.start,
         group=model.vocab_part.group,
     )
+    if supports is None:
+        return logprobs, entropies
+    # With supports there is no teacher, so the first column is the token itself.
+    return renormalised(logprobs[:, 0], logprobs[:, 1:], is_kept), entropies
 
 
 def logit_chunks(

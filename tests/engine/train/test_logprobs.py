@@ -1,5 +1,6 @@
 """Logprobs and entropies from logits, whole and in parts, against float64 autograd."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes.threaded_ranks import in_parts
-from outloop.engine.train.algorithms.token_logprobs import logprobs_and_entropies
+from outloop.engine.train.algorithms.token_logprobs import logprobs_and_entropies, renormalised
+from outloop.engine.train.data.supports import Supports
 
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -59,6 +61,43 @@ def test_values_and_gradients_are_those_of_log_softmax(
     assert leaf.grad is not None
     for got, right in zip((logprobs.detach(), entropies.detach(), leaf.grad), want, strict=True):
         assert torch.allclose(got.double(), right, rtol=1e-5, atol=2e-5)
+
+
+@given(
+    num_tokens=st.integers(1, 9),
+    size=st.integers(1, 33),
+    seed=st.integers(0, 10_000),
+    shift=st.sampled_from([0.0, 60.0]),
+)
+def test_what_is_left_of_a_distribution_is_renormalised(
+    num_tokens: int, size: int, seed: int, shift: float
+) -> None:
+    """Against log_softmax in float64 with the other logits at -inf, gradient too; also where the
+    ids that were left have become all but impossible. No ids: the whole vocabulary."""
+    logits, ids, temperature, weights = random_case(num_tokens, size, seed, tempered=True)
+    random = np.random.default_rng(seed)
+    is_left = random.random((num_tokens, size)) < 0.4
+    is_left[np.arange(num_tokens), ids.numpy()] = True
+    is_left[::3] = False
+    is_whole = torch.from_numpy(~is_left.any(1, keepdims=True))
+    logits = logits - shift * torch.from_numpy(is_left)
+    kept = [np.flatnonzero(row) for row in is_left]
+    supports = Supports.of(np.array([len(row) for row in kept]), np.concatenate(kept))
+    among, is_kept = supports.padded(torch.device("cpu"))
+    leaf = logits.clone().requires_grad_()
+    found, _ = logprobs_and_entropies(leaf * 1, torch.cat([ids[:, None], among], 1), temperature)
+    logprobs = renormalised(found[:, 0], found[:, 1:], is_kept)
+    (logprobs * weights[0]).sum().backward()
+    right = logits.double().requires_grad_()
+    assert temperature is not None
+    scaled = right / temperature.double()[:, None]
+    table = scaled.masked_fill(~(torch.from_numpy(is_left) | is_whole), -torch.inf).log_softmax(-1)
+    wanted_logprobs = table.gather(1, ids[:, None])[:, 0]
+    (wanted_logprobs * weights[0]).sum().backward()
+    assert torch.allclose(logprobs.double(), wanted_logprobs, rtol=1e-5, atol=1e-4)
+    assert leaf.grad is not None
+    assert right.grad is not None
+    assert torch.allclose(leaf.grad.double(), right.grad, rtol=1e-5, atol=1e-4)
 
 
 def test_entropies_without_gradient_are_constants() -> None:

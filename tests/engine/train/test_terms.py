@@ -14,6 +14,7 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings.trainer import TrainerSettings
 from outloop.engine.train.data.microbatch import build_microbatch
 from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.supports import Supports
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.step.policy_update import rl_update
@@ -67,6 +68,38 @@ def gradient(policy: Policy) -> torch.Tensor:
     return torch.cat([p.main_grad.flatten() for p in policy.model.parameters()]).clone()
 
 
+def is_left(sample: Sample) -> torch.Tensor:
+    """[N, 400] bool: among which ids each trained token was sampled."""
+    assert sample.supports is not None
+    rows = []
+    for place in np.flatnonzero(sample.loss_mask):
+        ids = sample.supports[place : place + 1].ids
+        rows.append(np.isin(np.arange(400), ids) if len(ids) else np.ones(400, np.bool_))
+    return torch.from_numpy(np.stack(rows))
+
+
+def cut(samples: list[Sample]) -> list[Sample]:
+    """Every second sample, with some of its tokens sampled among few ids or one."""
+    generator = np.random.default_rng(3)
+    found = []
+    for index, sample in enumerate(samples):
+        counts = np.where(sample.loss_mask, generator.integers(0, 9, sample.num_tokens), 0)
+        counts[::3] = 0
+        ids = [
+            np.concatenate([[token], generator.choice(np.delete(np.arange(400), token), n - 1)])
+            for token, n in zip(sample.token_ids, counts, strict=True)
+            if n
+        ]
+        supports = Supports.of(counts, np.concatenate([np.zeros(0), *ids]).astype(np.int32))
+        assert sample.behavior_logprobs is not None
+        # The model is nearly uniform, so that ratios are near 1.
+        near = -np.log(np.maximum(counts, 1)) + generator.normal(0, 0.1, len(counts))
+        behavior = np.where(counts > 0, near, sample.behavior_logprobs).astype(np.float32)
+        changed = dataclasses.replace(sample, supports=supports, behavior_logprobs=behavior)
+        found.append(changed if index % 2 else sample)
+    return found
+
+
 def wanted_gradient(
     policy: Policy, samples: list[Sample], trainer: TrainerSettings
 ) -> torch.Tensor:
@@ -78,7 +111,10 @@ def wanted_gradient(
     for sample in samples:
         batch = build_microbatch(TrainBatch.of([sample]), [0], CPU)
         hidden = model(batch.token_ids_T, batch.row, batch.predictors_N)
-        table = torch.log_softmax(model.logits(hidden).double(), -1)
+        logits = model.logits(hidden).double()
+        whole = table = torch.log_softmax(logits, -1)
+        if sample.supports is not None:
+            table = torch.log_softmax(logits.masked_fill(~is_left(sample), -torch.inf), -1)
         logprobs = table.gather(1, batch.targets.token_ids_N[:, None])[:, 0]
         mask = sample.loss_mask
         behavior = torch.tensor(sample.behavior_logprobs[mask]).double()
@@ -111,7 +147,7 @@ def wanted_gradient(
             kl = (rho * ((-distance).exp() + distance - 1)).sum()
             loss = loss + trainer.kl_coefficient * kl
         if trainer.entropy_coefficient:
-            entropy = -(table.exp() * table).sum()
+            entropy = -(whole.exp() * whole).sum()
             loss = loss - trainer.entropy_coefficient * entropy
         if trainer.denominator == "episode_means":
             loss = loss / counts[sample.episode_id]
@@ -138,15 +174,19 @@ GSPO = {"loss": "gspo", "clip_low": 0.01, "clip_high": 0.02}
         {"entropy_coefficient": 0.5},
     ],
 )
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut"])
 def test_gradients_agree_with_the_formulas_however_they_are_split(
     chosen: dict[str, object],
+    is_cut: bool,
     make_policy: MakePolicy,
     make_samples: MakeSamples,
 ) -> None:
-    """Several branches an episode; one microbatch, or many with five tokens' logits at a time."""
+    """Several branches an episode; one microbatch, or many with five tokens' logits at a time; the
+    whole vocabulary, or with some tokens sampled among some ids."""
     trainer = TrainerSettings(max_grad_norm=1e9, **chosen)
     policy = make_policy(max_grad_norm=1e9)
-    samples = scored(policy, make_samples(9), trainer)
+    samples = make_samples(9)
+    samples = scored(policy, cut(samples) if is_cut else samples, trainer)
     wanted = wanted_gradient(policy, samples, trainer)
     whole_report = update(policy, samples, trainer)
     assert wanted.abs().max() > 0
