@@ -39,6 +39,7 @@ from outloop.buffer.run import Run, create_run, make_run_folder, read_secret
 from outloop.buffer.settings import Settings
 from outloop.buffer.settings.recipes import recipe_sentence
 from outloop.buffer.trackers.tracker import check_tracker, part_name
+from outloop.buffer.trajectories.object_store import ObjectStore
 from outloop.buffer.trajectories.trained import keeps_trajectories
 from outloop.engine.launch.child_process import PartProcess, part_command
 from outloop.engine.launch.console import RunProgress
@@ -378,6 +379,8 @@ def _check_watchers(settings: Settings) -> None:
     trackers = settings.telemetry.trackers
     for name in trackers:
         check_tracker(name)
+    if settings.trajectories.copy_to is not None:
+        ObjectStore(settings.trajectories.copy_to)
     if "otlp" in trackers and not keeps_trajectories(settings.trajectories):
         raise SettingsError(
             'telemetry.trackers="otlp" makes spans of kept trajectories, and none are kept; set '

@@ -19,7 +19,7 @@ _MAX_CHARS = 60
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.argument("run_dir", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--sql", help="A query over the tables `episodes` and `turns`; see docs/viewer.md.")
 @click.option(
     "--export",
@@ -30,6 +30,16 @@ _MAX_CHARS = 60
     "--export-atif",
     type=click.Path(path_type=Path, file_okay=False),
     help="Write whole episodes as ATIF documents into this folder, a file each.",
+)
+@click.option(
+    "--export-dataset",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write episodes and turns into this folder, which datasets.load_dataset opens.",
+)
+@click.option(
+    "--fetch",
+    metavar="URL",
+    help="First copy the archive from the URL of a run's trajectories.copy_to into RUN_DIR.",
 )
 @click.option(
     "--import-atif",
@@ -53,6 +63,8 @@ def trajectories(
     sql: str | None,
     export: Path | None,
     export_atif: Path | None,
+    export_dataset: Path | None,
+    fetch: str | None,
     import_atif: Path | None,
     conversations: bool,
     where: str,
@@ -77,18 +89,21 @@ def trajectories(
         click.echo(f"wrote {read(run_dir, import_atif)} documents to {import_atif}")
         return
     folder = run_dir / FOLDER
-    if export_atif is not None:
-        from outloop.buffer.trajectories.atif_documents import write_documents
+    if fetch is not None:
+        from outloop.buffer.trajectories.object_store import ObjectStore
 
-        ids = {row["episode_id"] for row in query(folder, _ids(where))}
-        click.echo(f"wrote {write_documents(folder, export_atif, ids)} episodes to {export_atif}")
-        return
-    if export is not None:
-        from outloop.buffer.trajectories.reading import write_jsonl
-
-        check_writable(export, "--export")
-        ids = {row["episode_id"] for row in query(folder, _ids(where))}
-        click.echo(f"wrote {write_jsonl(folder, export, ids)} episodes to {export}")
+        click.echo(f"fetched {ObjectStore(fetch).fetch(run_dir)} files into {run_dir}")
+    elif not run_dir.is_dir():
+        raise click.BadParameter(f"folder {str(run_dir)!r} does not exist", param_hint="RUN_DIR")
+    exports = (
+        (export, _export_lines),
+        (export_atif, _export_atif),
+        (export_dataset, _export_dataset),
+    )
+    wanted = [(out, write) for out, write in exports if out is not None]
+    for out, write in wanted:
+        click.echo(f"wrote {write(folder, out, where)} episodes to {out}")
+    if wanted:
         return
     rows = query(folder, sql or _LIST)
     if as_json:
@@ -98,8 +113,31 @@ def trajectories(
         _print(rows)
 
 
-def _ids(where: str) -> str:
-    return f"SELECT episode_id FROM episodes WHERE outcome IS NOT NULL AND ({where})"
+def _export_lines(folder: Path, out: Path, where: str) -> int:
+    from outloop.buffer.trajectories.reading import write_jsonl
+
+    check_writable(out, "--export")
+    return write_jsonl(folder, out, _ids(folder, f"outcome IS NOT NULL AND ({where})"))
+
+
+def _export_atif(folder: Path, out: Path, where: str) -> int:
+    from outloop.buffer.trajectories.atif_documents import write_documents
+
+    return write_documents(folder, out, _ids(folder, f"outcome IS NOT NULL AND ({where})"))
+
+
+def _export_dataset(folder: Path, out: Path, where: str) -> int:
+    from outloop.buffer.trajectories.dataset_folder import write_dataset
+
+    return write_dataset(folder, out, _ids(folder, where), name=folder.absolute().parent.name)
+
+
+def _ids(folder: Path, where: str) -> set[str]:
+    from outloop.buffer.trajectories.query import query
+
+    return {
+        row["episode_id"] for row in query(folder, f"SELECT episode_id FROM episodes WHERE {where}")
+    }
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

@@ -106,7 +106,7 @@ function events({ events }) {
   if (!events.length) return null;
   return h("section", { class: "card" }, h("header", {}, h("h3", {}, "Events")),
     h("ol", { class: "events" }, events.slice(-40).reverse().map((one) => h("li", { class: one.kind },
-      h("time", {}, time(one.time)), h("b", {}, one.kind.replaceAll("_", " ")), one.part || one.name || "", one.exit_code !== undefined ? ` exit code ${one.exit_code}` : "", one.sentence || one.reason ? h("span", { class: "why" }, plain(one.sentence || one.reason)) : ""))));
+      h("time", {}, time(one.time)), h("b", {}, one.kind.replaceAll("_", " ")), one.part || one.name || "", one.exit_code !== undefined ? ` exit code ${one.exit_code}` : "", one.sentence || one.reason ? h("span", { class: "said" }, plain(one.sentence || one.reason)) : ""))));
 }
 
 export async function show(main, { run, query, runs }) {
