@@ -51,10 +51,10 @@ class BufferSettings(BaseModel):
     next, pipeline_depth * groups_per_step groups are in flight or ready. 0: none. auto: as few as
     keep the trainer from waiting. Of both limits the narrower holds: where max_staleness leaves
     room for fewer groups, fewer are started. May be changed while the run goes on."""
-    over_provision: float = Field(1.0, ge=1, allow_inf_nan=False)
-    """Partial rollouts: so many times groups_per_step groups are started for a step, which takes
-    those that are complete first; the others go on and belong to the next. At max_staleness 0 their
-    tokens are then one publish old when they are trained."""
+    over_provision: float = Field(1.0, allow_inf_nan=False)
+    """Partial rollouts: so many times groups_per_step groups, 1 or more, are started for a step,
+    which takes those that are complete first; the others go on and belong to the next. At
+    max_staleness 0 their tokens are then one publish old when they are trained."""
     group_deadline_s: float | None = Field(None, gt=0)
     """How long after its first claim a group seals that is not complete; see `incomplete`. Left
     out: when each of its attempts has ended, at the attempt's own deadline at the latest."""
@@ -152,11 +152,17 @@ def checked_depth(value: object) -> object:
 
 
 def refuse_over_provision(over_provision: float, max_staleness: int) -> None:
-    """Refuse to start more groups for a step than can be trained before they are too old.
+    """Refuse to start fewer groups for a step than it trains, or more than can be trained before
+    they are too old.
 
     Raises:
         ValueError: it would.
     """
+    if over_provision < 1.0:
+        raise ValueError(
+            f"buffer.over_provision={over_provision:g} starts fewer groups than a step trains, so "
+            "that no batch would be full; 1 or more is allowed"
+        )
     most = max(max_staleness, 1) + 1
     if over_provision > most:
         raise ValueError(

@@ -61,7 +61,7 @@ NUM_EPOCHS = 24
 PLACES = 9 * GROUPS_PER_STEP * GROUP_SIZE
 """Enough for every level: nothing but depth and age limits what is in flight."""
 OVER_PROVISION = 1.5
-NUM_EVAL, NUM_FINAL_EVAL = 64, 512 if IS_FOR_REWARDS else 128
+NUM_EVAL, NUM_FINAL_EVAL = 64, 1024 if IS_FOR_REWARDS else 128
 RUN_TIMEOUT_S = 900
 NUM_BISECTIONS = 12
 POLL_S, REPORT_S = 0.5, 20.0

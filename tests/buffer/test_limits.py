@@ -297,7 +297,7 @@ def test_a_depth_beyond_the_age_is_said() -> None:
     [
         ({"pipeline_depth": "deep"}, "buffer.pipeline_depth='deep': a number of steps from 0 on"),
         ({"pipeline_depth": -0.5}, "buffer.pipeline_depth=-0.5: a number of steps from 0 on"),
-        ({"over_provision": 0.5}, "buffer.over_provision=0.5: input should be greater than or"),
+        ({"over_provision": 0.5}, "buffer.over_provision=0.5 starts fewer groups than a step"),
         (
             {"over_provision": 2.5, "max_staleness": 1},
             "buffer.over_provision=2.5 with buffer.max_staleness=1: of 2.5 batches started "

@@ -45,11 +45,6 @@ class Rules:
     over_provision: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.over_provision < 1.0:
-            raise SettingsError(
-                f"over_provision={self.over_provision:g} starts fewer groups than a step trains, "
-                "so that no batch would be full; 1 or more is allowed"
-            )
         try:
             refuse_over_provision(self.over_provision, self.max_staleness)
         except ValueError as error:
