@@ -124,6 +124,7 @@ class Parts:
             self.service,
             ModelTable(settings.model.name, self.pool, settings.router.upstreams),
             Upstreams(http, upstreams, self.metrics, timeout_s=settings.router.turn_timeout_s),
+            stream_silence_s=timings.stream_silence_s,
         )
         teacher = settings.trainer.teacher
         self.runner = RunnerRoutes(

@@ -16,6 +16,9 @@ class Timings:
     return_grace_s: float = 10.0
     """A client that left may come back with a retry this long; then its turn is recorded as
     masked."""
+    stream_silence_s: float = 15.0
+    """A stream that has begun sends a comment after so long without a delta, such as while a
+    trainer has the servers' memory: proxies and clients close what is silent for a minute."""
     claim_wait_s: float = 2.0
     """A claim waits this long for a version to be acknowledged before it is answered 503."""
     server_grace_s: float = 5.0

@@ -84,7 +84,7 @@ class InFlightTurn:
         """Whoever asked for it left and did not come back in time: it is recorded without loss."""
         self._clients: list[Client] = []
         self._is_over = asyncio.Event()
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: list[asyncio.Future[bool]] = []
         """Woken at every change: results, a delta, a client that attaches."""
         self._is_settled = False
         self._results: tuple[TurnResult, ...] = ()
@@ -176,8 +176,9 @@ class InFlightTurn:
             raise self._refusal
         return self._results
 
-    async def stream(self) -> AsyncIterator[Delta]:
-        """Every delta from the first on, until the turn is over."""
+    async def stream(self, silence_s: float) -> AsyncIterator[Delta | None]:
+        """Every delta from the first on, until the turn is over; None after each `silence_s` in
+        which there was none."""
         index = 0
         while True:
             while index < len(self.deltas):
@@ -187,7 +188,8 @@ class InFlightTurn:
                     await asyncio.sleep(0)
             if self.is_over:
                 return
-            await self._change()
+            if not await self._change(silence_s):
+                yield None
 
     async def planned(self) -> None:
         """Return when the turn's prompt is known, or it has its outcome."""
@@ -214,13 +216,26 @@ class InFlightTurn:
         if not self.is_generated:
             self.cancel()
 
-    async def _change(self) -> None:
-        change = asyncio.get_running_loop().create_future()
+    async def _change(self, timeout_s: float | None = None) -> bool:
+        """Wait for something to be new; False: nothing was for `timeout_s`."""
+        loop = asyncio.get_running_loop()
+        change: asyncio.Future[bool] = loop.create_future()
         self._waiting.append(change)
-        await change
+        if timeout_s is None:
+            return await change
+        # Cheaper than asyncio.timeout, once for each delta.
+        handle = loop.call_later(timeout_s, _resolve, change, False)
+        try:
+            return await change
+        finally:
+            handle.cancel()
 
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []
         for change in waiting:
-            if not change.done():
-                change.set_result(None)
+            _resolve(change, True)
+
+
+def _resolve(change: asyncio.Future[bool], is_new: bool) -> None:
+    if not change.done():
+        change.set_result(is_new)

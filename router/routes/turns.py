@@ -30,6 +30,8 @@ from outloop.router.turns.service import TurnService
 _LARGE_BODY_BYTES = 512 * 1024
 """One larger body of an episode at a time is read and rendered."""
 _DIGEST_CHARS = 32
+_COMMENT = b": waiting\n\n"
+"""Of server-sent events: every client passes over it."""
 
 
 class TurnRoutes:
@@ -43,6 +45,8 @@ class TurnRoutes:
         service: TurnService,
         models: ModelTable,
         upstreams: Upstreams,
+        *,
+        stream_silence_s: float,
     ) -> None:
         self._settings = settings
         self._keys = keys
@@ -50,6 +54,7 @@ class TurnRoutes:
         self._service = service
         self._models = models
         self._upstreams = upstreams
+        self._stream_silence_s = stream_silence_s
         self._max_body_bytes = int(settings.router.max_body_mb * 2**20)
 
     async def turn(self, dialect: Dialect, exchange: Exchange) -> None:
@@ -72,7 +77,7 @@ class TurnRoutes:
         try:
             with episode.noting_refusal(retry_key, None if is_retry else attempt):
                 async with exchange.watching():
-                    is_delivered = await _answer(dialect, exchange, request, turn)
+                    is_delivered = await self._answer(dialect, exchange, request, turn)
             turn.is_delivered = turn.is_delivered or is_delivered
         finally:
             turn.detach(exchange)
@@ -102,6 +107,15 @@ class TurnRoutes:
                 tracestate=state.decode("latin-1") if state is not None else None,
             )
         return request, *_retry(exchange, body)
+
+    async def _answer(
+        self, dialect: Dialect, exchange: Exchange, request: TurnRequest, turn: InFlightTurn
+    ) -> bool:
+        """Send a turn's answer; False if the client had left before its end."""
+        if request.stream:
+            return await _send_stream(exchange, dialect, request, turn, self._stream_silence_s)
+        results = await turn.results()
+        return await exchange.answer(200, dialect.encode(results, request), _request_id(turn))
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """`POST /v1/messages/count_tokens`: the ids of a conversation rendered in full."""
@@ -161,20 +175,15 @@ def _may_be_large(exchange: Exchange) -> bool:
     return num_bytes > _LARGE_BODY_BYTES
 
 
-async def _answer(
-    dialect: Dialect, exchange: Exchange, request: TurnRequest, turn: InFlightTurn
-) -> bool:
-    """Send a turn's answer; False if the client had left before its end."""
-    if request.stream:
-        return await _send_stream(exchange, dialect, request, turn)
-    results = await turn.results()
-    return await exchange.answer(200, dialect.encode(results, request), _request_id(turn))
-
-
 async def _send_stream(
-    exchange: Exchange, dialect: Dialect, request: TurnRequest, turn: InFlightTurn
+    exchange: Exchange,
+    dialect: Dialect,
+    request: TurnRequest,
+    turn: InFlightTurn,
+    silence_s: float,
 ) -> bool:
-    """Send a turn's events; False if the client had left before the last."""
+    """Send a turn's events, and a comment after each `silence_s` without one; False if the client
+    had left before the last."""
 
     async def opened() -> AnswerStream:
         head = AnswerHead(
@@ -187,12 +196,16 @@ async def _send_stream(
         return dialect.stream(head, request)
 
     stream: AnswerStream | None = None
-    async for delta in turn.stream():
+    async for delta in turn.stream(silence_s):
+        if delta is None:
+            # Before the first delta a refusal is still a plain error answer.
+            if stream is not None:
+                await exchange.send(_COMMENT, more=True)
+            continue
         if stream is None:
             stream = await opened()
             await exchange.send(stream.open(), more=True)
         await exchange.send(stream.delta(delta), more=True)
-    # A refusal before the first delta is still a plain error answer.
     results: Sequence[TurnResult] = await turn.results()
     opening = b""
     if stream is None:

@@ -10,6 +10,7 @@ import pytest
 
 from fakes.fake_server import Script
 from fakes.talkers import Meeting
+from outloop.router.timings import Timings
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 * 7"}}\n</tool_call>'
 TWO_CALLS = (
@@ -184,6 +185,33 @@ async def test_reasoning_is_streamed_while_it_is_generated(stage, meet, dialect)
             thoughts += [piece] if piece else []
     assert "".join(thoughts) == thought
     assert len(thoughts) > 1
+
+
+@each_dialect
+async def test_a_silent_stream_sends_comments_which_clients_pass_over(
+    make_stage, meet, dialect
+) -> None:
+    """A server says nothing in the middle of an answer, as one whose memory a trainer has."""
+    stage = await make_stage(timings=Timings(stream_silence_s=0.02))
+    gate = stage.server.step_gate = asyncio.Event()
+    stage.server.answer = lambda request: stage.script("Hello there, this is long.")
+    episode = await stage.open()
+    talker = meet(dialect, stage).begin(episode)
+    talker.tell("go")
+    headers, body = {"Authorization": f"Bearer {episode['api_key']}"}, ""
+    options = {**talker.options, "stream": True}
+    async with stage.http.stream("POST", talker.path, json=options, headers=headers) as answer:
+        async for text in answer.aiter_text():
+            body += text
+            if body.count(": waiting\n\n") == 2:
+                gate.set()
+    assert gate.is_set()
+    # They stand between events, and never before the first.
+    assert body.index("data: ") < body.index(": waiting")
+    assert all(part.startswith((":", "data", "event")) for part in body.split("\n\n")[:-1])
+    gate.clear()
+    asyncio.get_running_loop().call_later(0.2, gate.set)
+    assert (await talker.ask(stream=True)).text == "Hello there, this is long."
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -153,7 +153,7 @@ async def test_a_long_stream_that_is_there_already_lets_others_go_on(stage) -> N
             await asyncio.sleep(0)
 
     task = asyncio.create_task(others())
-    async for _ in turn.stream():
+    async for _ in turn.stream(silence_s=60.0):
         num_given += 1
     await task
     assert max(after - before for before, after in pairwise([*seen, 10_000])) <= 2_000
