@@ -61,6 +61,15 @@ class Repository:
                 raise EnvironmentFailure(f"revision={revision!r}: {error}") from error
         return made
 
+    def names(self, revision: str) -> frozenset[str]:
+        """The paths of its files and folders.
+
+        Raises:
+            SettingsError: git does not know the revision.
+        """
+        listed = self._git("ls-tree", "-r", "-t", "-z", "--name-only", "--full-tree", revision)
+        return frozenset(os.fsdecode(name) for name in listed.split(b"\0")[:-1])
+
     def close(self) -> None:
         """Remove the store, if it is a temporary one."""
         if self._is_ours:

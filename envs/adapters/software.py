@@ -1,0 +1,201 @@
+"""Software tasks: a repository at a revision, an issue, and tests that the policy does not see.
+
+    from outloop.envs.adapters import software
+
+    def train_tasks():
+        return [software.task("project", "v1.2~1", "Dates before 1970 are wrong.",
+                              editable=["src"], tests=[{"command": ["python3", "check.py"],
+                                                        "stdin": "1969-07-20", "stdout": "-165"}],
+                              hidden_files={"check.py": "..."})]
+
+    # run.toml: rollout_function_path = "outloop.envs.adapters.software:Software"
+
+The policy works by the tool `bash` in a session over the revision (outloop.envs.sandbox). What it
+left in the files that it may change is then tested in another session
+(outloop.envs.verifiers.repository_tests).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from outloop.buffer.errors import EnvironmentFailure, SettingsError
+from outloop.buffer.records import Task
+from outloop.envs.adapters.bash_tool import run_bash, shown, work
+from outloop.envs.adapters.conversation import field
+from outloop.envs.rollout.episode import Episode
+from outloop.envs.sandbox.api import Limits, Session
+from outloop.envs.sandbox.bubblewrap import BubblewrapSandbox
+from outloop.envs.sandbox.repositories import Repository
+from outloop.envs.verifiers.repository_tests import RepositoryTests
+
+
+def task(
+    repository: str | Path,
+    revision: str,
+    issue: str,
+    *,
+    editable: Sequence[str],
+    tests: Sequence[Mapping[str, Any]],
+    hidden_files: Mapping[str, str] | None = None,
+    build: Sequence[str] = (),
+    max_turns: int = 32,
+    timeout_s: float = 300.0,
+    memory_mb: int = 1024,
+) -> dict[str, Any]:
+    """A task's row; fields as in `RepositoryTests`.
+
+    Args:
+        timeout_s: of the policy's work and of each of its commands.
+        memory_mb: of a session, changes of files included.
+
+    Raises:
+        SettingsError: git does not know the revision; nothing is editable; a hidden file is
+            editable, or in the revision; a test lacks its command or output.
+    """
+    made = Repository(repository)
+    names = made.names(revision)
+    made.close()
+    for name in editable:
+        if name.rstrip("/") not in names:
+            raise SettingsError(f"editable={name!r}: revision={revision!r} has no such path")
+    for name in hidden_files or {}:
+        if name in names:
+            raise SettingsError(
+                f"hidden_files={name!r}: revision={revision!r} has it; another path is allowed"
+            )
+    if not editable:
+        raise SettingsError("editable=[]; name the files or folders that the policy may change")
+    for name in hidden_files or {}:
+        if any(Path(name).is_relative_to(path) for path in editable):
+            raise SettingsError(f"hidden_files={name!r} is editable; a path elsewhere is allowed")
+    for test in tests:
+        command = test.get("command")
+        if not command or isinstance(command, str):
+            raise SettingsError(f"command={command!r} of a test; a list of words is allowed")
+        if not isinstance(test.get("stdout"), str):
+            raise SettingsError(
+                f"stdout={test.get('stdout')!r} of the test {list(command)}; the expected "
+                "output is allowed, because an exit code alone can be forged by the code under test"
+            )
+    return {
+        "repository": str(Path(repository).resolve()),
+        "revision": revision,
+        "issue": issue,
+        "editable": list(editable),
+        "tests": [dict(test) for test in tests],
+        "hidden_files": dict(hidden_files or {}),
+        "build": list(build),
+        "max_turns": max_turns,
+        "timeout_s": timeout_s,
+        "memory_mb": memory_mb,
+    }
+
+
+class TooManyFiles(Exception):
+    """The policy left more files than can be carried to the tests."""
+
+
+class Attempt:
+    """A session over a task's revision, and the score of what is left in it."""
+
+    def __init__(
+        self, task: Task, session: Session, limits: Limits, verifier: RepositoryTests
+    ) -> None:
+        self._task = task
+        self._verifier = verifier
+        self.session = session
+        self.limits = limits
+
+    async def bash(self, command: str) -> str:
+        """Run a command of the policy; its output, as the policy is shown it."""
+        return shown(await run_bash(self.session, command, self.limits))
+
+    async def score(self) -> float:
+        """What the tests say of the editable files as they are now.
+
+        Raises:
+            TooManyFiles: their names exceed a call's output limit.
+        """
+        return await self._verifier.score(self._task, await self._files())
+
+    async def _files(self) -> dict[str, bytes]:
+        names: list[str] = field(self._task, "editable", list)
+        find = ("find", *(f"./{name}" for name in names), "-type", "f", "-print0")
+        found = await self.session.run({}, find, self.limits, keep_files=True)
+        if found.is_output_cut:
+            raise TooManyFiles(f"the files below {', '.join(names)} are too many")
+        paths = [path.decode(errors="replace") for path in found.stdout.split(b"\0")[:-1]]
+        held = await self.session.run({}, ("true",), self.limits, keep_files=True, collect=paths)
+        return {path.removeprefix("./"): content for path, content in held.files.items()}
+
+
+class Software:
+    """A rollout function with one sandbox and one verifier for all its episodes."""
+
+    def __init__(self, *, gives_part: bool = False) -> None:
+        self._gives_part = gives_part
+        self._opened: tuple[BubblewrapSandbox, RepositoryTests] | None = None
+
+    async def set_up(self) -> None:
+        """Open the sandbox, which the first attempt would otherwise do.
+
+        Raises:
+            SettingsError: bubblewrap is not there.
+        """
+        self._open()
+
+    def _open(self) -> tuple[BubblewrapSandbox, RepositoryTests]:
+        if self._opened is None:
+            sandbox = BubblewrapSandbox()
+            verifier = RepositoryTests(gives_part=self._gives_part, sandbox=sandbox)
+            self._opened = sandbox, verifier
+        return self._opened
+
+    async def tear_down(self) -> None:
+        """Close the sandbox, and remove the folders of revisions."""
+        if self._opened is not None:
+            sandbox, verifier = self._opened
+            self._opened = None
+            await verifier.tear_down()
+            await sandbox.close()
+
+    @asynccontextmanager
+    async def attempt(self, task: Task) -> AsyncIterator[Attempt]:
+        """A session over the task's revision, for an agent of your own.
+
+        Raises:
+            EnvironmentFailure: it cannot be opened.
+        """
+        timeout_s = field(task, "timeout_s", float, 300.0)
+        limits = Limits(
+            wall_s=timeout_s,
+            cpu_s=ceil(timeout_s),
+            memory_bytes=field(task, "memory_mb", int, 1024) * 2**20,
+            max_processes=256,
+            disk_bytes=256 * 2**20,
+        )
+        sandbox, verifier = self._open()
+        try:
+            base = await verifier.base(task)
+        except SettingsError as error:
+            raise EnvironmentFailure(f"task_id={task.task_id!r}: {error}") from error
+        async with sandbox.session(limits, base=base) as session:
+            yield Attempt(task, session, limits, verifier)
+
+    async def play(self, task: Task, episode: Episode) -> float:
+        """Let the policy work on the issue, and return what the tests say."""
+        async with self.attempt(task) as attempt:
+            await work(
+                episode,
+                attempt.session,
+                field(task, "issue", str),
+                attempt.limits,
+                max_turns=field(task, "max_turns", int, 32),
+                timeout_s=attempt.limits.wall_s,
+            )
+            return await attempt.score()
