@@ -292,7 +292,7 @@ bench-envs: $(STAMP) bwrap
 bench-buffer: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/buffer.py
 
-bench-view: $(STAMP)
+bench-view: $(STAMP) chromium
 	$(BIN)/python tests/bench/view.py
 
 bench-publish: $(STAMP)

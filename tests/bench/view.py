@@ -1,19 +1,26 @@
-"""How long the page of `outloop view` waits for its server, with 100,000 episodes.
+"""How long the page of `outloop view` takes with 100,000 episodes: its server, and in Chromium.
 
 python tests/bench/view.py     (see `make bench-view`)
 
 One of them has 128,000 sampled tokens, the others 60. The first call of each kind, and the fastest
-of three further ones. Nothing is asserted.
+of three further ones. In headless Chromium: from the address to what it shows, by the page's own
+clock; the first paint is that of a browser without a cache. Nothing is asserted.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from playwright.sync_api import Page, sync_playwright
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -120,9 +127,80 @@ def main() -> None:
         measure("search, rare text", lambda: run.episodes(EpisodeFilter(text="word4999 word1")))
         measure("search, common text", lambda: run.episodes(EpisodeFilter(text="word42 ")))
         measure("group", lambda: run.group("g3"))
+        measure("task by version", lambda: run.task("t7"))
         for title, episode_id in (("short", "e5"), ("128,000 tokens", f"e{LONG}")):
             measure(f"episode, {title}", lambda one=episode_id: run.episode(one))
             measure(f"tokens, {title}", lambda one=episode_id: run.tokens(one))
+        write_metrics(path)
+        measure_page(path)
+    print(f"load of the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+
+
+def write_metrics(path: Path) -> None:
+    """Curves of 1,000 steps."""
+    names = ("loss", "reward_mean", "reward_std", "entropy", "step_s", "wait_s", "update_s")
+    with (path / "metrics.jsonl").open("w") as file:
+        for step in range(1, 1001):
+            values = {f"train/{name}": 1.0 / step for name in names}
+            file.write(json.dumps({"step": step, "time": float(step), **values}) + "\n")
+
+
+def measure_page(path: Path) -> None:
+    """Print what a reader waits for in Chromium."""
+    command = [sys.executable, "-m", "outloop.cli", "view", str(path)]
+    browser_path = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))))
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
+        sync_playwright() as playwright,
+    ):
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        for time_ in ("first", "second"):
+            page = browser.new_context().new_page()
+            page.goto(url)
+            page.wait_for_selector(".tiles")
+            paint = page.evaluate(
+                "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+            )
+            whole = page.evaluate("performance.now()")
+            print(f"page, {time_} visit: first paint {paint:.0f} ms, overview {whole:.0f} ms")
+        run = path.name
+        for title, where in (
+            ("newest episodes", "episodes"),
+            ("search, rare text", "episodes?text=word4999+word1"),
+            ("search, common text", "episodes?text=word42"),
+            ("episode, short", "episode/e5"),
+            ("tokens, short", "tokens/e5"),
+            ("episode, 128,000 tokens", f"episode/e{LONG}"),
+            ("tokens, 128,000 tokens", f"tokens/e{LONG}"),
+            ("group", "group/g3"),
+            ("task by version", "task/t7"),
+        ):
+            times = [shown_after(page, f"#/{run}/{where}") for _ in range(4)]
+            print(f"page, {title:24s} first {times[0]:6.0f} ms, then {min(times[1:]):6.0f} ms")
+        browser.close()
+        server.terminate()
+
+
+def shown_after(page: Page, address: str) -> float:
+    """Milliseconds from a change of the address to the frame after the view is there."""
+    page.evaluate("location.hash = '#/none/none'")
+    page.wait_for_selector("main[data-shown='#/none/none']")
+    elapsed: float = page.evaluate(
+        """async (address) => {
+            const main = document.getElementById("main"), began = performance.now();
+            const shown = new Promise((resolve) => new MutationObserver((_, one) => {
+                if (main.dataset.shown === address) { one.disconnect(); resolve(); }
+            }).observe(main, { attributes: true }));
+            location.hash = address;
+            await shown;
+            await new Promise((resolve) => requestAnimationFrame(resolve));
+            return performance.now() - began;
+        }""",
+        address,
+    )
+    return elapsed
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from outloop.cli.options import check_writable
+from outloop.cli.waiting import waiting
 
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 
@@ -37,9 +38,10 @@ def convert(source: Path, out: Path, config: Path | None, max_shard_gb: float) -
     warnings.filterwarnings("ignore", module="megatron")
     from outloop.engine.train.checkpoint import convert as converting
 
-    if converting.is_huggingface(source):
-        converting.to_megatron(source, out)
-    else:
-        bytes_per_shard = int(max_shard_gb * 2**30)
-        converting.to_huggingface(source, out, config=config, max_shard_bytes=bytes_per_shard)
+    with waiting(f"converting {source}"):
+        if converting.is_huggingface(source):
+            converting.to_megatron(source, out)
+        else:
+            bytes_per_shard = int(max_shard_gb * 2**30)
+            converting.to_huggingface(source, out, config=config, max_shard_bytes=bytes_per_shard)
     click.echo(f"wrote {out}")

@@ -70,7 +70,7 @@ def print_transcript(transcript: Transcript, max_chars: int | None) -> None:
         bold=True,
     )
     if transcript.error:
-        click.echo(f"  error: {transcript.error}")
+        click.echo(f"  error: {_harmless(transcript.error)}")
     for number, turn in enumerate(transcript.turns):
         versions = ",".join(map(str, turn.policy_versions))
         click.echo(f"  turn {number} prompt: {_short(turn.prompt, max_chars)}")
@@ -81,7 +81,7 @@ def print_transcript(transcript: Transcript, max_chars: int | None) -> None:
     if transcript.output:
         click.echo("  the end of what the agent wrote:")
         for line in _tail(transcript.output, max_chars).splitlines():
-            click.echo(f"    {line}")
+            click.echo(f"    {_harmless(line)}")
 
 
 def _short(text: str, max_chars: int | None) -> str:
@@ -90,6 +90,11 @@ def _short(text: str, max_chars: int | None) -> str:
         half = max_chars // 2
         text = f"{text[:half]} [{len(text) - 2 * half} characters] {text[-half:]}"
     return repr(text)
+
+
+def _harmless(text: str) -> str:
+    """A line of what an agent or its tools wrote, without what a terminal would obey."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _tail(text: str, max_chars: int | None) -> str:

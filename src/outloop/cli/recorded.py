@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from outloop.cli.options import CONFIG, SET, check_writable
+from outloop.cli.waiting import waiting
 
 if TYPE_CHECKING:
     from outloop.buffer.settings import Settings
@@ -74,7 +75,7 @@ def _train_on(settings: Settings, file: Path) -> None:
     settings = with_model_folder(settings)
     configure_logging("trainer", settings.telemetry.log_level)
     run = create_run(settings, (settings.run.dir / settings.run.name).absolute(), "")
-    with stop_on_signals() as stop:
+    with stop_on_signals() as stop, waiting(f"training on {file}"):
         train_from_recording(run, file, stop=stop)
     rows = [row for row in read_metrics(run.dir) if "train/loss" in row]
     click.echo(f"trained {len(rows)} steps; metrics.jsonl and checkpoints/ are in {run.dir}")
@@ -100,7 +101,7 @@ def rollout(config: Path, out: Path, overrides: tuple[str, ...]) -> None:
     settings = with_model_folder(load_settings(config, (*one_step, *overrides)))
     configure_logging("launcher", settings.telemetry.log_level)
     launcher.check_before_start(settings)
-    with launcher.stop_on_signals() as stop:
+    with launcher.stop_on_signals() as stop, waiting("playing the groups of a first step"):
         num_written = play_once(settings, out, stop=stop)
     click.echo(f"wrote {num_written} episodes to {out}")
 
@@ -118,7 +119,8 @@ def replay_step(folder: Path) -> None:
     warnings.filterwarnings("ignore", module="megatron")
     from outloop.engine.train.debug.replay_step import replay
 
-    outcomes = replay(folder)
+    with waiting(f"repeating the updates of {folder}"):
+        outcomes = replay(folder)
     for index, outcome in enumerate(outcomes):
         click.echo(f"update {index}: {outcome.sentence}")
     sys.exit(0 if all(outcome.is_equal for outcome in outcomes) else 1)
@@ -144,7 +146,8 @@ def replay(run_dir: Path, step: int, overrides: tuple[str, ...]) -> None:
     from outloop.engine.train.main import train_recorded_steps
 
     configure_logging("trainer", load_run_settings(run_dir).telemetry.log_level)
-    found = replay_run(run_dir, step, overrides, train_steps=train_recorded_steps)
+    with waiting(f"making step {step} of {run_dir} again"):
+        found = replay_run(run_dir, step, overrides, train_steps=train_recorded_steps)
     if found.first_step < step:
         click.echo(f"made steps {found.first_step} to {step - 1} again to come to step {step}")
     for line in found.lines():

@@ -22,6 +22,8 @@ _SIZES = {
     "dead letters": "buffer/dead_letters",
     "episodes to be archived": "buffer/waiting_for_archive",
 }
+_NUM_GROUP_SIZES = 3
+"""The first so many of _SIZES are numbers of groups."""
 
 
 @click.command()
@@ -122,7 +124,11 @@ def _print(found: dict[str, Any]) -> None:
         holds = "no weights yet" if server["version"] is None else f"version {server['version']}"
         quarantined = ", quarantined" if server["is_quarantined"] else ""
         click.echo(f"  {server['id']:<12} {server['url']}  {holds}{quarantined}")
-    click.echo("groups: " + ", ".join(f"{n} {label}" for label, n in found["queue"].items()))
+    words = [f"{n} {label}" for label, n in found["queue"].items()]
+    click.echo("groups: " + ", ".join(words[:_NUM_GROUP_SIZES]))
+    others = [word for word in words[_NUM_GROUP_SIZES:] if not word.startswith("0 ")]
+    if others:
+        click.echo("besides: " + ", ".join(others))
 
 
 def _print_status(fields: dict[str, str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from outloop.cli.options import check_writable
+from outloop.cli.waiting import waiting
 
 _LIST = """
 SELECT episode_id AS episode, purpose, fate, reason, task_id AS task, reward, num_turns AS turns,
@@ -92,7 +93,9 @@ def trajectories(
     if fetch is not None:
         from outloop.buffer.trajectories.object_store import ObjectStore
 
-        click.echo(f"fetched {ObjectStore(fetch).fetch(run_dir)} files into {run_dir}")
+        with waiting(f"fetching {fetch}"):
+            number = ObjectStore(fetch).fetch(run_dir)
+        click.echo(f"fetched {number} files into {run_dir}")
     elif not run_dir.is_dir():
         raise click.BadParameter(f"folder {str(run_dir)!r} does not exist", param_hint="RUN_DIR")
     exports = (
@@ -102,7 +105,9 @@ def trajectories(
     )
     wanted = [(out, write) for out, write in exports if out is not None]
     for out, write in wanted:
-        click.echo(f"wrote {write(folder, out, where)} episodes to {out}")
+        with waiting(f"writing {out}"):
+            number = write(folder, out, where)
+        click.echo(f"wrote {number} episodes to {out}")
     if wanted:
         return
     rows = query(folder, sql or _LIST)
