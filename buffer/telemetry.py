@@ -197,6 +197,9 @@ METRICS: dict[str, str] = {
     "train/padding_share": "padding over all tokens computed",
     "train/replayed_routes_share": "mixtures of experts: share of the trained tokens whose "
     "prediction is computed by the experts that the server took (trainer.routing_replay)",
+    "train/imitated_share": "share of the trained tokens that are imitated "
+    "(trainer.sources.NAME.loss = sft)",
+    "train/imitated_nll": "of these tokens: mean negative logprob",
     "train/support_share": "share of the trained tokens that were sampled among some ids of the "
     "vocabulary (top_p, top_k, min_p, a grammar)",
     "train/support_ids_mean": "of these tokens: mean number of ids",

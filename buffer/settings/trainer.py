@@ -91,8 +91,27 @@ class SourceSettings(BaseModel):
 
     advantage: Literal["grpo", "dr_grpo", "rloo", "best_of_n", "reward_to_go"] | None = None
     """How their rewards become advantages; left out: trainer.advantage."""
+    loss: Literal["sft"] | None = None
+    """sft: their episodes are imitated, by the cross-entropy of their trained tokens, whatever
+    policy sampled them; left out: the run's loss."""
+    min_reward: float | None = None
+    """Of loss = "sft": episodes that earned less are not imitated; left out: all are."""
     weight: float = Field(1.0, gt=0)
-    """Their advantages are multiplied by it."""
+    """Their advantages, or their cross-entropy, are multiplied by it."""
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> SourceSettings:
+        if self.loss == "sft" and self.advantage is not None:
+            raise ValueError(
+                f'trainer.sources: loss="sft" with advantage="{self.advantage}": imitation '
+                "compares no rewards; leave one of them out (min_reward says whom it leaves out)"
+            )
+        if self.loss is None and self.min_reward is not None:
+            raise ValueError(
+                f"trainer.sources: min_reward={self.min_reward} has no effect: it needs loss = "
+                '"sft"; leave it out, or set that'
+            )
+        return self
 
 
 class CurriculumSettings(BaseModel):
@@ -381,6 +400,12 @@ class TrainerSettings(BaseModel):
         if self.loss == "gspo" and self.loss_path is None:
             self._refuse_wrong_gspo()
         self._refuse_wrong_reference()
+        imitated = [name for name, one in self.sources.items() if one.loss == "sft"]
+        if self.kl == "k1" and imitated:
+            raise ValueError(
+                f'trainer.kl="k1" with trainer.sources.{imitated[0]}.loss="sft": k1 is taken off '
+                'rewards, which are not trained there; set trainer.kl = "k3"'
+            )
         if self.sources and (
             self.advantage_path is not None or self.advantage not in _OF_ONE_GROUP
         ):

@@ -93,6 +93,29 @@ def test_a_recipe_is_said_at_the_start_and_trains(
         assert row["train/overlong_penalty_mean"] is not None
 
 
+def test_one_list_is_imitated_beside_rl_on_another(
+    workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
+) -> None:
+    """With top-p, so that all tokens of both are trained over the ids that it left."""
+    write_config(steps=2, staleness=0)
+    code = workspace / "rollouts.py"
+    shown = "\n\ndef shown():\n    return [{'question': f'show {i}'} for i in range(64)]\n"
+    code.write_text(code.read_text() + shown)
+    answer = outloop(
+        *("train", "run.toml", "--set", "sampling.top_p=0.8", "--set", "eval.every=0"),
+        *("--set", 'env.tasks={own={source="rollouts:tasks"},shown={source="rollouts:shown"}}'),
+        *("--set", 'trainer.sources={shown={loss="sft",min_reward=1.0,weight=0.5}}'),
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert 0 < row["train/imitated_share"] < 1
+        assert row["train/imitated_nll"] > 0
+        assert row["train/support_share"] == 1.0
+        assert row["train/logprob_gap_max"] < 1e-4
+
+
 def test_an_agent_as_a_program_is_trained(
     workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
 ) -> None:

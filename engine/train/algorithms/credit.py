@@ -220,24 +220,55 @@ def divides_by_group(advantage: str | GroupAdvantage) -> bool:
     return advantage == "grpo" or not isinstance(advantage, str)
 
 
-def by_source(default: str, chosen: Mapping[str, tuple[str | None, float]]) -> GroupAdvantage:
-    """An advantage that goes by the group's source.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceRule:
+    """What is different for the groups of a source."""
 
-    Args:
-        default: of the sources that `chosen` does not name; of one group: a name of ADVANTAGES or
-            GROUP_ADVANTAGES.
-        chosen: by source the name of its advantage (None: the default), and what it is multiplied
-            by.
-    """
+    advantage: str | None = None
+    """Of one group: a name of ADVANTAGES or GROUP_ADVANTAGES; None: the default."""
+    weight: float = 1.0
+    """What its advantages are multiplied by."""
+    is_imitated: bool = False
+    """Its episodes are trained by cross-entropy: the advantage is that term's weight."""
+    min_reward: float | None = None
+    """Of imitated episodes: those that earned less have weight 0; None: none has."""
 
-    def advantage(group: ScoredGroup) -> list[EpisodeAdvantage]:
-        named, weight = chosen.get(group.source, (None, 1.0))
-        name = named or default
-        if name in GROUP_ADVANTAGES:
-            return [_times(value, weight) for value in GROUP_ADVANTAGES[name](group)]
-        return (weight * group_advantages(group.rewards.tolist(), name)).tolist()
 
-    return advantage
+@dataclass(frozen=True, slots=True)
+class BySource:
+    """An advantage that goes by the group's source."""
+
+    default: str
+    """Of the sources that `rules` does not name."""
+    rules: Mapping[str, SourceRule]
+    turn_discount: float = 1.0
+    """Of reward_to_go."""
+
+    def __call__(self, group: ScoredGroup) -> list[EpisodeAdvantage]:
+        """The group's advantages, or the weights with which its episodes are imitated."""
+        rule = self.rules.get(group.source, SourceRule())
+        if rule.is_imitated:
+            return [rule.weight * is_good for is_good in _good(group, rule)]
+        name = rule.advantage or self.default
+        if name == "reward_to_go":
+            found = reward_to_go(group, discount=self.turn_discount)
+            return [_times(value, rule.weight) for value in found]
+        return (rule.weight * group_advantages(group.rewards.tolist(), name)).tolist()
+
+    def imitates(self, source: str) -> bool:
+        """True if episodes of this source are trained by cross-entropy."""
+        return self.rules.get(source, SourceRule()).is_imitated
+
+    def teaches(self, group: ScoredGroup) -> bool:
+        """True if something of the group can be learned: its rewards differ, or an episode is to be
+        imitated."""
+        rule = self.rules.get(group.source, SourceRule())
+        return any(_good(group, rule)) if rule.is_imitated else _differs(group)
+
+
+def _good(group: ScoredGroup, rule: SourceRule) -> list[bool]:
+    least = rule.min_reward
+    return [least is None or episode.total >= least for episode in group.episodes]
 
 
 def _times(value: EpisodeAdvantage, weight: float) -> EpisodeAdvantage:
@@ -248,6 +279,8 @@ def signals_of(groups: Sequence[ScoredGroup], advantage: str | GroupAdvantage) -
     """For each group of a take whether what it earned can teach anything under `advantage`."""
     if isinstance(advantage, str) and advantage in _WITHOUT_REWARDS:
         return [len(group.episodes) > 0 for group in groups]
+    if isinstance(advantage, BySource):
+        return [advantage.teaches(group) for group in groups]
     if uses_parts(advantage):
         return [_differs(group) for group in groups]
     assert isinstance(advantage, str)

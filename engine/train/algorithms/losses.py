@@ -115,6 +115,11 @@ class TokenLoss:
     is_masked: Tensor | None = None
     """bool: left out of the policy's term with its sequence (OPSM); None: nothing is."""
 
+    def at(self, where: Tensor) -> TokenLoss:
+        """The results of tokens where `where` [N] is True."""
+        is_masked = None if self.is_masked is None else self.is_masked[where]
+        return TokenLoss(self.loss[where], self.ratio[where], self.is_clipped[where], is_masked)
+
 
 LossFunction = Callable[[LossInputs], TokenLoss]
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -42,6 +42,7 @@ def objective(
     settings: TrainerSettings,
     *,
     token_weights: Tensor | None = None,
+    is_imitated: Tensor | None = None,
 ) -> TokenLoss:
     """The losses [N] to be summed and divided by the update's denominator.
 
@@ -54,7 +55,12 @@ def objective(
     OPSM (off-policy sequence masking): DeepSeek-V3.2, arXiv:2512.02556, section 3.1: a sequence's
     tokens with A < 0 are masked where the mean of behavior - policy logprobs over it exceeds
     trainer.opsm_delta.
+
+    Tokens that are imitated, `is_imitated` [N] bool, have another loss in place of all that:
+    -A * policy_logprob, the cross-entropy, with A the weight of their source. It is that of
+    supervised learning, whoever sampled them: no ratio, no clip, no correction, KL or entropy.
     """
+    weights = inputs.advantages
     inputs = _taught(inputs, settings)
     result = function(inputs)
     loss = result.loss
@@ -87,6 +93,8 @@ def objective(
         loss = loss - settings.entropy_coefficient * inputs.entropies
     if inputs.correction is not None:
         loss = torch.where(inputs.correction == 0, torch.zeros_like(loss), loss)
+    if is_imitated is not None:
+        loss = torch.where(is_imitated, -weights * inputs.policy_logprobs, loss)
     if token_weights is not None:
         loss = loss * token_weights
     return dataclasses.replace(result, loss=loss, is_masked=is_masked)

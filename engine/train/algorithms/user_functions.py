@@ -22,12 +22,13 @@ from outloop.buffer.records import Group
 from outloop.buffer.settings import Settings
 from outloop.engine.train.algorithms.advantages import Float64, pass_at_k
 from outloop.engine.train.algorithms.credit import (
+    BySource,
     EpisodeAdvantage,
     GroupAdvantage,
     ScoredEpisode,
     ScoredGroup,
     ScoredTurn,
-    by_source,
+    SourceRule,
     reward_to_go,
 )
 from outloop.engine.train.algorithms.losses import (
@@ -44,6 +45,21 @@ _KEEP = "def keep(group) -> str"
 _LOSS = "def loss(inputs) -> losses"
 
 
+def sources_of(settings: Settings) -> BySource:
+    """What is different for the groups of single sources."""
+    rules = {
+        name: SourceRule(
+            advantage=one.advantage,
+            weight=one.weight,
+            is_imitated=one.loss == "sft",
+            min_reward=one.min_reward,
+        )
+        for name, one in settings.trainer.sources.items()
+    }
+    trainer = settings.trainer
+    return BySource(trainer.advantage, rules, turn_discount=trainer.turn_discount)
+
+
 def advantage_of(settings: Settings) -> str | GroupAdvantage:
     """The name of the run's advantage, or the user's function with its results checked.
 
@@ -56,11 +72,10 @@ def advantage_of(settings: Settings) -> str | GroupAdvantage:
         if settings.trainer.advantage == "pass_at_k" and k is not None:
             return lambda group: pass_at_k(group.rewards, k=k).tolist()
         discount = settings.trainer.turn_discount
+        if settings.trainer.sources:
+            return sources_of(settings)
         if settings.trainer.advantage == "reward_to_go" and discount < 1.0:
             return lambda group: reward_to_go(group, discount=discount)
-        if sources := settings.trainer.sources:
-            chosen = {name: (one.advantage, one.weight) for name, one in sources.items()}
-            return by_source(settings.trainer.advantage, chosen)
         return settings.trainer.advantage
     named = f"trainer.advantage_path={path!r}"
     function = import_function(path, named, settings.env.import_dir)

@@ -23,6 +23,7 @@ from outloop.buffer.settings import Settings
 from outloop.engine.train.algorithms.advantages import Float64
 from outloop.engine.train.algorithms.credit import (
     VALUE_ADVANTAGES,
+    BySource,
     GroupAdvantage,
     ScoredGroup,
     divides_by_group,
@@ -234,7 +235,11 @@ def build_batch(
         context_of=context_of,
     )
     _warn_about_failure_reward(ordered, settings)
-    samples = [sample for of_group in episodes.values() for sample in chain(*of_group)]
+    samples = [
+        dataclasses.replace(sample, is_imitated=_is_imitated(earned[index], advantage))
+        for index, of_group in episodes.items()
+        for sample in chain(*of_group)
+    ]
     credit = Credit(
         groups=paid,
         teaches=tuple(has and still for has, still in zip(signal, differs, strict=True)),
@@ -259,6 +264,10 @@ def build_batch(
         sentences=sentences,
         contexts={} if context_of is None else _contexts(ordered, episodes, context_of),
     )
+
+
+def _is_imitated(group: ScoredGroup, advantage: str | GroupAdvantage) -> bool:
+    return isinstance(advantage, BySource) and advantage.imitates(group.source)
 
 
 def _contexts(

@@ -71,10 +71,18 @@ class Targets:
 
     def part(self, where: slice) -> Targets:
         """The same for some of the tokens."""
+        supports = None if self.supports_N is None else self.supports_N[where]
+        return dataclasses.replace(self._tensors(where), supports_N=supports)
+
+    def at(self, where: Tensor) -> Targets:
+        """The same for tokens where `where` [N] is True, without their supports."""
+        return self._tensors(where)
+
+    def _tensors(self, where: slice | Tensor) -> Targets:
         part: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             values = getattr(self, item.name)
-            part[item.name] = None if values is None else values[where]
+            part[item.name] = values[where] if isinstance(values, Tensor) else None
         return Targets(**part)
 
 

@@ -71,6 +71,8 @@ class Sample:
     routed_experts: Routes | None = None
     """[T], each the bytes of [layers, top_k] of RoutingShape.dtype: where a server sent the token;
     all bits set: not known. None: of no token."""
+    is_imitated: bool = False
+    """Its trained tokens are trained by cross-entropy, weighed by their advantages."""
     supports: Supports | None = None
     """[T]: among which ids trained tokens were sampled; None: all of them among the whole
     vocabulary."""

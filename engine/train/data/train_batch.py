@@ -37,6 +37,8 @@ class TrainBatch:
     """[R]; empty for SFT."""
     branches: tuple[int, ...]
     """[R]: index in `Trajectory.branches()`."""
+    is_imitated: tuple[bool, ...]
+    """[R]: trained by cross-entropy, weighed by the advantages."""
     starts: Int64
     """[R + 1]: row r is tokens starts[r] to starts[r + 1]."""
     token_ids: Int32
@@ -88,6 +90,7 @@ class TrainBatch:
             episode_ids=tuple(sample.episode_id for sample in samples),
             group_ids=tuple(sample.group_id for sample in samples),
             branches=tuple(sample.branch for sample in samples),
+            is_imitated=tuple(sample.is_imitated for sample in samples),
             starts=np.cumsum([0, *lengths], dtype=np.int64),
             routed_experts=_joined_routes([s.routed_experts for s in samples], lengths),
             supports=joined_supports([s.supports for s in samples], lengths),
@@ -120,6 +123,7 @@ class TrainBatch:
             episode_id=self.episode_ids[index],
             group_id=self.group_ids[index],
             branch=self.branches[index],
+            is_imitated=self.is_imitated[index],
             **self._columns(where),
         )
 
@@ -154,6 +158,7 @@ class TrainBatch:
             episode_ids=(),
             group_ids=(),
             branches=(),
+            is_imitated=(),
             starts=np.zeros(1, np.int64),
             **self._columns(slice(0)),
         )
@@ -201,6 +206,7 @@ def joined(batches: Sequence[TrainBatch]) -> TrainBatch:
         episode_ids=tuple(name for batch in batches for name in batch.episode_ids),
         group_ids=tuple(name for batch in batches for name in batch.group_ids),
         branches=tuple(branch for batch in batches for branch in batch.branches),
+        is_imitated=tuple(one for batch in batches for one in batch.is_imitated),
         starts=np.cumsum([0, *(n for batch in batches for n in batch.lengths)], dtype=np.int64),
         routed_experts=_joined_routes([batch.routed_experts for batch in batches], lengths),
         supports=joined_supports([batch.supports for batch in batches], lengths),

@@ -89,8 +89,21 @@ def rl_update(
         if weight_of:
             by_sequence = policy_logprobs.new_tensor([weight_of[row] for row in microbatch.rows])
             weights_N = by_sequence[microbatch.sequences_N[where]]
-        result = objective(inputs, function, settings, token_weights=weights_N)
-        report.add(targets, result, policy_logprobs.detach(), policy_version=policy_version)
+        imitated_N = None
+        if any(batch.is_imitated[row] for row in microbatch.rows):
+            of_rows = [batch.is_imitated[row] for row in microbatch.rows]
+            flags = torch.tensor(of_rows, device=policy_logprobs.device)
+            imitated_N = flags[microbatch.sequences_N[where]]
+        result = objective(
+            inputs, function, settings, token_weights=weights_N, is_imitated=imitated_N
+        )
+        report.add(
+            targets,
+            result,
+            policy_logprobs.detach(),
+            policy_version=policy_version,
+            is_imitated=imitated_N,
+        )
         report.entropy_sum = report.entropy_sum + entropies.detach().sum(dtype=torch.float64)
         return result.loss
 

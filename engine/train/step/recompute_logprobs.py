@@ -137,7 +137,7 @@ def with_proximal(
     for row in rows:
         start, end = batch.starts[row : row + 2].tolist()
         mask = batch.loss_mask[start:end]
-        if not mask.any():
+        if batch.is_imitated[row] or not mask.any():
             continue
         correction = correct(
             proximal[start:end][mask].astype(np.float64),

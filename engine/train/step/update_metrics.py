@@ -38,6 +38,10 @@ class UpdateReport:
     num_tokens: int = 0
     num_padded_tokens: int = 0
     num_trained_tokens: int = 0
+    num_imitated_tokens: int | Tensor = 0
+    """Of the trained tokens; what compares the policy with the behavior policy is of the others."""
+    imitated_sum: float | Tensor = 0.0
+    """Negative logprobs of these."""
     entropy_sum: float | Tensor = 0.0
     ratio_sum: float | Tensor = 0.0
     ratio_max: float | Tensor = field(default=0.0, metadata={"merge": max})
@@ -74,14 +78,23 @@ class UpdateReport:
         policy_logprobs: Tensor,
         *,
         policy_version: int,
+        is_imitated: Tensor | None = None,
     ) -> None:
         """Measure some trained tokens [N] of an RL update.
 
         Args:
+            is_imitated: [N] bool: trained by cross-entropy; None: none is.
             result: their losses, for what was clipped.
             policy_logprobs: without gradient.
             policy_version: of the weights before the update.
         """
+        if is_imitated is not None:
+            self.num_imitated_tokens = self.num_imitated_tokens + is_imitated.sum()
+            total = policy_logprobs[is_imitated].sum(dtype=torch.float64)
+            self.imitated_sum = self.imitated_sum - total
+            targets = targets.at(~is_imitated)
+            result = result.at(~is_imitated)
+            policy_logprobs = policy_logprobs[~is_imitated]
         assert targets.behavior_logprobs_N is not None
         if not len(policy_logprobs):
             return
@@ -127,13 +140,14 @@ class UpdateReport:
 
     def policy_metrics(self) -> dict[str, float]:
         """The metrics that compare the policy with the behavior policy."""
-        count = max(1, self.num_trained_tokens)
+        num_imitated = int(self.num_imitated_tokens)
+        count = max(1, self.num_trained_tokens - num_imitated)
         all_gaps = torch.cat(self.gaps) if self.gaps else torch.empty(0)
         ages = torch.cat(self.ages) if self.ages else torch.empty(0)
         gap = all_gaps[ages == 0]
         low, high = _percentiles(self.ratios)
         metrics = {
-            "train/entropy": float(self.entropy_sum) / count,
+            "train/entropy": float(self.entropy_sum) / max(1, self.num_trained_tokens),
             "train/ratio_mean": float(self.ratio_sum) / count,
             "train/ratio_max": float(self.ratio_max),
             "train/ratio_p01": low,
@@ -145,6 +159,9 @@ class UpdateReport:
             "train/logprob_gap_mean": float(gap.mean()) if len(gap) else float("nan"),
             "train/logprob_gap_max": float(gap.max()) if len(gap) else float("nan"),
         }
+        if num_imitated:
+            metrics["train/imitated_share"] = num_imitated / self.num_trained_tokens
+            metrics["train/imitated_nll"] = float(self.imitated_sum) / num_imitated
         metrics |= self._mismatch(ages, all_gaps)
         if self.proximal_ratios:
             ratios = torch.cat(self.proximal_ratios)

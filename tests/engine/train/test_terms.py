@@ -100,6 +100,31 @@ def cut(samples: list[Sample]) -> list[Sample]:
     return found
 
 
+def surrogate(
+    trainer: TrainerSettings,
+    advantage: float,
+    logprobs: torch.Tensor,
+    proximal: torch.Tensor,
+    weight: torch.Tensor,
+) -> torch.Tensor:
+    """The policy's term of one sequence, summed."""
+    low, high = 1 - trainer.clip_low, 1 + trainer.clip_high
+    if trainer.loss == "gspo":
+        ratio = (logprobs - proximal).mean().exp()
+        term = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+        loss = (term * weight * torch.ones_like(logprobs)).sum()
+    elif trainer.loss == "reinforce":
+        loss = -(advantage * logprobs * weight).sum()
+    elif trainer.loss == "cispo":
+        ratio = (logprobs - proximal).exp().detach().clamp(low, high)
+        loss = -(ratio * advantage * logprobs * weight).sum()
+    else:
+        ratio = (logprobs - proximal).exp() * advantage
+        cut = (logprobs - proximal).exp().clamp(low, high) * advantage
+        loss = -(torch.minimum(ratio, cut) * weight).sum()
+    return loss
+
+
 def wanted_gradient(
     policy: Policy, samples: list[Sample], trainer: TrainerSettings
 ) -> torch.Tensor:
@@ -122,31 +147,18 @@ def wanted_gradient(
         if trainer.proximal == "recompute":
             proximal = logprobs.detach()
             weight = (proximal - behavior).exp().clamp(max=trainer.correction_cap)
-        low, high = 1 - trainer.clip_low, 1 + trainer.clip_high
-        if trainer.loss == "gspo":
-            ratio = (logprobs - proximal).mean().exp()
-            term = -torch.minimum(
-                ratio * sample.advantage, ratio.clamp(low, high) * sample.advantage
-            )
-            loss = (term * weight * torch.ones_like(logprobs)).sum()
-        elif trainer.loss == "reinforce":
-            loss = -(sample.advantage * logprobs * weight).sum()
-        elif trainer.loss == "cispo":
-            ratio = (logprobs - proximal).exp().detach().clamp(low, high)
-            loss = -(ratio * sample.advantage * logprobs * weight).sum()
-        else:
-            ratio = (logprobs - proximal).exp() * sample.advantage
-            cut = (logprobs - proximal).exp().clamp(low, high) * sample.advantage
-            loss = -(torch.minimum(ratio, cut) * weight).sum()
+        loss = surrogate(trainer, sample.advantage, logprobs, proximal, weight)
         drift = (behavior - logprobs.detach()).mean()
         if trainer.opsm_delta and sample.advantage < 0 and drift > trainer.opsm_delta:
             loss = loss * 0
-        if trainer.kl == "k3":
+        if trainer.kl == "k3" and not sample.is_imitated:
             distance = logprobs - torch.tensor(sample.reference_logprobs[mask]).double()
             rho = (logprobs - behavior).exp().clamp(max=trainer.kl_ratio_cap)
             kl = (rho * ((-distance).exp() + distance - 1)).sum()
             loss = loss + trainer.kl_coefficient * kl
-        if trainer.entropy_coefficient:
+        if sample.is_imitated:
+            loss = -(sample.advantage * logprobs).sum()
+        elif trainer.entropy_coefficient:
             entropy = -(whole.exp() * whole).sum()
             loss = loss - trainer.entropy_coefficient * entropy
         if trainer.denominator == "episode_means":
@@ -201,6 +213,51 @@ def test_gradients_agree_with_the_formulas_however_they_are_split(
     assert split_report.policy_metrics() == pytest.approx(
         whole_report.policy_metrics(), rel=1e-4, abs=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    "chosen", [EVERYTHING, GSPO, {"denominator": "episode_means", "loss": "reinforce"}]
+)
+def test_two_steps_of_a_mixture_follow_float64(
+    chosen: dict[str, object],
+    make_policy: MakePolicy,
+    make_samples: MakeSamples,
+) -> None:
+    """Some episodes by policy gradient, some by cross-entropy with the weight of their source, far
+    from what sampled them: gradients and, by Adam's own formula, the weights after each step."""
+    trainer = TrainerSettings(max_grad_norm=1e9, learning_rate=1e-3, **chosen)
+    policy = make_policy(max_grad_norm=1e9, learning_rate=1e-3)
+    weights = torch.cat([p.detach().flatten() for p in policy.model.parameters()]).double()
+    first = second = torch.zeros_like(weights)
+    for step in (1, 2):
+        samples = [
+            dataclasses.replace(
+                sample,
+                is_imitated=True,
+                advantages=np.full(sample.num_tokens, 0.5, np.float32),
+                behavior_logprobs=(sample.behavior_logprobs + 5.0).astype(np.float32),
+            )
+            if index % 4 < 2
+            else sample
+            for index, sample in enumerate(make_samples(9, seed=step))
+        ]
+        samples = scored(policy, samples, trainer)
+        wanted = wanted_gradient(policy, samples, trainer)
+        report = update(policy, samples, trainer)
+        assert (gradient(policy) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+        tokens = [sample.num_trained_tokens * sample.is_imitated for sample in samples]
+        metrics = report.policy_metrics()
+        num_trained = sum(sample.num_trained_tokens for sample in samples)
+        assert metrics["train/imitated_share"] == pytest.approx(sum(tokens) / num_trained)
+        assert metrics["train/imitated_nll"] == pytest.approx(np.log(400), abs=0.5)
+        assert metrics["train/ratio_p01"] > 0.1, "tokens that are imitated have no ratio"
+        exact = gradient(policy).double()
+        first = 0.9 * first + 0.1 * exact
+        second = 0.999 * second + 0.001 * exact**2
+        moved = (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
+        weights = weights - 1e-3 * moved
+        found = torch.cat([p.detach().flatten() for p in policy.model.parameters()])
+        assert (found - weights).abs().max() <= 1e-5
 
 
 def test_before_the_first_update_the_proximal_ratio_is_one(

@@ -16,11 +16,13 @@ from outloop.buffer.records import Group
 from outloop.buffer.settings import Settings, build_settings
 from outloop.engine.train.algorithms.advantages import best_of_n, grpo, rloo
 from outloop.engine.train.algorithms.credit import (
+    BySource,
     ScoredEpisode,
     ScoredGroup,
     ScoredTurn,
-    by_source,
+    SourceRule,
     reward_to_go,
+    signals_of,
 )
 from outloop.engine.train.algorithms.objective import adapted_entropy_coefficient
 from outloop.engine.train.algorithms.user_functions import advantage_of
@@ -59,9 +61,14 @@ def scored(source: str, *rewards: float) -> ScoredGroup:
 def test_an_advantage_goes_by_the_source_of_its_group() -> None:
     """Named ones have their own, scaled; the others the default, whole."""
     rewards = [1.0, 0.5, 0.0]
-    advantage = by_source(
-        "rloo", {"a": ("grpo", 2.0), "b": (None, 0.5), "c": ("reward_to_go", 3.0)}
-    )
+    rules = {
+        "a": SourceRule(advantage="grpo", weight=2.0),
+        "b": SourceRule(weight=0.5),
+        "c": SourceRule(advantage="reward_to_go", weight=3.0),
+        "d": SourceRule(is_imitated=True, weight=3.0),
+        "e": SourceRule(is_imitated=True, min_reward=1.5),
+    }
+    advantage = BySource("rloo", rules)
     array = np.array(rewards)
     assert advantage(scored("", *rewards)) == pytest.approx(rloo(array).tolist())
     assert advantage(scored("a", *rewards)) == pytest.approx((2 * grpo(array)).tolist())
@@ -72,6 +79,14 @@ def test_an_advantage_goes_by_the_source_of_its_group() -> None:
         assert isinstance(wanted, list)
         np.testing.assert_allclose(own[0], 3 * wanted[0])
         assert own[0].shape == (2,)
+    assert advantage(scored("d", *rewards)) == [3.0, 3.0, 3.0]
+    # What a part earned counts too: 1 each.
+    assert advantage(scored("e", *rewards)) == [1.0, 1.0, 0.0]
+    groups = [scored(name, 0.0, 0.0) for name in ("", "d", "e")]
+    assert signals_of(groups, advantage) == [False, True, False]
+    late = BySource("reward_to_go", {}, turn_discount=0.0)(scored("c", *rewards))
+    for own, wanted in zip(late, reward_to_go(scored("c", *rewards), discount=0.0), strict=True):
+        np.testing.assert_array_equal(own, wanted)
 
 
 def build(trainer: dict[str, Any], **sections: Any) -> Settings:
@@ -94,6 +109,12 @@ def test_sources_of_the_settings_reach_the_advantage() -> None:
     [
         ({"sources": {"hrad": {}}}, "trainer.sources.hrad: env.tasks has easy, hard"),
         ({"sources": {"hard": {}}, "advantage": "gae"}, "an advantage of one group"),
+        (
+            {"sources": {"hard": {"loss": "sft", "advantage": "grpo"}}},
+            "imitation compares no rewards",
+        ),
+        ({"sources": {"hard": {"min_reward": 1.0}}}, 'it needs loss = "sft"'),
+        ({"sources": {"hard": {"loss": "sft"}}, "kl": "k1"}, "k1 is taken off rewards"),
         ({"entropy_target": 0.5}, "entropy_coefficient above 0"),
         ({"reference_decay": 0.9}, 'a trainer.kl other than "none"'),
         ({"kl": "k3", "reference_decay": 0.9, "reference_refresh_every": 3}, "leave one out"),
