@@ -19,12 +19,13 @@ import yaml
 
 from outloop.buffer.redis.embedded import find_server
 from outloop.buffer.settings import load_settings
+from outloop.engine.train.megatron import release
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 STACK = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 GPU = yaml.safe_load((DOCKER / "compose.gpu.yaml").read_text())
-DOCKERFILE = (DOCKER / "Dockerfile").read_text()
+DOCKERFILES = {name: (DOCKER / name).read_text() for name in ("Dockerfile", "Dockerfile.gpu")}
 SERVICES = {**STACK["services"], "sglang": GPU["services"]["sglang"]}
 KEY_VOLUMES = {"redis-password", "run-keys", "runner-key"}
 
@@ -105,8 +106,9 @@ def test_agents_find_the_router_by_its_name() -> None:
 
 def test_bases_are_pinned_and_overridable() -> None:
     """Each FROM is a build argument with a tag, and compose hands on the same default."""
-    arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", DOCKERFILE, re.MULTILINE))
-    bases = re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
+    dockerfile = DOCKERFILES["Dockerfile"]
+    arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", dockerfile, re.MULTILINE))
+    bases = re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE)
     assert bases == ["${PYTHON_IMAGE}", "${REDIS_IMAGE}"]
     given = SERVICES["keys"]["build"]["args"]
     for name in ("PYTHON_IMAGE", "REDIS_IMAGE"):
@@ -116,13 +118,14 @@ def test_bases_are_pinned_and_overridable() -> None:
     assert re.search(r":v\d+\.\d+\.\d+\}", SERVICES["sglang"]["image"])
 
 
-def test_what_the_dockerfile_copies_is_there() -> None:
+@pytest.mark.parametrize("dockerfile", DOCKERFILES.values(), ids=DOCKERFILES)
+def test_what_the_dockerfile_copies_is_there(dockerfile: str) -> None:
     """Sources exist and .dockerignore lets them through; every part of the package is copied."""
     rules = (ROOT / ".dockerignore").read_text().split()
     allowed = {rule[1:] for rule in rules if rule.startswith("!")}
     sources = [
         word
-        for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE)
+        for line in re.findall(r"^COPY (.+)$", dockerfile, re.MULTILINE)
         for word in line.split()[:-1]
     ]
     for source in sources:
@@ -130,6 +133,28 @@ def test_what_the_dockerfile_copies_is_there() -> None:
         assert any(fnmatch(source.split("/")[0], rule) for rule in allowed), source
     links = {path.name for path in (ROOT / "src/outloop").iterdir() if path.is_symlink()}
     assert links <= set(sources)
+
+
+def test_the_gpu_image_is_upstreams_sglang_with_the_trainer_beside_it() -> None:
+    """One base for both containers, an environment of its own, SGLang's NCCL; user, entry point and
+    places to write are the CPU image's, and its commands are those of a shell."""
+    dockerfile = DOCKERFILES["Dockerfile.gpu"]
+    arguments = dict(re.findall(r"^ARG (\w+)=(\S*)$", dockerfile, re.MULTILINE))
+    assert re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE) == ["${SGLANG_IMAGE}"]
+    build = GPU["services"]["keys"]["build"]
+    assert (ROOT / build["dockerfile"]).read_text() == dockerfile
+    for name in ("SGLANG_IMAGE", "TORCH_PIP_ARGS", "NCCL", "TRANSFORMER_ENGINE"):
+        assert build["args"][name] == f"${{{name}:-{arguments[name]}}}"
+    assert build["args"]["SGLANG_IMAGE"] == SERVICES["sglang"]["image"]
+    assert arguments["MEGATRON"].removeprefix("megatron-core==") in release.TRIED
+    commands = re.findall(r"^RUN ((?:.*\\\n)*.*)$", dockerfile, re.MULTILINE)
+    assert commands[0] == "/usr/bin/python3 -m venv /opt/venv"
+    for command in commands:
+        subprocess.run(["sh", "-n", "-c", command], check=True)
+    ends = [text[text.index("COPY docker/prepare.sh") :].split() for text in DOCKERFILES.values()]
+    shared = [word for word in ends[1] if word in ends[0]]
+    for word in ("10001:10001", '["outloop"]', "HOME=/tmp", "/opt/outloop/", "/outloop/runs"):
+        assert word in shared
 
 
 def flags(words: list[str]) -> tuple[str, ...]:
