@@ -79,6 +79,11 @@ sglang-contract:
 sglang-runs:
 	$(SGLANG_TESTS) tests/contract/test_moe.py tests/e2e/test_sglang.py
 
+# A mixture over four trainer ranks (TP 2, PP 2, EP 2) into SGLang of two; some minutes.
+.PHONY: test-mixture
+test-mixture: venv-sglang
+	$(SGLANG_TESTS) tests/e2e/test_mixture.py
+
 demo: $(STAMP)
 	SEEDS=$(SEEDS) $(BIN)/python examples/demo.py $(EXAMPLE)
 

@@ -1,6 +1,7 @@
 """A tiny random policy and torch servers of it, for every folder that talks to a server."""
 
 import asyncio
+import json
 import os
 import threading
 import tomllib
@@ -117,6 +118,9 @@ def _write_model(folder: Path, kind: str, tied: bool, seed: int) -> None:
             for name, bias in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     torch.nn.init.normal_(bias, std=0.1)
+            # For this type of model SGLang asks the folder which class its tokenizer has.
+            class_of = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            (folder / "tokenizer_config.json").write_text(json.dumps(class_of))
         else:
             model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
         # Norm weights of one would hide a missing or misplaced norm.

@@ -76,6 +76,35 @@ async def test_the_torch_server_reports_experts_as_sglang_does(
     assert "routed_experts" not in answer["meta_info"]
 
 
+async def publish(url: str, folder: Path, tensors: dict[str, torch.Tensor], run_dir: Path) -> None:
+    """Feed a server of the model in `folder`, and compare the checksums of what it holds."""
+    tree = {
+        "model": {"path": str(folder)},
+        "server": {"kind": "sglang"},
+        "publish": {"fallback": "none", "bucket_mb": 0.05, "verify": "checksum"},
+    }
+    settings = build_settings(tree, source="test")
+    registry = OneServer(url, "sglang")
+    publisher = Publisher(create_run(settings, run_dir, "unix:///none"), registry)
+    report = await asyncio.to_thread(publisher.publish, LocalTensors(tensors), 5)
+    publisher.close()
+    assert report.quarantined == (), report.results
+    assert registry.state == (5, False)
+
+
+async def assert_logprobs_are_transformers(server: Any, model: Any) -> list[int]:
+    """Of sampled ids; gives them, the prompt's before."""
+    answer = await server.generate(PROMPT, max_new_tokens=16, ignore_eos=True)
+    ids = torch.tensor([PROMPT + answer["output_ids"]])
+    with torch.inference_mode():
+        table = torch.log_softmax(model(ids).logits[0], -1)
+    expected = table[torch.arange(9, 25), ids[0, 10:]].tolist()
+    got = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+    assert got == pytest.approx(expected, abs=1e-4)
+    found: list[int] = ids[0].tolist()
+    return found
+
+
 @pytest.mark.sglang
 async def test_experts_are_fed_and_verified(
     make_model: Callable[..., Path],
@@ -89,29 +118,11 @@ async def test_experts_are_fed_and_verified(
     # SGLang has a head of its own for these, tied or not, and fills it from `lm_head.weight` alone.
     folder, sent = (make_model("qwen3_moe", tied=False, seed=seed) for seed in (0, 1))
     url = (await asyncio.to_thread(start_sglang_server, folder)).url
-    tree = {
-        "model": {"path": str(folder)},
-        "server": {"kind": "sglang"},
-        "publish": {"fallback": "none", "bucket_mb": 0.05, "verify": "checksum"},
-    }
-    settings = build_settings(tree, source="test")
-    registry = OneServer(url, "sglang")
-    publisher = Publisher(create_run(settings, tmp_path / "run", "unix:///none"), registry)
     tensors = load_file(sent / "model.safetensors")
-    report = await asyncio.to_thread(publisher.publish, LocalTensors(tensors), 5)
-    publisher.close()
-    assert report.quarantined == (), report.results
-    assert registry.state == (5, False)
-
+    await publish(url, folder, tensors, tmp_path / "run")
     server = server_at("sglang", url, folder)
-    answer = await server.generate(PROMPT, max_new_tokens=16, ignore_eos=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(sent, dtype=torch.float32)
-    ids = torch.tensor([PROMPT + answer["output_ids"]])
-    with torch.inference_mode():
-        table = torch.log_softmax(model(ids).logits[0], -1)
-    expected = table[torch.arange(9, 25), ids[0, 10:]].tolist()
-    got = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
-    assert got == pytest.approx(expected, abs=1e-4)
+    await assert_logprobs_are_transformers(server, model)
     await assert_routes_are_transformers(server, model)
 
     changed = dict(tensors)
@@ -127,3 +138,40 @@ async def test_experts_are_fed_and_verified(
     with pytest.raises(PublishFailed, match=r"layers\.1\.mlp\.experts\.w13_weight"):
         await asyncio.to_thread(account.verify, client, time.monotonic() + 60)
     client.close()
+
+
+async def routes_of(server: Any, ids: list[int]) -> np.ndarray:
+    """[tokens, TOP_K of GLM-4.5's tiny shape]: where the last layer sent each of the ids."""
+    status, answer = await server.post(
+        "/generate",
+        input_ids=ids,
+        sampling_params={"max_new_tokens": 1, "ignore_eos": True},
+        return_routed_experts=True,
+    )
+    assert status == 200, answer
+    flat = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), np.int32)
+    return np.sort(flat.reshape(len(ids), NUM_LAYERS, -1)[:, -1])
+
+
+@pytest.mark.sglang
+async def test_glm_with_shared_experts_is_fed_and_verified(
+    make_model: Callable[..., Path],
+    start_sglang_server: Callable[..., Any],
+    start_torch_server: Callable[..., Any],
+    server_at: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    """A dense layer, sigmoid routers with bias and groups, shared experts: checksums agree,
+    logprobs are transformers', and tokens go where the torch server sends them."""
+    import transformers
+
+    folder, sent = (make_model("glm4_moe", tied=False, seed=seed) for seed in (0, 1))
+    url = (await asyncio.to_thread(start_sglang_server, folder)).url
+    await publish(url, folder, load_file(sent / "model.safetensors"), tmp_path / "run")
+    server = server_at("sglang", url, folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(sent, dtype=torch.float32)
+    ids = await assert_logprobs_are_transformers(server, model)
+    ours = server_at("torch", start_torch_server(sent).url, sent)
+    found, expected = await routes_of(server, ids), await routes_of(ours, ids)
+    assert found.shape == (len(ids), 4)
+    np.testing.assert_array_equal(found, expected)

@@ -3,9 +3,10 @@
 Tensors may come in any order and each is read once. Only tensors that wait for their predecessor
 inside one fused parameter are kept.
 
-Compared with SGLang 0.5.23 for Llama, Qwen2.5, Qwen3 and Qwen3-MoE. A parameter of several tensors
-is their rows one after the other, those of all experts of a layer too, so that its checksum needs
-no copy of it. Experts that are spread over ranks (SGLang's ep_size) are not supported.
+Compared with SGLang 0.5.23 for Llama, Qwen2.5, Qwen3, Qwen3-MoE and GLM-4.5. A parameter of several
+tensors is their rows one after the other, those of all experts of a layer too, so that its checksum
+needs no copy of it. Experts that are spread over ranks (SGLang's ep_size) are not supported, nor
+shared experts that SGLang fuses with the others (`disable_shared_experts_fusion` off, on GPUs).
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ def check_arguments(settings: Settings) -> None:
 def argument_table(settings: Settings, *, port: int, identity: str) -> dict[str, Any]:
     """SGLang's arguments by upstream name: ours, then what the raw table adds or changes."""
     server = settings.server
+    config = _read_config(settings)
     table: dict[str, Any] = {
         "model_path": str(settings.model.path),
         "host": server.host,
@@ -80,7 +81,7 @@ def argument_table(settings: Settings, *, port: int, identity: str) -> dict[str,
         "dtype": server.dtype,
         "tp_size": server.tensor_parallel_size,
         "max_running_requests": server.max_running_requests,
-        "context_length": _context_tokens(settings),
+        "context_length": _context_tokens(settings, config),
         "weight_version": identity,
         "skip_server_warmup": True,
         "enable_metrics": True,
@@ -94,6 +95,10 @@ def argument_table(settings: Settings, *, port: int, identity: str) -> dict[str,
         table["enable_memory_saver"] = True
     if replayed_shape(settings) is not None:
         table["enable_return_routed_experts"] = True
+    if config.get("n_shared_experts"):
+        # On GPUs SGLang would make them one more of the routed ones, in memory that publish.verify
+        # takes for theirs alone.
+        table["disable_shared_experts_fusion"] = True
     if server.device == "cpu":
         table |= {"attention_backend": "torch_native", "max_total_tokens": _CPU_KV_TOKENS}
         # Otherwise its scheduler spins while there is nothing to do.
@@ -146,18 +151,37 @@ def _command(settings: Settings, *arguments: str) -> list[str]:
     return [str(python), "-P", str(Path(__file__).with_name("entrypoint.py")), *arguments]
 
 
-def _context_tokens(settings: Settings) -> int:
-    """As many positions as the model has, or fewer by setting.
+def _read_config(settings: Settings) -> dict[str, Any]:
+    """The model's config.json.
 
     Raises:
-        SettingsError: config.json cannot be read.
+        SettingsError: it cannot be read.
     """
     path = settings.model.path / "config.json"
     try:
         config = json.loads(path.read_text())
-        positions = int(config.get("max_position_embeddings", settings.model.max_context_tokens))
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise SettingsError(
-            f"model.path={str(settings.model.path)!r} has no readable config.json: {error}"
-        ) from error
-    return min(positions, settings.model.max_context_tokens)
+    except (OSError, ValueError) as error:
+        raise _unreadable(settings, error) from error
+    if not isinstance(config, dict):
+        raise _unreadable(settings, TypeError("it is no table"))
+    return config
+
+
+def _context_tokens(settings: Settings, config: dict[str, Any]) -> int:
+    """As many positions as the model has, or fewer by setting.
+
+    Raises:
+        SettingsError: config.json says something else than a number.
+    """
+    most = settings.model.max_context_tokens
+    try:
+        positions = int(config.get("max_position_embeddings", most))
+    except (ValueError, TypeError) as error:
+        raise _unreadable(settings, error) from error
+    return min(positions, most)
+
+
+def _unreadable(settings: Settings, error: Exception) -> SettingsError:
+    return SettingsError(
+        f"model.path={str(settings.model.path)!r} has no readable config.json: {error}"
+    )

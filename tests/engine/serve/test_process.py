@@ -18,6 +18,7 @@ from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
 from outloop.engine.serve.main import serve, serve_torch
+from outloop.engine.serve.sglang.arguments import argument_table
 
 PROMPT = list(range(20, 40))
 
@@ -159,3 +160,11 @@ async def test_a_server_that_other_machines_reach_has_a_key(
 
     with pytest.raises(SettingsError, match="without a key"):
         await serve_torch(settings, stop=asyncio.Event(), on_bound=on_bound)
+
+
+def test_sglang_keeps_shared_experts_apart(make_model: Callable[..., Path]) -> None:
+    """Only of models that have some: on a GPU their checksums would be another parameter's."""
+    for kind, is_set in (("glm4_moe", True), ("qwen3_moe", None), ("qwen3", None)):
+        tree = {"model": {"path": str(make_model(kind))}, "server": {"kind": "sglang"}}
+        table = argument_table(build_settings(tree, source="test"), port=1, identity="x")
+        assert table.get("disable_shared_experts_fusion") is is_set
