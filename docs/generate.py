@@ -41,6 +41,7 @@ from outloop.engine.launch.plan.report import (
     level_table,
     levels,
     memory_table,
+    order_table,
     packing_table,
     size_table,
     sizes,
@@ -212,6 +213,16 @@ ones load later weights: `outloop plan docs/scaling.toml` prints this table too.
 * Turns on fewer servers are slower, by little, and a synchronous loop has nothing for the empty servers to do: no
   episode starts before the next version. What they would do, `over_provision` and `max_staleness` 1 do on all
   servers, and gain as the table above says. So turns are not repacked; a turn in flight takes any version in place.
+
+## Long tasks first
+
+Where fewer episodes fit than a batch has (here half), tasks that are known to take long could start first within a
+step's groups; the same command, one seed, from which others differ by up to 0.02.
+
+{order}
+
+* What is known of a task helps only where nearly all of an episode's length is the task's. Where half of it is chance,
+  nothing is gained, so admission goes by slot, and `priority` of tasks is there for who knows better.
 
 ## How many GPUs, and how to split them
 
@@ -475,6 +486,7 @@ def scaling_page() -> str:
     tables = (
         level_table(levels(plan)),
         packing_table(plan),
+        order_table(plan),
         size_table(plan, sizes(plan)),
         memory_table(plan),
         transfer_table(plan),
@@ -494,6 +506,7 @@ def scaling_page() -> str:
         inputs=(DOCS / "scaling.toml").read_text().strip(),
         levels=shown["Levels,"],
         packing=shown["Turns"],
+        order=shown["Order"],
         sizes=shown["Best"],
         memory=shown["Memory"],
         weights=shown["Seconds"],

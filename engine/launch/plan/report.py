@@ -135,6 +135,29 @@ def packing_table(plan: Plan) -> Table:
     return Table("Turns on few servers, synchronous", names, tuple(rows))
 
 
+def order_table(plan: Plan) -> Table:
+    """Tasks that take long first, within a step's groups, where places hold half a batch.
+
+    What is the task's of an episode's length is taken to be known, as an order learned from history
+    would know it at best: as much of it as the file says, or all.
+    """
+    rows = []
+    for name, age in (("synchronous", 0), ("max_staleness 1", 1)):
+        rules = replace(plan.inputs.loop.rules(), max_staleness=age, over_provision=1.0)
+        rules = replace(rules, pipeline_depth=0.0 if age == 0 else "auto")
+        places = max(rules.group_size, rules.groups_per_step * rules.group_size // 2)
+        scenario = replace(plan.scenario(rules=rules), places=places)
+        for by_task in (scenario.episodes.by_task, 1.0):
+            one = replace(scenario, episodes=replace(scenario.episodes, by_task=by_task))
+            found = simulate(one).steps_per_hour
+            window = rules.groups_per_step
+            ordered = simulate(replace(one, long_first_window=window)).steps_per_hour
+            share, ratio = _share(by_task), f"{ordered / found:.3f}"
+            rows.append((name, share, _number(found), _number(ordered), ratio))
+    names = ("level", "attempts as long as their task", "steps/h", "long first", "of by slot")
+    return Table("Order of tasks", names, tuple(rows))
+
+
 def run_table(plan: Plan) -> Table:
     """The run as it is set."""
     scenario = plan.scenario()

@@ -72,6 +72,9 @@ class Scenario:
     """The run ends with num_steps: the last ones start nothing beyond what they train, so that
     these steps wait for what is slow. False: it is a piece of a long run."""
     seed: int = 0
+    long_first_window: int = 1
+    """Of so many consecutive tasks those that take long are played first: what is the task's of
+    that, `Episodes.by_task`, and not chance, as if it were known before."""
     quantiles: Callable[[int], Floats] | None = None
     """Slot -> how long each attempt at it is among all episodes, in [0, 1), float64 [group_size];
     None: independent of each other, but for `Episodes.by_task`."""
@@ -197,6 +200,8 @@ class _Simulation:
         self._step = 0
         self._counts = _Counts()
         self._drawn: dict[int, tuple[Floats, Floats, Floats]] = {}
+        self._orders: dict[int, list[int]] = {}
+        """Tasks of each window of slots in the order in which they are played."""
         whole = scenario.episodes.seconds.plus(scenario.episodes.tokens, self._alone_s(1.0))
         self._slow_from = float(np.quantile(whole.values, 1.0 - SLOW_SHARE))
         self._num_looked_at = 0
@@ -241,7 +246,7 @@ class _Simulation:
 
     def _start(self, group: Group[_Attempt]) -> None:
         if group.number not in self._drawn:
-            self._drawn[group.number] = self._draw(group.slot)
+            self._drawn[group.number] = self._draw(self._task_of(group.slot))
         seconds, tokens, lost_s = self._drawn[group.number]
         # An attempt that is played again takes the place, and the length, of the lost one.
         taken = {attempt.index for attempt in group.attempts}
@@ -264,6 +269,17 @@ class _Simulation:
             self._after(overhead_s, lambda: self._begin_turn(attempt))
         else:
             self._begin_turn(attempt)
+
+    def _task_of(self, slot: int) -> int:
+        """Which of the tasks, by the number that lengths are drawn by, is played at a slot."""
+        size = self._scenario.long_first_window
+        window, place = divmod(slot, size)
+        if window not in self._orders:
+            tasks = range(window * size, (window + 1) * size)
+            seed = self._scenario.seed
+            rank = {task: float(uniform(1, seed=seed, stream=0, index=task)[0]) for task in tasks}
+            self._orders[window] = sorted(tasks, key=lambda task: -rank[task])
+        return self._orders[window][place]
 
     def _draw(self, slot: int) -> tuple[Floats, Floats, Floats]:
         """Seconds, tokens and time lost of a group's attempts."""

@@ -144,6 +144,13 @@ def test_turns_on_few_servers_are_slower_and_leave_the_others_idle() -> None:
         replace(servers, packed=5)
 
 
+def test_tasks_that_take_long_are_played_first_within_a_window() -> None:
+    """Sixteen attempts on four places: the longest last is worse than the longest first."""
+    by_slot = scenario(TAIL, groups=8, places=4, by_task=1.0, num_steps=40)
+    long_first = replace(by_slot, long_first_window=8)
+    assert simulate(long_first).seconds_per_step < 0.97 * simulate(by_slot).seconds_per_step
+
+
 def test_servers_stand_still_while_weights_are_exchanged() -> None:
     """A turn of 10 s, an update and a publish of 1 s each, with and without a turn in flight.
 
