@@ -30,7 +30,6 @@ from megatron.core.distributed import (  # noqa: E402
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -294,11 +293,6 @@ class Policy:
             factor = limit / (norm + 1e-6)
             if limit <= 0.0 or factor >= 1.0:
                 continue
-            if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-                clip_grad_by_total_norm_fp32(
-                    part.get_parameters(), max_norm=limit, total_norm=norm, use_decoupled_grad=True
-                )
-                continue
             # Without Apex Megatron would scale into copies.
             torch._foreach_mul_([p.grad for p in part.get_parameters()], factor)
 
@@ -336,10 +330,8 @@ def _gradients(optimizer: Any) -> Iterator[Tensor]:
     """What the optimizer of this rank is about to apply."""
     for part in optimizer_parts(optimizer):
         for parameter in part.get_parameters():
-            gradient = getattr(parameter, "decoupled_grad", None)
-            gradient = parameter.grad if gradient is None else gradient
-            if gradient is not None:
-                yield gradient
+            if parameter.grad is not None:
+                yield parameter.grad
 
 
 def _largest(norm: float) -> float:

@@ -97,6 +97,8 @@ _OWNED_OPTIMIZER = frozenset(
         "params_dtype",
         "fp16",
         "bf16",
+        # Checkpoints hold float32 weights and moments of every optimizer alike.
+        "use_precision_aware_optimizer",
     }
 )
 _SPLIT_FIELDS = (

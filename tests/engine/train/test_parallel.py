@@ -63,6 +63,7 @@ def test_impossible_sizes_name_those_that_work(
         ),
         ("qwen3", {"lr": 1.0}, r"trainer.megatron.lr=1.0: the model folder or the trainer decides"),
         ("qwen3", {"grad_reduce_in_fp32": False}, r"the trainer decides"),
+        ("qwen3", {"use_precision_aware_optimizer": True}, r"the trainer decides"),
         ("qwen3", {"overlap_grad_reduse": True}, r"did you mean 'overlap_grad_reduce'"),
     ],
 )
