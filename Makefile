@@ -286,6 +286,21 @@ chaos-chaos chaos-forked chaos-whole: chaos-%:
 test-levels: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -u tests/chaos/levels.py $(if $(LEVELS),--levels "$(LEVELS)")
 
+# Each writes its tables into docs/reliability.md; hours under load, below 40 minutes on an idle machine. As root,
+# parts have hosts of their own and can be partitioned. PARTS=router,server picks parts.
+.PHONY: test-faults test-ledger test-hosts soak
+test-faults: $(STAMP) bwrap
+	$(ONE_THREAD) $(BIN)/python -u tests/chaos/matrix.py $(if $(PARTS),--parts $(PARTS))
+test-ledger: KILLS = 50
+test-ledger: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -u tests/chaos/whole.py --first-seed 7 --seeds 1 --steps 100000 --kills $(KILLS) --timeout-s 3600 --ledger
+# Network namespaces; says so where it is not root.
+test-hosts: $(STAMP) bwrap
+	$(ONE_THREAD) $(BIN)/python -u tests/chaos/several_hosts.py
+soak: MINUTES = 60
+soak: $(STAMP) bwrap
+	$(ONE_THREAD) $(BIN)/python -u tests/chaos/soak.py --minutes $(MINUTES)
+
 bench-loop: $(STAMP)
 	$(BIN)/python tests/bench/loop.py
 

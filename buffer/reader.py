@@ -16,6 +16,7 @@ import msgspec
 import redis
 import structlog
 
+from outloop.buffer import run_status
 from outloop.buffer.archive import Archive
 from outloop.buffer.codec import records_codec
 from outloop.buffer.dead_letters import DeadLetters
@@ -473,6 +474,12 @@ class BufferReader:
         with translated("reading the run state"):
             (state,) = self._state("run_state")
         return "running" if state is None else str(state.decode())
+
+    def run_status(self) -> dict[str, Any]:
+        """How the run stands, as `outloop.buffer.run_status`."""
+        with translated("reading how the run stands"), self._client.pipeline() as pipeline:
+            run_status.ask(pipeline, self._prefix)
+            return run_status.read(pipeline.execute())
 
     def set_run_state(self, state: Literal["running", "finished", "failed"]) -> None:
         """Set the run's state; only a running run gives out claims."""

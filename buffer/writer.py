@@ -17,6 +17,7 @@ import msgspec
 import redis.asyncio
 from msgspec.structs import replace
 
+from outloop.buffer import run_status
 from outloop.buffer.codec import records_codec
 from outloop.buffer.errors import BufferUnavailable, NotFound, OutloopError, RecordError
 from outloop.buffer.records import (
@@ -387,6 +388,13 @@ class BufferWriter:
             servers=decode_servers(servers, versions, released),
             run_state=run_state.decode(),
         )
+
+    async def run_status(self) -> dict[str, Any]:
+        """How the run stands, as `outloop.buffer.run_status`."""
+        with translated("reading how the run stands"):
+            async with self._client.pipeline(transaction=True) as pipeline:
+                run_status.ask(pipeline, self._prefix)
+                return run_status.read(await pipeline.execute())
 
     async def set_paused(self, paused: bool) -> None:
         """Stop claims, or allow them again, for every router of the run."""

@@ -192,7 +192,13 @@ def create_app(run: Run, writer: BufferWriter, *, timings: Timings = DEFAULT_TIM
             app.router.routes += [Route(path, one_model) for path in _ONE_MODEL]
             app.include_router(
                 admin_router(
-                    parts.keys, parts.pool, writer, parts.metrics, parts.service, parts.background
+                    parts.keys,
+                    parts.pool,
+                    writer,
+                    parts.metrics,
+                    parts.service,
+                    parts.background,
+                    run,
                 )
             )
             parts.background.start(

@@ -176,7 +176,7 @@ class Launcher:
         for name, process in list(self.parts.items()):
             code = process.exit_code
             part = self._commands[name][0]
-            if code is None or (code == 0 and part in _PARTS_THAT_END):
+            if code is None or (code == 0 and self._has_finished(part)):
                 continue
             if name not in self._due:
                 self._plan_restart(name, part, process, code)
@@ -188,6 +188,20 @@ class Launcher:
                     self.run.dir, "part_restarted", part=name, exit_code=code, reason=reason
                 )
                 self._restart(name, part)
+
+    @property
+    def has_trained(self) -> bool:
+        """The trainer has ended because there is nothing left to do."""
+        return self.parts["trainer"].exit_code == 0 and self._has_finished("trainer")
+
+    def _has_finished(self, part: str) -> bool:
+        """Whether a part that ended well has done its work. A runner or a trainer that was asked to
+        stop, such as by the notice of a spot machine, ends well too, and is started again."""
+        if part not in _PARTS_THAT_END:
+            return False
+        if part == "runner" and self.run.settings.trainer.mode != "rl":
+            return True
+        return self.reader.run_state() != "running"
 
     def _plan_restart(self, name: str, part: str, process: PartProcess, code: int) -> None:
         """Decide when a part that ended is started again; gives an optional one up."""
@@ -201,9 +215,10 @@ class Launcher:
             return
         if code == SETTINGS_EXIT_CODE:
             raise SettingsError(process.last_words(1).removeprefix("outloop: "))
-        # A trainer that was killed resumes from its checkpoint; one that failed would again.
+        # A trainer that was killed or stopped resumes from its checkpoint; one that failed would
+        # again.
         may_restart = part in _RESTARTABLE or (
-            part == "trainer" and (was_killed(code) or code == RANK_KILLED_EXIT_CODE)
+            part == "trainer" and (code in (0, RANK_KILLED_EXIT_CODE) or was_killed(code))
         )
         if not may_restart or wait_s is None:
             raise PartFailed(
@@ -568,7 +583,7 @@ def train(
         for index in range(settings.env.num_runners):
             launcher.start(f"runner-{index}", "runner")
         with progress:
-            while launcher.parts["trainer"].exit_code != 0 and not stop.is_set():
+            while not launcher.has_trained and not stop.is_set():
                 launcher.check()
                 launcher.sample_usage()
                 if progress.update(launcher.reader.registry.statuses()):

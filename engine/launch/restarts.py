@@ -58,4 +58,6 @@ def end_reason(exit_code: int, last_line: str) -> str:
         number = -exit_code if exit_code < 0 else exit_code - 128
         name = next((known.name for known in signal.Signals if known == number), number)
         return f"ended by {name}"
+    if exit_code == 0:
+        return "it was asked to stop"
     return f"exit_code={exit_code}: {last_line}" if last_line else f"exit_code={exit_code}"

@@ -63,6 +63,17 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
     {
         "/health": _object(status=_just("ok")),
         "/ready": _object(status=_just("ready"), policy_version=_COUNT),
+        "/status": _object(
+            run=_TEXT,
+            num_steps=_COUNT,
+            state=_TEXT,
+            is_paused=_FLAG,
+            highest_version=_NUMBER,
+            parts=_ANY_OBJECT,
+            servers=_list(_ANY_OBJECT),
+            statuses=_ANY_OBJECT,
+            queue=_ANY_OBJECT,
+        ),
         "/servers": _object(
             servers=_list(
                 _object(server_id=_TEXT, url=_TEXT, num_in_flight=_COUNT, num_failures=_COUNT)

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import APIRouter, Header
 from starlette.responses import Response
 
+from outloop.buffer.run import Run
 from outloop.buffer.writer import BufferWriter
 from outloop.router.auth import KeyRing
 from outloop.router.background import BackgroundWork
@@ -29,11 +30,12 @@ def admin_router(
     metrics: RouterMetrics,
     service: TurnService,
     background: BackgroundWork,
+    run: Run,
 ) -> APIRouter:
     """Routes for operators."""
     routes = APIRouter()
     _add_operation(routes, pool, metrics, service, background)
-    _add_control(routes, keys, pool, buffer)
+    _add_control(routes, keys, pool, buffer, run)
     return routes
 
 
@@ -70,9 +72,21 @@ def _add_operation(
         return Response(metrics.exposition(), media_type="text/plain; version=0.0.4")
 
 
-def _add_control(routes: APIRouter, keys: KeyRing, pool: ServerPool, buffer: BufferWriter) -> None:
+def _add_control(
+    routes: APIRouter, keys: KeyRing, pool: ServerPool, buffer: BufferWriter, run: Run
+) -> None:
     def require_admin(authorization: str) -> None:
         keys.require_admin(authorization.partition(" ")[2].strip())
+
+    @routes.get("/status")
+    async def status(authorization: Authorization = "") -> dict[str, Any]:
+        """Every part and server, versions, the queue, and what is waited for since when."""
+        require_admin(authorization)
+        return {
+            "run": run.settings.run.name,
+            "num_steps": run.settings.trainer.num_steps,
+            **await buffer.run_status(),
+        }
 
     @routes.get("/servers")
     async def servers(authorization: Authorization = "") -> dict[str, Any]:

@@ -5,23 +5,26 @@ Megatron-core trainer as they are, killed at random moments; whoever is not star
 launcher is started again from outside, as a user would. The auditor reads every checkpoint and
 Redis: in the surviving lineage of weights each slot was trained at most once, and each slot below
 the cursor was trained, is held by one live group, is to be played again, or was dropped with a
-reason. Exit code 0 if all seeds pass.
+reason. Exit code 0 if all seeds pass. `--ledger` is one seed whose ledger is written into
+docs/reliability.md (`make test-ledger KILLS=50`).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 from audit import check_slots, is_sound, read_held, read_marks, slot_of, surviving_groups
+from reliability_page import record_ledger
 from tiny import ROLLOUTS, make_model
 
 from outloop.buffer.cli.open_run import redis_of
@@ -102,8 +105,13 @@ class Whole:
                 stderr=log,
             )
 
-    def play(self, num_kills: int, timeout_s: float) -> None:
+    def play(self, num_kills: int, timeout_s: float, *, until_s: float = math.inf) -> None:
         """Kill and start again until the run has ended by itself.
+
+        Args:
+            until_s: nobody is killed any more after so many seconds; once nobody is, the run is
+                stopped two steps later. Infinite: kills also come by the clock, and it goes on to
+                its last step.
 
         Raises:
             AssertionError: it did not end in time.
@@ -112,14 +120,26 @@ class Whole:
         next_kill = time.monotonic() + self.choices.uniform(5.0, 15.0)
         # A fast machine takes all its steps before the first of those moments.
         next_step = self.choices.randint(1, 2)
+        last_kill_at, last_row = time.monotonic() + until_s, sys.maxsize
         while True:
+            if math.isfinite(until_s):
+                if time.monotonic() > last_kill_at:
+                    num_kills = 0
+                if num_kills == 0 and last_row == sys.maxsize:
+                    last_row = self._num_rows() + 2
+                if self._num_rows() >= last_row and self.launcher.poll() is None:
+                    self.launcher.terminate()
+                    self.launcher.wait(timeout_s)
+                    return
             code = self.launcher.poll()
             if code == 0:
                 assert self.kills, "the run ended before anybody was killed"
                 return
             if code is not None:
                 self.launcher = self._start()
-            if num_kills and (time.monotonic() > next_kill or self._num_rows() >= next_step):
+            # In a ledger every kill hits a run that trains, however long it takes to start.
+            is_time = time.monotonic() > next_kill and math.isinf(until_s)
+            if num_kills and (is_time or self._num_rows() >= next_step):
                 victim = self.choices.choice(PARTS)
                 if self._kill(victim):
                     num_kills -= 1
@@ -174,6 +194,35 @@ class Whole:
             f"{self.num_starts} starts, kills {dict(self.kills)}"
         )
 
+    def ledger_rows(self) -> dict[str, Any]:
+        """What became of every task slot and of every attempt, the latter by their duration."""
+        marks = read_marks(self.run_dir)
+        with redis_of(load_run(self.run_dir)) as run:
+            reader = BufferReader.connect(run)
+            held, ledger = read_held(reader, run), reader.ledger()
+            reader.close()
+        ledger.check()
+        slots = [slot_of(group_id) for group_id in surviving_groups(marks, held.parents)]
+        trained = set(slots)
+        return {
+            "kills": dict(self.kills),
+            "starts": self.num_starts,
+            "checkpoints": len(marks),
+            "reached": held.cursor,
+            "trained": len(trained),
+            "duplicated": len(slots) - len(trained),
+            "to_play_or_open": len((held.replay | set(held.live)) - trained),
+            "dropped": len(set(range(held.cursor)) - trained - set(held.live) - held.replay),
+            "attempts_started": ledger.num_started,
+            "columns": {
+                name: {
+                    "num_attempts": column.num_attempts,
+                    "by_duration": {str(b): n for b, n in sorted(column.by_duration.items()) if n},
+                }
+                for name, column in ledger.columns.items()
+            },
+        }
+
     def stop(self) -> None:
         """End what is left, each by its id."""
         left = self._processes()
@@ -199,6 +248,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--timeout-s", type=float, default=600.0)
+    parser.add_argument("--ledger", action="store_true")
     words = parser.parse_args()
     failed = 0
     with tempfile.TemporaryDirectory() as model:
@@ -206,7 +256,14 @@ def main() -> int:
         for seed in range(words.first_seed, words.first_seed + words.seeds):
             with tempfile.TemporaryDirectory(dir="/tmp") as folder:
                 whole = Whole(seed, Path(folder), Path(model), words.steps)
-                play = partial(whole.play, words.kills, words.timeout_s)
+
+                def play(whole: Whole = whole) -> None:
+                    if not words.ledger:
+                        whole.play(words.kills, words.timeout_s)
+                        return
+                    whole.play(words.kills, words.timeout_s, until_s=0.8 * words.timeout_s)
+                    record_ledger(whole.ledger_rows())
+
                 failed += not is_sound(seed, whole, play)
     return 1 if failed else 0
 

@@ -200,16 +200,30 @@ def wait_for_steps(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("part", ["router", "runner", "server", "trainer"])
-def test_a_killed_part_is_replaced_and_the_run_ends(
-    part: str, workspace: Path, write_config: WriteConfig, read_metrics: ReadMetrics
+@pytest.mark.parametrize(
+    ("part", "number"),
+    [
+        ("router", signal.SIGKILL),
+        ("runner", signal.SIGTERM),
+        ("server", signal.SIGKILL),
+        ("trainer", signal.SIGKILL),
+        ("trainer", signal.SIGTERM),
+    ],
+)
+def test_a_part_that_ends_is_replaced_and_the_run_ends(
+    part: str,
+    number: int,
+    workspace: Path,
+    write_config: WriteConfig,
+    read_metrics: ReadMetrics,
 ) -> None:
-    """kill -9 of any part: the run goes on to its last step, one step after the other."""
+    """Killed, or asked to stop as by a spot machine's notice: the run goes on to its last step, one
+    step after the other."""
     write_config(steps=6)
     with training(workspace) as process:
         for victim in processes_of(workspace):
             if part in victim.cmdline():
-                victim.kill()
+                victim.send_signal(number)
         output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
     assert "part_restarted" in output

@@ -1,5 +1,6 @@
 """Parts that end are started again, without a limit over a run's life and not in a circle."""
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +29,8 @@ def test_the_wait_doubles_and_a_healthy_life_forgets() -> None:
 
 
 @contextmanager
-def launched(folder: Path, backoff: Backoff) -> Iterator[tuple[Launcher, Callable[[], None]]]:
-    """A runner that waits for a router, and what kills it and waits until there is another."""
+def launched(folder: Path, backoff: Backoff) -> Iterator[tuple[Launcher, Callable[..., None]]]:
+    """A runner that waits for a router, and what ends it and waits until there is another."""
     settings = Settings(
         model={"path": folder},
         run={"dir": folder},
@@ -38,9 +39,9 @@ def launched(folder: Path, backoff: Backoff) -> Iterator[tuple[Launcher, Callabl
     with running(settings, threading.Event(), backoff=backoff) as launcher:
         launcher.start("runner-0", "runner")
 
-        def kill() -> None:
+        def kill(number: int = signal.SIGKILL) -> None:
             process = psutil.Process(launcher.parts["runner-0"].pid)
-            process.kill()
+            process.send_signal(number)
             deadline = time.monotonic() + 30
             while launcher.parts["runner-0"].pid == process.pid:
                 assert time.monotonic() < deadline

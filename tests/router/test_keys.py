@@ -8,7 +8,7 @@ from outloop.router.auth import KeyRing
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
-ADMIN = {"/servers", "/pause", "/resume", "/policy_version"}
+ADMIN = {"/status", "/servers", "/pause", "/resume", "/policy_version"}
 OPEN = {"/health", "/ready", "/metrics"}
 
 
@@ -50,6 +50,7 @@ async def test_a_key_opens_its_own_episode_only(stage) -> None:
         ("post", "/episodes/EPISODE/reward"),
         ("post", "/episodes/EPISODE/close"),
         ("post", "/trajectories"),
+        ("get", "/status"),
         ("get", "/servers"),
         ("post", "/pause"),
         ("post", "/resume"),

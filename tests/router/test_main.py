@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from click.testing import CliRunner, Result
 
 from fakes.fake_server import FakeServer, Script, serving
 from fakes.live_router import live_router
@@ -17,6 +18,7 @@ from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run
+from outloop.cli import cli
 from outloop.router.main import serve
 
 KEY = {"Authorization": "Bearer ol-runner-x"}
@@ -39,6 +41,34 @@ def live_run(make_run, redis_url: str, tmp_path: Path):
     run = replace(run, keys=replace(run.keys, runner_key="ol-runner-x"))
     init_run(run)
     return run
+
+
+async def test_the_run_tells_how_it_stands_to_whoever_has_the_admin_key(
+    live_run, tmp_path: Path
+) -> None:
+    """`outloop status` by the router's URL alone: parts, servers, waits; other keys are refused."""
+
+    def status(key: str, *words: str) -> Result:
+        path = tmp_path / "key"
+        path.write_text(key)
+        return CliRunner().invoke(cli, ["status", *words, "--admin-key-file", str(path)])
+
+    reader = BufferReader.connect(live_run)
+    reader.registry.report_status("trainer", {"waiting_for": "3 groups", "since": "100.0"})
+    server = FakeServer(lambda request: Script(ids=[], finish={"type": "length"}))
+    async with serving(server) as server_url, live_router(live_run) as url:
+        publish(live_run, server_url)
+        key = live_run.keys.admin_key
+        shown = await asyncio.to_thread(status, key, "--router-url", url)
+        found = await asyncio.to_thread(status, key, "--router-url", url, "--json")
+        refused = await asyncio.to_thread(status, "ol-runner-x", "--router-url", url)
+    reader.close()
+    for words in ("test: running", "waits for 3 groups since", url, server_url, "0 ready to be"):
+        assert words in shown.output
+    assert json.loads(found.output)["statuses"]["trainer"]["waiting_for"] == "3 groups"
+    assert "refuses the key; give admin_key" in str(refused.exception)
+    gone = await asyncio.to_thread(status, key, "--router-url", url)
+    assert "no router of a run answers there" in str(gone.exception)
 
 
 async def test_from_claim_to_lease(live_run, renderer) -> None:

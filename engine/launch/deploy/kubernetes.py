@@ -20,6 +20,7 @@ from outloop.buffer.settings import Settings
 from outloop.buffer.settings.deploy import Part
 from outloop.engine.launch.deploy.files import as_yaml
 from outloop.engine.launch.deploy.parts import (
+    RANKS_MODULE,
     TRAINER_PORT,
     apart,
     fingerprint,
@@ -409,7 +410,7 @@ class _Manifests:
                 f"--nproc-per-node={ranks_of_node(self.settings)}",
                 *("--rdzv-backend=c10d", "--rdzv-id=trainer"),
                 f"--rdzv-endpoint={self.trainer_host}:{TRAINER_PORT}",
-                *("-m", "outloop.cli", *command[1:]),
+                *(*RANKS_MODULE, *command[1:]),
             ]
             ports = [{"name": "ranks", "containerPort": TRAINER_PORT}]
         container = self._container(

@@ -11,6 +11,9 @@ from outloop.buffer.settings import Settings
 
 TRAINER_PORT = 29500
 """Where the ranks of several trainer machines meet."""
+RANKS_MODULE = ("-m", "--", "outloop.cli")
+"""How torchrun is given the program: without `--` it takes our `--run` for one of its own options,
+which it lets people shorten."""
 
 
 def num_servers(settings: Settings) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 
 import click
 
+from outloop.engine.launch.deploy.parts import RANKS_MODULE
 from outloop.engine.launch.deploy.ray_placement import NAMESPACE
 from outloop.engine.parent_death import die_with_parent
 from outloop.engine.port_reservation import hold_port
@@ -214,7 +215,7 @@ def _by_torchrun(
         *(interpreter, "-m", "torch.distributed.run", "--nnodes", str(num_nodes)),
         *("--nproc-per-node", str(ranks_per_node), "--rdzv-backend", "c10d"),
         *("--rdzv-id", "trainer", "--rdzv-endpoint", meeting),
-        *(word for word in rest if word != "-u"),
+        *(*RANKS_MODULE, *rest[rest.index("-m") + 2 :]),
     ]
 
 

@@ -19,6 +19,7 @@ from outloop.buffer.settings import Settings
 from outloop.buffer.settings.deploy import Part
 from outloop.engine.launch.deploy.files import as_yaml
 from outloop.engine.launch.deploy.parts import (
+    RANKS_MODULE,
     TRAINER_PORT,
     apart,
     fingerprint,
@@ -188,7 +189,7 @@ class _JobGroup:
                 f"exec python -m torch.distributed.run --nnodes={nodes} "
                 f"--nproc-per-node={ranks_of_node(self.settings)} --rdzv-backend=c10d "
                 f"--rdzv-id=trainer --rdzv-endpoint={self.trainer_host}:{TRAINER_PORT} "
-                f"-m outloop.cli trainer {run}"
+                f"{' '.join(RANKS_MODULE)} trainer {run}"
             )
         return self._task(
             "trainer",

@@ -24,6 +24,7 @@ from outloop.buffer.redis.standalone import wait_for_redis
 from outloop.buffer.run import with_access
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.deploy.parts import (
+    RANKS_MODULE,
     TRAINER_PORT,
     apart,
     gpus_of_server,
@@ -186,7 +187,8 @@ class SlurmPlacement:
         )
         line = f'exec "$0" {shlex.join(words)} --rdzv-endpoint {meet}:{TRAINER_PORT} "$@"'
         interpreter, *rest = command
-        return ["sh", "-c", line, interpreter, *(word for word in rest if word != "-u")]
+        program = rest[rest.index("-m") + 2 :]
+        return ["sh", "-c", line, interpreter, *RANKS_MODULE, *program]
 
 
 def placed_by_slurm(settings: Settings) -> SlurmPlacement:

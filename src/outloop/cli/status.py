@@ -4,47 +4,92 @@ from __future__ import annotations
 
 import json
 import time
+import urllib.error
+import urllib.request
+from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
 
-if TYPE_CHECKING:
-    from outloop.buffer.reader import BufferReader
-
-_SIZES = {
-    "ready to be trained": "buffer/ready_groups",
-    "not complete": "buffer/open_groups",
-    "leased to the trainer": "buffer/leased_groups",
-    "attempts in flight": "buffer/attempts_in_flight",
-    "slots to be played again": "buffer/slots_to_replay",
-    "dead letters": "buffer/dead_letters",
-    "episodes to be archived": "buffer/waiting_for_archive",
-}
 _NUM_GROUP_SIZES = 3
-"""The first so many of _SIZES are numbers of groups."""
+"""The first so many sizes of the queue are numbers of groups."""
+_TIMEOUT_S = 30.0
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.argument(
+    "run_dir", type=click.Path(path_type=Path, file_okay=False, exists=True), required=False
+)
+@click.option("--router-url", help="In place of RUN_DIR: ask a router of the run, from anywhere.")
+@click.option(
+    "--admin-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="With --router-url: a file that holds the run's admin key.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def status(run_dir: Path, as_json: bool) -> None:
+def status(
+    run_dir: Path | None, router_url: str | None, admin_key_file: Path | None, as_json: bool
+) -> None:
     """Say how a run stands: every part, versions, the queue, and what is waited for since when."""
-    from outloop.engine.launch.launcher import find_launcher
-
-    launcher = find_launcher(run_dir)
-    found: dict[str, Any] = {
-        "run": run_dir.absolute().name,
-        "launcher_pid": None if launcher is None else launcher.pid,
-        "last_step": _last_step(run_dir),
-    }
-    num_steps, facts = _from_redis(run_dir)
-    found |= {"num_steps": num_steps} | facts
+    if run_dir is not None and router_url is None and admin_key_file is None:
+        found = _from_folder(run_dir)
+    elif run_dir is None and router_url is not None and admin_key_file is not None:
+        found = _from_router(router_url, admin_key_file)
+    else:
+        raise click.UsageError("give RUN_DIR, or --router-url and --admin-key-file")
     if as_json:
         click.echo(json.dumps(found))
     else:
         _print(found)
+
+
+def _from_folder(run_dir: Path) -> dict[str, Any]:
+    from outloop.engine.launch.launcher import find_launcher
+
+    launcher = find_launcher(run_dir)
+    num_steps, facts = _from_redis(run_dir)
+    return {
+        "run": run_dir.absolute().name,
+        "launcher_pid": None if launcher is None else launcher.pid,
+        "last_step": _last_step(run_dir),
+        "num_steps": num_steps,
+        **facts,
+    }
+
+
+def _from_router(url: str, admin_key_file: Path) -> dict[str, Any]:
+    """What the router answers.
+
+    Raises:
+        SettingsError: the key's file cannot be read, or the key is refused.
+        PartFailed: no router answers there.
+    """
+    from outloop.buffer.errors import PartFailed, SettingsError
+    from outloop.buffer.run import read_secret
+
+    key = read_secret(admin_key_file, "--admin-key-file")
+    if not url.startswith(("http://", "https://")):
+        raise SettingsError(f"--router-url={url!r}; http:// or https:// is allowed")
+    request = urllib.request.Request(
+        f"{url.rstrip('/')}/status", headers={"Authorization": f"Bearer {key}"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            found: dict[str, Any] = json.load(answer)
+    except urllib.error.HTTPError as error:
+        if error.code == HTTPStatus.UNAUTHORIZED:
+            raise SettingsError(
+                f"--admin-key-file={str(admin_key_file)!r}: --router-url={url!r} refuses the key; "
+                "give admin_key of the run's secrets.json"
+            ) from error
+        raise PartFailed(f"--router-url={url!r} answers {error.code} {error.reason}") from error
+    except (OSError, ValueError) as error:
+        raise PartFailed(
+            f"--router-url={url!r}: no router of a run answers there ({error})"
+        ) from error
+    return found
 
 
 def _last_step(run_dir: Path) -> dict[str, Any] | None:
@@ -74,38 +119,20 @@ def _from_redis(run_dir: Path) -> tuple[int, dict[str, Any]]:
         is_shared = run.settings.buffer.redis_url is not None
         return num_steps, {"redis": str(error)} if is_shared else {}
     try:
-        return num_steps, _facts(reader)
+        return num_steps, reader.run_status()
     finally:
         reader.close()
 
 
-def _facts(reader: BufferReader) -> dict[str, Any]:
-    numbers = reader.stats()
-    return {
-        "state": reader.run_state(),
-        "highest_version": reader.highest_version(),
-        "parts": {name: facts.get("url", "") for name, facts in reader.registry.parts().items()},
-        "servers": [
-            {
-                "id": entry.server_id,
-                "url": entry.url,
-                "version": entry.policy_version,
-                "is_quarantined": entry.is_quarantined,
-            }
-            for entry in reader.registry.servers()
-        ],
-        "statuses": reader.registry.statuses(),
-        "queue": {label: int(numbers[name]) for label, name in _SIZES.items()},
-    }
-
-
 def _print(found: dict[str, Any]) -> None:
-    launcher = found["launcher_pid"]
-    last = found["last_step"]
+    last = found.get("last_step")
     is_over = last is not None and last["step"] >= found["num_steps"]
     state = found.get("state", "finished" if is_over else "not up")
-    led = f"led by process {launcher}" if launcher else "no launcher on this machine"
-    click.secho(f"{found['run']}: {state}, {led}", bold=True)
+    words = [state] + ["paused"] * found.get("is_paused", False)
+    if "launcher_pid" in found:
+        launcher = found["launcher_pid"]
+        words.append(f"led by process {launcher}" if launcher else "no launcher on this machine")
+    click.secho(f"{found['run']}: {', '.join(words)}", bold=True)
     if last is not None:
         click.echo(
             f"step {last['step']} of {found['num_steps']}, {_ago(last['time'])}; "

@@ -11,6 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from fakes.torchrun_words import program_of
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.run import keep_keys
 from outloop.buffer.settings import Settings, load_settings
@@ -86,6 +87,7 @@ def test_the_jobset_restarts_its_pods_together(cluster: dict[tuple[str, str], Tr
     (container,) = job["template"]["spec"]["containers"]
     assert "--rdzv-endpoint=walk-trainer-0-0.walk:29500" in container["command"]
     assert "--nproc-per-node=4" in container["command"]
+    assert program_of(container["command"])[:2] == ["outloop.cli", "trainer"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
 
 

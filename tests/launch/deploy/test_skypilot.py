@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from fakes.torchrun_words import program_of
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings, load_settings
 from outloop.engine.launch.deploy.skypilot import job_group
@@ -58,6 +59,8 @@ def test_the_commands_meet_at_the_group_s_names(written: Written, tmp_path: Path
     assert "--advertise server-1-0.walk" in tasks["server-1"]["run"]
     assert "--router-url http://control-0.walk:8000" in tasks["runner-2"]["run"]
     assert "--rdzv-endpoint=trainer-0.walk:29500" in tasks["trainer"]["run"]
+    started = tasks["trainer"]["run"].strip().splitlines()[-1]
+    assert program_of(shlex.split(started))[:3] == ["outloop.cli", "trainer", "--run"]
 
 
 def test_secrets_are_declared_and_not_written(written: Written) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fakes.torchrun_words import program_of
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.deploy.slurm import SlurmPlacement, batch_script, submit_job
@@ -69,11 +70,15 @@ def test_parts_are_started_in_their_components(
     assert srun[-len(command) :] == command
     assert any("--advertise" in word for word in srun)
     assert server[server.index("server-1") + 1] == "8"
-    trainer = placement.command("trainer", "trainer", ["python", "-m", "outloop.cli", "trainer"])
+    command = ["python", "-m", "outloop.cli", "trainer", "--run", "runs/walk"]
+    trainer = placement.command("trainer", "trainer", command)
     assert {"--het-group=2", "--ntasks=2", "--nodes=2"} <= {*trainer}
     line = next(word for word in trainer if "torch.distributed.run" in word)
     assert "--nnodes 2 --nproc-per-node 4" in line
     assert "SLURM_JOB_NODELIST_HET_GROUP_2" in line
+    given = trainer[trainer.index(line) + 2 :]
+    program = ["outloop.cli", "trainer", "--run", "runs/walk"]
+    assert program_of(["torch.distributed.run", *given]) == program
     router = placement.command("router-0", "router", ["python", "router"])
     assert router[:3] == ["python", "router", "--advertise"]
     assert placement.command("archiver", "archiver", ["python"]) == ["python"]

@@ -1,0 +1,278 @@
+"""`make test-faults`: every part x every fault x phases of a step, and what each cost.
+
+One run for each part, as `outloop train` starts it with a tiny policy and a sandbox for each
+answer; the faults hit its part one after the other. A fault that kills hits in every phase; one
+that lasts (HOLD_S seconds) passes through all of them, so it begins in one phase, another for each
+part, or in all with --all-phases. With root, each part has a host of its own (network namespaces),
+and can be partitioned. Figures go into docs/reliability.md cell by cell. Exit code 0 if training
+went on after every fault, within --bound-s of a kill, and every audit is clean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from faults import FAULTS, LASTING, ON_HOSTS, fault
+from hosts import Host, hosts, why_not
+from reliability_page import record_cell
+from stack import PARTS, PHASES, Stack
+from tiny import make_model
+
+from outloop.buffer.events import read_events
+
+HOLD_S = 8.0
+LOOK_S = 0.1
+USUAL = ("short_episodes", "no_signal")
+"""Warnings of a policy that is not worth training."""
+START_S = 240.0
+PHASE_S = 25.0
+"""For how long a phase is waited for; without it the fault comes in another one."""
+ON_A_HOST = ("redis", "router", "server", "trainer", "runner")
+COUNTED = {
+    "attempts replaced": "buffer/replaced_attempts",
+    "attempts resumed": "buffer/resumed_attempts",
+    "groups dropped": "buffer/dropped_groups",
+}
+
+
+class Signs:
+    """What the run shows of a fault: an event, a warning in a log, a server put aside."""
+
+    def __init__(self, stack: Stack, victim: str) -> None:
+        self._stack, self._victim = stack, victim
+        self._began_at = time.time()
+        self._sizes = {path: path.stat().st_size for path in self._logs()}
+        self._look_at = 0.0
+        self.first: tuple[float, str] | None = None
+
+    def _logs(self) -> list[Path]:
+        logs = (self._stack.run_dir / "logs").glob("*.log")
+        return [*sorted(logs), self._stack.folder / "launcher.log"]
+
+    def look(self) -> None:
+        """Keep the first sign, and when it was seen, in seconds since the fault began."""
+        if self.first is None and time.monotonic() > self._look_at:
+            self._look_at = time.monotonic() + LOOK_S
+            sign = self._sign()
+            if sign:
+                self.first = time.time() - self._began_at, sign
+
+    def _sign(self) -> str:
+        events = read_events(self._stack.run_dir)
+        for event in events[-5:]:
+            if event["time"] >= self._began_at and event["kind"].startswith("part_"):
+                return f"{event['kind']} {event['part']}"
+        for path in self._logs():
+            with suppress(OSError):
+                if path.stat().st_size <= self._sizes.get(path, 0):
+                    continue
+                with path.open("rb") as file:
+                    file.seek(self._sizes.get(path, 0))
+                    lines = file.read().decode(errors="replace").splitlines()
+                for line in lines:
+                    with suppress(json.JSONDecodeError):
+                        row = json.loads(line)
+                        if not isinstance(row, dict) or row.get("event") in USUAL:
+                            continue
+                        if row.get("level") in ("warning", "error"):
+                            return f"{path.stem}: {row.get('event', '')}"
+        if self._victim == "redis":
+            # Asking it would take as long as the fault.
+            return ""
+        servers = self._stack.read(lambda reader: reader.registry.servers())
+        if servers and any(server.is_quarantined for server in servers):
+            return "server quarantined"
+        return ""
+
+
+class Cell:
+    """One fault of one part in one phase."""
+
+    def __init__(self, stack: Stack, part: str, kind: str, phase: str, bound_s: float) -> None:
+        self.stack, self.part, self.kind, self.phase = stack, part, kind, phase
+        self.bound_s = bound_s
+
+    @property
+    def name(self) -> str:
+        """In the figures."""
+        return f"{self.part}/{self.kind}/{self.phase}"
+
+    def play(self) -> dict[str, Any]:
+        """Strike, wait until it trains again; the figures.
+
+        Raises:
+            AssertionError: it does not train again.
+        """
+        stack = self.stack
+        in_phase = stack.wait_until(lambda: self._is_there(self.phase), PHASE_S)
+        if not in_phase:
+            assert stack.wait_until(lambda: self._is_there(""), START_S), f"no {self.part}"
+        victims = stack.processes(self.part)
+        counted, steps = self._counted(), stack.steps()
+        signs, num_ended, began_at = Signs(stack, self.part), len(stack.ended), time.time()
+        with self._strike(victims):
+            if self.kind in (*LASTING, *ON_HOSTS):
+                end = time.monotonic() + HOLD_S
+
+                def is_over() -> bool:
+                    signs.look()
+                    return time.monotonic() > end
+
+                stack.wait_until(is_over, HOLD_S + 5)
+        ended_at = time.time()
+        meanwhile = [step for step, at in stack.steps() if began_at < at < ended_at]
+
+        def is_back() -> bool:
+            signs.look()
+            return len([1 for _, at in stack.steps() if at > ended_at]) >= 2
+
+        patience_s = START_S
+        assert stack.wait_until(is_back, patience_s), (
+            f"no step within {patience_s:.0f} s; ended {stack.ended}; {stack.log()[-1500:]}"
+        )
+        back_s = [at for _, at in stack.steps() if at > ended_at][1] - ended_at
+        # A launcher that gave the run up is only seen when it has ended.
+        after, rows = self._counted(), stack.steps()
+        highest = max((step for step, _ in steps), default=0)
+        lost = {name: int(after[name] - counted[name]) for name in COUNTED}
+        lost["steps trained again"] = len({s for s, at in rows if at > began_at and s <= highest})
+        return {
+            "phase": self.phase if in_phase else "any",
+            "noticed_s": None if signs.first is None else round(signs.first[0], 1),
+            "sign": "" if signs.first is None else signs.first[1],
+            "steps_meanwhile": len(meanwhile),
+            "back_s": round(back_s, 1),
+            "lost": {name: number for name, number in lost.items() if number},
+            "run_ended": stack.ended[num_ended:],
+        }
+
+    def _is_there(self, phase: str) -> bool:
+        now = self.stack.phase()
+        if phase and now != phase:
+            return False
+        return bool(self.stack.processes(self.part))
+
+    def _strike(self, victims: Sequence[psutil.Process]) -> Any:
+        if self.kind == "partitioned":
+            return _partitioned(self.stack.hosts[self.part])
+        return fault(self.kind, victims)
+
+    def _counted(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+
+        def is_read() -> bool:
+            stats = self.stack.read(lambda reader: reader.stats())
+            if stats is not None:
+                found.update({name: stats[key] for name, key in COUNTED.items()})
+            return stats is not None
+
+        assert self.stack.wait_until(is_read, START_S), "Redis stays away"
+        return found
+
+
+@contextmanager
+def _partitioned(host: Host) -> Iterator[None]:
+    host.cut()
+    try:
+        yield
+    finally:
+        host.join()
+
+
+def cells_of(
+    part: str, kinds: Sequence[str], *, has_hosts: bool, all_phases: bool
+) -> list[tuple[str, str]]:
+    """(fault, phase) for one part."""
+    cells = []
+    for number, kind in enumerate((*FAULTS, *ON_HOSTS)):
+        if kind not in kinds or (kind in ON_HOSTS and not (has_hosts and part in ON_A_HOST)):
+            continue
+        phases = PHASES
+        if kind != "killed" and not all_phases:
+            phases = (PHASES[(number + (*PARTS, "rank").index(part)) % len(PHASES)],)
+        cells += [(kind, phase) for phase in phases]
+    return cells
+
+
+def main() -> int:
+    """Play the parts; print a line for each cell."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", default=",".join((*PARTS, "rank")))
+    parser.add_argument("--faults", default=",".join((*FAULTS, *ON_HOSTS)))
+    parser.add_argument("--phases", default=",".join(PHASES))
+    parser.add_argument("--all-phases", action="store_true")
+    parser.add_argument("--bound-s", type=float, default=30.0)
+    parser.add_argument("--no-hosts", action="store_true")
+    words = parser.parse_args()
+    reason = "not wanted" if words.no_hosts else why_not()
+    if reason:
+        print(f"partitions are left out: {reason}")
+    num_failed = 0
+    with tempfile.TemporaryDirectory() as model:
+        make_model(Path(model))
+        for part in words.parts.split(","):
+            cells = [
+                (kind, phase)
+                for kind, phase in cells_of(
+                    part,
+                    words.faults.split(","),
+                    has_hosts=not reason,
+                    all_phases=words.all_phases,
+                )
+                if kind != "killed" or phase in words.phases.split(",")
+            ]
+            while cells:
+                num_failed += play_cells(part, cells, Path(model), not reason, words.bound_s)
+    return 1 if num_failed else 0
+
+
+def play_cells(
+    part: str, cells: list[tuple[str, str]], model: Path, has_hosts: bool, bound_s: float
+) -> int:
+    """A run, and cells of one part in it until one fails; takes them from `cells`. How many
+    failed."""
+    changes = {"trainer": {"num_ranks": 2}} if part == "rank" else {}
+    with ExitStack() as context:
+        folder = Path(context.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
+        places = context.enter_context(hosts(ON_A_HOST) if has_hosts else nullcontext({}))
+        stack = Stack(folder, model, changes, places)
+        context.callback(stack.stop)
+        num_failed = 0
+        if not stack.wait_until(lambda: len(stack.steps()) >= 2, START_S):
+            print(f"{part}: the run did not start: {stack.log()}", flush=True)
+            cells.clear()
+            return 1
+        while cells:
+            kind, phase = cells.pop(0)
+            cell = Cell(stack, part, kind, phase, bound_s)
+            try:
+                figures = cell.play()
+            except AssertionError as error:
+                figures = {"failed": str(error)}
+            if kind == "killed" and figures.get("back_s", 0.0) > bound_s:
+                figures["failed"] = f"back after {figures['back_s']} s, {bound_s:.0f} s are allowed"
+            record_cell(cell.name, figures)
+            print(f"{cell.name}: {figures}", flush=True)
+            if "failed" in figures:
+                num_failed += 1
+                break
+        try:
+            assert stack.end_training(120), "it does not stop"
+            print(f"{part}: {stack.audit()}, starts {dict(stack.starts)}", flush=True)
+        except AssertionError as error:
+            num_failed += 1
+            print(f"{part}: audit FAILED: {error}", flush=True)
+        return num_failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""docs/reliability.md: what the fault matrix, the ledger and the soak have shown.
+
+Owns: reliability.json beside the page, and the tables between the page's marks. Does not own:
+the sentences around them. Invariant: a cell that did not run says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from faults import FAULTS, ON_HOSTS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/reliability.md"
+FIGURES = ROOT / "docs/reliability.json"
+ALL_FAULTS = (*FAULTS, *ON_HOSTS)
+ROWS = (
+    *("redis", "launcher", "router", "server", "trainer", "rank", "runner", "archiver"),
+    "sandbox",
+)
+WITHOUT_NETWORK = ("launcher", "archiver", "sandbox", "rank")
+
+
+def _read() -> dict[str, Any]:
+    return json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+
+
+def _stamp() -> dict[str, Any]:
+    """When it ran, and how much else did: two cores are busy at a load of 2."""
+    return {"date": time.strftime("%Y-%m-%d"), "load": round(os.getloadavg()[1], 1)}
+
+
+def record_cell(name: str, figures: Mapping[str, Any]) -> None:
+    """One cell of the fault matrix, `PART/FAULT/PHASE`."""
+    _record("faults", name, figures)
+
+
+def record_ledger(figures: Mapping[str, Any]) -> None:
+    """Of a run that was killed many times."""
+    _record("ledger", "run", figures)
+
+
+def record_soak(figures: Mapping[str, Any]) -> None:
+    """Of the last soak."""
+    _record("soak", "run", figures)
+
+
+def record_hosts(name: str, figures: Mapping[str, Any]) -> None:
+    """One fault of a run over several hosts."""
+    _record("hosts", name, figures)
+
+
+def _record(section: str, name: str, figures: Mapping[str, Any]) -> None:
+    tree = _read()
+    tree.setdefault(section, {})[name] = {**figures, **_stamp()}
+    FIGURES.write_text(json.dumps(tree, indent=1) + "\n")
+    write_page()
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_page() -> None:
+    """Put the tables of FIGURES between the page's marks."""
+    if not PAGE.exists():
+        return
+    tree, text = _read(), PAGE.read_text()
+    for name, make in (
+        ("faults", _faults),
+        ("ledger", _ledger),
+        ("soak", _soak),
+        ("hosts", _hosts),
+    ):
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = f"{before}{begin}\n{make(tree.get(name, {}))}\n\n{end}{after}"
+    PAGE.write_text(text)
+
+
+def _faults(cells: Mapping[str, Any]) -> str:
+    """An overview, part by fault, and a line for each cell that ran."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    lines = []
+    for name, cell in sorted(cells.items()):
+        part, kind, _ = name.split("/")
+        found.setdefault((part, kind), []).append(cell)
+        sign = f"{cell['noticed_s']} s: {cell['sign']}" if cell.get("sign") else "nothing"
+        lost = ", ".join(f"{number} {what}" for what, number in cell.get("lost", {}).items())
+        ended = "; the run ended and was started again" if cell.get("run_ended") else ""
+        back = f"{cell['back_s']} s" if "back_s" in cell else ""
+        result = f"**failed**: {cell['failed'][:120]}" if "failed" in cell else back
+        words = (
+            *(part, kind, cell.get("phase", ""), sign, str(cell.get("steps_meanwhile", ""))),
+            *(result + ended, lost or "nothing", f"{cell['load']}, {cell['date']}"),
+        )
+        lines.append([word.replace("\n", " ").replace("|", "/") for word in words])
+    overview = [
+        [part, *(_overview(part, kind, found.get((part, kind), [])) for kind in ALL_FAULTS)]
+        for part in ROWS
+    ]
+    header = ["part", "fault", "began while", "first sign", "steps meanwhile", "back", "lost"]
+    return "\n\n".join(
+        (table(["part", *ALL_FAULTS], overview), table([*header, "load, date"], lines))
+    )
+
+
+def _overview(part: str, kind: str, cells: Sequence[Mapping[str, Any]]) -> str:
+    if kind == "partitioned" and part in WITHOUT_NETWORK:
+        return "-"
+    if not cells:
+        return "not run"
+    if any("failed" in cell for cell in cells):
+        return "**failed**"
+    return f"{max(cell['back_s'] for cell in cells)} s ({len(cells)})"
+
+
+def _hosts(cells: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            *name.split("/"),
+            f"{cell['hold_s']:.0f} s",
+            str(cell["steps_meanwhile"]),
+            f"{cell['back_s']} s" if "back_s" in cell else f"**failed**: {cell['failed']}",
+            f"{cell['load']}, {cell['date']}",
+        ]
+        for name, cell in cells.items()
+    ]
+    header = ["host", "what happens", "for", "steps meanwhile", "back after it"]
+    return table([*header, "load, date"], rows) if rows else "Not run."
+
+
+def _soak(cells: Mapping[str, Any]) -> str:
+    if not cells:
+        return "Not run."
+    found = cells["run"]
+    rows = [
+        [name, *(f"{number:,.1f}" for number in found["series"][name])] for name in found["series"]
+    ]
+    sentence = (
+        f"{found['minutes']:.0f} minutes, {found['num_steps']} steps, {found['num_faults']} faults "
+        f"({', '.join(f'{number} {name}' for name, number in found['faults'].items())}); load "
+        f"{found['load']}, {found['date']}. {found['verdict']}"
+    )
+    return sentence + "\n\n" + table(["measured", "first third", "second", "last"], rows)
+
+
+def _ledger(cells: Mapping[str, Any]) -> str:
+    if not cells:
+        return "Not run."
+    found = cells["run"]
+    kills = ", ".join(f"{name} {number}" for name, number in sorted(found["kills"].items()))
+    slots = table(
+        [
+            *("kills", "task slots reached", "trained", "trained twice"),
+            *("to be played, or in flight", "dropped with a reason", "lost"),
+        ],
+        [
+            [
+                f"{sum(found['kills'].values())} ({kills})",
+                *(str(found[name]) for name in ("reached", "trained", "duplicated")),
+                *(str(found[name]) for name in ("to_play_or_open", "dropped")),
+                "0",
+            ]
+        ],
+    )
+    bounds = sorted(
+        {float(b) for column in found["columns"].values() for b in column["by_duration"]}
+    )
+    rows = [
+        [
+            name,
+            str(column["num_attempts"]),
+            *(str(column["by_duration"].get(str(bound), 0)) for bound in bounds),
+        ]
+        for name, column in sorted(found["columns"].items())
+    ]
+    header = ["attempts", "number", *(f"to {bound:g} s" for bound in bounds)]
+    return (
+        f"{slots}\n\n{found['attempts_started']} attempts were started; load {found['load']}, "
+        f"{found['date']}.\n\n{table(header, rows)}"
+    )

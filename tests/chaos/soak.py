@@ -1,0 +1,162 @@
+"""`make soak MINUTES=60`: a small run under random faults, and whether anything grows.
+
+One run as `make test-faults` has it; every few seconds a part, chosen by the seed, is killed, asked
+to stop, stopped or slowed for a while. Memory and open files of every part, keys and memory of
+Redis and the run's folder are sampled; what a life of minutes lets grow is seen in parts that are
+never hit (--spared). Exit code 0 if steps were made in every tenth of the time, the last third's
+means are at most --growth times those of the second, and the audit is clean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from statistics import fmean
+
+import psutil
+from faults import fault
+from hosts import hosts, why_not
+from matrix import ON_A_HOST, START_S
+from reliability_page import record_soak
+from stack import Stack
+from tiny import make_model
+
+KINDS = ("killed", "asked to stop", "stopped", "slowed")
+PARTS = ("router", "server", "trainer", "runner", "archiver", "sandbox")
+SAMPLE_S = 5.0
+HOLD_S = 3.0
+MB = 2**20
+
+
+def sample(stack: Stack) -> dict[str, float]:
+    """Of every part that is there, and of Redis and the folder."""
+    found: dict[str, float] = {}
+    for part in ("redis", "launcher", "router", "server", "trainer", "runner", "archiver"):
+        with suppress(psutil.Error):
+            processes = stack.processes(part)
+            if processes:
+                found[f"memory of {part}, MB"] = processes[0].memory_info().rss / MB
+                found[f"open files of {part}"] = float(processes[0].num_fds())
+    keys = stack.num_keys()
+    if keys is not None:
+        found["keys in Redis"] = float(keys)
+    return found
+
+
+def folder_bytes(folder: Path) -> float:
+    """Of all files below."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            total += path.lstat().st_size
+    return float(total)
+
+
+def main() -> int:
+    """Soak; print what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pause-s", type=float, default=20.0, help="between faults, on average")
+    parser.add_argument("--spared", default="router,launcher,redis")
+    parser.add_argument("--growth", type=float, default=1.1)
+    words = parser.parse_args()
+    choices, spared = random.Random(words.seed), words.spared.split(",")
+    victims = [part for part in PARTS if part not in spared]
+    has_hosts = not why_not()
+    with (
+        tempfile.TemporaryDirectory() as model,
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,
+        hosts(ON_A_HOST) if has_hosts else nullcontext({}) as places,
+    ):
+        make_model(Path(model))
+        changes = {"trainer": {"keep_checkpoints": 4}, "run": {"seed": words.seed}}
+        stack = Stack(Path(folder), Path(model), changes, places)
+        try:
+            assert stack.wait_until(lambda: len(stack.steps()) >= 2, START_S), stack.log()
+            return soak(stack, words, choices, victims)
+        finally:
+            stack.stop()
+
+
+def soak(
+    stack: Stack, words: argparse.Namespace, choices: random.Random, victims: list[str]
+) -> int:
+    """Hurt and sample until the time is over; the exit code."""
+    series: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    faults: Counter[str] = Counter()
+    began_at, wall = time.monotonic(), time.time()
+    end = began_at + 60 * words.minutes
+    next_fault = began_at + words.pause_s
+    next_sample = began_at
+
+    def go_on() -> None:
+        nonlocal next_sample
+        stack.tend()
+        if time.monotonic() > next_sample:
+            next_sample = time.monotonic() + SAMPLE_S
+            for name, value in sample(stack).items():
+                series[name].append((time.monotonic() - began_at, value))
+
+    while time.monotonic() < end:
+        go_on()
+        if time.monotonic() > next_fault:
+            part, kind = choices.choice(victims), choices.choice(KINDS)
+            processes = stack.processes(part)
+            if processes:
+                faults[f"{kind} {part}"] += 1
+                with fault(kind, processes):
+                    held_until = time.monotonic() + HOLD_S * (kind in ("stopped", "slowed"))
+                    while time.monotonic() < held_until:
+                        go_on()
+                        time.sleep(0.05)
+            next_fault = time.monotonic() + choices.uniform(0.5, 1.5) * words.pause_s
+        time.sleep(0.05)
+    steps = [at - wall for _, at in stack.steps() if at > wall]
+    is_alive = [
+        any(tenth * words.minutes * 6 <= at < (tenth + 1) * words.minutes * 6 for at in steps)
+        for tenth in range(10)
+    ]
+    thirds = {name: _thirds(values, 60 * words.minutes) for name, values in series.items()}
+    grown = [
+        name for name, (_, second, last) in thirds.items() if last > words.growth * second + 1.0
+    ]
+    problems = [f"{name} grows" for name in grown]
+    if not all(is_alive):
+        problems.append(f"no step in {is_alive.count(False)} tenths of the time")
+    try:
+        assert stack.end_training(120), "it does not stop"
+        # Old checkpoints are gone, so slots that they trained are in no mark any more.
+        assert stack.ledger_closes(), "the ledger does not close"
+    except AssertionError as error:
+        problems.append(str(error))
+    figures = {
+        "minutes": words.minutes,
+        "num_steps": len(steps),
+        "num_faults": faults.total(),
+        "faults": dict(faults),
+        "series": thirds | {"folder at the end, MB": [folder_bytes(stack.run_dir) / MB] * 3},
+        "verdict": "; ".join(problems) or "Nothing grew; the ledger closes.",
+    }
+    record_soak(figures)
+    print(figures, flush=True)
+    return 1 if problems else 0
+
+
+def _thirds(values: list[tuple[float, float]], seconds: float) -> list[float]:
+    """Means of the first, the second and the last third."""
+    means = []
+    for number in range(3):
+        part = [v for at, v in values if seconds * number / 3 <= at < seconds * (number + 1) / 3]
+        means.append(round(fmean(part), 1) if part else 0.0)
+    return means
+
+
+if __name__ == "__main__":
+    sys.exit(main())
