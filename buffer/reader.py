@@ -43,6 +43,7 @@ from outloop.buffer.redis.run_meta import check_joinable, init_run
 from outloop.buffer.redis.scripts import Clock, SyncScripts
 from outloop.buffer.registry import Registry
 from outloop.buffer.run import Run
+from outloop.buffer.runner_keys import RunnerKeys
 from outloop.buffer.stats import stats_from
 from outloop.buffer.store.episodes import Fields, load_sync
 from outloop.buffer.store.leases import LeaseRow, leased_groups
@@ -85,6 +86,7 @@ class BufferReader:
         self.task_weights = TaskWeights(client, self._prefix, self._scripts)
         self._kept_evals = _KEPT_EVALS + 4 * len(run.settings.eval.suites)
         self.limits = AdmissionLimits(self._scripts)
+        self.runner_keys = RunnerKeys(client, self._prefix)
         """How far ahead of the trainer episodes start, and how old a trained token may be."""
         self.archive = Archive(client, self._prefix, self._scripts)
         """Trajectories, to and from files."""

@@ -42,6 +42,7 @@ from outloop.buffer.redis.run_meta import CLOSE_GRACE_S, check_joinable
 from outloop.buffer.redis.scripts import Abandoned, AsyncScripts, Clock, refusal
 from outloop.buffer.registry import decode_servers, encode_facts
 from outloop.buffer.run import Run
+from outloop.buffer.runner_keys import KnownKeys, decode_keys
 from outloop.buffer.store.budget_notes import BudgetNotes, EpisodeUsage
 from outloop.buffer.store.episodes import load_async, named
 from outloop.buffer.store.sft import put_async
@@ -395,6 +396,11 @@ class BufferWriter:
             async with self._client.pipeline(transaction=True) as pipeline:
                 run_status.ask(pipeline, self._prefix)
                 return run_status.read(await pipeline.execute())
+
+    async def runner_keys(self) -> KnownKeys:
+        """Runner keys that were added or revoked while the run is up."""
+        with translated("reading the runner keys"):
+            return decode_keys(await self._client.hgetall(self._key("runner_keys")))
 
     async def set_paused(self, paused: bool) -> None:
         """Stop claims, or allow them again, for every router of the run."""

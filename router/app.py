@@ -27,6 +27,7 @@ from starlette.routing import Route
 from outloop.buffer.errors import BufferUnavailable, OutloopError
 from outloop.buffer.run import Run
 from outloop.buffer.writer import BufferWriter
+from outloop.router.audit import AuditLog
 from outloop.router.auth import KeyRing
 from outloop.router.background import BackgroundWork
 from outloop.router.buffer_retry import BufferRetry
@@ -37,6 +38,7 @@ from outloop.router.episodes.sft import ConversationRenderer
 from outloop.router.errors import Refusal, as_refusal
 from outloop.router.http.endpoint import Endpoint, Handler, Receive, Scope, Send
 from outloop.router.http.openapi import describe
+from outloop.router.http.rate_limit import RateLimit
 from outloop.router.metrics import RouterMetrics
 from outloop.router.peers.turn_locator import TurnLocator
 from outloop.router.rendering.renderer import PolicyRenderer
@@ -52,7 +54,6 @@ from outloop.router.servers.pool import ServerPool
 from outloop.router.timings import DEFAULT_TIMINGS, Timings
 from outloop.router.turns.service import TurnService
 
-_HOUSEKEEPING_S = 2.0
 _IDLE_CONNECTION_S = 4.0
 """Shorter than uvicorn keeps its side open (5 s), so that no turn meets a closing connection."""
 _ONE_MODEL = (
@@ -79,6 +80,7 @@ class Parts:
         timings: Timings,
     ) -> None:
         settings, limits = run.settings, run.settings.router
+        self._housekeeping_s = timings.housekeeping_s
         self.background = BackgroundWork()
         self.long_texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-texts")
         self.buffer = buffer
@@ -126,6 +128,9 @@ class Parts:
             Upstreams(http, upstreams, self.metrics, timeout_s=settings.router.turn_timeout_s),
             stream_silence_s=timings.stream_silence_s,
         )
+        self.audit = AuditLog(is_on=limits.audit_log)
+        rate = limits.max_requests_per_s
+        self.rate_limit = None if rate is None else RateLimit(rate)
         teacher = settings.trainer.teacher
         self.runner = RunnerRoutes(
             buffer=buffer,
@@ -139,19 +144,21 @@ class Parts:
             posted=PostedTrajectories(settings, renderer),
             metrics=self.metrics,
             scores=Scores(settings, buffer),
+            audit=self.audit,
             public_url=settings.router.public_url,
             timings=timings,
             teacher_context_key=teacher.context_key if teacher is not None else None,
         )
 
     async def report_status(self) -> None:
-        """Forget ended episodes and report the status, until cancelled."""
+        """Forget ended episodes, learn of runner keys and report the status, until cancelled."""
         while True:
-            await asyncio.sleep(_HOUSEKEEPING_S)
+            await asyncio.sleep(self._housekeeping_s)
             self.episodes.forget_ended()
             self.metrics.in_flight.set(self.service.num_running)
             waiting = "" if self.pool.is_ready else self.pool.describe()
             try:
+                self.keys.known = await self.buffer.runner_keys()
                 await self.buffer.report_status(
                     "router",
                     {
@@ -188,7 +195,8 @@ def create_app(run: Run, writer: BufferWriter, *, timings: Timings = DEFAULT_TIM
             parts = Parts(run, writer, renderer, upstreams, http, tasks, timings)
             app.state.parts = parts
             app.endpoints = _endpoints(parts)
-            one_model = Endpoint(parts.turns.model, method="GET", metrics=parts.metrics)
+            endpoint = partial(Endpoint, metrics=parts.metrics, rate_limit=parts.rate_limit)
+            one_model = endpoint(parts.turns.model, method="GET")
             app.router.routes += [Route(path, one_model) for path in _ONE_MODEL]
             app.include_router(
                 admin_router(
@@ -199,6 +207,7 @@ def create_app(run: Run, writer: BufferWriter, *, timings: Timings = DEFAULT_TIM
                     parts.service,
                     parts.background,
                     run,
+                    parts.audit,
                 )
             )
             parts.background.start(
@@ -208,6 +217,7 @@ def create_app(run: Run, writer: BufferWriter, *, timings: Timings = DEFAULT_TIM
                     "listens to the other routers": writer.channel.listen(parts.locator.handlers),
                 }
             )
+            parts.keys.known = await writer.runner_keys()
             app.state.is_serving.set()
             try:
                 yield
@@ -273,7 +283,8 @@ def _pattern(path: str) -> tuple[str, str]:
 
 def _endpoints(parts: Parts) -> Mapping[str, Endpoint]:
     """Raw endpoints by path pattern; each refuses other methods itself."""
-    turns, runner, metrics = parts.turns, parts.runner, parts.metrics
+    turns, runner = parts.turns, parts.runner
+    endpoint = partial(Endpoint, metrics=parts.metrics, rate_limit=parts.rate_limit)
     routes: dict[str, tuple[str, Handler]] = {
         "/tasks": ("POST", runner.tasks),
         "/tasks/claim": ("POST", runner.claim),
@@ -285,20 +296,16 @@ def _endpoints(parts: Parts) -> Mapping[str, Endpoint]:
         "/trajectories": ("POST", runner.trajectories),
     }
     endpoints = {
-        pattern: Endpoint(handler, method=method, metrics=metrics)
-        for pattern, (method, handler) in routes.items()
+        pattern: endpoint(handler, method=method) for pattern, (method, handler) in routes.items()
     }
     for prefix in ("", "/episodes/*"):
-        endpoints[f"{prefix}/v1/models"] = Endpoint(turns.models, method="GET", metrics=metrics)
+        endpoints[f"{prefix}/v1/models"] = endpoint(turns.models, method="GET")
         for path, served in DIALECTS.items():
-            endpoints[prefix + path] = Endpoint(
-                partial(turns.turn, served.dialect),
-                method="POST",
-                metrics=metrics,
-                errors=served.errors,
+            endpoints[prefix + path] = endpoint(
+                partial(turns.turn, served.dialect), method="POST", errors=served.errors
             )
-        endpoints[f"{prefix}/v1/messages/count_tokens"] = Endpoint(
-            turns.count_tokens, method="POST", metrics=metrics, errors=messages_response.ERRORS
+        endpoints[f"{prefix}/v1/messages/count_tokens"] = endpoint(
+            turns.count_tokens, method="POST", errors=messages_response.ERRORS
         )
         # Anthropic's clients add /v1 to a base URL that, for all others, ends in /v1 already.
         for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/models"):

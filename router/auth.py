@@ -11,6 +11,7 @@ import hmac
 import re
 
 from outloop.buffer.run import RunKeys
+from outloop.buffer.runner_keys import OWN_KEY, KnownKeys, digest_of
 from outloop.router.errors import Refusal
 
 _PREFIX = "ol-ep-"
@@ -25,6 +26,8 @@ class KeyRing:
         self._runner = keys.runner_key.encode()
         self._admin = keys.admin_key.encode()
         self._secret = keys.episode_secret.encode()
+        self.known = KnownKeys()
+        """Runner keys that were added or revoked since; whoever reads them replaces this."""
 
     def episode_key(self, episode_id: str) -> str:
         """The key of one episode; the same for every router of the run."""
@@ -41,9 +44,20 @@ class KeyRing:
         expected = self._sign(episode_id)
         return episode_id if hmac.compare_digest(signature, expected) else None
 
-    def require_runner(self, key: str) -> None:
-        """Refuse anything but the runner key."""
+    def require_runner(self, key: str) -> str:
+        """Refuse anything but a runner key; its name."""
+        # Of a digest, time tells nothing that helps to find a key.
+        name = self.known.by_digest.get(digest_of(key))
+        if name is not None:
+            return name
+        if self.known.is_own_revoked:
+            raise Refusal(
+                401,
+                "invalid_api_key",
+                "the run's own runner key was revoked; send the key that `outloop keys add` made",
+            )
         self._require(key, self._runner, "runner")
+        return OWN_KEY
 
     def require_admin(self, key: str) -> None:
         """Refuse anything but the admin key."""

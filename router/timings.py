@@ -25,6 +25,8 @@ class Timings:
     """A server that has left the registry may finish its turns for so long; it may never answer."""
     forget_after_s: float = 60.0
     """It is remembered this long of an episode that it was closed, or has expired."""
+    housekeeping_s: float = 2.0
+    """Between two reports of its status; it learns of runner keys in the same rhythm."""
 
 
 DEFAULT_TIMINGS = Timings()

@@ -71,6 +71,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec(
         "runners", "zset", _RUN, "claim, heartbeat", "runners by their last heartbeat, Unix ms"
     ),
+    KeySpec("runner_keys", "hash", _RUN, "RunnerKeys.add()", "name -> SHA-256 of a key, or empty"),
     KeySpec("ready", "zset", _RUN, "close", "sealed groups by slot"),
     KeySpec("ready_depths", "zset", _RUN, "close", "by depth of their oldest version, then slot"),
     KeySpec("leases", "zset", _RUN, "take", "groups leased and not acknowledged, by slot"),

@@ -166,6 +166,11 @@ class RouterSettings(_Section):
     `num_processes` do; the kernel spreads connections over them."""
     unkeyed: Literal["refuse", "serve"] = "refuse"
     """Traffic without an episode key: 401, or served without being recorded for training."""
+    max_requests_per_s: float | None = Field(None, gt=0)
+    """Of each key, in each router process: more are told to come again later (503). None: no
+    limit. A runner's key opens, scores and closes its episodes; an episode's makes its turns."""
+    audit_log: bool = False
+    """Log who did what: rewards, closes, tasks, trajectories, pauses, by the name of the key."""
     cors_origins: tuple[str, ...] = ()
     """Origins, such as `https://example.org`, whose pages may use the router from a browser; `*`:
     all."""

@@ -16,6 +16,7 @@ import structlog
 from outloop.buffer.errors import OutloopError
 from outloop.router.errors import OPENAI_ERRORS, ErrorForm, Refusal, as_refusal, body_too_large
 from outloop.router.http.compression import decoded
+from outloop.router.http.rate_limit import RateLimit
 from outloop.router.metrics import RouterMetrics
 
 Scope = MutableMapping[str, Any]
@@ -231,8 +232,10 @@ class Endpoint:
         method: str,
         metrics: RouterMetrics,
         errors: ErrorForm = OPENAI_ERRORS,
+        rate_limit: RateLimit | None = None,
     ) -> None:
         self._handler = handler
+        self._rate_limit = rate_limit
         self._errors = errors
         self._method = method
         self._metrics = metrics
@@ -246,6 +249,8 @@ class Endpoint:
                     "method_not_allowed",
                     f"{scope['method']} {scope['path']} is not served; use {self._method}",
                 )
+            if self._rate_limit is not None:
+                self._rate_limit.take(exchange.key)
             await self._handler(exchange)
         except ClientLeft:
             return

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from outloop.buffer.run import Run
 from outloop.buffer.writer import BufferWriter
+from outloop.router.audit import AuditLog
 from outloop.router.auth import KeyRing
 from outloop.router.background import BackgroundWork
 from outloop.router.errors import Refusal, stopping
@@ -31,11 +32,12 @@ def admin_router(
     service: TurnService,
     background: BackgroundWork,
     run: Run,
+    audit: AuditLog,
 ) -> APIRouter:
     """Routes for operators."""
     routes = APIRouter()
     _add_operation(routes, pool, metrics, service, background)
-    _add_control(routes, keys, pool, buffer, run)
+    _add_control(routes, keys, pool, buffer, run, audit)
     return routes
 
 
@@ -73,7 +75,12 @@ def _add_operation(
 
 
 def _add_control(
-    routes: APIRouter, keys: KeyRing, pool: ServerPool, buffer: BufferWriter, run: Run
+    routes: APIRouter,
+    keys: KeyRing,
+    pool: ServerPool,
+    buffer: BufferWriter,
+    run: Run,
+    audit: AuditLog,
 ) -> None:
     def require_admin(authorization: str) -> None:
         keys.require_admin(authorization.partition(" ")[2].strip())
@@ -108,6 +115,7 @@ def _add_control(
         """Give out no more claims; running episodes go on."""
         require_admin(authorization)
         await buffer.set_paused(True)
+        audit.note("pause", "admin")
         return {"is_paused": True}
 
     @routes.post("/resume")
@@ -115,6 +123,7 @@ def _add_control(
         """Give out claims again."""
         require_admin(authorization)
         await buffer.set_paused(False)
+        audit.note("resume", "admin")
         return {"is_paused": False}
 
     @routes.get("/policy_version")

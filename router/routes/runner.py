@@ -38,6 +38,7 @@ from outloop.buffer.records import (
 from outloop.buffer.tasks.mixture import TaskSource
 from outloop.buffer.tasks.validation import check_id
 from outloop.buffer.writer import BufferWriter
+from outloop.router.audit import AuditLog
 from outloop.router.auth import KeyRing, check_episode_id
 from outloop.router.episodes.episode import Episodes
 from outloop.router.episodes.sft import ConversationRenderer
@@ -91,6 +92,7 @@ class RunnerRoutes:
         posted: PostedTrajectories,
         metrics: RouterMetrics,
         scores: Scores,
+        audit: AuditLog,
         public_url: str | None = None,
         timings: Timings = DEFAULT_TIMINGS,
         teacher_context_key: str | None = None,
@@ -108,11 +110,12 @@ class RunnerRoutes:
         self._posted = posted
         self._metrics = metrics
         self._scores = scores
+        self._audit = audit
         self._claim_wait_s = timings.claim_wait_s
 
     async def tasks(self, exchange: Exchange) -> None:
         """`POST /tasks`: register the run's tasks; the same content again is nothing new."""
-        self._keys.require_runner(exchange.key)
+        by = self._keys.require_runner(exchange.key)
         body = await exchange.decode(_tasks)
         tasks, eval_tasks = (
             [
@@ -125,6 +128,7 @@ class RunnerRoutes:
             TaskSource(one.name, one.num_tasks, one.weight, one.priority) for one in body.sources
         ]
         await self._buffer.register_tasks(tasks, eval_tasks, sources, suites=body.suites)
+        self._audit.note("tasks", by, num_tasks=len(tasks), num_eval_tasks=len(eval_tasks))
         await _answer(exchange, {"num_tasks": len(tasks), "num_eval_tasks": len(eval_tasks)})
 
     async def claim(self, exchange: Exchange) -> None:
@@ -232,24 +236,35 @@ class RunnerRoutes:
 
     async def reward(self, exchange: Exchange) -> None:
         """`POST /episodes/{id}/reward`: score an episode; 410 when its group has sealed."""
-        self._keys.require_runner(exchange.key)
+        by = self._keys.require_runner(exchange.key)
         body = await exchange.decode(_reward)
         episode_id = exchange.path("episode_id")
         reward = await self._scores.reward(episode_id, body)
         await self._buffer.put_reward(episode_id, reward, key=body.key)
+        self._audit.note("reward", by, episode_id=episode_id, reward=reward.value)
         await _answer(exchange, {})
 
     async def close(self, exchange: Exchange) -> None:
         """`POST /episodes/{id}/close`: end an episode; the same key twice is one close."""
-        self._keys.require_runner(exchange.key)
+        by = self._keys.require_runner(exchange.key)
         body = await exchange.decode(_close)
-        result = await self._close(exchange.path("episode_id"), body)
+        episode_id = exchange.path("episode_id")
+        result = await self._close(episode_id, body)
+        self._audit.note(
+            "close",
+            by,
+            episode_id=episode_id,
+            outcome=body.outcome,
+            reward=None if body.reward is None else body.reward.value,
+            counted=result.counted,
+        )
         await _answer(exchange, {"counted": result.counted, "sealed_group": result.sealed_group})
 
     async def trajectories(self, exchange: Exchange) -> None:
         """`POST /trajectories`: episodes that were played elsewhere, or conversations for SFT."""
-        self._keys.require_runner(exchange.key)
+        by = self._keys.require_runner(exchange.key)
         body = await exchange.decode(_trajectories)
+        self._audit.note("trajectories", by, num_trajectories=len(body.trajectories))
         played = [one.is_played for one in body.trajectories]
         if not any(played):
             await self._take_conversations(exchange, body)

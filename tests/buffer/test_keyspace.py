@@ -18,7 +18,18 @@ from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.keys import KEYS, KeySpec, prefix
 from outloop.buffer.redis.scripts import load_script
 
-CREATES = ("SET", "HSET", "HINCRBY", "RPUSH", "LPUSH", "SADD", "ZADD", "ZINCRBY", "RENAME")
+CREATES = (
+    "SET",
+    "HSET",
+    "HSETNX",
+    "HINCRBY",
+    "RPUSH",
+    "LPUSH",
+    "SADD",
+    "ZADD",
+    "ZINCRBY",
+    "RENAME",
+)
 SCRIPTS = sorted(
     file.name.removesuffix(".lua")
     for file in files("outloop.buffer.redis.scripts").iterdir()
@@ -148,6 +159,7 @@ async def everything(
     path.write_bytes(format_line(make_trajectory("sft-2")))
     reader.archive.read(path)
     look()
+    reader.runner_keys.add("gpu-7")
     loop.fence = reader.acquire_fence()
     highest = reader.recover(None, fence=loop.fence)
     loop.publish(highest + 1, None)

@@ -97,9 +97,9 @@ class Signs:
 class Cell:
     """One fault of one part in one phase."""
 
-    def __init__(self, stack: Stack, part: str, kind: str, phase: str, bound_s: float) -> None:
+    def __init__(self, stack: Stack, part: str, kind: str, phase: str, patience_s: float) -> None:
         self.stack, self.part, self.kind, self.phase = stack, part, kind, phase
-        self.bound_s = bound_s
+        self.patience_s = patience_s
 
     @property
     def name(self) -> str:
@@ -115,7 +115,7 @@ class Cell:
         stack = self.stack
         in_phase = stack.wait_until(lambda: self._is_there(self.phase), PHASE_S)
         if not in_phase:
-            assert stack.wait_until(lambda: self._is_there(""), START_S), f"no {self.part}"
+            assert stack.wait_until(lambda: self._is_there(""), self.patience_s), f"no {self.part}"
         victims = stack.processes(self.part)
         counted, steps = self._counted(), stack.steps()
         signs, num_ended, began_at = Signs(stack, self.part), len(stack.ended), time.time()
@@ -135,9 +135,8 @@ class Cell:
             signs.look()
             return len([1 for _, at in stack.steps() if at > ended_at]) >= 2
 
-        patience_s = START_S
-        assert stack.wait_until(is_back, patience_s), (
-            f"no step within {patience_s:.0f} s; ended {stack.ended}; {stack.log()[-1500:]}"
+        assert stack.wait_until(is_back, self.patience_s), (
+            f"no step within {self.patience_s:.0f} s; ended {stack.ended}; {stack.log()[-1500:]}"
         )
         back_s = [at for _, at in stack.steps() if at > ended_at][1] - ended_at
         # A launcher that gave the run up is only seen when it has ended.
@@ -175,7 +174,7 @@ class Cell:
                 found.update({name: stats[key] for name, key in COUNTED.items()})
             return stats is not None
 
-        assert self.stack.wait_until(is_read, START_S), "Redis stays away"
+        assert self.stack.wait_until(is_read, self.patience_s), "Redis stays away"
         return found
 
 
@@ -212,6 +211,7 @@ def main() -> int:
     parser.add_argument("--all-phases", action="store_true")
     parser.add_argument("--bound-s", type=float, default=30.0)
     parser.add_argument("--no-hosts", action="store_true")
+    parser.add_argument("--patience-s", type=float, default=START_S, help="of starts and returns")
     words = parser.parse_args()
     reason = "not wanted" if words.no_hosts else why_not()
     if reason:
@@ -231,12 +231,16 @@ def main() -> int:
                 if kind != "killed" or phase in words.phases.split(",")
             ]
             while cells:
-                num_failed += play_cells(part, cells, Path(model), not reason, words.bound_s)
+                num_failed += play_cells(part, cells, Path(model), not reason, words)
     return 1 if num_failed else 0
 
 
 def play_cells(
-    part: str, cells: list[tuple[str, str]], model: Path, has_hosts: bool, bound_s: float
+    part: str,
+    cells: list[tuple[str, str]],
+    model: Path,
+    has_hosts: bool,
+    words: argparse.Namespace,
 ) -> int:
     """A run, and cells of one part in it until one fails; takes them from `cells`. How many
     failed."""
@@ -247,19 +251,20 @@ def play_cells(
         stack = Stack(folder, model, changes, places)
         context.callback(stack.stop)
         num_failed = 0
-        if not stack.wait_until(lambda: len(stack.steps()) >= 2, START_S):
+        if not stack.wait_until(lambda: len(stack.steps()) >= 2, words.patience_s):
             print(f"{part}: the run did not start: {stack.log()}", flush=True)
             cells.clear()
             return 1
         while cells:
             kind, phase = cells.pop(0)
-            cell = Cell(stack, part, kind, phase, bound_s)
+            cell = Cell(stack, part, kind, phase, words.patience_s)
             try:
                 figures = cell.play()
             except AssertionError as error:
                 figures = {"failed": str(error)}
-            if kind == "killed" and figures.get("back_s", 0.0) > bound_s:
-                figures["failed"] = f"back after {figures['back_s']} s, {bound_s:.0f} s are allowed"
+            if kind == "killed" and figures.get("back_s", 0.0) > words.bound_s:
+                bound = f"{words.bound_s:.0f} s are allowed"
+                figures["failed"] = f"back after {figures['back_s']} s, {bound}"
             record_cell(cell.name, figures)
             print(f"{cell.name}: {figures}", flush=True)
             if "failed" in figures:

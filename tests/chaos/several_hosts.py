@@ -89,6 +89,8 @@ class Fleet:
             *("--nproc-per-node", "1", "--rdzv-backend", "c10d", "--max-restarts", "100"),
             *("--rdzv-endpoint", f"{self.hosts['node0'].address}:{RENDEZVOUS_PORT}"),
             *("--rdzv-id", "stack", "--local-addr", address),
+            # It would look for the address under the machine's name, which all hosts share.
+            *("--rdzv-conf", f"is_host={int(name == 'node0')}"),
             *("-m", "--", "outloop.cli", "trainer", *run),
         ]
 

@@ -26,6 +26,7 @@ from outloop.cli.doctor import doctor
 from outloop.cli.episodes import episodes
 from outloop.cli.evaluations import evaluations
 from outloop.cli.init import init
+from outloop.cli.keys import keys
 from outloop.cli.manifests import manifests
 from outloop.cli.monitor import monitor
 from outloop.cli.new_policy import new_policy
@@ -58,6 +59,7 @@ GROUPS: dict[str, tuple[click.Command, ...]] = {
         trajectories,
         buffer,
         tasks,
+        keys,
     ),
     "Start parts one by one": (
         init,

@@ -79,6 +79,7 @@ def _from_router(url: str, admin_key_file: Path) -> dict[str, Any]:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             found: dict[str, Any] = json.load(answer)
     except urllib.error.HTTPError as error:
+        error.close()
         if error.code == HTTPStatus.UNAUTHORIZED:
             raise SettingsError(
                 f"--admin-key-file={str(admin_key_file)!r}: --router-url={url!r} refuses the key; "
