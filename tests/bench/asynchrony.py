@@ -27,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,19 @@ POLL_S, REPORT_S = 0.5, 20.0
 DETECTABLE = 1.96 + 0.84
 """Standard errors of a difference that is found in four of five cases at the 5% level, two-sided.
 """
+
+TARGETS = {
+    "level1_vs_sync": (1.5, math.inf),
+    "best_vs_sync": (2.8, math.inf),
+    "partial_vs_plain": (1.25, math.inf),
+    "least_vs_simulated": (0.9, math.inf),
+    "sim_error": (0.0, 0.15),
+    "slow_share_ratio": (0.95, 1.05),
+    "discarded_time_share": (0.0, 0.05),
+    "trainer_wait_share": (0.0, 0.1),
+    "reward_gap": (0.0, 0.03),
+}
+"""From and to what a figure is as wanted."""
 
 
 @dataclass(frozen=True)
@@ -582,7 +595,7 @@ def level_table(results: Sequence[Result]) -> Table:
     for name in (
         "level",
         "steps/h",
-        "of sync",
+        "of base",
         "of simulated",
         "plan's error",
         "waits",
@@ -623,6 +636,22 @@ def level_table(results: Sequence[Result]) -> Table:
     return table
 
 
+def target_table(figures: Mapping[str, float]) -> Table:
+    """What is wanted beside what was reached."""
+    table = Table(title="Wanted", title_justify="left")
+    for name in ("figure", "value", "wanted", ""):
+        table.add_column(name, justify="right" if name == "value" else "left")
+    for name, (low, high) in TARGETS.items():
+        value = figures.get(name, math.nan)
+        wanted = f"at most {high:g}" if low == 0.0 else f"{low:g} to {high:g}"
+        wanted = f"at least {low:g}" if high == math.inf else wanted
+        verdict = "yes" if low <= value <= high else "NO"
+        if name == "reward_gap" and figures["reward_seeds"] < 2:
+            verdict = "one seed says little: make bench-async-rewards, after this"
+        table.add_row(name, f"{value:.3f}", wanted, "" if math.isnan(value) else verdict)
+    return table
+
+
 def main() -> None:
     """Run every level for every seed, print, write, draw."""
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -653,11 +682,14 @@ def main() -> None:
         path = OUT / "async.json"
         before = json.loads(path.read_text())["figures"] if path.is_file() else {}
         tell("async", before | reward_figures(results))
+        Console().print(target_table(before | reward_figures(results)))
         sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
     from asynchrony_plots import draw
 
+    figures = figures_of(results)
+    tell("async", figures)
     Console(width=200).print(level_table(results))
-    tell("async", figures_of(results))
+    Console().print(target_table(figures))
     draw([r for r in results if not r.level.startswith("trainer/")], OUT / "async.png")
     say(f"plots in {OUT / 'async.png'}")
     if failed:
