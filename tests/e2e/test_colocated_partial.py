@@ -15,8 +15,8 @@ from outloop.buffer.trajectories.reading import read_trajectories
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE = 5, 3, 2
-NUM_TURNS = 5
+NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE = 4, 3, 2
+NUM_TURNS = 4
 ROLLOUTS = f'''
 import json
 import time
@@ -66,12 +66,12 @@ def test_turns_wait_for_the_trainer_and_go_on_from_their_tokens(
     values: dict[str, Any] = {
         "trainer.is_colocated": True,
         "trainer.groups_per_step": GROUPS_PER_STEP,
-        "trainer.num_epochs_per_take": 4,
+        "trainer.num_epochs_per_take": 2,
         "buffer.group_size": GROUP_SIZE,
         "buffer.over_provision": 2.0,
         "buffer.drop_zero_signal": False,
-        "sampling.max_new_tokens": 72,
-        "model.max_context_tokens": 512,
+        "sampling.max_new_tokens": 48,
+        "model.max_context_tokens": 384,
         "eval.every": 0,
         "env.episode_deadline_s": 90,
     }
