@@ -34,10 +34,11 @@ def leased_groups(
     while first < len(rows):
         part = rows[first : first + num_groups]
         stored = _read(client, prefix, part)
+        stored.reverse()
         for row in part:
             # Collect the group's answers before decoding: an error must not leave some for the
-            # next group.
-            episodes = [(episode_id, next(headers), next(stored)) for episode_id in row[4]]
+            # next group. Popped, so that the next group's arrays take the memory of these bytes.
+            episodes = [(episode_id, next(headers), stored.pop()) for episode_id in row[4]]
             try:
                 yield row[0], _group_from(row, episodes)
             except UNREADABLE as error:
@@ -47,13 +48,13 @@ def leased_groups(
         num_groups = max(1, _BYTES_AT_ONCE // max(num_bytes, _MIN_GROUP_BYTES))
 
 
-def _read(client: redis.Redis, prefix: str, rows: Sequence[LeaseRow]) -> Iterator[Any]:
+def _read(client: redis.Redis, prefix: str, rows: Sequence[LeaseRow]) -> list[Any]:
     """The stored turns of every episode, in turn."""
     with client.pipeline(transaction=False) as pipeline:
         for row in rows:
             for episode_id in row[4]:
                 pipeline.lrange(f"{prefix}episode:{episode_id}:turns", 0, -1)
-        return iter(pipeline.execute())
+        return pipeline.execute()
 
 
 def _batched(fields: Fields, size: int) -> Iterator[Fields]:

@@ -5,7 +5,9 @@ the buffer and, by turns, the same bytes through raw pipelines; then takes batch
 long queues, and kills the server. Prints a table and writes runs/bench/buffer.json.
 
 write_vs_raw: put_trajectories beside pipelined SETs of the same records, synchronous or asyncio,
-whichever is faster. read_vs_raw: take beside pipelined LRANGEs of the very same turns.
+whichever is faster. read_vs_raw: take beside pipelines that read the very same bytes, an HMGET of
+what is stored of an episode and an LRANGE of its turns; they neither lease groups nor decode.
+read_vs_raw_turns: take beside the LRANGEs alone.
 read_vs_get, sft_vs_get: take and sft_trajectories beside GETs of one value for each trajectory.
 play_vs_raw: turn after turn, as routers record, beside the SETs. Each is the median over repeats;
 without a size it is the worst of the sizes.

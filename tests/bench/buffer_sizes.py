@@ -26,6 +26,7 @@ from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import CheckpointMark, Claim, Opening, Reward, Trajectory, Turn
 from outloop.buffer.redis.client import connect_async, connect_sync
 from outloop.buffer.redis.keys import key
+from outloop.buffer.store.episodes import EPISODE_FIELDS
 from outloop.buffer.writer import BufferWriter
 
 SIZES = {"2k": (2048, 2), "16k": (16384, 8), "128k": (131072, 32)}
@@ -151,11 +152,19 @@ class SizeBench:
                     pipeline.get(f"raw{index}")
                 pipeline.execute()
 
-    def _raw_lists(self, lists: Sequence[str]) -> None:
-        for batch in batches(lists, len(self.record)):
+    def _raw_turns(self, names: Sequence[str]) -> None:
+        for batch in batches(names, len(self.record)):
             with self.client.pipeline(transaction=False) as pipeline:
                 for name in batch:
-                    pipeline.lrange(name, 0, -1)
+                    pipeline.lrange(f"{name}:turns", 0, -1)
+                pipeline.execute()
+
+    def _raw_episodes(self, names: Sequence[str]) -> None:
+        for batch in batches(names, len(self.record)):
+            with self.client.pipeline(transaction=False) as pipeline:
+                for name in batch:
+                    pipeline.hmget(name, EPISODE_FIELDS)
+                    pipeline.lrange(f"{name}:turns", 0, -1)
                 pipeline.execute()
 
     async def _play(self) -> None:
@@ -188,8 +197,9 @@ class SizeBench:
         await self.writer.open_episodes(openings)
         await asyncio.gather(*map(play, openings))
         self._note("play", time.perf_counter() - before)
-        lists = [key(self.run.run_id, f"episode:{o.episode_id}:turns") for o in openings]
-        self._note("raw_lrange", timed(lambda: self._raw_lists(lists)))
+        names = [key(self.run.run_id, f"episode:{o.episode_id}") for o in openings]
+        self._note("raw_turns", timed(lambda: self._raw_turns(names)))
+        self._note("raw_episodes", timed(lambda: self._raw_episodes(names)))
 
     def _read(self, fence: int) -> None:
         per_take = max(1, BATCH_BYTES // len(self.record) // GROUP_SIZE)
@@ -213,7 +223,8 @@ class SizeBench:
         turns = sum(len(records_codec.encode_turn(turn)) for turn in self.sample.turns)
         return {
             "write_vs_raw": self._ratio(raw_write, "write"),
-            "read_vs_raw": self._ratio("raw_lrange", "read"),
+            "read_vs_raw": self._ratio("raw_episodes", "read"),
+            "read_vs_raw_turns": self._ratio("raw_turns", "read"),
             "read_vs_get": self._ratio("raw_get", "read"),
             "sft_vs_get": self._ratio("raw_get", "read_sft"),
             "play_vs_raw": self._ratio(raw_write, "play"),
@@ -222,7 +233,7 @@ class SizeBench:
             "write_mb_s": self.mb / s["write"],
             "read_mb_s": self.mb / s["read"],
             "raw_write_mb_s": self.mb / s[raw_write],
-            "raw_read_mb_s": self.mb / s["raw_lrange"],
+            "raw_read_mb_s": self.mb / s["raw_episodes"],
             "raw_get_mb_s": self.mb / s["raw_get"],
             "play_turns_per_s": self.number * self.num_turns / s["play"],
         }
