@@ -7,7 +7,7 @@ fills in a field.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -248,6 +248,36 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             oldest = span.policy_version if oldest is None else min(oldest, span.policy_version)
             spans.append(VersionSpan(policy_version=oldest, start=span.start, end=span.end))
         return tuple(spans)
+
+
+_ARRAYS = ("prompt_ids", "output_ids", "behavior_logprobs", "routed_experts")
+
+
+def facts_of(turn: Turn) -> dict[str, Any]:
+    """All of a turn but its arrays, as JSON has it."""
+    names = (name for name in turn.__struct_fields__ if name not in _ARRAYS)
+    return {name: msgspec.to_builtins(getattr(turn, name)) for name in names}
+
+
+def turn_with(
+    facts: Mapping[str, Any],
+    *,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    behavior_logprobs: Sequence[float] | None,
+) -> Turn:
+    """The turn with these arrays of which `facts_of` made `facts`; other keys are left out.
+
+    Raises:
+        RecordError, msgspec.ValidationError: they do not make a turn.
+    """
+    logprobs = None if behavior_logprobs is None else np.array(behavior_logprobs, FLOAT32)
+    arrays = {
+        "prompt_ids": np.array(prompt_ids, INT32),
+        "output_ids": np.array(output_ids, INT32),
+        "behavior_logprobs": logprobs,
+    }
+    return msgspec.convert({**facts, **arrays}, Turn, dec_hook=lambda _, array: array)
 
 
 class TokenReward(msgspec.Struct, frozen=True, gc=False):

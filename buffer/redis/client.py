@@ -6,7 +6,8 @@ redis-py become BufferUnavailable.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -17,7 +18,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from outloop.buffer.errors import BufferUnavailable, SettingsError
+from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded, SettingsError
 
 SOCKET_TIMEOUT_S = 30.0
 """Longest wait for the answer to one command; blocking commands must wait much less."""
@@ -26,6 +27,7 @@ MAX_CONNECTIONS = 64
 """Per process and event loop; further commands wait for a free connection."""
 MAX_SENTINEL_CONNECTIONS = 1024
 """The same where sentinels name the primary; further commands fail."""
+_POLL_S = 0.005
 SENTINEL_SCHEME = "sentinel://"
 _SENTINEL_PORT = 26379
 _SENTINEL_OPTIONS = {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}
@@ -139,6 +141,41 @@ def _read_sentinel_url(
     if user:
         options["username"] = unquote(user)
     return sentinels, group, options
+
+
+def wait_for_redis(
+    url: str, timeout_s: float, *, peer: str = "Redis", check: Callable[[], None] = lambda: None
+) -> None:
+    """Wait until the server at `url` has loaded its data and answers.
+
+    Args:
+        peer: the server's name, for the error.
+        check: called before each try; what it raises ends the wait.
+
+    Raises:
+        DeadlineExceeded: it did not within `timeout_s`.
+        BufferUnavailable: it refuses us.
+    """
+    client = connect_sync(url)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while True:
+            check()
+            try:
+                client.ping()
+            except redis.AuthenticationError as error:
+                raise BufferUnavailable(f"Redis refuses the password: {error}") from error
+            except (redis.ConnectionError, redis.TimeoutError, redis.ResponseError):
+                # Not listening yet, or still loading its data.
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        who="launcher", phase="start", peer=peer, after_s=timeout_s
+                    ) from None
+                time.sleep(_POLL_S)
+            else:
+                return
+    finally:
+        client.close()
 
 
 @contextmanager

@@ -19,10 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-import redis
-
-from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded, SettingsError
-from outloop.buffer.redis.client import connect_sync
+from outloop.buffer.errors import BufferUnavailable, SettingsError
+from outloop.buffer.redis.client import wait_for_redis
 
 SERVER_VARIABLE = "OUTLOOP_REDIS_SERVER"
 """Environment variable with the program to run as embedded server."""
@@ -233,32 +231,16 @@ class EmbeddedRedis:
         return self._data_dir / "server.log"
 
     def _wait_for_answer(self) -> None:
+        peer = f"the embedded server ({self._log_path})"
+        wait_for_redis(self.url, _START_TIMEOUT_S, peer=peer, check=self._refuse_ended)
+
+    def _refuse_ended(self) -> None:
         assert self._process is not None
-        client = connect_sync(self.url)
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        try:
-            while True:
-                if self._process.poll() is not None:
-                    raise BufferUnavailable(
-                        f"the embedded server ended with exit_code={self._process.returncode}; "
-                        f"the last lines of {self._log_path}:\n{self._last_words()}"
-                    )
-                try:
-                    client.ping()
-                except (redis.ConnectionError, redis.TimeoutError, redis.ResponseError):
-                    # Not listening yet, or still loading its data.
-                    if time.monotonic() > deadline:
-                        raise DeadlineExceeded(
-                            who="launcher",
-                            phase="start",
-                            peer=f"the embedded server ({self._log_path})",
-                            after_s=_START_TIMEOUT_S,
-                        ) from None
-                    time.sleep(_POLL_S)
-                else:
-                    return
-        finally:
-            client.close()
+        if self._process.poll() is not None:
+            raise BufferUnavailable(
+                f"the embedded server ended with exit_code={self._process.returncode}; "
+                f"the last lines of {self._log_path}:\n{self._last_words()}"
+            )
 
     def _last_words(self) -> str:
         try:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Literal, NoReturn
 
-import redis
-
-from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded
-from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.embedded import durable_options, find_server, take_lock
 
 _LOCK_TIMEOUT_S = 60.0
 """Longer than the server of a run that is being moved takes to leave the folder."""
-_POLL_S = 0.05
 
 
 def become_redis(
@@ -54,34 +48,6 @@ def become_redis(
     os.close(writable)
     os.dup2(readable, 0)
     os.execv(program, [str(program), "-"])
-
-
-def wait_for_redis(url: str, timeout_s: float) -> None:
-    """Wait until the server at `url` has loaded its data and answers.
-
-    Raises:
-        DeadlineExceeded: it did not within `timeout_s`.
-        BufferUnavailable: it refuses us.
-    """
-    client = connect_sync(url)
-    deadline = time.monotonic() + timeout_s
-    try:
-        while True:
-            try:
-                client.ping()
-            except redis.AuthenticationError as error:
-                raise BufferUnavailable(f"Redis refuses the password: {error}") from error
-            except (redis.ConnectionError, redis.TimeoutError):
-                # Not listening yet, or still loading its data.
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(
-                        who="launcher", phase="start", peer="Redis", after_s=timeout_s
-                    ) from None
-                time.sleep(_POLL_S)
-            else:
-                return
-    finally:
-        client.close()
 
 
 def _quoted(text: str) -> str:

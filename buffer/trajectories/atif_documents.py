@@ -17,12 +17,11 @@ from typing import Any
 
 import atif
 import msgspec
-import numpy as np
 from pydantic import ValidationError
 
 from outloop.buffer.codec.jsonl import format_line
 from outloop.buffer.errors import RecordError, SettingsError
-from outloop.buffer.records import Episode, Sampling, Trajectory, Turn, VersionSpan, check_turns
+from outloop.buffer.records import Episode, Trajectory, Turn, check_turns, facts_of, turn_with
 from outloop.buffer.trajectories.query import query
 from outloop.buffer.trajectories.reading import read_trajectories
 
@@ -165,21 +164,8 @@ def _agent_step(
     if calls:
         message = _TOOL_CALL.sub("", message).strip()
     logprobs = turn.behavior_logprobs
-    own = {
-        "index": index,
-        "turn_id": turn.turn_id,
-        "parent_turn_id": turn.parent_turn_id,
-        "choice_index": turn.choice_index,
-        "version_spans": msgspec.to_builtins(turn.version_spans),
-        "loss_spans": turn.loss_spans,
-        "mask_reason": turn.mask_reason,
-        "sampling": msgspec.to_builtins(turn.sampling),
-        "finish_reason": turn.finish_reason,
-        "branch_cause": turn.branch_cause,
-        "retry_key": turn.retry_key,
-        "started_at": turn.started_at,
-        "finished_at": turn.finished_at,
-    }
+    facts = facts_of(turn)
+    del facts["episode_id"]
     return atif.Step(
         step_id=1,
         timestamp=datetime.fromtimestamp(turn.finished_at, UTC).isoformat(),
@@ -194,7 +180,7 @@ def _agent_step(
             completion_token_ids=turn.output_ids.tolist(),
             logprobs=None if logprobs is None else logprobs.tolist(),
         ),
-        extra={OWN: own},
+        extra={OWN: {"index": index} | facts},
         llm_call_count=1,
         is_copied_context=True if is_copy else None,
     )
@@ -286,24 +272,11 @@ def _turn(
         raise RecordError(
             f"turn {told['turn_id']}: its prompt_token_ids do not go on from the step before"
         )
-    logprobs = metrics.logprobs
-    return Turn(
-        turn_id=told["turn_id"],
-        episode_id=episode_id,
-        parent_turn_id=told["parent_turn_id"],
-        choice_index=told["choice_index"],
-        prompt_ids=np.array(prompt[len(before) :], np.int32),
-        output_ids=np.array(metrics.completion_token_ids or (), np.int32),
-        behavior_logprobs=None if logprobs is None else np.array(logprobs, np.float32),
-        version_spans=msgspec.convert(told["version_spans"], tuple[VersionSpan, ...]),
-        loss_spans=msgspec.convert(told["loss_spans"], tuple[tuple[int, int], ...]),
-        mask_reason=told["mask_reason"],
-        sampling=msgspec.convert(told["sampling"], Sampling),
-        finish_reason=told["finish_reason"],
-        branch_cause=told["branch_cause"],
-        retry_key=told["retry_key"],
-        started_at=told["started_at"],
-        finished_at=told["finished_at"],
+    return turn_with(
+        told | {"episode_id": episode_id},
+        prompt_ids=prompt[len(before) :],
+        output_ids=metrics.completion_token_ids or (),
+        behavior_logprobs=metrics.logprobs,
     )
 
 

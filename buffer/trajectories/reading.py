@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pyarrow.parquet as pq
 
 from outloop.buffer.codec.jsonl import format_line
@@ -110,18 +111,9 @@ def read_trajectories(
             first = turns_of.get(row["episode_id"], 0)
             own = turns.slice(first, row["num_turns"])
             yield Trajectory(
-                episode=Episode(
-                    episode_id=row["episode_id"],
-                    task_id=row["task_id"],
-                    group_id=row["group_id"],
-                    attempt=row["attempt"],
-                    purpose=row["purpose"],
-                    outcome=row["outcome"],
-                    failure_kind=row["failure_kind"],
-                    reward=reward_of(row),
-                    metadata=json.loads(row["metadata"]),
-                    opened_at=row["opened_at"],
-                    closed_at=row["closed_at"],
+                episode=msgspec.convert(
+                    row | {"reward": reward_of(row), "metadata": json.loads(row["metadata"])},
+                    Episode,
                 ),
                 turns=tuple(turn_of(turn) for turn in own.to_pylist()),
             )

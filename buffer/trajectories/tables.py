@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from outloop.buffer.records import Reward, Sampling, TokenReward, Turn, VersionSpan
+from outloop.buffer.records import Reward, TokenReward, Turn, facts_of, turn_with
 from outloop.buffer.trajectories.ended import EndedEpisode
 
 EPISODES: pa.Schema = pa.schema(
@@ -183,19 +183,9 @@ def _reward_parts(reward: Reward | None) -> dict[str, str]:
 
 
 def _turn_row(index: int, turn: Turn, prompt_text: str, output_text: str) -> dict[str, Any]:
-    return {
-        "episode_id": turn.episode_id,
+    return facts_of(turn) | {
         "turn_index": index,
-        "turn_id": turn.turn_id,
-        "parent_turn_id": turn.parent_turn_id,
-        "choice_index": turn.choice_index,
-        "branch_cause": turn.branch_cause,
-        "finish_reason": turn.finish_reason,
-        "mask_reason": turn.mask_reason,
-        "retry_key": turn.retry_key,
         "sampling": msgspec.json.encode(turn.sampling).decode(),
-        "started_at": turn.started_at,
-        "finished_at": turn.finished_at,
         "prompt_text": prompt_text,
         "output_text": output_text,
         "prompt_ids": turn.prompt_ids,
@@ -219,27 +209,16 @@ def write_tables(episodes: pa.Table, turns: pa.Table, to_episodes: Path, to_turn
 
 def turn_of(row: dict[str, Any]) -> Turn:
     """The turn of a row of TURNS, bit by bit as it was recorded."""
-    logprobs = row["behavior_logprobs"]
-    return Turn(
-        turn_id=row["turn_id"],
-        episode_id=row["episode_id"],
-        parent_turn_id=row["parent_turn_id"],
-        choice_index=row["choice_index"],
-        prompt_ids=np.array(row["prompt_ids"], np.int32),
-        output_ids=np.array(row["output_ids"], np.int32),
-        behavior_logprobs=None if logprobs is None else np.array(logprobs, np.float32),
-        version_spans=tuple(
-            VersionSpan(policy_version=version, start=start, end=end)
-            for version, start, end in _in_groups(row["version_spans"], 3)
-        ),
-        loss_spans=tuple((start, end) for start, end in _in_groups(row["loss_spans"], 2)),
-        mask_reason=row["mask_reason"],
-        sampling=msgspec.json.decode(row["sampling"], type=Sampling),
-        finish_reason=row["finish_reason"],
-        branch_cause=row["branch_cause"],
-        retry_key=row["retry_key"],
-        started_at=row["started_at"],
-        finished_at=row["finished_at"],
+    facts = row | {
+        "version_spans": _in_groups(row["version_spans"], 3),
+        "loss_spans": _in_groups(row["loss_spans"], 2),
+        "sampling": json.loads(row["sampling"]),
+    }
+    return turn_with(
+        facts,
+        prompt_ids=row["prompt_ids"],
+        output_ids=row["output_ids"],
+        behavior_logprobs=row["behavior_logprobs"],
     )
 
 

@@ -9,13 +9,9 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-import structlog
-
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.gpu_placement import list_gpus, place_gpus
 from outloop.engine.launch.launcher import Launcher, name_weights, running, start_and_wait
-
-_log = structlog.get_logger()
 
 
 def play_once(settings: Settings, out: Path, *, stop: threading.Event) -> int:

@@ -24,7 +24,7 @@ from outloop.engine.train.data.reward_rows import (
 from outloop.engine.train.interfaces import Reader
 from outloop.engine.train.ranks.controller import RankController
 from outloop.engine.train.ranks.rank_worker import RankWorker
-from outloop.engine.train.sft import batches, wait_for_conversations
+from outloop.engine.train.sft import batches, check_ids, wait_for_conversations
 
 _NUM_ROWS = 100
 _NUM_EVALUATIONS = 10
@@ -50,12 +50,7 @@ def run_reward_model(
     if not wait_for_conversations(reader, ranks, settings.take_timeout_s, stop):
         return
     trained, held_out = _read(run, reader, ranks.config.vocab_size)
-    order = batches(
-        len(trained),
-        size=settings.groups_per_step,
-        num_epochs=settings.num_epochs,
-        seed=run.settings.run.seed,
-    )[: settings.num_steps]
+    order = batches(len(trained), run.settings)
     ranks.run(RankWorker.build_reward_model, num_updates=len(order))
     every = -(-len(order) // _NUM_ROWS)
     evaluated = {len(order) * index // _NUM_EVALUATIONS for index in range(_NUM_EVALUATIONS)}
@@ -103,12 +98,7 @@ def _read(run: Run, reader: Reader, vocab_size: int) -> tuple[list[Comparison], 
     kept: list[Comparison] = []
     num_equal = num_long = 0
     for one in comparisons(reader.sft_trajectories()):
-        largest = max(int(row.token_ids.max()) for row in one.rows)
-        if largest >= vocab_size:
-            raise SettingsError(
-                f"comparison {one.name} holds token id {largest}, the model has vocab_size="
-                f"{vocab_size}; give the tokenizer that belongs to model.path"
-            )
+        check_ids(f"comparison {one.name}", one.rows, vocab_size)
         if max(row.num_tokens for row in one.rows) > settings.max_microbatch_tokens:
             num_long += 1
         elif settings.reward_model == "bradley_terry" and not one.differs:

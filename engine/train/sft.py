@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import structlog
 
 from outloop.buffer.errors import DeadlineExceeded, SettingsError
 from outloop.buffer.run import Run
+from outloop.buffer.settings import Settings
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.train.data.samples import Sample, build_samples
 from outloop.engine.train.data.train_batch import TrainBatch
@@ -49,12 +51,7 @@ def run_sft(
     if not wait_for_conversations(reader, ranks, settings.take_timeout_s, stop):
         return
     conversations = _read_conversations(run, reader, ranks.config.vocab_size)
-    order = batches(
-        len(conversations),
-        size=settings.groups_per_step,
-        num_epochs=settings.num_epochs,
-        seed=run.settings.run.seed,
-    )[: settings.num_steps]
+    order = batches(len(conversations), run.settings)
     ranks.run(RankWorker.build, num_updates=len(order))
     every = -(-len(order) // _NUM_ROWS)
     before, tokens = time.monotonic(), 0
@@ -77,14 +74,15 @@ def run_sft(
     reader.set_run_state("finished")
 
 
-def batches(count: int, *, size: int, num_epochs: int, seed: int) -> list[list[int]]:
-    """Indices of every step: each epoch is a permutation of [0, count), cut into `size`."""
-    generator = np.random.default_rng(seed)
+def batches(count: int, settings: Settings) -> list[list[int]]:
+    """Indices of every step: each epoch is a permutation of [0, count), cut into steps."""
+    generator = np.random.default_rng(settings.run.seed)
+    size = settings.trainer.groups_per_step
     steps: list[list[int]] = []
-    for _ in range(num_epochs):
+    for _ in range(settings.trainer.num_epochs):
         order = generator.permutation(count).tolist()
         steps += [order[start : start + size] for start in range(0, count, size)]
-    return steps
+    return steps[: settings.trainer.num_steps]
 
 
 def wait_for_conversations(
@@ -125,12 +123,7 @@ def _read_conversations(run: Run, reader: Reader, vocab_size: int) -> list[Conve
             num_below += 1
             continue
         samples = build_samples(trajectory)
-        largest = max((int(sample.token_ids.max()) for sample in samples), default=0)
-        if largest >= vocab_size:
-            raise SettingsError(
-                f"conversation {trajectory.episode.episode_id} holds token id {largest}, the model "
-                f"has vocab_size={vocab_size}; give the tokenizer that belongs to model.path"
-            )
+        check_ids(f"conversation {trajectory.episode.episode_id}", samples, vocab_size)
         if not samples or max(sample.num_tokens for sample in samples) > limit:
             num_skipped += 1
             continue
@@ -149,3 +142,13 @@ def _read_conversations(run: Run, reader: Reader, vocab_size: int) -> list[Conve
             f"below trainer.min_reward={least}); check env.conversations, or the recorded episodes"
         )
     return conversations
+
+
+def check_ids(named: str, rows: Sequence[Sample], vocab_size: int) -> None:
+    """Raises SettingsError if a row holds an id that the model does not have."""
+    largest = max((int(row.token_ids.max()) for row in rows), default=0)
+    if largest >= vocab_size:
+        raise SettingsError(
+            f"{named} holds token id {largest}, the model has vocab_size={vocab_size}; give the "
+            "tokenizer that belongs to model.path"
+        )

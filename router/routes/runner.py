@@ -34,6 +34,7 @@ from outloop.buffer.records import (
     Opening,
     Task,
     Turn,
+    facts_of,
 )
 from outloop.buffer.tasks.mixture import TaskSource
 from outloop.buffer.tasks.validation import check_id
@@ -347,7 +348,6 @@ class RunnerRoutes:
             closed = await self._close(body.episode_id, closing)
         except (Conflict, Gone, NotFound) as error:
             return result | {"error": str(error)}
-            return result | {"error": str(error)}
         if not closed.counted and body.reward is not None:
             result["error"] = "it is too old to be trained, or failed; its attempt is played again"
         self._metrics.posted.inc()
@@ -478,21 +478,12 @@ def _check_purpose(body: EpisodeBody) -> None:
 
 def _turn(turn: Turn) -> dict[str, Any]:
     logprobs = turn.behavior_logprobs
-    return {
-        "turn_id": turn.turn_id,
-        "parent_turn_id": turn.parent_turn_id,
-        "choice_index": turn.choice_index,
+    facts = facts_of(turn)
+    del facts["episode_id"], facts["retry_key"]
+    return facts | {
         "prompt_ids": turn.prompt_ids.tolist(),
         "output_ids": turn.output_ids.tolist(),
         "behavior_logprobs": logprobs.tolist() if logprobs is not None else None,
-        "version_spans": msgspec.to_builtins(turn.version_spans),
-        "loss_spans": turn.loss_spans,
-        "mask_reason": turn.mask_reason,
-        "sampling": msgspec.to_builtins(turn.sampling),
-        "finish_reason": turn.finish_reason,
-        "branch_cause": turn.branch_cause,
-        "started_at": turn.started_at,
-        "finished_at": turn.finished_at,
     }
 
 

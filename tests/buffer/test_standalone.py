@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded
-from outloop.buffer.redis.standalone import wait_for_redis
+from outloop.buffer.redis.client import wait_for_redis
 
 PASSWORD = 'with "quotes" and \\ in it'
 QUOTED = "with%20%22quotes%22%20and%20%5C%20in%20it"

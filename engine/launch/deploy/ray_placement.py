@@ -24,7 +24,7 @@ from typing import Any
 import structlog
 
 from outloop.buffer.errors import DeadlineExceeded, SettingsError
-from outloop.buffer.redis.standalone import wait_for_redis
+from outloop.buffer.redis.client import wait_for_redis
 from outloop.buffer.run import make_run_folder, with_access
 from outloop.buffer.settings import Settings, build_settings
 from outloop.engine.launch.child_process import PartProcess

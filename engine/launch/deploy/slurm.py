@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.redis.standalone import wait_for_redis
+from outloop.buffer.redis.client import wait_for_redis
 from outloop.buffer.run import with_access
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.deploy.parts import (

@@ -25,17 +25,12 @@ Routes = np.ndarray[tuple[Any, ...], np.dtype[np.void]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """One branch as a token row; T is its length. A `TrainBatch` is the columns of many.
+class TokenColumns:
+    """What is known of T tokens.
 
-    Context tokens have loss_mask False, policy_versions -1, temperature 1 and behavior_logprobs 0.
+    Context tokens have loss_mask False, policy_versions -1, temperature 1 and zeros elsewhere.
     """
 
-    episode_id: str
-    group_id: str
-    """Empty for SFT."""
-    branch: int
-    """Index in `Trajectory.branches()`."""
     token_ids: Int32
     """[T] int32."""
     loss_mask: Bool
@@ -44,14 +39,15 @@ class Sample:
     """[T] float32, log_softmax(logits / temperature) when the token was sampled, over its support;
     None for SFT."""
     policy_versions: Int32
-    """[T] int32."""
+    """[T] int32: the oldest version that the token attended to."""
     temperature: Float32
     """[T] float32."""
     turns: Int32
     """[T] int32: place in `Trajectory.turns` of the turn whose output the token is in this row,
     trained or not; -1 elsewhere."""
     advantages: Float32
-    """[T] float32; zeros until the step's rewards are compared."""
+    """[T] float32: an episode's scalar reward gives all its tokens one number. Zeros until the
+    step's rewards are compared."""
     values: Float32 | None = None
     """[T] float32, what the critic expected before the token; None without one."""
     returns: Float32 | None = None
@@ -61,7 +57,7 @@ class Sample:
     reference_logprobs: Float32 | None = None
     """[T] float32, of the frozen reference; None without a KL term."""
     correction: Float32 | None = None
-    """[T] float32, importance weight from behavior to proximal; None: 1."""
+    """[T] float32, importance weight from behavior to proximal, 0: masked; None: 1."""
     teacher_logprobs: Float32 | None = None
     """[T] float32, of the teacher; None without one."""
     teacher_top_ids: Int32 | None = None
@@ -71,11 +67,22 @@ class Sample:
     routed_experts: Routes | None = None
     """[T], each the bytes of [layers, top_k] of RoutingShape.dtype: where a server sent the token;
     all bits set: not known. None: of no token."""
-    is_imitated: bool = False
-    """Its trained tokens are trained by cross-entropy, weighed by their advantages."""
     supports: Supports | None = None
     """[T]: among which ids trained tokens were sampled; None: all of them among the whole
     vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample(TokenColumns):
+    """One branch as a token row; T is its length. A `TrainBatch` is the columns of many."""
+
+    episode_id: str
+    group_id: str
+    """Empty for SFT."""
+    branch: int
+    """Index in `Trajectory.branches()`."""
+    is_imitated: bool = False
+    """Its trained tokens are trained by cross-entropy, weighed by their advantages."""
 
     @property
     def num_tokens(self) -> int:
@@ -115,21 +122,26 @@ def prompt_sample(ids: Sequence[int]) -> Sample:
     )
 
 
+def padded(row: Sample, *, before: int = 0, after: int = 0) -> Sample:
+    """The row with context tokens of id 0 in front of it and behind it, without its supports."""
+    filled = {"temperature": 1.0, "policy_versions": -1, "turns": -1}
+    columns: dict[str, Any] = {}
+    for item in dataclasses.fields(row):
+        column = getattr(row, item.name)
+        if isinstance(column, np.ndarray):
+            ends = [
+                np.full((num, *column.shape[1:]), filled.get(item.name, 0), column.dtype)
+                for num in (before, after)
+            ]
+            columns[item.name] = np.concatenate([ends[0], column, ends[1]])
+    return replace(row, supports=None, **columns)
+
+
 def with_one_more(row: Sample) -> Sample:
     """The row with a token behind it whose value is asked for; which token does not matter."""
-
-    def longer(column: Any, value: float) -> Any:
-        last = np.full((1, *column.shape[1:]), value, column.dtype)
-        return np.concatenate([column, last])
-
-    filled = {"loss_mask": True, "temperature": 1.0, "policy_versions": -1, "turns": -1}
-    values = {item.name: getattr(row, item.name) for item in dataclasses.fields(row)}
-    columns: dict[str, Any] = {
-        name: longer(value, filled.get(name, 0))
-        for name, value in values.items()
-        if isinstance(value, np.ndarray)
-    }
-    return dataclasses.replace(row, supports=None, **columns)
+    longer = padded(row, after=1)
+    longer.loss_mask[-1] = True
+    return longer
 
 
 def build_samples(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import TEACHER_CONTEXT, Trajectory
 from outloop.buffer.settings import Settings
-
-ContextIds = Mapping[str, tuple[int, ...]]
-"""By episode_id; empty: the teacher sees what the policy saw."""
 
 
 class TeacherContexts:

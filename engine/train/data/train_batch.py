@@ -17,18 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from outloop.buffer.records import Float32, Int32
-from outloop.engine.train.data.samples import Bool, Routes, Sample, unknown_routes
+from outloop.engine.train.data.samples import Routes, Sample, TokenColumns, unknown_routes
 from outloop.engine.train.data.supports import Supports, joined_supports
 
 Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainBatch:
+class TrainBatch(TokenColumns):
     """Rows and what is known of each of their tokens; built once for a take, equal on all ranks.
 
-    A column that is not known of any row is None. Context tokens have loss_mask False,
-    policy_versions -1, temperature 1 and zeros elsewhere.
+    A column that is not known of any row is None.
     """
 
     episode_ids: tuple[str, ...]
@@ -41,41 +40,6 @@ class TrainBatch:
     """[R]: trained by cross-entropy, weighed by the advantages."""
     starts: Int64
     """[R + 1]: row r is tokens starts[r] to starts[r + 1]."""
-    token_ids: Int32
-    """[T] int32."""
-    loss_mask: Bool
-    """[T] bool: True = trained."""
-    behavior_logprobs: Float32 | None
-    """[T] float32, log_softmax(logits / temperature) when the token was sampled, over its support;
-    None for SFT."""
-    policy_versions: Int32
-    """[T] int32: the oldest version that the token attended to."""
-    temperature: Float32
-    """[T] float32."""
-    turns: Int32
-    """[T] int32: place in the episode of the turn that sampled the token; -1 elsewhere."""
-    advantages: Float32
-    """[T] float32: an episode's scalar reward gives all its tokens one number."""
-    values: Float32 | None = None
-    """[T] float32, what the critic expected before the token; None without one."""
-    returns: Float32 | None = None
-    """[T] float32, what the critic should have expected; None without one."""
-    proximal_logprobs: Float32 | None = None
-    """[T] float32, of the weights before the take's first update; None: behavior_logprobs."""
-    reference_logprobs: Float32 | None = None
-    """[T] float32, of the frozen reference; None without a KL term."""
-    correction: Float32 | None = None
-    """[T] float32, importance weight from behavior to proximal, 0: masked; None: 1."""
-    teacher_logprobs: Float32 | None = None
-    """[T] float32, of the teacher; None without one."""
-    teacher_top_ids: Int32 | None = None
-    """[T, K] int32, the teacher's most probable tokens; None: not asked for."""
-    teacher_top_logprobs: Float32 | None = None
-    """[T, K] float32, theirs under the teacher; -inf: it named fewer."""
-    routed_experts: Routes | None = None
-    """[T] experts that a server sent the token to, as in Sample; None: of no token."""
-    supports: Supports | None = None
-    """[T]: among which ids trained tokens were sampled; None: all among the whole vocabulary."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> TrainBatch:
@@ -192,26 +156,6 @@ _WIDE = ("teacher_top_ids", "teacher_top_logprobs")
 _ALWAYS_KNOWN = (
     *("token_ids", "loss_mask", "policy_versions", "temperature", "turns", "advantages"),
 )
-
-
-def joined(batches: Sequence[TrainBatch]) -> TrainBatch:
-    """The rows of several batches behind each other.
-
-    Raises:
-        ValueError: some have a column that others lack.
-    """
-    columns = {name: _joined([getattr(b, name) for b in batches], name) for name in _COLUMNS}
-    lengths = [len(batch.token_ids) for batch in batches]
-    return TrainBatch(
-        episode_ids=tuple(name for batch in batches for name in batch.episode_ids),
-        group_ids=tuple(name for batch in batches for name in batch.group_ids),
-        branches=tuple(branch for batch in batches for branch in batch.branches),
-        is_imitated=tuple(one for batch in batches for one in batch.is_imitated),
-        starts=np.cumsum([0, *(n for batch in batches for n in batch.lengths)], dtype=np.int64),
-        routed_experts=_joined_routes([batch.routed_experts for batch in batches], lengths),
-        supports=joined_supports([batch.supports for batch in batches], lengths),
-        **columns,
-    )
 
 
 def _joined(parts: Sequence[Any], name: str) -> Any:

@@ -46,16 +46,18 @@ def read_groups(path: Path) -> list[Group]:
             f"path={str(path)!r} holds no training episode; give a file of outloop buffer export, "
             "or a run that has kept its trajectories"
         )
-    return [
-        Group(
-            group_id=group_id,
-            slot=slot,
-            task_id=trajectories[0].episode.task_id,
-            group_size=len(trajectories),
-            trajectories=tuple(trajectories),
-        )
-        for slot, (group_id, trajectories) in enumerate(by_id.items())
-    ]
+    return [group_of(one, slot, by_id[one]) for slot, one in enumerate(by_id)]
+
+
+def group_of(group_id: str, slot: int, trajectories: Sequence[Trajectory]) -> Group:
+    """The group that consists of these."""
+    return Group(
+        group_id=group_id,
+        slot=slot,
+        task_id=trajectories[0].episode.task_id,
+        group_size=len(trajectories),
+        trajectories=tuple(trajectories),
+    )
 
 
 def _groups_of_run(path: Path) -> dict[str, list[Trajectory]]:

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.records import CheckpointMark, Group, Lease, Trajectory
+from outloop.buffer.records import CheckpointMark, Group, Lease
 from outloop.buffer.run import load_run_settings
 from outloop.buffer.settings import Settings, build_settings, with_overrides
 from outloop.buffer.trajectories.folder import FOLDER
 from outloop.buffer.trajectories.steps import StepRecord, missing_steps, read_steps
 from outloop.engine.train.checkpoint.checkpoint_format import complete_checkpoints
-from outloop.engine.train.debug.recorded_groups import Recording
+from outloop.engine.train.debug.recorded_groups import Recording, group_of
 from outloop.engine.train.megatron import parallel_config
 
 _ROUNDING = 1e-4
@@ -231,17 +231,4 @@ def _read_groups(run_dir: Path, records: Sequence[StepRecord], step: int) -> dic
             f"that it needs ({', '.join(missing[:3])}): retention removed them, only a share is "
             "kept, or no checkpoint contains them yet. Take a later step, or stop the run first"
         )
-    return {
-        group_id: _group(group_id, slot, trajectories)
-        for group_id, (slot, trajectories) in found.items()
-    }
-
-
-def _group(group_id: str, slot: int, trajectories: Sequence[Trajectory]) -> Group:
-    return Group(
-        group_id=group_id,
-        slot=slot,
-        task_id=trajectories[0].episode.task_id,
-        group_size=len(trajectories),
-        trajectories=tuple(trajectories),
-    )
+    return {one: group_of(one, slot, whole) for one, (slot, whole) in found.items()}

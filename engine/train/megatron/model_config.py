@@ -25,6 +25,7 @@ from torch.nn import functional  # noqa: E402
 
 from outloop.buffer.errors import SettingsError  # noqa: E402
 from outloop.buffer.routed_experts import RoutingShape, routing_shape  # noqa: E402
+from outloop.buffer.settings import Settings  # noqa: E402
 from outloop.engine.models.mixture import Mixture, mixture_of  # noqa: E402
 from outloop.engine.models.rotary import rotary_parameters  # noqa: E402
 from outloop.engine.models.safetensors_folder import HuggingFaceFolder  # noqa: E402
@@ -186,6 +187,40 @@ def read_config(
     if has_tensors:
         with HuggingFaceFolder(model_path) as folder:
             check_tensors(folder.shapes, config, f"model.path={str(model_path)!r}")
+    return config
+
+
+def read_config_beside(
+    policy: PolicyConfig,
+    folder: Path,
+    settings: Settings,
+    setting: str,
+    *,
+    has_its_tokens: bool = False,
+) -> PolicyConfig:
+    """The configuration of another model of the run, split over the ranks as the policy is.
+
+    Args:
+        setting: the folder's, for errors.
+        has_its_tokens: its vocabulary is the policy's, but may be padded to another size.
+
+    Raises:
+        SettingsError: its vocabulary is another one than the policy's, or as `read_config`.
+    """
+    trainer = settings.trainer
+    config = read_config(
+        folder,
+        trainer.megatron,
+        num_ranks=trainer.num_ranks,
+        layers=policy.layers,
+        dtype=trainer.dtype,
+    )
+    if config.vocab_size != policy.vocab_size and not has_its_tokens:
+        raise SettingsError(
+            f"{setting}={str(folder)!r} has vocab_size={config.vocab_size}, model.path="
+            f"{str(settings.model.path)!r} has {policy.vocab_size}: it would read other tokens. "
+            "Give a model with the policy's tokenizer, or leave it out"
+        )
     return config
 
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Float32
 from outloop.buffer.settings import Settings
 from outloop.buffer.settings.trainer import TrainerSettings
@@ -36,12 +35,8 @@ from outloop.engine.train.data.batch_builder import Credit
 from outloop.engine.train.data.microbatch import Microbatch, Targets
 from outloop.engine.train.data.samples import with_one_more
 from outloop.engine.train.data.train_batch import TrainBatch
-from outloop.engine.train.megatron.model_and_optimizer import (
-    Policy,
-    PolicyConfig,
-    ValueModel,
-    read_config,
-)
+from outloop.engine.train.megatron.model_and_optimizer import Policy, PolicyConfig, ValueModel
+from outloop.engine.train.megatron.model_config import read_config_beside
 from outloop.engine.train.megatron.parallel_rank import data_rank, is_reporting_rank
 from outloop.engine.train.megatron.pipeline_schedule import deal_rows, run_microbatches
 from outloop.engine.train.ranks.collectives import gather_bytes
@@ -54,22 +49,8 @@ def read_critic_config(settings: Settings, policy: PolicyConfig) -> PolicyConfig
     Raises:
         SettingsError: its vocabulary is another one than the policy's, or its folder is refused.
     """
-    trainer = settings.trainer
-    folder = trainer.critic.path or settings.model.path
-    config = read_config(
-        folder,
-        trainer.megatron,
-        num_ranks=trainer.num_ranks,
-        layers=policy.layers,
-        dtype=trainer.dtype,
-    )
-    if config.vocab_size != policy.vocab_size:
-        raise SettingsError(
-            f"trainer.critic.path={str(folder)!r} has vocab_size={config.vocab_size}, model.path="
-            f"{str(settings.model.path)!r} has {policy.vocab_size}: it would read other tokens. "
-            "Give a critic with the policy's tokenizer, or leave it out"
-        )
-    return config
+    folder = settings.trainer.critic.path or settings.model.path
+    return read_config_beside(policy, folder, settings, "trainer.critic.path")
 
 
 def values_of(

@@ -16,7 +16,8 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.routed_experts import replayed_shape
 from outloop.buffer.settings import Settings
 from outloop.engine.train.megatron.import_weights import load_huggingface
-from outloop.engine.train.megatron.model_and_optimizer import PolicyConfig, PolicyModel, read_config
+from outloop.engine.train.megatron.model_and_optimizer import PolicyConfig, PolicyModel
+from outloop.engine.train.megatron.model_config import read_config_beside
 
 _BLOCK = 2**22
 
@@ -50,20 +51,7 @@ def read_reference_config(settings: Settings, policy: PolicyConfig) -> PolicyCon
     trainer = settings.trainer
     if trainer.reference_path is None:
         return policy
-    config = read_config(
-        trainer.reference_path,
-        trainer.megatron,
-        num_ranks=trainer.num_ranks,
-        layers=policy.layers,
-        dtype=settings.trainer.dtype,
-    )
-    if config.vocab_size != policy.vocab_size:
-        raise SettingsError(
-            f"trainer.reference_path={str(trainer.reference_path)!r} has vocab_size="
-            f"{config.vocab_size}, model.path={str(settings.model.path)!r} has "
-            f"{policy.vocab_size}: their logprobs are of different tokens. Give a reference with "
-            "the policy's tokenizer, or leave it out"
-        )
+    config = read_config_beside(policy, trainer.reference_path, settings, "trainer.reference_path")
     if replayed_shape(settings) and config.routing not in (None, policy.routing):
         raise SettingsError(
             f"trainer.reference_path={str(trainer.reference_path)!r} has {config.routing}, "

@@ -23,9 +23,10 @@ from outloop.buffer.records import Float32, Int32
 from outloop.buffer.settings import Settings
 from outloop.engine.train.algorithms.token_logprobs import logprobs_and_entropies, top_ids
 from outloop.engine.train.data.microbatch import Microbatch
-from outloop.engine.train.data.samples import Bool, Sample
+from outloop.engine.train.data.samples import Bool, Sample, padded
 from outloop.engine.train.data.train_batch import TrainBatch
-from outloop.engine.train.megatron.model_and_optimizer import PolicyConfig, PolicyModel, read_config
+from outloop.engine.train.megatron.model_and_optimizer import PolicyConfig, PolicyModel
+from outloop.engine.train.megatron.model_config import read_config_beside
 from outloop.engine.train.step.policy_update import logit_chunks
 from outloop.engine.train.step.recompute_logprobs import logprobs_of, score
 
@@ -44,26 +45,12 @@ def read_teacher_config(settings: Settings, policy: PolicyConfig) -> PolicyConfi
     Raises:
         SettingsError: its tokens are others than the policy's, or its folder is refused.
     """
-    trainer = settings.trainer
-    assert trainer.teacher is not None
-    folder = trainer.teacher.path
+    assert settings.trainer.teacher is not None
+    folder = settings.trainer.teacher.path
     assert folder is not None
-    config = read_config(
-        folder,
-        trainer.megatron,
-        num_ranks=trainer.num_ranks,
-        layers=policy.layers,
-        dtype=trainer.dtype,
-    )
-    is_same = check_tokens(settings.model.path, folder, f"trainer.teacher.path={str(folder)!r}")
-    if config.vocab_size != policy.vocab_size and not is_same:
-        raise SettingsError(
-            f"trainer.teacher.path={str(folder)!r} has vocab_size={config.vocab_size}, model.path="
-            f"{str(settings.model.path)!r} has {policy.vocab_size}, and not both have a "
-            "tokenizer.json that shows the same tokens: it would score other tokens than were "
-            "sampled. Give a teacher with the policy's tokenizer"
-        )
-    return config
+    setting = "trainer.teacher.path"
+    is_same = check_tokens(settings.model.path, folder, f"{setting}={str(folder)!r}")
+    return read_config_beside(policy, folder, settings, setting, has_its_tokens=is_same)
 
 
 def check_tokens(policy: Path, teacher: Path, named: str) -> bool:
@@ -116,15 +103,9 @@ def behind_contexts(batch: TrainBatch, contexts: Contexts) -> tuple[TrainBatch, 
 
 def _behind(row: Sample, context: Int32) -> Sample:
     """The row with untrained tokens in front of it."""
-    filled = {"temperature": 1.0, "policy_versions": -1, "turns": -1}
-    columns: dict[str, Any] = {}
-    for item in dataclasses.fields(row):
-        values = getattr(row, item.name)
-        if isinstance(values, np.ndarray):
-            before = np.full((len(context), *values.shape[1:]), filled.get(item.name, 0))
-            columns[item.name] = np.concatenate([before.astype(values.dtype), values])
-    columns["token_ids"][: len(context)] = context
-    return dataclasses.replace(row, **columns)
+    longer = padded(row, before=len(context))
+    longer.token_ids[: len(context)] = context
+    return longer
 
 
 def teacher_columns(

@@ -1,10 +1,34 @@
-"""What the commands of single parts have in common: readiness and signals."""
+"""What the commands of single parts have in common: their run, readiness and signals."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outloop.buffer.run import Run
+
+
+def open_as(part: str, run_dir: Path) -> Run:
+    """The run of a folder; what this process logs from now on is that part's."""
+    from outloop.buffer.run import load_run
+    from outloop.buffer.telemetry import configure_logging
+
+    run = load_run(run_dir)
+    configure_logging(part, run.settings.telemetry.log_level)
+    return run
+
+
+def stop_event() -> threading.Event:
+    """An event that SIGINT and SIGTERM set."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
 
 
 def log_ready(part: str) -> Callable[[str], None]:

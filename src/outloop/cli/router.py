@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from outloop.cli.options import ADVERTISE, RUN
-from outloop.cli.parts import log_ready, run_until_signalled
+from outloop.cli.parts import log_ready, open_as, run_until_signalled
 
 
 @click.command()
@@ -16,12 +16,9 @@ from outloop.cli.parts import log_ready, run_until_signalled
 @ADVERTISE
 def router(run_dir: Path, port: int | None, advertise: str | None) -> None:
     """Run the router of a run."""
-    from outloop.buffer.run import load_run
-    from outloop.buffer.telemetry import configure_logging
     from outloop.router.main import own_the_process, serve
 
-    run = load_run(run_dir)
-    configure_logging("router", run.settings.telemetry.log_level)
+    run = open_as("router", run_dir)
     own_the_process()
     run_until_signalled(
         lambda stop: serve(

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from outloop.cli.options import ADVERTISE, RUN
-from outloop.cli.parts import log_ready, run_until_signalled
+from outloop.cli.parts import log_ready, open_as, run_until_signalled
 
 
 @click.command()
@@ -17,13 +17,10 @@ from outloop.cli.parts import log_ready, run_until_signalled
 @ADVERTISE
 def server(run_dir: Path, index: int, port: int, advertise: str | None) -> None:
     """Run one server of a run."""
-    from outloop.buffer.run import load_run
-    from outloop.buffer.telemetry import configure_logging
     from outloop.engine.serve.main import serve
 
-    run = load_run(run_dir)
     name = f"server-{index}"
-    configure_logging(name, run.settings.telemetry.log_level)
+    run = open_as(name, run_dir)
     run_until_signalled(
         lambda stop: serve(
             run, index, stop=stop, on_ready=log_ready(name), port=port, advertise=advertise

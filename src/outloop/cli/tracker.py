@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from outloop.cli.options import RUN
+from outloop.cli.parts import open_as, stop_event
 
 
 @click.command()
@@ -19,14 +20,11 @@ def tracker(run_dir: Path, name: str, once: bool) -> None:
     With --once it works on any run, also one that is over. What was sent is not sent again.
     """
     import os
-    import signal
     import sys
-    import threading
 
     from outloop.buffer.errors import BufferUnavailable, SettingsError
     from outloop.buffer.reader import BufferReader
-    from outloop.buffer.run import load_run, load_run_settings
-    from outloop.buffer.telemetry import configure_logging
+    from outloop.buffer.run import load_run_settings
     from outloop.buffer.trackers.process import follow_run, send_once
     from outloop.buffer.trackers.tracker import part_name
 
@@ -34,12 +32,8 @@ def tracker(run_dir: Path, name: str, once: bool) -> None:
         rows, episodes = send_once(run_dir.absolute(), load_run_settings(run_dir), name)
         click.echo(f"{name}: {rows} rows of metrics and {episodes} episodes were sent")
         return
-    run = load_run(run_dir.absolute())
     part = part_name(name)
-    configure_logging(part, run.settings.telemetry.log_level)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    run, stop = open_as(part, run_dir.absolute()), stop_event()
     reader = BufferReader.connect(run)
 
     def say(sentence: str) -> None:

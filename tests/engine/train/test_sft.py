@@ -81,13 +81,18 @@ def test_num_steps_is_an_upper_bound(conversations: list[Trajectory], train: Any
 
 def test_every_conversation_is_used_once_per_epoch() -> None:
     """Each epoch is a permutation; the same seed gives the same order, another one another."""
-    steps = batches(10, size=4, num_epochs=3, seed=1)
+
+    def steps_of(seed: int) -> list[list[int]]:
+        trainer = {"mode": "sft", "groups_per_step": 4, "num_epochs": 3, "num_steps": 9}
+        return batches(10, Settings(model={"path": "m"}, run={"seed": seed}, trainer=trainer))
+
+    steps = steps_of(1)
     assert [len(members) for members in steps] == [4, 4, 2] * 3
     for epoch in range(3):
         members = [i for step in steps[3 * epoch : 3 * epoch + 3] for i in step]
         assert sorted(members) == list(range(10))
-    assert steps == batches(10, size=4, num_epochs=3, seed=1)
-    assert steps != batches(10, size=4, num_epochs=3, seed=2)
+    assert steps == steps_of(1)
+    assert steps != steps_of(2)
 
 
 def test_conversations_that_never_end_are_a_deadline(
