@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import psutil
@@ -34,7 +34,9 @@ from outloop.buffer.errors import (
 )
 from outloop.buffer.events import record_event
 from outloop.buffer.reader import BufferReader, init_run
+from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.requirements import read_server
 from outloop.buffer.run import Run, create_run, make_run_folder, read_secret
 from outloop.buffer.settings import Settings
 from outloop.buffer.settings.recipes import recipe_sentence
@@ -341,7 +343,7 @@ def running(
             )
             redis_url, redis_pid = redis.url, redis.pid
         run = create_run(settings, run_dir.absolute(), redis_url)
-        init_run(run)
+        _enter(run)
         reader = BufferReader.connect(run)
         stack.callback(reader.close)
         stack.enter_context(named_launcher(run.dir))
@@ -503,8 +505,22 @@ def make_run(settings: Settings) -> Run:
     try:
         BufferReader.connect(run).close()
     except (BufferUnavailable, SettingsError):
-        init_run(run)
+        _enter(run)
     return run
+
+
+def _enter(run: Run) -> None:
+    """Create the run in Redis, if that can hold it.
+
+    Raises:
+        SettingsError: it cannot, or a setting differs that a run cannot change.
+        BufferUnavailable: it does not answer.
+    """
+    with closing(connect_sync(run.redis_url)) as client:
+        server = read_server(client)
+    if server is not None:
+        server.check()
+    init_run(run)
 
 
 def start_routers(launcher: Launcher) -> None:

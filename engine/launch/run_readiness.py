@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import httpx
-import redis
 from packaging.requirements import Requirement
 from rich.markup import escape
 
-from outloop.buffer.errors import OutloopError, SettingsError
-from outloop.buffer.redis.client import connect_sync
+from outloop.buffer.errors import BufferUnavailable, OutloopError, SettingsError
+from outloop.buffer.redis.client import connect_sync, translated
+from outloop.buffer.redis.requirements import read_server
 from outloop.buffer.run import read_secret, with_access
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.finding import Finding
@@ -29,7 +28,6 @@ from outloop.engine.launch.launcher import check_settings
 from outloop.engine.port_reservation import hold_port
 
 _REDIS_TIMEOUT_S = 5.0
-_OLDEST_REDIS = (6, 2)
 _MAX_ROUND_TRIP_S = 0.05
 _MAX_CLOCK_SKEW_S = 2.0
 _HEALTH_TIMEOUT_S = 5.0
@@ -111,42 +109,30 @@ def _redis(settings: Settings) -> Iterator[Finding]:
         return
     with closing(client):
         try:
-            info = _info(client)
+            server = read_server(client)
             before = time.time()
-            seconds, microseconds = client.time()
+            with translated("reading its clock"):
+                seconds, microseconds = client.time()
             after = time.time()
-        except redis.RedisError as error:
-            yield _bad(
-                what,
-                f"{type(error).__name__}: {error}",
-                "start it, open the way to it, or correct buffer.redis_url and its password",
-            )
+        except BufferUnavailable as error:
+            yield _bad(what, "away", str(error))
             return
-    if info is None:
+    if server is None:
         yield _bad(
             what,
             "its user may not ask INFO",
             "check by hand: 6.2 or newer, appendonly yes, maxmemory-policy noeviction",
             is_required=False,
         )
-        info = {}
-    version = str(info.get("redis_version", "of an unknown release"))
-    if info and tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_REDIS:
-        yield _bad(what, f"Redis {version}", "6.2 or newer is needed")
-    policy = str(info.get("maxmemory_policy", "noeviction"))
-    if policy != "noeviction":
-        yield _bad(
-            what,
-            f"maxmemory-policy={policy}",
-            "it would throw records away; set maxmemory-policy to noeviction",
-        )
-    if not int(info.get("aof_enabled", 1)):
-        yield _bad(
-            what,
-            "appendonly=no",
-            "what it acknowledged is lost when it ends; set appendonly to yes",
-            is_required=False,
-        )
+    else:
+        yield _checked(what, server.check, f"Redis {server.version}")
+        if not server.keeps_log:
+            yield _bad(
+                what,
+                "appendonly=no",
+                "what it acknowledged is lost when it ends; set appendonly to yes",
+                is_required=False,
+            )
     if after - before > _MAX_ROUND_TRIP_S:
         yield _bad(
             what,
@@ -162,15 +148,7 @@ def _redis(settings: Settings) -> Iterator[Finding]:
             "deadlines and times in the logs disagree between machines; run NTP",
             is_required=False,
         )
-    yield _good(what, f"Redis {version}, {(after - before) * 1e3:.1f} ms")
-
-
-def _info(client: redis.Redis) -> dict[str, Any] | None:
-    """What Redis says of itself; None: our user may not ask."""
-    try:
-        return dict(client.info())
-    except redis.exceptions.NoPermissionError:
-        return None
+    yield _good(what, f"{(after - before) * 1e3:.1f} ms for a command")
 
 
 def _ports(settings: Settings) -> Iterator[Finding]:

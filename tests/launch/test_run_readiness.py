@@ -2,6 +2,7 @@
 
 import io
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import redis
 from rich.console import Console
 
 from fakes import user_folder
+from outloop.buffer.errors import SettingsError
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.settings import load_settings
 from outloop.engine.launch.doctor import examine
+from outloop.engine.launch.launcher import running
 from outloop.engine.models.random_init import write_policy
 
 Report = Callable[..., tuple[int, str]]
@@ -82,6 +85,10 @@ def test_a_redis_that_would_throw_records_away_is_refused(
     assert code == 1
     assert "maxmemory-policy=allkeys-lru" in text
     assert "appendonly=no" in text
+    settings = load_settings(Path("run.toml"), (f"buffer.redis_url={url}",))
+    started = running(settings, threading.Event())
+    with pytest.raises(SettingsError, match="allkeys-lru would throw records away"), started:
+        pass
 
 
 def test_a_redis_whose_user_may_not_ask_is_to_be_checked_by_hand(
@@ -109,7 +116,7 @@ def test_a_redis_whose_user_may_not_ask_is_to_be_checked_by_hand(
 def test_a_redis_that_does_not_answer_is_named(report: Report, tmp_path: Path) -> None:
     code, text = report(f"buffer.redis_url=unix://{tmp_path}/none")
     assert code == 1
-    assert "start it" in row(text, "buffer.redis_url")
+    assert "check that it runs" in row(text, "buffer.redis_url")
 
 
 def test_a_port_that_is_taken_is_named(report: Report) -> None:
