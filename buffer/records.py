@@ -250,7 +250,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return tuple(spans)
 
 
-_ARRAYS = ("prompt_ids", "output_ids", "behavior_logprobs", "routed_experts")
+_ARRAYS = ("prompt_ids", "output_ids", "behavior_logprobs", "routed_experts", "support")
 
 
 def facts_of(turn: Turn) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from outloop.buffer.records import Float32, Int32
 from outloop.engine.train.data.samples import Routes, Sample, TokenColumns, unknown_routes
-from outloop.engine.train.data.supports import Supports, joined_supports
+from outloop.engine.train.data.supports import joined_supports
 
 Int64 = npt.NDArray[np.int64]
 
