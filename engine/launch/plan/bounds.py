@@ -84,15 +84,3 @@ def best(scenario: Scenario) -> tuple[str, float]:
         bounds["longest episode"] = synchronous_steps_per_hour(scenario)
     name = min(bounds, key=lambda name: bounds[name])
     return name, bounds[name]
-
-
-def age_estimate(scenario: Scenario) -> float:
-    """About how many steps an hour a run makes that may hold all its age allows and loses nothing.
-
-    Not a bound. The longest of the B G episodes that begin under a version must be in one of the k
-    + 1 batches from then on, so k + 1 steps take about as long as it does; the trainer and the
-    places may hold it back further. Within a fifth of the simulator for the tails in its tests.
-    """
-    bounds = steps_per_hour(scenario)
-    by_age = synchronous_steps_per_hour(scenario) * (scenario.rules.max_age + 1)
-    return min(by_age, *bounds.values())

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.plan.admission import Rules
-from outloop.engine.launch.plan.bounds import age_estimate, best
+from outloop.engine.launch.plan.bounds import best
 from outloop.engine.launch.plan.cost import (
     availability,
     best_checkpoint_interval_s,
@@ -45,7 +45,6 @@ class Level(NamedTuple):
     name: str
     rules: Rules
     bound: tuple[str, float]
-    estimate: float
     simulated: Simulated
 
 
@@ -64,7 +63,7 @@ def levels(plan: Plan, staleness: Sequence[int] = LEVELS) -> list[Level]:
     found = []
     for name, rules in chosen:
         scenario = plan.scenario(rules=rules)
-        found.append(Level(name, rules, best(scenario), age_estimate(scenario), simulate(scenario)))
+        found.append(Level(name, rules, best(scenario), simulate(scenario)))
     return found
 
 

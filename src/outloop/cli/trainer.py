@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from outloop.cli.options import RUN
+from outloop.cli.parts import open_as
 
 HANG_EXIT_CODE = 3
 """Exit code of a trainer without progress for trainer.hang_timeout_s."""
@@ -22,14 +23,9 @@ def trainer(run_dir: Path) -> None:
 
     # megatron-core announces at import what it does without Transformer Engine and Apex.
     warnings.filterwarnings("ignore", module="megatron")
-    from outloop.buffer.run import load_run
-    from outloop.buffer.telemetry import configure_logging
-
-    run = load_run(run_dir)
-    num_ranks, rank = run.settings.trainer.num_ranks, os.environ.get("RANK")
-    configure_logging(
-        "trainer" if rank is None else f"trainer-{rank}", run.settings.telemetry.log_level
-    )
+    rank = os.environ.get("RANK")
+    run = open_as("trainer" if rank is None else f"trainer-{rank}", run_dir)
+    num_ranks = run.settings.trainer.num_ranks
     if num_ranks > 1 and rank is None:
         from outloop.engine.launch.torchrun import run_ranks
 
