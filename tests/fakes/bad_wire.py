@@ -26,6 +26,7 @@ class BadWire:
         self.loses_answers = False
         """Commands arrive, their answers do not, and the connection breaks instead."""
         self._writers: set[asyncio.StreamWriter] = set()
+        """Of all connections that there were: one that was closed may have bytes left to send."""
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
@@ -65,13 +66,14 @@ class BadWire:
         self._writers.clear()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
         try:
             answers, commands = await asyncio.open_unix_connection(self._socket)
         except OSError:
             # Nobody is at the other end, which is what the caller sees.
             writer.close()
             return
-        self._writers |= {writer, commands}
+        self._writers.add(commands)
         ways = (self._copy(reader, commands, False), self._copy(answers, writer, True))
         await asyncio.gather(*ways)
 
@@ -91,4 +93,3 @@ class BadWire:
             pass
         finally:
             target.close()
-            self._writers.discard(target)
