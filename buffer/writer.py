@@ -400,7 +400,8 @@ class BufferWriter:
     async def runner_keys(self) -> KnownKeys:
         """Runner keys that were added or revoked while the run is up."""
         with translated("reading the runner keys"):
-            return decode_keys(await self._client.hgetall(self._key("runner_keys")))
+            found: Any = await self._client.hgetall(self._key("runner_keys"))
+        return decode_keys(found)
 
     async def set_paused(self, paused: bool) -> None:
         """Stop claims, or allow them again, for every router of the run."""
