@@ -322,6 +322,10 @@ bench-envs: $(STAMP) bwrap
 	$(ONE_THREAD) $(BIN)/python tests/bench/envs.py
 	$(ONE_THREAD) $(BIN)/python tests/bench/envs_runner.py
 
+.PHONY: bench-sandbox
+bench-sandbox: $(STAMP) bwrap
+	PARTS=sandbox,environments $(ONE_THREAD) $(BIN)/python tests/bench/envs.py
+
 bench-buffer: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/buffer.py
 

@@ -5,8 +5,8 @@
     def train_tasks():
         return textarena_games.tasks("GuessTheNumber-v0", seeds=range(1000))
 
-    def duels():    # both seats of each game, against the policy before it was trained
-        return textarena_games.tasks("TicTacToe-v0", seeds=range(500), opponent="policy@0")
+    def duels():    # both seats of each game, against the model of [router.upstreams.opponent]
+        return textarena_games.tasks("TicTacToe-v0", seeds=range(500), opponent="opponent")
 
 A game that uses Python's shared random numbers after its start is repeatable in its start alone.
 Needs the package `textarena` (`outloop[games]`).

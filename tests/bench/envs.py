@@ -9,6 +9,10 @@ session's Python with its own files; `fresh_sessions_per_s`, one session for eac
 with the same mounts, by turns, medians;
 `fresh_run_vs_bwrap`, the same program in a fresh session and by bare bwrap, from start to end;
 `unit_tests_per_s`, tests in one process and the code in another, eight calls each.
+environments: NUM_ENVIRONMENTS sessions over one revision of a repository of 300 files, all open at
+once, each with its own layer and a first command that changes a file: `environments_open`,
+`environment_starts_per_s`, `environment_start_cpu_ms`, `environment_starts_per_s_per_core` (by that
+CPU time), `environment_mb` (memory that only its processes hold, files apart).
 math: `math_per_s`, answers of six forms, every expected one another; `math_worst_s`, how long a
 right answer waited that came behind one that never ends in every worker (its deadline is 1 s).
 Figures `*_cpu_ms` are CPU time of all processes for one of those: they hold on a busy machine too,
@@ -25,8 +29,10 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -38,6 +44,7 @@ from rich.table import Table
 from outloop.buffer.records import Task
 from outloop.envs.sandbox.api import Limits
 from outloop.envs.sandbox.bubblewrap import BubblewrapSandbox
+from outloop.envs.sandbox.repositories import Repository
 from outloop.envs.verifiers.code import UnitTests
 from outloop.envs.verifiers.math_equivalence import Math
 from outloop.envs.verifiers.result import Result
@@ -45,6 +52,7 @@ from outloop.envs.verifiers.result import Result
 Figures = dict[str, float]
 OUT = Path(__file__).resolve().parents[2] / "runs" / "bench" / "envs.json"
 NUM_CORES = 2
+NUM_ENVIRONMENTS = int(os.environ.get("NUM_ENVIRONMENTS", 500))
 FILES = {"main.py": "import sys\nprint(sum(map(int, sys.stdin.read().split())))\n"}
 COMMAND = ("python", "main.py")
 TARGETS = {
@@ -70,8 +78,9 @@ def cpu_s(pids: Iterable[int] = ()) -> float:
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     total = sum(one.ru_utime + one.ru_stime for one in usage)
     for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        with suppress(FileNotFoundError):  # it has ended, and its parent's figures have it
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     return total
 
 
@@ -176,6 +185,50 @@ async def compare_starts(sandbox: BubblewrapSandbox) -> Figures:
     }
 
 
+def make_repository(folder: Path) -> None:
+    """A git repository of 300 files of 2 KB in 30 folders."""
+    for number in range(300):
+        path = folder / f"package{number % 30}" / f"module{number}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"x = {number}\n" * 256)
+    who = ("-c", "user.name=bench", "-c", "user.email=bench@localhost")
+    for words in (("init", "--quiet"), ("add", "--all"), ("commit", "--quiet", "-m", "all")):
+        subprocess.run(["git", "-C", folder, *who, *words], check=True)
+
+
+async def bench_environments() -> Figures:
+    """Repositories ready for a policy, all at once."""
+    sandbox = BubblewrapSandbox(Limits(wall_s=120, max_processes=8, memory_bytes=2**27))
+    command = ("sh", "-c", "echo y = 1 >> package0/module0.py && wc -l < package0/module0.py")
+    async with AsyncExitStack() as stack:
+        project = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        make_repository(project)
+        repository = Repository(project)
+        stack.callback(repository.close)
+        base = repository.folder("HEAD")
+        pool = await stack.enter_async_context(AsyncExitStack())
+
+        async def start(_: int) -> None:
+            session = await pool.enter_async_context(sandbox.session(base=base))
+            ran = await session.run({}, command, keep_files=True)
+            assert ran.stdout == b"257\n", ran
+
+        others = processes()
+        before = cpu_s()
+        figures = await timed("environment_starts_per_s", NUM_ENVIRONMENTS, start)
+        started = processes() - others
+        each_s = (cpu_s(started) - before) / NUM_ENVIRONMENTS
+        used_bytes = sum(psutil.Process(pid).memory_full_info().uss for pid in started)
+        figures |= {
+            "environments_open": NUM_ENVIRONMENTS,
+            "environment_start_cpu_ms": 1000 * each_s,
+            "environment_starts_per_s_per_core": 1 / each_s,
+            "environment_mb": used_bytes / 2**20 / NUM_ENVIRONMENTS,
+        }
+    await sandbox.close()
+    return figures
+
+
 async def bench_math() -> Figures:
     """The math verifier's figures."""
     verifier = Math(timeout_s=60.0, num_workers=NUM_CORES)
@@ -217,6 +270,7 @@ async def bench_math() -> Figures:
 
 PARTS: dict[str, Callable[[], Awaitable[Figures]]] = {
     "sandbox": bench_sandbox,
+    "environments": bench_environments,
     "math": bench_math,
 }
 

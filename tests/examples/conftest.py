@@ -74,7 +74,9 @@ async def open_episode(router: Any) -> AsyncIterator[Callable[..., tuple[Task, E
     """A task and an episode at the fake router, as the runner would make them."""
     clients = Clients(max_connections=4, timeout_s=20.0)
 
-    def open_one(payload: dict[str, Any], **weights: float) -> tuple[Task, Episode]:
+    def open_one(
+        payload: dict[str, Any], *, takes_turns: bool = False, **weights: float
+    ) -> tuple[Task, Episode]:
         task = Task(task_id="t", payload=payload)
         episode = Episode(
             episode_id="ep-0",
@@ -83,7 +85,7 @@ async def open_episode(router: Any) -> AsyncIterator[Callable[..., tuple[Task, E
             base_url=f"{router.url}/episodes/ep-0/v1",
             api_key="ol-ep-ep-0-signature",
             deadline=0.0,
-            scores=Scores(takes_turns=False, weights=weights),
+            scores=Scores(takes_turns=takes_turns, weights=weights),
             clients=clients,
         )
         return task, episode

@@ -228,7 +228,7 @@ class FakeRouter:
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         return web.json_response(
             {
-                "id": "chatcmpl-fake",
+                "id": f"chatcmpl-fake-{self.turns[episode_id]}",
                 "object": "chat.completion",
                 "created": 0,
                 "model": body["model"],

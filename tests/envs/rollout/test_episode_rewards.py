@@ -112,9 +112,9 @@ async def play(task, episode):
             {
                 "value": 0.5,
                 "components": {"form": 1.0},
-                "turns": {"chatcmpl-fake": 0.25},
-                "branches": {"chatcmpl-fake": 0.75},
-                "tokens": [{"turn": "chatcmpl-fake", "start": 0, "end": 2, "value": -1.0}],
+                "turns": {"chatcmpl-fake-1": 0.25},
+                "branches": {"chatcmpl-fake-1": 0.75},
+                "tokens": [{"turn": "chatcmpl-fake-1", "start": 0, "end": 2, "value": -1.0}],
             }
         ]
         * 4

@@ -1,0 +1,12 @@
+"""How a training run plays an episode: both roles in one episode, each scored where it acted."""
+
+from agent import DESCRIBE, GUESS, ask, text_of
+from verifier import guessed, leaked
+
+
+async def play(task, episode):
+    number = task.payload["number"]
+    description = await ask(DESCRIBE, number, episode.client)
+    guess = await ask(GUESS, text_of(description) or "?", episode.client)
+    episode.score(leaked(number, text_of(description)), turn=description)
+    episode.score(guessed(number, text_of(guess)), turn=guess)
