@@ -1,6 +1,7 @@
 """`outloop status` and `outloop tail`: how a run stands, and its episodes as they close."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from tokenizers.models import WordLevel
 
 from outloop.buffer.records import ServerEntry
 from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.run import load_run
+from outloop.buffer.trajectories.archiver import archive_run
 from outloop.cli import cli
 
 
@@ -91,3 +94,30 @@ async def test_tail_shows_each_episode_once_and_ends_with_the_run(
     assert shown.count("completed  reward 1.000") == len(claims)
     assert "turn 0 output (version 0, stop): 'one" in shown
     assert "the run is not up; `outloop episodes --run" in outloop("tail", tmp_path / "t")
+
+
+async def test_episodes_are_read_from_the_archive_and_from_redis(
+    redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Those in a checkpoint, and one that failed since; its text cannot command the terminal."""
+    words = {"one ": 0, "two ": 1, "three ": 2, "four ": 3}
+    Tokenizer(WordLevel(words, unk_token="one ")).save(str(tmp_path / "tokenizer.json"))
+    loop = await loop_on(redis.url)
+    loop.reader.trajectories.open(10**6)
+    await loop.play_all()
+    loop.reader.acknowledge(loop.train(loop.take(2), 1))
+    stop = threading.Event()
+    stop.set()
+    archive_run(load_run(tmp_path / "t"), stop=stop)
+    (claim,) = (await loop.claim(1)).claims
+    await loop.open(claim, "hostile")
+    await loop.close("hostile", 0.0, outcome="failed", failure_kind="agent", error="\x1b[31mred")
+    shown = outloop("episodes", "--run", tmp_path / "t")
+    assert shown.count("completed  reward 1.000") == 4
+    assert shown.count("turn 0 output (version 0, stop): 'one") == 4
+    assert "error: \N{REPLACEMENT CHARACTER}[31mred" in shown
+    assert shown.rstrip().endswith("5 episodes shown")
+    last = outloop("episodes", "--limit", "1", "--run", tmp_path / "t")
+    assert last.startswith("hostile")
+    assert "1 episode shown; --limit 0 shows all" in last
+    assert "1 failed episode shown" in outloop("episodes", "--failed", "--run", tmp_path / "t")

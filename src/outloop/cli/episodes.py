@@ -53,7 +53,7 @@ def episodes(
             click.echo(json.dumps(asdict(transcript)))
         else:
             print_transcript(transcript, None if full else MAX_CHARS)
-    kind = "failed episodes" if failed else "episodes"
+    kind = ("failed " if failed else "") + ("episode" if len(shown) == 1 else "episodes")
     more = "; --limit 0 shows all" if len(shown) == at_most else ""
     click.echo(f"{len(shown)} {kind} shown{more}", err=as_json)
 
