@@ -9,10 +9,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("router", "engine", "buffer", "envs", "examples", "src/outloop")
 BANNED_NAMES = {"utils", "common", "helpers", "misc", "legacy", "patches"}
 PATCHERS = {"monkeypatch.setattr", "monkeypatch.delattr", "setattr", "delattr"}
-MAY_PATCH = {
-    # A part of a real run dies before or after one of its public calls.
-    "tests/chaos/taps.py",
-}
 
 
 def test_no_module_has_a_name_that_says_nothing() -> None:
@@ -36,8 +32,7 @@ def test_tests_use_no_private_name_of_ours_and_patch_nothing_of_ours() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         file = str(path.relative_to(ROOT))
         for line, what in uses_of(ast.parse(path.read_text()), ours):
-            if file not in MAY_PATCH or not what.startswith("setattr"):
-                found.append(f"{file}:{line}: {what}")
+            found.append(f"{file}:{line}: {what}")
     assert not found, "\n".join(found)
 
 

@@ -37,7 +37,17 @@ from audit import (
     slot_of,
     surviving_groups,
 )
-from taps import Tap, append_line, check_moments, points_of, put_on, witness_steps
+from taps import (
+    MOMENTS,
+    OnCall,
+    Tap,
+    append_line,
+    check_moments,
+    points_of,
+    put_on,
+    watch,
+    witness_steps,
+)
 from tiny import ROLLOUTS, make_model
 from wires import Wire, forward
 
@@ -212,10 +222,12 @@ class Forked:
 
         def work() -> int:
             os.chdir(self.folder)
+            watched: dict[str, list[OnCall]] = {}
             if part == "trainer":
-                witness_steps(self.folder)
+                watched[MOMENTS["trainer"]["mark_trained"]] = [witness_steps(self.folder)]
             if tap is not None:
-                put_on(tap, self.folder)
+                watched.setdefault(MOMENTS[part][tap.moment], []).append(put_on(tap, self.folder))
+            watch(watched)
             return nursery.outloop(words)
 
         self.pids[part] = nursery.fork(work, self.folder / f"{part}.log")

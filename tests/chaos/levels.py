@@ -34,7 +34,7 @@ from audit import (
     slot_of,
     surviving_groups,
 )
-from taps import witness_steps
+from taps import MOMENTS, watch, witness_steps
 from tiny import make_model
 
 from outloop.buffer.reader import BufferReader
@@ -194,7 +194,7 @@ class Playing:
         def work() -> int:
             os.chdir(self.folder)
             if part == "trainer":
-                witness_steps(self.folder)
+                watch({MOMENTS["trainer"]["mark_trained"]: [witness_steps(self.folder)]})
             return nursery.outloop(words)
 
         self.pids[name] = nursery.fork(work, self.folder / f"{name}.log")

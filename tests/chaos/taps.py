@@ -1,22 +1,24 @@
 """Moments at which a part of a real run is killed, by name.
 
-Owns: which calls are moments, and dying before or after one of them. Does not own: who is tapped
-with what (forked). Invariant: only public calls are tapped, of real parts, inside the part's own
-process before it starts; nothing changes but that the process, or the one that the tap names, gets
-SIGKILL at its moment; what it did is on disk before.
+Owns: which calls are moments, and dying before or after one of them. Does not own: who is watched
+for what (forked). Invariant: parts run as they are; the interpreter tells of calls, as it tells a
+debugger, and only public ones are moments. Nothing changes but that the process, or the one that
+the tap names, gets SIGKILL at its moment; what it did is on disk before.
 """
 
 from __future__ import annotations
 
-import functools
+import dis
 import importlib
-import inspect
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 _READER = "outloop.buffer.reader:BufferReader"
@@ -49,6 +51,8 @@ MOMENTS: dict[str, dict[str, str]] = {
 }
 """Part -> name -> where the call is."""
 Side = Literal["before", "after"]
+OnCall = Callable[[Side, FrameType], None]
+"""Called with the frame of a call that is watched."""
 
 
 @dataclass(frozen=True)
@@ -83,35 +87,70 @@ def check_moments() -> None:
             _find(where)
 
 
-def put_on(tap: Tap, folder: Path) -> None:
-    """Make this process kill the victim at the tap's moment.
+def put_on(tap: Tap, folder: Path) -> OnCall:
+    """Kills the victim at the tap's moment.
 
     The victim's process id is in `folder`/pids; what was done goes to `folder`/fired.
     """
     calls = [0]
 
-    def pass_by(side: Side) -> None:
+    def pass_by(side: Side, frame: FrameType) -> None:
         if side != tap.side:
             return
         calls[0] += 1
         if calls[0] == tap.count:
             _strike(tap, folder)
 
-    _wrap(MOMENTS[tap.part][tap.moment], pass_by)
+    return pass_by
 
 
-def witness_steps(folder: Path) -> None:
-    """Write down which groups each published version was trained on, before it is marked."""
+def witness_steps(folder: Path) -> OnCall:
+    """Writes down which groups each published version was trained on, before it is marked."""
 
-    owner, name, function = _find(f"{_READER}.mark_trained")
+    def witness(side: Side, frame: FrameType) -> None:
+        if side == "before":
+            given = frame.f_locals
+            line = {"version": given["policy_version"], "group_ids": list(given["group_ids"])}
+            append_line(folder / "witness", json.dumps(line))
 
-    @functools.wraps(function)
-    def watched(self: Any, group_ids: Sequence[str], *, fence: int, policy_version: int) -> None:
-        line = {"version": policy_version, "group_ids": list(group_ids)}
-        append_line(folder / "witness", json.dumps(line))
-        function(self, group_ids, fence=fence, policy_version=policy_version)
+    return witness
 
-    setattr(owner, name, watched)
+
+def watch(watched: Mapping[str, Sequence[OnCall]]) -> None:
+    """Have every thread of this process call back before and after calls, by where they are.
+
+    After: only of those that returned. An async call begins and ends once, however often it waits.
+    """
+    by_code = {_find(where).__code__: on_calls for where, on_calls in watched.items()}
+
+    def on_call(frame: FrameType, event: str, arg: object) -> Callable[..., Any] | None:
+        on_calls = by_code.get(frame.f_code)
+        if on_calls is None:
+            return None
+        frame.f_trace_lines = False
+        if _is_first(frame):
+            for one in on_calls:
+                one("before", frame)
+        return on_return
+
+    def on_return(frame: FrameType, event: str, arg: object) -> Callable[..., Any]:
+        if event == "return" and _instruction(frame) in ("RETURN_VALUE", "RETURN_CONST"):
+            for one in by_code[frame.f_code]:
+                one("after", frame)
+        return on_return
+
+    threading.settrace(on_call)
+    sys.settrace(on_call)
+
+
+def _is_first(frame: FrameType) -> bool:
+    """False where an async call goes on after it waited."""
+    return frame.f_code.co_code[frame.f_lasti + 1] == 0
+
+
+def _instruction(frame: FrameType) -> str:
+    """Where the frame is: a call that raises, or waits, is at another one than its return."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]]
 
 
 def _strike(tap: Tap, folder: Path) -> None:
@@ -134,35 +173,10 @@ def append_line(path: Path, line: str) -> None:
     os.close(descriptor)
 
 
-def _find(where: str) -> tuple[Any, str, Callable[..., Any]]:
-    """(owner, name, function) of a method or module function."""
+def _find(where: str) -> Callable[..., Any]:
+    """A method or a function of a module."""
     module, _, path = where.partition(":")
-    *owners, name = path.split(".")
-    owner: Any = importlib.import_module(module)
-    for word in owners:
-        owner = getattr(owner, word)
-    return owner, name, getattr(owner, name)
-
-
-def _wrap(where: str, pass_by: Callable[[Side], None]) -> None:
-    owner, name, function = _find(where)
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def tapped_async(*args: Any, **words: Any) -> Any:
-            pass_by("before")
-            answer = await function(*args, **words)
-            pass_by("after")
-            return answer
-
-        setattr(owner, name, tapped_async)
-        return
-
-    @functools.wraps(function)
-    def tapped(*args: Any, **words: Any) -> Any:
-        pass_by("before")
-        answer = function(*args, **words)
-        pass_by("after")
-        return answer
-
-    setattr(owner, name, tapped)
+    found: Any = importlib.import_module(module)
+    for word in path.split("."):
+        found = getattr(found, word)
+    return found
