@@ -1,50 +1,15 @@
 """Where alarms go: the run's events, the terminal, a webhook; each once."""
 
 import json
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from fakes.receiver import receiver
 from outloop.buffer.events import read_events
 from outloop.buffer.monitor.alarms import Alarms, Webhook
 from outloop.buffer.monitor.rules import Seen
 from outloop.buffer.settings.telemetry import AlarmSettings
-
-
-@contextmanager
-def receiver(*, refuses: int = 0) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(address, what was posted); the first `refuses` requests get a 503."""
-    posted: list[dict[str, Any]] = []
-    left = [refuses]
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            if left[0]:
-                left[0] -= 1
-                self.send_response(503)
-            else:
-                posted.append(json.loads(body))
-                self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/hook?key=1", posted
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def low_disk(gigabytes: float) -> Seen:
@@ -75,11 +40,12 @@ def test_an_alarm_is_said_when_it_begins_and_when_it_is_over(tmp_path: Path) -> 
 def test_a_webhook_gets_each_event_once_it_answers() -> None:
     """A refusal is tried again; the body is JSON with a text that chat programs show."""
     failures: list[str] = []
-    with receiver(refuses=2) as (url, posted):
-        hook = Webhook(url, "calculator", failures.append)
+    with receiver(refuses=2) as (url, received):
+        hook = Webhook(f"{url}/hook?key=1", "calculator", failures.append)
         hook.send({"kind": "alarm", "name": "disk_low", "sentence": "1 GB free", "time": 5.0})
         hook.send({"kind": "alarm_over", "name": "disk_low", "sentence": "1 GB free", "time": 6.0})
         hook.close()
+    posted = [json.loads(body) for _, body in received]
     assert [one["text"] for one in posted] == [
         "calculator: disk_low: 1 GB free",
         "calculator: over: disk_low: 1 GB free",

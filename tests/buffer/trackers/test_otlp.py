@@ -1,9 +1,6 @@
 """Spans of episodes at a real receiver of OTLP over HTTP on loopback."""
 
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -11,38 +8,17 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from fakes.receiver import receiver
 from outloop.buffer.errors import TrackerFailed
 from outloop.buffer.run import load_run_settings
 from outloop.buffer.trackers.process import send_once
 from outloop.buffer.trajectories.folder import FOLDER, part_paths, read_manifest
 
 
-@contextmanager
-def receiver() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
-    """(its address, what it was sent)."""
-    received: list[ExportTraceServiceRequest] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            assert self.path == "/v1/traces"
-            received.append(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", received
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def requests_of(received: list[tuple[str, bytes]]) -> list[ExportTraceServiceRequest]:
+    """What was exported."""
+    assert {path for path, _ in received} == {"/v1/traces"}
+    return [ExportTraceServiceRequest.FromString(body) for _, body in received]
 
 
 def attributes(span: Span) -> dict[str, object]:
@@ -58,11 +34,11 @@ def test_episodes_arrive_as_traces(recorded: Path, monkeypatch: pytest.MonkeyPat
     with receiver() as (url, received):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         send_once(recorded, load_run_settings(recorded), "otlp")
-        first = [span for one in received for span in spans_in(one)]
+        first = [span for one in requests_of(received) for span in spans_in(one)]
         (recorded / "trackers/tracker-otlp.json").unlink()
         received.clear()
         send_once(recorded, load_run_settings(recorded), "otlp")
-        again = [span for one in received for span in spans_in(one)]
+        again = [span for one in requests_of(received) for span in spans_in(one)]
     assert [span.span_id for span in again] == [span.span_id for span in first]
 
     archive = recorded / FOLDER

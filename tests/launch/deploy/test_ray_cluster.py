@@ -2,8 +2,7 @@
 
 import json
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,30 +10,13 @@ from typing import Any
 import pytest
 
 from fakes import user_folder
+from fakes.cluster_run import cluster_settings, wait_until
 from outloop.buffer.events import read_events
 from outloop.engine.models.random_init import write_policy
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
 
-SETTINGS = {
-    "run": {"name": "ray"},
-    "env": {"max_concurrent_episodes": 16, "episode_deadline_s": 60},
-    "trainer": {
-        "num_steps": 40,
-        "groups_per_step": 4,
-        "checkpoint_every": 5,
-        "take_timeout_s": 200,
-        "device": "cpu",
-    },
-}
-
-
-def wait_until(what: str, is_true: Callable[[], bool], timeout_s: float) -> None:
-    """Fail with `what` when it has not become true."""
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
+SETTINGS = cluster_settings("ray", checkpoint_every=5)
 
 
 @pytest.fixture

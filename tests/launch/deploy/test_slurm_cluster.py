@@ -7,14 +7,14 @@ import json
 import os
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from fakes import user_folder
+from fakes.cluster_run import cluster_settings, wait_until
 from outloop.buffer.events import read_events
 from outloop.engine.models.random_init import write_policy
 
@@ -49,25 +49,7 @@ KillWait=60
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 NODE = "NodeName=n{n} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=20000\n"
-SETTINGS = {
-    "run": {"name": "slurm"},
-    "env": {"max_concurrent_episodes": 16, "episode_deadline_s": 60},
-    "trainer": {
-        "num_steps": 40,
-        "groups_per_step": 4,
-        "checkpoint_every": 100,
-        "take_timeout_s": 200,
-        "device": "cpu",
-    },
-}
-
-
-def wait_until(what: str, is_true: Callable[[], bool], timeout_s: float) -> None:
-    """Fail with `what` when it has not become true."""
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
+SETTINGS = cluster_settings("slurm", checkpoint_every=100)
 
 
 def output(*command: str) -> str:
