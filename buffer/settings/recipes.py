@@ -189,6 +189,7 @@ EFFECTS: dict[str, tuple[Callable[[Values], bool], str]] = {
     "kl_target": (lambda v: v.get("kl", "none") != "none", 'a trainer.kl other than "none"'),
     "kl_ratio_cap": (lambda v: v.get("kl") in ("k2", "k3"), 'trainer.kl = "k2" or "k3"'),
     "reference_path": (lambda v: v.get("kl", "none") != "none", 'a trainer.kl other than "none"'),
+    "muon_momentum": (lambda v: v.get("optimizer") == "muon", 'trainer.optimizer = "muon"'),
     "entropy_target": (
         lambda v: v.get("entropy_coefficient", 0.0) > 0,
         "trainer.entropy_coefficient above 0, to begin with",

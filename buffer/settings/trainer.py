@@ -172,6 +172,12 @@ class TrainerSettings(BaseModel):
     """Share of the learning rate that is left when it has decayed."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled, on matrices."""
+    optimizer: Literal["adam", "muon"] = "adam"
+    """muon: Muon (torch.optim.Muon) for the matrices of the layers, at Adam's learning rate, and
+    Adam for embeddings, norms and the head; without tensor parallelism and experts. A critic and a
+    reward model have Adam."""
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    """Of Muon."""
     adam_beta1: float = 0.9
     """Of Adam."""
     adam_beta2: float = 0.999

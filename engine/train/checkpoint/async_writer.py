@@ -328,6 +328,7 @@ def begin_save(
         "kl_coefficient": kl_coefficient,
         "entropy_coefficient": entropy_coefficient,
         "has_reference": reference is not None,
+        "optimizer": policy.optimizer_name,
     }
     return Saving(shards, final, facts, keep=keep, timeout_s=timeout_s)
 

@@ -61,6 +61,8 @@ class Checkpoint:
     """As trainer.entropy_target had moved it; None: it was not written."""
     has_reference: bool = False
     """It holds a reference that follows the policy."""
+    optimizer: str = "adam"
+    """Whose moments it holds."""
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
@@ -112,6 +114,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         kl_coefficient=state.get("kl_coefficient"),
         entropy_coefficient=state.get("entropy_coefficient"),
         has_reference=state.get("has_reference", False),
+        optimizer=state.get("optimizer", "adam"),
     )
 
 
@@ -191,6 +194,13 @@ def load_checkpoint(
         SettingsError: the checkpoint is of another model, or holds no critic, or another.
     """
     check_model(checkpoint, policy.config)
+    if checkpoint.num_updates and checkpoint.optimizer != policy.optimizer_name:
+        raise SettingsError(
+            f"checkpoint {checkpoint.path} holds the moments of trainer.optimizer="
+            f'"{checkpoint.optimizer}", and the run has trainer.optimizer="{policy.optimizer_name}"'
+            "; give the optimizer that it began with, or start a new run.name from the "
+            "checkpoint's weights"
+        )
     if critic is not None:
         check_critic(checkpoint, critic.config)
     is_same_layout = checkpoint.layout == dataclasses.asdict(policy.config.sizes)

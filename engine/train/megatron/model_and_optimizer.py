@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from outloop.engine.train.megatron import cpu_backend
 
@@ -39,6 +39,7 @@ from outloop.buffer.settings.trainer import TrainerSettings  # noqa: E402
 from outloop.engine.train.megatron.gradient_hash import gradient_hash  # noqa: E402
 from outloop.engine.train.megatron.layers import PackedRow, block_spec  # noqa: E402
 from outloop.engine.train.megatron.model_config import PolicyConfig, read_config  # noqa: E402
+from outloop.engine.train.megatron.muon import build_muon, check_muon  # noqa: E402
 from outloop.engine.train.megatron.parallel_config import ParallelSizes  # noqa: E402
 from outloop.engine.train.megatron.parallel_rank import VocabPart  # noqa: E402
 
@@ -225,6 +226,7 @@ class Policy:
     """Whether `step` sets `gradient_hash`; equal on all ranks."""
     gradient_hash: str = ""
     """Of the last step's gradients, before clipping."""
+    optimizer_name: Literal["adam", "muon"] = "adam"
     norm_limit: float = math.inf
     """Largest gradient norm with which the next step is made."""
 
@@ -349,10 +351,15 @@ def _device() -> torch.device:
 
 
 def build_policy(config: PolicyConfig, settings: TrainerSettings, *, num_updates: int) -> Policy:
-    """Model, gradient buffers, Adam and learning-rate schedule for `num_updates` updates."""
+    """Model, gradient buffers, optimizer and learning-rate schedule for `num_updates` updates.
+
+    Raises:
+        SettingsError: Muon, and the model's matrices are split over ranks.
+    """
     return _build(
         PolicyModel(config),
         settings,
+        optimizer_name=settings.optimizer,
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
         max_grad_norm=settings.max_grad_norm,
@@ -398,10 +405,18 @@ def _build(
     warmup_steps: int,
     max_grad_norm: float,
     num_updates: int,
+    optimizer_name: Literal["adam", "muon"] = "adam",
 ) -> Policy:
     config: PolicyConfig = model.config
-    model = model.to(_device())
     is_distributed = config.sizes.data * config.sizes.context > 1
+    if optimizer_name == "muon":
+        check_muon(
+            tensor=config.tensor_model_parallel_size,
+            has_experts=config.routing is not None,
+            is_sharded=bool(config.ddp_options.get("use_distributed_optimizer")),
+        )
+        is_distributed = False
+    model = model.to(_device())
     ddp_options: dict[str, Any] = {"use_distributed_optimizer": is_distributed}
     ddp_options |= config.ddp_options
     wrapped = DistributedDataParallel(
@@ -414,20 +429,22 @@ def _build(
     optimizer_options: dict[str, Any] = {
         "use_distributed_optimizer": ddp_options["use_distributed_optimizer"]
     }
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=learning_rate,
-            min_lr=learning_rate * settings.min_lr_ratio,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.adam_beta1,
-            adam_beta2=settings.adam_beta2,
-            clip_grad=max_grad_norm,
-            bf16=config.bf16,
-            params_dtype=config.params_dtype,
-            **(optimizer_options | config.optimizer_options),
-        ),
-        [wrapped],
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=learning_rate,
+        min_lr=learning_rate * settings.min_lr_ratio,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        clip_grad=max_grad_norm,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        **(optimizer_options | config.optimizer_options),
+    )
+    optimizer = (
+        build_muon(optimizer_config, wrapped, model, momentum=settings.muon_momentum)
+        if optimizer_name == "muon"
+        else get_megatron_optimizer(optimizer_config, [wrapped])
     )
     _fuse_adam(optimizer)
     scheduler = OptimizerParamScheduler(
@@ -446,5 +463,10 @@ def _build(
         wd_incr_style="constant",
     )
     return Policy(
-        config=config, model=model, wrapped=wrapped, optimizer=optimizer, scheduler=scheduler
+        config=config,
+        model=model,
+        wrapped=wrapped,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        optimizer_name=optimizer_name,
     )

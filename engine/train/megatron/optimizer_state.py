@@ -23,7 +23,12 @@ from torch import Tensor
 
 from outloop.engine.train.megatron.model_and_optimizer import Policy, optimizer_parts
 
-_NAMES = ("exp_avg", "exp_avg_sq")
+
+def _moments_of(part: Any) -> tuple[str, ...]:
+    """Under which names an optimizer holds what it remembers of each parameter."""
+    if isinstance(part.optimizer, torch.optim.Muon):
+        return ("momentum_buffer",)
+    return ("exp_avg", "exp_avg_sq")
 
 
 def state_to_save(policy: Policy, *, has_moments: bool) -> dict[str, Any]:
@@ -48,7 +53,7 @@ def state_to_save(policy: Policy, *, has_moments: bool) -> dict[str, Any]:
             if not has_moments:
                 continue
             state = part.optimizer.state[main]
-            for name in _NAMES:
+            for name in _moments_of(part):
                 moments[f"{number}.{index}.{name}"] = _part(
                     entry, state[name], where, prefix=f"optimizer.state.{name}."
                 )
@@ -96,7 +101,7 @@ def _moments_to_fill(policy: Policy, model_state: dict[str, Any]) -> dict[str, A
     names = _names(policy)
     for part in optimizer_parts(policy.optimizer):
         for parameter, main, where in _owned(part):
-            for name in _NAMES:
+            for name in _moments_of(part):
                 room = torch.zeros_like(main, dtype=torch.float32, device="cpu")
                 found[f"{names[id(parameter)]}.{name}"] = _part(
                     sharded(parameter), room, where, prefix=f"optimizer.state.{name}."
@@ -123,13 +128,14 @@ def put_moments(policy: Policy, moments: dict[str, Any], *, num_updates: int) ->
                 name: _joined(moments[f"{names[id(parameter)]}.{name}"])
                 .view_as(main)
                 .to(main.device, copy=True)
-                for name in _NAMES
+                for name in _moments_of(part)
             }
             if _counts_by_parameter(part.optimizer):
                 # Adam counts in place: a step shared by all parameters would count once for each.
                 entry["step"] = torch.tensor(float(num_updates), device=_step_device(part, main))
             part.optimizer.state[main] = entry
-        if not _counts_by_parameter(part.optimizer):
+        counts_nothing = isinstance(part.optimizer, torch.optim.Muon)
+        if not (counts_nothing or _counts_by_parameter(part.optimizer)):
             for group in part.optimizer.param_groups:
                 group["step"] = num_updates
 

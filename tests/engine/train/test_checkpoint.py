@@ -48,11 +48,14 @@ def update(policy: Policy, samples: list[Sample]) -> tuple[float, float]:
     return report.loss, report.learning_rate
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_save_load_step_equals_an_uninterrupted_step(
-    make_policy: MakePolicy, make_samples: MakeSamples, tmp_path: Path
+    optimizer: str, make_policy: MakePolicy, make_samples: MakeSamples, tmp_path: Path
 ) -> None:
-    """After a resume the next two updates are bit-equal: Adam's step counts once."""
+    """After a resume the next two updates are bit-equal: Adam's step counts once. Moments of the
+    other optimizer are refused."""
     schedule = {"lr_decay": "linear", "num_updates": 10, "weight_decay": 0.1}
+    schedule["optimizer"] = optimizer
     first = make_policy(**schedule)
     for seed in range(3):
         update(first, make_samples(4, seed=seed))
@@ -68,6 +71,9 @@ def test_save_load_step_equals_an_uninterrupted_step(
         assert update(first, samples) == update(second, samples)
         pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
+    other = make_policy(optimizer="muon" if optimizer == "adam" else "adam")
+    with pytest.raises(SettingsError, match=f'moments of trainer.optimizer="{optimizer}"'):
+        load_checkpoint(other, found)
 
 
 def test_a_checkpoint_before_the_first_update_resumes_too(

@@ -377,3 +377,39 @@ def test_a_critic_is_the_same_in_every_layout(work: Path, job: Job) -> None:
             assert before["train/critic_grad_norm"] > 0.01
             for metric in before.keys() - {"train/padding_share", "train/imbalance"}:
                 assert after[metric] == pytest.approx(before[metric], rel=2e-3, abs=2e-4), metric
+
+
+@pytest.mark.timeout(500)
+def test_muon_is_the_same_where_matrices_are_whole(work: Path, job: Job) -> None:
+    """Pipeline stages and data-parallel ranks follow one process for three updates, and what stages
+    wrote goes on in data-parallel ranks; tensor-parallel ones are refused (test_muon)."""
+    settings = {"optimizer": "muon"}
+    split = {"settings": settings | RE_SPLIT["settings"], "order_seed": RE_SPLIT["order_seed"]}
+
+    def case(name: str, megatron: dict[str, Any], **more: Any) -> dict[str, Any]:
+        path = str(work / "models" / "qwen3")
+        return {"name": name, "model": path, "megatron": megatron, "settings": settings} | more
+
+    job(1, [case("muon_alone", {})])
+    place = str(work / "muon_checkpoint")
+    job(
+        2,
+        [
+            case("muon_pp2", PP2, **split),
+            case("muon_dp2", {}, **split),
+            case("muon_saved", PP2, num_updates=2, save=place),
+            case("muon_resumed", {}, num_updates=1, load=place),
+        ],
+    )
+
+    def updates(name: str) -> list[dict[str, float]]:
+        found: list[dict[str, float]] = json.loads((work / f"{name}.json").read_text())["updates"]
+        return found
+
+    whole = updates("muon_alone")
+    for want, name in ((whole, "muon_pp2"), (whole, "muon_dp2"), (whole[2:], "muon_resumed")):
+        assert len(want) == len(updates(name)) > 0
+        for before, after in zip(want, updates(name), strict=True):
+            # An update is made orthogonal in bfloat16, so that rounding grows from step to step.
+            assert after["train/loss"] == pytest.approx(before["train/loss"], abs=2e-3), name
+            assert after["train/grad_norm"] == pytest.approx(before["train/grad_norm"], rel=1e-2)
