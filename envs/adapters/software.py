@@ -135,10 +135,12 @@ class Attempt:
 
 
 class Software:
-    """A rollout function with one sandbox and one verifier for all its episodes."""
+    """A rollout function with one sandbox and one verifier for all its episodes; arguments as those
+    of `RepositoryTests`."""
 
-    def __init__(self, *, gives_part: bool = False) -> None:
+    def __init__(self, *, gives_part: bool = False, store: Path | None = None) -> None:
         self._gives_part = gives_part
+        self._store = store
         self._opened: tuple[BubblewrapSandbox, RepositoryTests] | None = None
 
     async def set_up(self) -> None:
@@ -152,7 +154,9 @@ class Software:
     def _open(self) -> tuple[BubblewrapSandbox, RepositoryTests]:
         if self._opened is None:
             sandbox = BubblewrapSandbox()
-            verifier = RepositoryTests(gives_part=self._gives_part, sandbox=sandbox)
+            verifier = RepositoryTests(
+                gives_part=self._gives_part, sandbox=sandbox, store=self._store
+            )
             self._opened = sandbox, verifier
         return self._opened
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
@@ -76,26 +77,28 @@ class Repository:
             shutil.rmtree(self._store, ignore_errors=True)
 
     def _make(self, tree: str, made: Path) -> None:
+        listed = self._git("ls-tree", "-r", "-z", "--full-tree", tree).split(b"\0")[:-1]
+        entries = [_Entry.read(line) for line in listed]
+        for entry in entries:
+            if entry.mode == _SUBMODULE:
+                raise SettingsError(
+                    f"repository={str(self._path)!r}: {entry.name!r} is a submodule; revisions "
+                    "without submodules are allowed"
+                )
+        self._keep({(entry.blob, entry.mode) for entry in entries})
         half = made.with_name(f"{tree}.{uuid.uuid4().hex}")
         _new_folder(half)
         try:
-            for line in self._git("ls-tree", "-r", "-z", "--full-tree", tree).split(b"\0")[:-1]:
-                about, _, name = line.partition(b"\t")
-                mode, _, blob = about.decode().split()
-                path = half / os.fsdecode(name)
-                for parent in reversed(path.relative_to(half).parents):
+            for entry in entries:
+                path = half / entry.name
+                for parent in reversed(Path(entry.name).parents):
                     if not (half / parent).is_dir():
                         _new_folder(half / parent)
-                if mode == _SUBMODULE:
-                    raise SettingsError(
-                        f"repository={str(self._path)!r}: {os.fsdecode(name)!r} is a submodule; "
-                        "revisions without submodules are allowed"
-                    )
-                if mode == _LINK:
-                    path.symlink_to(os.fsdecode(self._git("cat-file", "blob", blob)))
+                if entry.mode == _LINK:
+                    path.symlink_to(os.fsdecode(self._kept(entry.blob, _LINK).read_bytes()))
                     _give(path)
                 else:
-                    os.link(self._file(blob, mode == _EXECUTABLE), path)
+                    os.link(self._kept(entry.blob, entry.mode), path)
             half.rename(made)
         except OSError:
             if not made.is_dir():  # otherwise another process was faster
@@ -103,15 +106,32 @@ class Repository:
         finally:
             shutil.rmtree(half, ignore_errors=True)
 
-    def _file(self, blob: str, is_executable: bool) -> Path:
-        kept = self._store / "files" / (f"{blob}-x" if is_executable else blob)
-        if not kept.is_file():
-            half = kept.with_name(f"{kept.name}.{uuid.uuid4().hex}")
-            half.write_bytes(self._git("cat-file", "blob", blob))
-            half.chmod(0o755 if is_executable else 0o644)
-            _give(half)
-            half.replace(kept)
-        return kept
+    def _kept(self, blob: str, mode: str) -> Path:
+        return self._store / "files" / (f"{blob}-x" if mode == _EXECUTABLE else blob)
+
+    def _keep(self, wanted: set[tuple[str, str]]) -> None:
+        """Put the blobs that the store lacks into it, by one process of git."""
+        missing = sorted(one for one in wanted if not self._kept(*one).is_file())
+        with tempfile.TemporaryFile() as asked:
+            asked.write("".join(f"{blob}\n" for blob, _ in missing).encode())
+            asked.seek(0)
+            command = ["git", "-C", str(self._path), "cat-file", "--batch"]
+            with subprocess.Popen(command, stdin=asked, stdout=subprocess.PIPE) as git:
+                assert git.stdout is not None
+                for blob, mode in missing:
+                    # "BLOB blob SIZE", the content, and an end of line.
+                    head = git.stdout.readline().split()
+                    if len(head) != 3:
+                        raise EnvironmentFailure(
+                            f"repository={str(self._path)!r}: git does not give {blob}: {head}"
+                        )
+                    kept = self._kept(blob, mode)
+                    half = kept.with_name(f"{kept.name}.{uuid.uuid4().hex}")
+                    half.write_bytes(git.stdout.read(int(head[2])))
+                    git.stdout.read(1)
+                    half.chmod(0o755 if mode == _EXECUTABLE else 0o644)
+                    _give(half)
+                    half.replace(kept)
 
     def _git(self, *arguments: str) -> bytes:
         answer = subprocess.run(
@@ -121,6 +141,22 @@ class Repository:
             words = " ".join(answer.stderr.decode(errors="replace").split())
             raise SettingsError(f"repository={str(self._path)!r}: git {arguments[0]}: {words}")
         return answer.stdout
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A file of a tree."""
+
+    name: str
+    mode: str
+    blob: str
+
+    @classmethod
+    def read(cls, line: bytes) -> _Entry:
+        """A line of `git ls-tree -r -z`."""
+        about, _, name = line.partition(b"\t")
+        mode, _, blob = about.decode().split()
+        return cls(os.fsdecode(name), mode, blob)
 
 
 def _new_folder(path: Path) -> None:

@@ -38,7 +38,8 @@ class RepositoryTests:
     does not get; `build`, a command before the tests. White space at the ends of lines is ignored.
 
     Called with a `Result`, it reads the repository that an agent program left in the folder
-    `repository` of its episode.
+    `repository` of its episode. `store` keeps folders of revisions (`Repository`) for all processes
+    that name it; each has a temporary one of its own when it is left out.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class RepositoryTests:
         gives_part: bool = False,
         sandbox: Sandbox | None = None,
         limits: Limits | None = None,
+        store: Path | None = None,
     ) -> None:
         self._gives_part = gives_part
+        self._store = store
         self._limits = limits or Limits(
             wall_s=20.0, cpu_s=20, memory_bytes=2**30, max_processes=128, disk_bytes=2**28
         )
@@ -69,7 +72,7 @@ class RepositoryTests:
         """The folder of the task's revision."""
         path, revision = text_of(task, "repository"), text_of(task, "revision")
         if path not in self._repositories:
-            self._repositories[path] = await asyncio.to_thread(Repository, path)
+            self._repositories[path] = await asyncio.to_thread(Repository, path, self._store)
         return await asyncio.to_thread(self._repositories[path].folder, revision)
 
     async def __call__(self, task: Task, result: Result) -> float:
