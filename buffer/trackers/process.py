@@ -24,7 +24,7 @@ from outloop.buffer.trackers.tracker import (
     part_name,
 )
 
-PLACES = "trackers"
+PROGRESS = "trackers"
 """In the run's folder: how far each tracker is."""
 _INTERVAL_S = 1.0
 _MAX_WAIT_S = 60.0
@@ -59,7 +59,7 @@ def follow_run(run: Run, name: str, *, stop: threading.Event, say: Say) -> None:
         name,
         factory_of(name, run.settings.env.import_dir),
         run_facts(run.dir, run.settings, run.run_id),
-        Following(run.dir, run.dir / PLACES / f"{part_name(name)}.json"),
+        Following(run.dir, run.dir / PROGRESS / f"{part_name(name)}.json"),
     )
     watch(forwarding, stop=stop, say=say, timeout_s=run.settings.telemetry.tracker_timeout_s)
 
@@ -72,7 +72,7 @@ def send_once(run_dir: Path, settings: Settings, name: str) -> tuple[int, int]:
         Exception: what the tracker raised.
     """
     facts = run_facts(run_dir, settings, json.loads((run_dir / "run.json").read_text())["run_id"])
-    following = Following(run_dir, run_dir / PLACES / f"{part_name(name)}.json")
+    following = Following(run_dir, run_dir / PROGRESS / f"{part_name(name)}.json")
     forwarding = Forwarding(name, factory_of(name, settings.env.import_dir), facts, following)
     forwarding.hand_on()
     forwarding.close()
@@ -142,27 +142,27 @@ class Forwarding:
 def watch(forwarding: Forwarding, *, stop: threading.Event, say: Say, timeout_s: float) -> None:
     """Forward in a thread until `stop`; returns when all is handed on, or when that takes longer
     than `timeout_s`."""
-    said = _Said(say)
-    thread = threading.Thread(target=_forward, args=(forwarding, stop, said), daemon=True)
+    reported = _Reported(say)
+    thread = threading.Thread(target=_forward, args=(forwarding, stop, reported), daemon=True)
     thread.start()
     stopped_at: float | None = None
     while thread.is_alive():
         thread.join(_INTERVAL_S if stopped_at is None else 0.1)
         call = forwarding.under_way
         if call is not None and time.monotonic() - call[1] > timeout_s:
-            said.say(
+            reported.say(
                 f"{forwarding.name} has not returned from {call[0]} for {timeout_s:g} s; training "
                 "goes on, and what it does not take stays in the run's folder"
             )
-        elif said.sentence.startswith(f"{forwarding.name} has not returned"):
-            said.say("")
+        elif reported.sentence.startswith(f"{forwarding.name} has not returned"):
+            reported.say("")
         if stop.is_set():
             stopped_at = stopped_at or time.monotonic()
             if time.monotonic() - stopped_at > timeout_s:
                 return
 
 
-class _Said:
+class _Reported:
     def __init__(self, say: Say) -> None:
         self.sentence = ""
         self._say = say
@@ -173,7 +173,7 @@ class _Said:
             self._say(sentence)
 
 
-def _forward(forwarding: Forwarding, stop: threading.Event, said: _Said) -> None:
+def _forward(forwarding: Forwarding, stop: threading.Event, reported: _Reported) -> None:
     wait_s = _INTERVAL_S
     while True:
         is_last = stop.is_set()
@@ -181,13 +181,13 @@ def _forward(forwarding: Forwarding, stop: threading.Event, said: _Said) -> None
             forwarding.hand_on()
             if is_last:
                 forwarding.close()
-            said.say("")
+            reported.say("")
             wait_s = _INTERVAL_S
-        except Exception as error:  # noqa: BLE001 - another project's code: recorded, and said
+        except Exception as error:  # noqa: BLE001 - another project's code: recorded and reported
             _log.warning("tracker_failed", tracker=forwarding.name, exc_info=True)
             wait_s = min(2 * wait_s, _MAX_WAIT_S)
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            said.say(
+            reported.say(
                 f"{forwarding.name} failed ({type(error).__name__}: {reason}); training goes on, "
                 "and what it did not take is sent again"
             )

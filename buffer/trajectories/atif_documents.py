@@ -123,10 +123,12 @@ def _add_prompt(steps: list[atif.Step], text: str, is_copy: bool) -> None:
         if role == "tool":
             results = [content]
         if results and steps and steps[-1].source == "agent":
-            told = [atif.ObservationResult(content=result) for result in results]
+            observed = [atif.ObservationResult(content=result) for result in results]
             before = steps[-1].observation
-            told = [*(before.results if before else ()), *told]
-            steps[-1] = steps[-1].model_copy(update={"observation": atif.Observation(results=told)})
+            observed = [*(before.results if before else ()), *observed]
+            steps[-1] = steps[-1].model_copy(
+                update={"observation": atif.Observation(results=observed)}
+            )
             continue
         source: Any = {"system": "system", "assistant": "agent"}.get(role, "user")
         steps.append(
@@ -250,13 +252,13 @@ def trajectory_of(document: atif.Trajectory) -> Trajectory:
         for one in (document, *(document.subagent_trajectories or ())):
             ids: list[int] = []
             for step in one.steps:
-                told = (step.extra or {}).get(OWN)
-                if step.metrics is None or not isinstance(told, dict):
+                stored = (step.extra or {}).get(OWN)
+                if step.metrics is None or not isinstance(stored, dict):
                     continue
-                turn = _turn(episode.episode_id, told, step.metrics, ids)
+                turn = _turn(episode.episode_id, stored, step.metrics, ids)
                 ids = [*(step.metrics.prompt_token_ids or ()), *turn.output_ids.tolist()]
                 if not step.is_copied_context:
-                    found[told["index"]] = turn
+                    found[stored["index"]] = turn
     except (msgspec.ValidationError, KeyError, TypeError, OverflowError) as error:
         raise RecordError(f"extra.{OWN} is not as it was written: {error!r}") from error
     turns = tuple(found[index] for index in sorted(found))
@@ -265,15 +267,15 @@ def trajectory_of(document: atif.Trajectory) -> Trajectory:
 
 
 def _turn(
-    episode_id: str, told: dict[str, Any], metrics: atif.Metrics, before: Sequence[int]
+    episode_id: str, stored: dict[str, Any], metrics: atif.Metrics, before: Sequence[int]
 ) -> Turn:
     prompt = list(metrics.prompt_token_ids or ())
     if prompt[: len(before)] != list(before):
         raise RecordError(
-            f"turn {told['turn_id']}: its prompt_token_ids do not go on from the step before"
+            f"turn {stored['turn_id']}: its prompt_token_ids do not go on from the step before"
         )
     return turn_with(
-        told | {"episode_id": episode_id},
+        stored | {"episode_id": episode_id},
         prompt_ids=prompt[len(before) :],
         output_ids=metrics.completion_token_ids or (),
         behavior_logprobs=metrics.logprobs,

@@ -116,8 +116,8 @@ class RemoteEpisodes:
         except ValueError as error:
             raise EnvironmentFailure(f"{url}: its answer is no JSON: {text[:300]}") from error
         path = field(task, "agent_failure", str, "")
-        if path and (told := _at(found, path, url, default=None)):
-            raise RemoteAgentFailed(f"{url}: {str(told)[:300]}")
+        if path and (reason := _at(found, path, url, default=None)):
+            raise RemoteAgentFailed(f"{url}: {str(reason)[:300]}")
         path = field(task, "components", str, "")
         components = _at(found, path, url) if path else {}
         if not isinstance(components, dict):

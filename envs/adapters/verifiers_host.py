@@ -79,11 +79,11 @@ def _answer(episode: Any) -> web.Response:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     is_late = episode.is_timeout or any(trace.is_timeout for trace in episode.traces)
     if is_late or (errors and all(map(_is_agents, errors))):
-        told = "; ".join(f"{error.type}: {error.message}" for error in errors)
-        return web.json_response({"agent_failure": told or "it ran out of time"})
+        reason = "; ".join(f"{error.type}: {error.message}" for error in errors)
+        return web.json_response({"agent_failure": reason or "it ran out of time"})
     if errors or not episode.ok:
-        told = "; ".join(f"{error.type}: {error.message}" for error in errors)
-        return _error(502, told or "the episode ended without a verdict")
+        reason = "; ".join(f"{error.type}: {error.message}" for error in errors)
+        return _error(502, reason or "the episode ended without a verdict")
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if len(trained) != 1:
         return _error(400, f"{len(trained)} trained agents; environments with one are played")

@@ -29,8 +29,8 @@ class Noted:
 async def play(task, episode):
     client = Noted(episode.client)
     answer = await solve(task.payload["question"], client)
-    said = [*client.messages, {"role": "assistant", "content": answer}]
-    seen = dataclasses.replace(task, payload={"messages": said})
+    conversation = [*client.messages, {"role": "assistant", "content": answer}]
+    seen = dataclasses.replace(task, payload={"messages": conversation})
     score = await reward_model(seen, Result(answer=answer))
     # The verifier's own word is only measured: reward/right.
     episode.score(score, right=verify(task, Result(answer=answer)))

@@ -29,9 +29,9 @@ class Customer:
         """The first thing it says."""
         return await self._say()
 
-    async def answer(self, said: str) -> str | None:
+    async def answer(self, text: str) -> str | None:
         """What it answers the agent; None when it leaves."""
-        self._messages.append({"role": "user", "content": said})
+        self._messages.append({"role": "user", "content": text})
         answer = await self._say()
         return None if GOODBYE in answer else answer
 
@@ -39,6 +39,6 @@ class Customer:
         completion = await self._client.chat.completions.create(
             model=self._model, messages=self._messages
         )
-        said = completion.choices[0].message.content or ""
-        self._messages.append({"role": "assistant", "content": said})
-        return said
+        text = completion.choices[0].message.content or ""
+        self._messages.append({"role": "assistant", "content": text})
+        return text

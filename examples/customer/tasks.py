@@ -41,7 +41,7 @@ def eval_tasks() -> list[dict]:
 
 def conversations() -> list[dict]:
     """What a tokenizer is made from."""
-    said = [
+    messages = [
         {"role": "system", "content": "You work for a shop. Help the customer with tools."},
         {"role": "user", "content": "Please cancel my order."},
     ]
@@ -49,7 +49,7 @@ def conversations() -> list[dict]:
     return [
         {
             "messages": [
-                *said,
+                *messages,
                 {"role": "assistant", "content": call % next(iter(one["orders"]))},
                 {"role": "user", "content": one["wish"]},
                 {"role": "assistant", "content": "done"},

@@ -92,20 +92,20 @@ class Player:
         headers = {"Authorization": f"Bearer {self._run.server_key}"}
         async with self._http.post(f"{server}/generate", json=body, headers=headers) as answer:
             answer.raise_for_status()
-            said = await answer.json()
-        meta = said["meta_info"]
+            generated = await answer.json()
+        meta = generated["meta_info"]
         spans = meta.get("weight_versions") or [
-            {"version": meta["weight_version"], "start": 0, "end": len(said["output_ids"])}
+            {"version": meta["weight_version"], "start": 0, "end": len(generated["output_ids"])}
         ]
         turn = {
             "prompt_ids": prompt_ids,
-            "output_ids": said["output_ids"],
+            "output_ids": generated["output_ids"],
             "behavior_logprobs": [logprob for logprob, *_ in meta["output_token_logprobs"]],
             "version_spans": [[int(s["version"]), s["start"], s["end"]] for s in spans],
             "sampling": in_force,
             "finish_reason": meta["finish_reason"]["type"],
         }
-        return turn, self._tokenizer.decode(said["output_ids"])
+        return turn, self._tokenizer.decode(generated["output_ids"])
 
 
 def numbered(name: str, rows: list[dict]) -> list[dict]:

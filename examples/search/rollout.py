@@ -12,5 +12,5 @@ corpus = cache(Corpus)
 
 
 async def play(task, episode):
-    said = await answer(task.payload["question"], episode.client, corpus().search)
-    return verify(task, Result(answer=said))
+    found = await answer(task.payload["question"], episode.client, corpus().search)
+    return verify(task, Result(answer=found))

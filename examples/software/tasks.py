@@ -237,9 +237,9 @@ def eval_tasks() -> list[dict]:
 
 def conversations() -> list[dict]:
     """What a tokenizer is made from: issues, sources, and a tool call."""
-    told = "\n".join(source for _, source, *_ in LANGUAGES.values())
+    sources = "\n".join(source for _, source, *_ in LANGUAGES.values())
     call = json.dumps({"command": "sed -i 's/x <= low - 2/x < low/' src/rules.py"})
-    texts = [*ISSUES.values(), told, call]
+    texts = [*ISSUES.values(), sources, call]
     return [
         {"messages": [{"role": "user", "content": t}, {"role": "assistant", "content": call}]}
         for t in texts

@@ -352,7 +352,7 @@ async def test_an_evaluation_without_tasks_is_refused(start: Callable[..., Any])
         loop.reader.request_eval("v", policy_version=0, num_episodes=0, sampling={})
 
 
-async def test_evaluations_use_places_that_training_leaves(start: Callable[..., Any]) -> None:
+async def test_evaluations_use_capacity_that_training_leaves(start: Callable[..., Any]) -> None:
     """Training goes first, unless it waits for the evaluation or a later version is served; and the
     evaluation says which of its episodes have later tokens."""
     loop = await start(buffer__max_staleness=1, buffer__pipeline_depth=0)

@@ -37,7 +37,7 @@ def test_a_server_starts_only_while_the_trainer_is_away(registry: Any) -> None:
     assert registry.claim_start("server-1", timeout_s=60)
 
 
-def test_a_start_that_never_ends_is_waited_for_no_longer_than_it_said(registry: Any) -> None:
+def test_a_start_that_never_ends_is_waited_for_no_longer_than_it_announced(registry: Any) -> None:
     """A process that was killed while it started says nothing."""
     assert registry.claim_start("server-0", timeout_s=-5)
     assert registry.claim_devices() == ()

@@ -91,7 +91,7 @@ async def _until_accepted(call: Callable[[], Any]) -> None:
     raise AssertionError("space did not help")
 
 
-async def test_a_server_that_syncs_always_ends_on_a_full_disk_and_keeps_what_it_said(
+async def test_a_server_that_syncs_always_ends_on_a_full_disk_and_keeps_what_it_acknowledged(
     small_disk: None, loop_on: Callable[..., Any], make_turn: Callable[..., Turn], tmp_path: Path
 ) -> None:
     """It cannot promise what it cannot sync; every turn that it acknowledged is there again."""

@@ -61,7 +61,7 @@ async def test_an_attempt_is_open_until_its_group_is_trained(
     assert loop.reader.ledger().num_started == 2
 
 
-async def test_dropped_attempts_are_kept_apart_by_reason(start: Callable[..., Any]) -> None:
+async def test_dropped_attempts_are_counted_by_reason(start: Callable[..., Any]) -> None:
     """What the trainer leaves out, and what is stale at the take."""
     loop = await start(trainer__groups_per_step=4)
     await loop.play_all()

@@ -283,7 +283,7 @@ async def test_limits_that_cannot_be_met_are_refused(
     assert loop.reader.limits.read() == before
 
 
-def test_a_depth_beyond_the_age_is_said() -> None:
+def test_a_depth_beyond_the_age_is_reported() -> None:
     """Both hold and may change, so it is no error; the sentence says which number and what would
     do."""
     assert beyond_age("auto", 0) == beyond_age(2, 2) == beyond_age(0.5, 1) == ""

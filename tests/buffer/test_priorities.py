@@ -45,8 +45,8 @@ def test_windows_are_sorted_and_nobody_starves(
     one, other = (Mixture(SOURCES, schedule, seed, Priorities(array, window)) for _ in range(2))
     order = [one.task_index(slot) for slot in range(10 * window)]
     for first in range(0, len(order), window):
-        drawn = [plain.task_index(slot) for slot in range(first, first + window)]
-        expected = sorted(drawn, key=lambda index: -values[index])
+        chosen = [plain.task_index(slot) for slot in range(first, first + window)]
+        expected = sorted(chosen, key=lambda index: -values[index])
         assert order[first : first + window] == expected
     assert [other.task_index(slot) for slot in slots] == [one.task_index(slot) for slot in slots]
     assert [plain.task_index(slot) for slot in range(30)] == [

@@ -63,7 +63,7 @@ async def test_groups_with_tokens_of_abandoned_versions_are_played_again(
     assert loop.reader.stats()["buffer/dropped/stale"] == 2
 
 
-async def test_no_group_with_an_abandoned_token_is_kept_where_there_is_room(
+async def test_no_group_with_an_abandoned_token_stays_where_there_is_room(
     start: Callable[..., Any],
 ) -> None:
     """Not the bound on admission but their versions decide."""

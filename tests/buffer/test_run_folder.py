@@ -97,7 +97,7 @@ def test_a_password_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
         )
 
 
-def test_a_run_of_another_release_is_told_from_an_edited_one(tmp_path: Path) -> None:
+def test_a_run_of_another_release_is_distinguished_from_an_edited_one(tmp_path: Path) -> None:
     """Who reads the run is not sent to look for an edit that was never made."""
     folder = tmp_path / "a"
     path, facts_path = folder / "settings.json", folder / "run.json"

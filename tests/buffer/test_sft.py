@@ -104,7 +104,7 @@ async def test_records_of_which_one_expired_on_the_way_are_not_stored(
     assert loop.reader.sft_progress() == (1002, True)
 
 
-async def test_what_cannot_be_read_is_left_out_and_kept(
+async def test_what_cannot_be_read_is_left_out_and_not_removed(
     start: Callable[..., Any], make_trajectory: MakeTrajectory, tmp_path: Path
 ) -> None:
     """Damage, or a record of another release, costs one trajectory, not the training; its bytes

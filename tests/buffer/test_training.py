@@ -56,7 +56,7 @@ async def test_take_waits_with_a_sentence_and_wakes_up(start: Callable[..., Any]
     assert all("ready groups" in sentence for sentence in sentences)
 
 
-async def test_take_ends_at_its_deadline_or_when_told(start: Callable[..., Any]) -> None:
+async def test_take_ends_at_its_deadline_or_when_asked_to_stop(start: Callable[..., Any]) -> None:
     """The deadline names who is waited for; should_stop gives an empty answer."""
     loop = await start()
     await loop.play((await loop.claim(1)).claims[0])

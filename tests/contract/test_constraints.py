@@ -40,9 +40,9 @@ async def test_a_json_schema_is_kept(server: Any) -> None:
             # White space has no end of its own; what is there still fits.
             assert re.fullmatch(r"\s*(\[[\s0-9,]*\]?)?\s*", text_of(server, answer))
             continue
-        said = json.loads(text_of(server, answer))
-        assert 2 <= len(said) <= 3
-        assert all(type(number) is int and 0 <= number < 1000 for number in said)
+        numbers = json.loads(text_of(server, answer))
+        assert 2 <= len(numbers) <= 3
+        assert all(type(number) is int and 0 <= number < 1000 for number in numbers)
 
 
 async def test_a_schema_is_kept_in_a_stream_and_beside_others(server: Any) -> None:

@@ -216,7 +216,7 @@ async def test_abort_returns_what_was_generated(server: Any) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_clients_that_leave_free_their_places(server: Any, is_streamed: bool) -> None:
+async def test_clients_that_leave_free_their_slots(server: Any, is_streamed: bool) -> None:
     """Requests whose connections close end long before they are complete."""
     num, wanted = 16, 480
     body = {

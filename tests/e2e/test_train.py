@@ -72,7 +72,7 @@ def test_a_run_in_one_process_is_the_same_loop(
     assert [row["train/policy_version"] for row in rows] == [1, 2]
 
 
-def test_a_recipe_is_said_at_the_start_and_trains(
+def test_a_recipe_is_logged_at_the_start_and_trains(
     workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
 ) -> None:
     """DAPO: what it set, what was set otherwise, and a batch that was filled again until its groups

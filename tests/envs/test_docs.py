@@ -36,8 +36,8 @@ async def test_slimes_function_translated_plays_a_run(
 ) -> None:
     """The page's worked example, with a reward that compares the attempts of a group."""
     router.num_episodes = 8
-    said = iter(["12", "123", "1x", "abc"] * 2)
-    router.answer = lambda messages: {"role": "assistant", "content": next(said)}
+    replies = iter(["12", "123", "1x", "abc"] * 2)
+    router.answer = lambda messages: {"role": "assistant", "content": next(replies)}
     await play_with(
         router,
         blocks("coming-from-slime.md")["after.py"],

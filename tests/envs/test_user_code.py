@@ -121,7 +121,7 @@ def tasks():
         ("Whole", "batch"),
     ],
 )
-def test_every_form_is_told_apart_by_its_signature(
+def test_every_form_is_recognised_by_its_signature(
     name: str, kind: str, folder: Path, make_settings: Callable[..., Settings]
 ) -> None:
     """Functions, callables, partials and classes; one task or many; async or blocking."""
@@ -254,7 +254,7 @@ def tasks():
 
 
 @pytest.mark.parametrize("is_rollout", [True, False])
-async def test_a_module_is_told_when_the_run_is_over(
+async def test_a_module_is_called_when_the_run_is_over(
     is_rollout: bool, make_settings: Callable[..., Settings], folder: Path
 ) -> None:
     """Its `tear_down` is called for its functions: what their verifiers started has ended."""

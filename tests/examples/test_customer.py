@@ -62,21 +62,21 @@ async def test_orders_decide_and_the_customer_is_another_model(
         if "cancelled" in row["wish"] and row["orders"] != row["wanted"]
     )
     number = row["wish"].split()[-1].rstrip(".")
-    said = iter(["Cancel it.", f"It is {number}.", "BYE"])
+    replies = iter(["Cancel it.", f"It is {number}.", "BYE"])
     acted = iter([{"role": "assistant", "content": "Which number?"}, *actions(number)])
     done = {"role": "assistant", "content": "It is done."}
 
     def answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
         if "You are a customer" in messages[0]["content"]:
             assert row["wish"] in messages[0]["content"]
-            return {"role": "assistant", "content": next(said)}
+            return {"role": "assistant", "content": next(replies)}
         assert row["wish"] not in json.dumps(messages)
         return next(acted, done)
 
     router.answer = answer
     task, episode = open_episode(row)
     assert await rollout.play(task, episode) == reward
-    assert [*said] == []
+    assert [*replies] == []
 
 
 @pytest.fixture

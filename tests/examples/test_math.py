@@ -98,8 +98,8 @@ def test_trajectories_posted_by_another_program_train(
         )
         rows = training.result(timeout=200)
     assert posting.returncode == 0, posting.stderr
-    said = json.loads(posting.stdout.splitlines()[-1])
-    assert said["counted"] == said["posted"] >= 24
+    report = json.loads(posting.stdout.splitlines()[-1])
+    assert report["counted"] == report["posted"] >= 24
     steps = [row for row in rows if "train/loss" in row]
     assert [row["train/episodes"] for row in steps] == [12, 12]
     assert any(row.get("eval/sampled_reward") is not None for row in rows)

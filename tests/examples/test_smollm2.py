@@ -89,8 +89,8 @@ def test_a_converted_model_is_the_model(
     encoded = tokenizer.encode("<|im_start|>hello12")
     assert encoded.tokens == ["<|im_start|>", "hel", "l", "o", "1", "2"]
     assert tokenizer.decode(encoded.ids) == "hello12"
-    told = json.loads((tmp_path / "folder/tokenizer_config.json").read_text())
-    assert (told["eos_token"], told["chat_template"]) == ("<|im_end|>", "{{ messages }}")
+    written = json.loads((tmp_path / "folder/tokenizer_config.json").read_text())
+    assert (written["eos_token"], written["chat_template"]) == ("<|im_end|>", "{{ messages }}")
 
 
 def test_held_out_words_are_asked_about_nowhere_else(load_example: Callable[..., Any]) -> None:

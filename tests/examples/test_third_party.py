@@ -162,8 +162,8 @@ def check_episode(found: Trajectory, seen: list[dict[str, Any]], tokenizer: Toke
 def texts_of(body: dict[str, Any]) -> list[str]:
     """Every text that a request or an answer of either dialect holds."""
     found = []
-    said = [choice["message"] for choice in body.get("choices", [])]
-    for item in [*body.get("messages", []), *as_items(body.get("input")), *said]:
+    replies = [choice["message"] for choice in body.get("choices", [])]
+    for item in [*body.get("messages", []), *as_items(body.get("input")), *replies]:
         content = item.get("content") or ""
         parts = [content] if isinstance(content, str) else [p.get("text", "") for p in content]
         found += parts

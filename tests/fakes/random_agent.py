@@ -140,12 +140,12 @@ class RandomAgent:
 
     def sayings_before(self, talk: Talk) -> set[str]:
         """What was said along the branch that the conversation's answer ends."""
-        by_id, said = {turn.turn_id: turn for turn in self.turns}, set()
+        by_id, replies = {turn.turn_id: turn for turn in self.turns}, set()
         turn = by_id.get(talk.turn_id)
         while turn is not None:
-            said.add(self.policy.generated[turn.turn_id].saying)
+            replies.add(self.policy.generated[turn.turn_id].saying)
             turn = by_id.get(turn.parent_turn_id)
-        return said
+        return replies
 
     async def ask(
         self, messages: list[dict], tools: Sequence[dict], move: Move
@@ -157,13 +157,15 @@ class RandomAgent:
     async def send(self, body: dict) -> tuple[Asked, list[Turn]]:
         """One request as it is; returns it and the turns that it made."""
         num_before = len(self.turns)
-        turn_id, said = await self.post(body)
+        turn_id, replies = await self.post(body)
         new = sorted(self.turns[num_before:], key=lambda turn: turn.choice_index)
         assert (
-            [turn.choice_index for turn in new] == list(range(body["n"])) == list(range(len(said)))
+            [turn.choice_index for turn in new]
+            == list(range(body["n"]))
+            == list(range(len(replies)))
         )
         assert new[0].turn_id == turn_id
-        for message, turn in zip(said, new, strict=True):
+        for message, turn in zip(replies, new, strict=True):
             self.talks.append(
                 Talk(
                     messages=[*body["messages"], message],
@@ -174,7 +176,7 @@ class RandomAgent:
             )
         turn_ids = [turn.turn_id for turn in new]
         self.asked.append(
-            Asked(body=body, answer=said, turn_ids=turn_ids, parent=new[0].parent_turn_id)
+            Asked(body=body, answer=replies, turn_ids=turn_ids, parent=new[0].parent_turn_id)
         )
         return self.asked[-1], new
 
@@ -184,8 +186,8 @@ class RandomAgent:
         answer = await self.stage.post(path, body, self.episode["api_key"], **headers)
         assert answer.status_code == 200, answer.text
         read = read_stream if body["stream"] else _read_plain
-        answer_id, said = read(answer.text)
-        return answer_id.removeprefix("chatcmpl-"), said
+        answer_id, replies = read(answer.text)
+        return answer_id.removeprefix("chatcmpl-"), replies
 
     def user(self, style: int = 0) -> dict:
         """Something that nobody has said before."""
@@ -209,13 +211,13 @@ class RandomAgent:
 
     def echo(self, talk: Talk, style: int) -> list[dict]:
         """The conversation with its answer handed back as one of many clients does."""
-        *before, said = talk.messages
-        said = {key: value for key, value in said.items() if key != "reasoning_content"}
-        if style % 2 and said.get("content"):
-            said["content"] = [{"type": "text", "text": said["content"]}]
-        if style >= 2 and said.get("tool_calls"):
-            said["tool_calls"] = [_written_anew(call) for call in said["tool_calls"]]
-        return [*before, said]
+        *before, replies = talk.messages
+        replies = {key: value for key, value in replies.items() if key != "reasoning_content"}
+        if style % 2 and replies.get("content"):
+            replies["content"] = [{"type": "text", "text": replies["content"]}]
+        if style >= 2 and replies.get("tool_calls"):
+            replies["tool_calls"] = [_written_anew(call) for call in replies["tool_calls"]]
+        return [*before, replies]
 
     def tools(self) -> list[dict]:
         """Tools that were not named together before."""
@@ -261,7 +263,7 @@ def _kept(message: dict) -> dict:
 
 def read_stream(text: str) -> tuple[str, list[dict]]:
     """A chat stream's id and the messages of its choices."""
-    said: dict[int, dict] = {}
+    replies: dict[int, dict] = {}
     answer_id = ""
     # What was said may hold other ends of lines than the events'.
     for line in text.split("\n"):
@@ -270,7 +272,7 @@ def read_stream(text: str) -> tuple[str, list[dict]]:
         event = json.loads(line[6:])
         answer_id = event["id"]
         for choice in event["choices"]:
-            message = said.setdefault(choice["index"], {"role": "assistant", "content": ""})
+            message = replies.setdefault(choice["index"], {"role": "assistant", "content": ""})
             delta = choice["delta"]
             for name in ("content", "reasoning_content"):
                 if delta.get(name):
@@ -282,7 +284,7 @@ def read_stream(text: str) -> tuple[str, list[dict]]:
                     calls.append({**piece, "function": dict(function)})
                 else:
                     calls[piece["index"]]["function"]["arguments"] += function["arguments"]
-    for message in said.values():
+    for message in replies.values():
         for call in message.get("tool_calls", ()):
             call.pop("index")
-    return answer_id, [said[index] for index in sorted(said)]
+    return answer_id, [replies[index] for index in sorted(replies)]

@@ -41,7 +41,7 @@ def test_servers_come_first_and_the_trainer_behind_them() -> None:
     assert found.lines()[-1] == "trainer rank 3: GPU 7 (H100)"
 
 
-def test_lists_are_heard_and_the_others_take_what_is_free() -> None:
+def test_given_lists_hold_and_the_others_take_what_is_free() -> None:
     """By servers in their order, by ranks one each."""
     found = place(
         SGLANG | {"num_servers": 2, "tensor_parallel_size": 2, "gpus": [6, 4, 1, 0]},

@@ -57,7 +57,7 @@ def row(text: str, name: str) -> str:
     return next(line for line in text.splitlines() if line.startswith(f"│ {name}"))
 
 
-def test_a_run_that_can_start_is_told_so_and_nothing_is_made(
+def test_a_run_that_can_start_is_reported_and_nothing_is_made(
     report: Report, tmp_path: Path
 ) -> None:
     code, text = report()

@@ -24,8 +24,8 @@ def causes(stage, episode):
 async def test_a_client_that_drops_extra_fields_continues(stage) -> None:
     """An echo is what was said, not how it was serialised."""
     episode = await stage.open()
-    said = await turn(stage, episode, [SYSTEM, USER])
-    echo = {"role": "assistant", "content": [{"type": "text", "text": said["content"]}]}
+    reply = await turn(stage, episode, [SYSTEM, USER])
+    echo = {"role": "assistant", "content": [{"type": "text", "text": reply["content"]}]}
     await turn(stage, episode, [SYSTEM, USER, echo, USER])
     assert causes(stage, episode) == ["root", "extension"]
 
@@ -44,8 +44,8 @@ async def test_a_client_that_drops_extra_fields_continues(stage) -> None:
 async def test_causes_of_breaks(stage, second, fields, cause) -> None:
     """What is no extension starts a branch, and its cause is recorded."""
     episode = await stage.open()
-    said = await turn(stage, episode, [SYSTEM, USER])
-    messages = [{**said, "role": "assistant"} if m == "said" else m for m in second]
+    reply = await turn(stage, episode, [SYSTEM, USER])
+    messages = [{**reply, "role": "assistant"} if m == "said" else m for m in second]
     await turn(stage, episode, messages, **fields)
     _, other = stage.turns(episode)
     assert other.branch_cause == cause
@@ -75,8 +75,8 @@ async def test_choices_are_sibling_turns_and_each_can_be_continued(stage) -> Non
     body = {"model": "policy", "messages": [USER], "n": 3}
     answer = (await stage.post("/v1/chat/completions", body, episode["api_key"])).json()
     assert [c["index"] for c in answer["choices"]] == [0, 1, 2]
-    said = answer["choices"][1]["message"]
-    body = {"model": "policy", "messages": [USER, said, USER]}
+    reply = answer["choices"][1]["message"]
+    body = {"model": "policy", "messages": [USER, reply, USER]}
     await stage.post("/v1/chat/completions", body, episode["api_key"])
     *choices, last = stage.turns(episode)
     assert [t.choice_index for t in choices] == [0, 1, 2]
@@ -108,10 +108,10 @@ async def test_a_sub_agent_and_the_main_agent_are_two_branches(stage) -> None:
 async def test_another_router_process_goes_on_with_the_ids(make_stage, stage) -> None:
     """A second router over the same buffer continues the branch by the recorded ids."""
     episode = await stage.open()
-    said = await turn(stage, episode, [SYSTEM, USER])
+    reply = await turn(stage, episode, [SYSTEM, USER])
     other = await make_stage(beside=stage)
     stage.says("again")
-    body = {"model": "policy", "messages": [SYSTEM, USER, said, USER]}
+    body = {"model": "policy", "messages": [SYSTEM, USER, reply, USER]}
     answer = await other.post("/v1/chat/completions", body, episode["api_key"])
     assert answer.status_code == 200
     first, second = stage.turns(episode)
@@ -124,10 +124,10 @@ async def test_reasoning_that_is_handed_back_is_rendered(make_stage) -> None:
     stage = await make_stage(model={"renderer_options": {"enable_thinking": True}})
     episode = await stage.open()
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    reply = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "c", "content": "4"}
     for thought in ("I wonder.", ""):
-        thinking = {**said, "reasoning_content": thought} if thought else said
+        thinking = {**reply, "reasoning_content": thought} if thought else reply
         await turn(stage, episode, [USER, thinking, result], tools=[TOOL])
         seen = stage.renderer.tokenizer.decode(stage.server.requests[-1]["input_ids"])
         assert seen.count("I wonder.") == bool(thought)

@@ -45,8 +45,8 @@ def read(renderer, ids: list[int], cuts: list[int], **fields):
             name, arguments = calls.get(piece.number, (piece.name, ""))
             assert name == piece.name
             calls[piece.number] = (name, arguments + piece.arguments)
-    said = reader.read(asked, list(ids), PLAN, "t", None, live.shown_calls)
-    return text, list(calls.values()), said
+    reply = reader.read(asked, list(ids), PLAN, "t", None, live.shown_calls)
+    return text, list(calls.values()), reply
 
 
 values = st.recursive(
@@ -82,12 +82,12 @@ def test_joined_pieces_are_the_recorded_call(renderer, written, cuts) -> None:
     """However the ids are cut, what was shown of each call is all of it, as the policy wrote it."""
     text, calls = written
     ids = renderer.tokenizer.encode(text)
-    shown_text, shown, said = read(renderer, ids, cuts)
+    shown_text, shown, reply = read(renderer, ids, cuts)
     assert shown == calls
-    assert [(call.name, call.arguments) for call in said.message.tool_calls] == calls
-    assert said.message.text == shown_text == text.partition("<tool_call>")[0].strip()
+    assert [(call.name, call.arguments) for call in reply.message.tool_calls] == calls
+    assert reply.message.text == shown_text == text.partition("<tool_call>")[0].strip()
     plain = AnswerReader(renderer).read(request(stream=False), ids, PLAN, "t", None)
-    assert plain == said
+    assert plain == reply
 
 
 @QUICK
@@ -108,21 +108,21 @@ def test_joined_pieces_are_the_recorded_call(renderer, written, cuts) -> None:
 @example(text=CALL % ("f", '{"x": }'), cuts=[], parallel=True)
 @example(text=CALL % ("f", '{"x": ' + "9" * 5000 + "}"), cuts=[], parallel=True)
 @example(text=CALL % ("f", '{"x": 1}') + CALL % ("g", "{"), cuts=[3] * 20, parallel=False)
-def test_what_was_shown_of_a_call_stays_said(renderer, text, cuts, parallel) -> None:
+def test_what_was_streamed_of_a_call_stays_in_the_answer(renderer, text, cuts, parallel) -> None:
     """Whatever the policy writes: what was shown begins a recorded call."""
     ids = renderer.tokenizer.encode(text)
-    shown_text, shown, said = read(renderer, ids, cuts, parallel_tool_calls=parallel)
-    assert (shown_text, shown, said) == read(
+    shown_text, shown, reply = read(renderer, ids, cuts, parallel_tool_calls=parallel)
+    assert (shown_text, shown, reply) == read(
         renderer, ids, [1] * len(ids), parallel_tool_calls=parallel
     )
-    calls = said.message.tool_calls
+    calls = reply.message.tool_calls
     assert len(calls) >= len(shown)
     for call, (name, pieces) in zip(calls, shown, strict=False):
         assert call.name == name
         assert call.arguments.startswith(pieces)
-    assert said.message.text.startswith(shown_text)
+    assert reply.message.text.startswith(shown_text)
     if shown:
-        assert said.message.text == shown_text
+        assert reply.message.text == shown_text
     assert parallel or len(calls) <= 1
 
 
@@ -204,17 +204,17 @@ async def test_a_call_that_breaks_off_is_handed_back_exactly(stage, dialect, is_
     stage.stack.push_async_callback(meeting.close)
     talker = meeting.begin(episode)
     talker.tell("go")
-    said = await talker.ask(stream=True)
-    assert [name for _, name, _ in said.calls] == ["calculator"]
+    reply = await talker.ask(stream=True)
+    assert [name for _, name, _ in reply.calls] == ["calculator"]
     session = stage.app.state.parts.episodes.known(episode["episode_id"])
     session.turns.clear()
     again = await talker.ask(stream=True, extra_headers={"x-stainless-retry-count": "1"})
-    assert (again.calls, again.finish, again.text) == (said.calls, said.finish, said.text)
+    assert (again.calls, again.finish, again.text) == (reply.calls, reply.finish, reply.text)
     assert stage.turns(episode)[0].finish_reason == ("length" if is_cut else "tool_calls")
     if dialect != "messages":
         # Anthropic's client repairs what it hands back.
-        talker.hand_back(said)
-        talker.hand_results([(said.calls[0][0], "not JSON")])
+        talker.hand_back(reply)
+        talker.hand_results([(reply.calls[0][0], "not JSON")])
         assert (await talker.ask(stream=False)).text == "fine"
         assert [t.branch_cause for t in stage.turns(episode)] == ["root", "extension"]
 

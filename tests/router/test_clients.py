@@ -126,8 +126,8 @@ async def overheard(home: Path) -> list[str]:
     assert len(bodies) >= 2
     texts = []
     for body in bodies:
-        said = [*body.get("messages", []), *body.get("input", []), body.get("instructions") or ""]
-        for one in said:
+        reply = [*body.get("messages", []), *body.get("input", []), body.get("instructions") or ""]
+        for one in reply:
             content = one if isinstance(one, str) else one.get("content") or ""
             texts += [content] if isinstance(content, str) else [p["text"] for p in content]
         texts += map(json.dumps, body.get("tools", []))
@@ -150,8 +150,8 @@ async def test_an_agents_tool_loop_is_one_exact_branch(scene, agent: str) -> Non
     call = CALL % ("calculator", '{"expression": "12 * 7"}')
     scene.says(THOUGHT + call, "The answer is 84.")
     episode = await scene.open()
-    said = await run_program(PYTHON, str(PROGRAMS), agent, episode["base_url"], episode["api_key"])
-    assert said.strip().endswith("The answer is 84.")
+    reply = await run_program(PYTHON, str(PROGRAMS), agent, episode["base_url"], episode["api_key"])
+    assert reply.strip().endswith("The answer is 84.")
     assert scene.check_exact(episode) == ONE_BRANCH
 
 
@@ -168,11 +168,11 @@ async def test_a_javascript_agents_tool_loop_is_one_exact_branch(scene, agent: s
     call = CALL % ("calculator", '{"expression": "12 * 7"}')
     scene.says(THOUGHT + call, "The answer is 84.")
     episode = await scene.open()
-    said = await run_program(
+    reply = await run_program(
         *("node", str(JAVASCRIPT), NODE_MODULES, agent),
         *(episode["base_url"], episode["api_key"]),
     )
-    assert said.strip().endswith("The answer is 84.")
+    assert reply.strip().endswith("The answer is 84.")
     assert scene.check_exact(episode) == ONE_BRANCH
 
 
@@ -181,11 +181,11 @@ async def test_clients_know_an_ended_episode_and_a_full_context_as_final(scene) 
     episode = await scene.open()
 
     async def refused(num_words: int) -> dict[str, list[str]]:
-        said = await run_program(
+        reply = await run_program(
             *(PYTHON, str(PROGRAMS), f"refusals:{num_words}"),
             *(episode["base_url"], episode["api_key"]),
         )
-        return json.loads(said.splitlines()[-1])
+        return json.loads(reply.splitlines()[-1])
 
     full = await refused(CONTEXT)
     assert {name for name, kinds in full.items() if "BadRequestError" in kinds} == full.keys()
@@ -220,10 +220,10 @@ async def test_an_agent_that_retells_its_history_branches_exactly(scene) -> None
     call = CALL % ("calculator", '{"expression": "12 * 7"}')
     scene.says(call, CALL % ("final_answer", '{"answer": "84"}'))
     episode = await scene.open()
-    said = await run_program(
+    reply = await run_program(
         PYTHON, str(PROGRAMS), "smolagents", episode["base_url"], episode["api_key"]
     )
-    assert said.strip().endswith("84")
+    assert reply.strip().endswith("84")
     assert scene.check_exact(episode) == ["root", "history_rewritten"]
 
 
@@ -234,11 +234,11 @@ async def test_mini_swe_agent_plays_an_episode(scene, tmp_path: Path) -> None:
         CALL % ("bash", '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat answer"}'),
     )
     episode = await scene.open()
-    said = await run_program(
+    reply = await run_program(
         *(PYTHON, str(PROGRAMS), "mini-swe-agent", episode["base_url"], episode["api_key"]),
         HOME=str(tmp_path),
     )
-    assert said.strip().endswith("Submitted 84")
+    assert reply.strip().endswith("Submitted 84")
     assert (tmp_path / "answer").read_text() == "84\n"
     assert scene.check_exact(episode) == ONE_BRANCH
 
@@ -248,8 +248,8 @@ async def test_codex_plays_an_episode(scene, tmp_path: Path) -> None:
     call = CALL % ("exec_command", '{"cmd": "echo $((12 * 7)) > answer"}')
     scene.says(THOUGHT + call, "The answer is 84.")
     episode = await scene.open()
-    said = await run_codex(tmp_path, episode["base_url"], episode["api_key"])
-    assert said.strip().endswith("The answer is 84.")
+    reply = await run_codex(tmp_path, episode["base_url"], episode["api_key"])
+    assert reply.strip().endswith("The answer is 84.")
     assert (tmp_path / "answer").read_text() == "84\n"
     assert scene.check_exact(episode) == ONE_BRANCH
 
@@ -259,7 +259,7 @@ async def test_qwen_code_plays_an_episode(scene, tmp_path: Path) -> None:
     call = CALL % ("run_shell_command", '{"command": "echo $((12 * 7)) > answer"}')
     scene.says(THOUGHT + call, "The answer is 84.")
     episode = await scene.open()
-    said = await run_qwen_code(tmp_path, episode["base_url"], episode["api_key"])
-    assert "The answer is 84." in said
+    reply = await run_qwen_code(tmp_path, episode["base_url"], episode["api_key"])
+    assert "The answer is 84." in reply
     assert (tmp_path / "answer").read_text() == "84\n"
     assert scene.check_exact(episode)[:2] == ONE_BRANCH

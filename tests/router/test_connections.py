@@ -177,7 +177,7 @@ async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, piec
 
 
 @pytest.mark.parametrize("piece", [b"a" * 50_000, b"a: b\r\n" * 5_000])
-async def test_a_head_without_end_is_not_kept(piece: bytes) -> None:
+async def test_a_head_without_end_is_not_stored(piece: bytes) -> None:
     """One endless header, or one after the other: refused, whoever sends them."""
 
     async def app(scope, receive, send) -> None:
@@ -190,7 +190,7 @@ async def test_a_head_without_end_is_not_kept(piece: bytes) -> None:
 
 @pytest.mark.parametrize("is_answered", [False, True])
 @pytest.mark.parametrize("piece", [b"a" * 50_000, b"a: b\r\n" * 5_000])
-async def test_trailers_without_end_are_not_kept(piece: bytes, is_answered: bool) -> None:
+async def test_trailers_without_end_are_not_stored(piece: bytes, is_answered: bool) -> None:
     """What comes after a chunked body is not read, also when the answer, a 401, was sent
     before it: neither one endless trailer nor many are kept in memory."""
     headers: list[dict] = []

@@ -76,14 +76,14 @@ async def compare_with_play(stage, row, rendered) -> None:
             continue
         body = {"model": "policy", "messages": messages, "tools": [TOOL]}
         answered = await stage.post("/v1/chat/completions", body, episode["api_key"])
-        said = answered.json()["choices"][0]["message"]
-        assert (said["content"] or "") == (message["content"] or "")
+        reply = answered.json()["choices"][0]["message"]
+        assert (reply["content"] or "") == (message["content"] or "")
         for ours, theirs in zip(
-            said.get("tool_calls", []), message.get("tool_calls", []), strict=True
+            reply.get("tool_calls", []), message.get("tool_calls", []), strict=True
         ):
             assert ours["function"]["arguments"] == theirs["function"]["arguments"]
             names[theirs["id"]] = ours["id"]
-        messages.append(said)
+        messages.append(reply)
     played = stage.turns(episode)
     assert len(played) == len(rendered)
     for one, other in zip(played, rendered, strict=True):

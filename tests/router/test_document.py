@@ -26,14 +26,14 @@ CONFORMS = [
 ]
 ALLOWED, NOT_ALLOWED = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 NUM_DRAWS = 3
-SAID = [{"role": "user", "content": "said"}]
+MESSAGES = [{"role": "user", "content": "said"}]
 LIKELY = {
     "/tasks/claim": {"key": "k", "count": 1},
-    "/v1/chat/completions": {"model": "policy", "messages": SAID},
+    "/v1/chat/completions": {"model": "policy", "messages": MESSAGES},
     "/v1/completions": {"model": "policy", "prompt": "said"},
     "/v1/responses": {"model": "policy", "input": "said"},
-    "/v1/messages": {"model": "policy", "messages": SAID, "max_tokens": 8},
-    "/v1/messages/count_tokens": {"model": "policy", "messages": SAID},
+    "/v1/messages": {"model": "policy", "messages": MESSAGES, "max_tokens": 8},
+    "/v1/messages/count_tokens": {"model": "policy", "messages": MESSAGES},
 }
 """What no schema says: without these words nearly every body would be refused at once."""
 

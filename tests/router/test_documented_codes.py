@@ -31,27 +31,27 @@ def codes() -> set[str]:
 def test_every_refusal_is_documented() -> None:
     """By its code, and none that there is not."""
     rows = [line for line in PAGE.partition("## Metrics")[0].splitlines() if line.startswith("| `")]
-    told = {name.strip(" `") for row in rows for name in row.split("|")[1].split(",")}
-    assert len(told) > 20
-    assert told == codes()
+    documented = {name.strip(" `") for row in rows for name in row.split("|")[1].split(",")}
+    assert len(documented) > 20
+    assert documented == codes()
 
 
 def test_every_metric_is_documented() -> None:
     """By the name that a scrape shows, with its labels, and none that there is not."""
     rows = [line for line in PAGE.partition("## Metrics")[2].splitlines() if line.startswith("| `")]
-    told = {}
+    documented = {}
     for row in rows:
         name, label = (cell.strip(" `") for cell in row.split("|")[1:3])
-        told[name] = label
+        documented[name] = label
     metrics = RouterMetrics()
     declared = {}
     for metric in (one for one in vars(metrics).values() if isinstance(one, MetricWrapperBase)):
         (family,) = metric.describe()
-        if label := told.get(f"{family.name}_total", told.get(family.name)):
+        if label := documented.get(f"{family.name}_total", documented.get(family.name)):
             # One with labels that has counted nothing shows none; another label is refused.
             metric.labels(**{label: "x"})
     for family in metrics.registry.collect():
         labels = {name for sample in family.samples for name in sample.labels} - {"le"}
         name = f"{family.name}_total" if family.type == "counter" else family.name
         declared[name] = ", ".join(sorted(labels))
-    assert told == declared
+    assert documented == declared

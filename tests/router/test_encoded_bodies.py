@@ -33,14 +33,14 @@ async def test_every_dialect_reads_what_is_compressed(stage, path: str) -> None:
     """By gzip, zlib and bare deflate, in any case of letters, small and of many pieces."""
     stage.server.answer = lambda request: stage.script("fine")
     episode = await stage.open()
-    said = json.dumps({"model": "policy", **ASKED[path], "ignored": "x" * 1_000_000}).encode()
+    plain = json.dumps({"model": "policy", **ASKED[path], "ignored": "x" * 1_000_000}).encode()
     for encoding, body in (
-        ("gzip", gzip.compress(said)),
-        ("GZip", gzip.compress(said, 0)),
-        ("x-gzip", gzip.compress(said)),
-        ("deflate", deflated(said, 15)),
-        ("deflate", deflated(said, -15)),
-        ("identity", said),
+        ("gzip", gzip.compress(plain)),
+        ("GZip", gzip.compress(plain, 0)),
+        ("x-gzip", gzip.compress(plain)),
+        ("deflate", deflated(plain, 15)),
+        ("deflate", deflated(plain, -15)),
+        ("identity", plain),
     ):
         answer = await send(stage, path, encoding, body, episode["api_key"])
         assert answer.status_code == 200, (encoding, answer.text)
@@ -55,32 +55,32 @@ async def test_a_runner_may_compress_too(stage) -> None:
 
 def error_of(path: str, answer) -> dict:
     """What is wrong, out of the dialect's own envelope."""
-    told = answer.json()
+    error = answer.json()
     assert answer.headers["x-should-retry"] == "false"
     if path.startswith("/v1/messages"):
-        assert told["type"] == "error"
+        assert error["type"] == "error"
     else:
-        assert set(told["error"]) == {"message", "type", "code", "param"}
-    return told["error"]
+        assert set(error["error"]) == {"message", "type", "code", "param"}
+    return error["error"]
 
 
 @pytest.mark.parametrize("path", ASKED)
 async def test_what_cannot_be_read_is_refused_by_name(stage, path: str) -> None:
     """Another encoding, several, one that breaks, ends early or goes on after its end."""
     episode = await stage.open()
-    said = json.dumps({"model": "policy", **ASKED[path]}).encode()
-    whole = gzip.compress(said)
+    plain = json.dumps({"model": "policy", **ASKED[path]}).encode()
+    whole = gzip.compress(plain)
     for encoding, body, status, words in (
-        ("br", said, 415, "gzip, deflate"),
-        ("zstd", said, 415, "gzip, deflate"),
+        ("br", plain, 415, "gzip, deflate"),
+        ("zstd", plain, 415, "gzip, deflate"),
         ("gzip, gzip", gzip.compress(whole), 415, "gzip, deflate"),
-        ("gzip", said, 400, "gzip"),
+        ("gzip", plain, 400, "gzip"),
         ("gzip", b"", 400, "gzip"),
         ("gzip", whole[:-1], 400, "gzip"),
         ("gzip", whole[:-9] + bytes(9), 400, "gzip"),
         ("gzip", whole + b"more", 400, "gzip"),
         ("gzip", whole + bytes(1_000_000), 400, "gzip"),
-        ("deflate", said, 400, "deflate"),
+        ("deflate", plain, 400, "deflate"),
     ):
         answer = await send(stage, path, encoding, body, episode["api_key"])
         assert answer.status_code == status, (encoding, body, answer.text)

@@ -74,8 +74,8 @@ async def test_no_episode_goes_on_with_a_turn_of_another_purpose(stage, purposes
     client = await stage.client(two)
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         await client.responses.create(**ASKED, previous_response_id=first.id)
-    said = [item.model_dump(exclude_none=True) for item in first.output]
-    asked = [{"role": "user", "content": "Say something."}, *said]
+    items = [item.model_dump(exclude_none=True) for item in first.output]
+    asked = [{"role": "user", "content": "Say something."}, *items]
     await client.responses.create(
         model="policy", input=[*asked, {"role": "user", "content": "More."}]
     )

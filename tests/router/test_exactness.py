@@ -93,23 +93,23 @@ async def test_whatever_the_policy_writes_ids_stay_exact(make_stage, cumulative:
             script = wild_output(rng, stage)
             stage.server.answer = lambda request, script=script: script
             stage.server.chunk = max(rng.choice((1, 2, 5)), len(script.ids) // 16)
-            said, _ = await ask(client, messages, stream=False)
+            plain, _ = await ask(client, messages, stream=False)
             streamed, _ = await ask(client, messages, stream=True)
             functions = [c.function for c in streamed.tool_calls or []]
-            if functions == [c.function for c in said.tool_calls or []]:
-                assert streamed.content == (said.content or None)
+            if functions == [c.function for c in plain.tool_calls or []]:
+                assert streamed.content == (plain.content or None)
             else:
                 # A call that broke after it was shown cannot be text any more.
-                assert len(functions) == len(said.tool_calls or []) + 1
-                assert "<tool_call>" in said.content
-            messages.append(rng.choice((said, streamed)).model_dump(exclude_none=True))
-            for call in said.tool_calls or []:
+                assert len(functions) == len(plain.tool_calls or []) + 1
+                assert "<tool_call>" in plain.content
+            messages.append(rng.choice((plain, streamed)).model_dump(exclude_none=True))
+            for call in plain.tool_calls or []:
                 json.loads(call.function.arguments)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": "4"})
-            if not said.tool_calls:
+            if not plain.tool_calls:
                 messages.append({"role": "user", "content": "more"})
             # The one whose call ids were echoed is continued; both are exact.
-            if said.tool_calls and messages[-2].get("tool_calls"):
+            if plain.tool_calls and messages[-2].get("tool_calls"):
                 ids = {c["id"] for c in messages[-2]["tool_calls"]}
                 messages[-1]["tool_call_id"] = next(iter(ids))
         turns = stage.turns(episode)

@@ -176,8 +176,8 @@ def test_default_sampling_equals_asking_for_the_defaults(make_run, governance, w
     """The sampling in force does not depend on how it was found."""
     sampling = {"temperature": 0.7, "max_new_tokens": 50, "governance": governance}
     settings = make_run(sampling=sampling).settings.sampling
-    said = (Message("user", "x"),)
-    request = TurnRequest(model="m", messages=said, max_new_tokens=wanted, stop=("a",))
+    conversation = (Message("user", "x"),)
+    request = TurnRequest(model="m", messages=conversation, max_new_tokens=wanted, stop=("a",))
     asking = structs.replace(request, asked={"temperature": 0.7})
     for room in (1, 45, 60, 1000):
         found = decide(request, None, settings, room=room)

@@ -74,7 +74,7 @@ async def spaced(make_stage, tmp_path: Path):
     return stage
 
 
-SAID = [{"role": "user", "content": "hello"}]
+MESSAGES = [{"role": "user", "content": "hello"}]
 TEXT = " hello world   caf\u00e9\u00e9"
 
 
@@ -83,7 +83,7 @@ async def test_logprobs_have_the_spaces_of_the_answer(spaced, stream: bool) -> N
     """Text and bytes of chat completions and responses, joined, are what was said."""
     client = await spaced.client(await spaced.open())
     chat = await client.chat.completions.create(
-        model="policy", messages=SAID, logprobs=True, top_logprobs=1, stream=stream
+        model="policy", messages=MESSAGES, logprobs=True, top_logprobs=1, stream=stream
     )
     choices = [c async for x in chat for c in x.choices] if stream else chat.choices
     tokens = [t for choice in choices if choice.logprobs for t in choice.logprobs.content]

@@ -57,8 +57,8 @@ async def test_turns_are_logged_at_the_level_of_the_run(
     episode = await stage.open()
     with capture_logs() as logs:
         await stage.post("/v1/chat/completions", BODY, episode["api_key"])
-    told = [(x["log_level"], x["turn_id"]) for x in logs if x["event"] == "turn_recorded"]
-    assert told == [(level, stage.turns(episode)[0].turn_id)]
+    logged = [(x["log_level"], x["turn_id"]) for x in logs if x["event"] == "turn_recorded"]
+    assert logged == [(level, stage.turns(episode)[0].turn_id)]
 
 
 def test_a_process_writes_one_json_object_per_line_above_its_level() -> None:

@@ -128,10 +128,10 @@ async def play(episode: dict) -> None:
         answer = await client.chat.completions.create(
             model="policy", messages=messages, tools=[TOOL]
         )
-        said = answer.choices[0].message
-        assert json.loads(said.tool_calls[0].function.arguments) == {"x": 1}
-        result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "84"}
-        messages += [said.model_dump(exclude_none=True), result]
+        reply = answer.choices[0].message
+        assert json.loads(reply.tool_calls[0].function.arguments) == {"x": 1}
+        result = {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "84"}
+        messages += [reply.model_dump(exclude_none=True), result]
         answer = await client.chat.completions.create(
             model="policy", messages=messages, tools=[TOOL], stream=True
         )

@@ -81,7 +81,7 @@ async def test_text_comes_before_generation_ends(stage, client) -> None:
     assert shown == "Hello there, this is long."
 
 
-async def test_why_an_answer_ended_is_said_in_anthropics_words(stage, client) -> None:
+async def test_why_an_answer_ended_is_given_in_anthropics_words(stage, client) -> None:
     """end_turn, stop_sequence with the sequence, max_tokens; thinking only when asked for."""
     stage.says("<think>\nhm\n</think>\n\nfine")
     answer = await client.messages.create(**HI)
@@ -192,7 +192,7 @@ def test_blocks_become_the_messages_they_tell(blocks) -> None:
         else {"type": "text", "text": text}
         for kind, text in blocks
     ]
-    said = [
+    reply = [
         {"type": "tool_use", "id": text, "name": "f", "input": {"x": text}}
         if kind == "tool_use"
         else {"type": "thinking", "thinking": text, "signature": ""}
@@ -202,7 +202,7 @@ def test_blocks_become_the_messages_they_tell(blocks) -> None:
     ]
     messages = decode(
         {"role": "user", "content": results},
-        {"role": "assistant", "content": said},
+        {"role": "assistant", "content": reply},
         {"role": "user", "content": "go on"},
         system=[{"type": "text", "text": "s"}, {"type": "text", "text": "t"}],
     ).messages
@@ -252,7 +252,7 @@ async def test_an_sdk_tool_runner_plays_one_exact_branch(stage, client) -> None:
         {"container": "container_x"},
     ],
 )
-async def test_state_that_is_kept_elsewhere_is_refused(stage, client, state) -> None:
+async def test_state_that_is_stored_elsewhere_is_refused(stage, client, state) -> None:
     """Without it the policy would see a part of the conversation and nothing would say so."""
     with pytest.raises(anthropic.BadRequestError) as refused:
         await client.messages.create(**HI, extra_body=state)

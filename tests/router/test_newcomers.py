@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from outloop.router.dialects import chat_request, responses_request
 from outloop.router.rendering.tokenizer import PolicyTokenizer
 
-SAID = [{"role": "user", "content": "hi"}]
+MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def anthropic_client(stage, base_url: str, key: str, **options) -> anthropic.AsyncAnthropic:
@@ -56,13 +56,13 @@ async def test_a_client_whose_key_is_fixed_has_its_episodes_in_the_path(stage) -
     url = f"{stage.url}/episodes/{one['api_key']}/v1"
     fixed = openai.AsyncOpenAI(base_url=url, api_key="EMPTY")
     stage.stack.push_async_callback(fixed.close)
-    await fixed.chat.completions.create(model="policy", messages=SAID)
+    await fixed.chat.completions.create(model="policy", messages=MESSAGES)
     await fixed.responses.create(model="policy", input="hi")
     await fixed.models.retrieve("policy")
     own = anthropic_client(stage, url.removesuffix("/v1"), "sk-ant-fixed")
-    await own.messages.create(model="policy", messages=SAID, max_tokens=5)
+    await own.messages.create(model="policy", messages=MESSAGES, max_tokens=5)
     assert len(stage.turns(one)) == 3
-    body = {"model": "policy", "messages": SAID}
+    body = {"model": "policy", "messages": MESSAGES}
     for episode_id, key, status in (
         (one["api_key"], one["api_key"], 200),
         (one["api_key"], other["api_key"], 401),
@@ -88,7 +88,7 @@ async def test_bytes_of_logprobs_are_those_of_the_answer(stage, stream: bool) ->
     wish = {"model": "policy", "stream": stream}
     stop = b"<|im_end|>"
     chat = await client.chat.completions.create(
-        messages=SAID, logprobs=True, top_logprobs=1, **wish
+        messages=MESSAGES, logprobs=True, top_logprobs=1, **wish
     )
     choices = [c async for x in chat for c in x.choices] if stream else chat.choices
     tokens = [t for choice in choices if choice.logprobs for t in choice.logprobs.content]
@@ -98,10 +98,10 @@ async def test_bytes_of_logprobs_are_those_of_the_answer(stage, stream: bool) ->
     asked = {"model": "policy", "input": "hi", "include": ["message.output_text.logprobs"]}
     if stream:
         async with client.responses.stream(**asked) as events:
-            said = await events.get_final_response()
+            history = await events.get_final_response()
     else:
-        said = await client.responses.create(**asked)
-    part = said.output[0].content[0]
+        history = await client.responses.create(**asked)
+    part = history.output[0].content[0]
     assert b"".join(bytes(t.bytes) for t in part.logprobs) == text.encode() + stop
     raw = await client.completions.create(prompt="hi", logprobs=3, **wish)
     choices = [c async for x in raw for c in x.choices] if stream else raw.choices
@@ -146,10 +146,10 @@ def test_every_form_of_tool_choice_is_read(choice: dict, meant: str) -> None:
     inner = {name: value for name, value in choice.items() if name != "type"}
     nested = {"type": choice["type"], choice["type"]: inner} if inner else choice
     flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
-    chat = {"model": "policy", "messages": SAID, "tools": TOOLS, "tool_choice": nested}
-    said = {"model": "policy", "input": "hi", "tools": flat, "tool_choice": choice}
+    chat = {"model": "policy", "messages": MESSAGES, "tools": TOOLS, "tool_choice": nested}
+    history = {"model": "policy", "input": "hi", "tools": flat, "tool_choice": choice}
     assert chat_request.decode(msgspec.json.encode(chat)).tool_choice == meant
-    assert responses_request.decode(msgspec.json.encode(said)).tool_choice == meant
+    assert responses_request.decode(msgspec.json.encode(history)).tool_choice == meant
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -160,7 +160,7 @@ async def test_reasoning_is_counted(stage, stream: bool) -> None:
     client = await stage.client(await stage.open())
     chat = await client.chat.completions.create(
         model="policy",
-        messages=SAID,
+        messages=MESSAGES,
         n=2,
         stream=stream,
         **({"stream_options": {"include_usage": True}} if stream else {}),
@@ -168,15 +168,15 @@ async def test_reasoning_is_counted(stage, stream: bool) -> None:
     usage = [x.usage async for x in chat][-1] if stream else chat.usage
     if stream:
         async with client.responses.stream(model="policy", input="hi") as events:
-            said = await events.get_final_response()
+            history = await events.get_final_response()
     else:
-        said = await client.responses.create(model="policy", input="hi")
+        history = await client.responses.create(model="policy", input="hi")
     num = len(stage.renderer.tokenizer.encode(thought))
     assert usage.completion_tokens_details.reasoning_tokens == 2 * num
-    assert said.usage.output_tokens_details.reasoning_tokens == num
-    assert said.usage.output_tokens == num + len(stage.renderer.tokenizer.encode(text)) + 1
+    assert history.usage.output_tokens_details.reasoning_tokens == num
+    assert history.usage.output_tokens == num + len(stage.renderer.tokenizer.encode(text)) + 1
     stage.server.answer = lambda request: stage.script("fine")
-    chat = await client.chat.completions.create(model="policy", messages=SAID)
+    chat = await client.chat.completions.create(model="policy", messages=MESSAGES)
     assert chat.usage.completion_tokens_details is None
 
 
@@ -185,8 +185,8 @@ async def test_functions_are_not_left_out_unsaid(stage) -> None:
     client = await stage.client(await stage.open())
     functions = [{"name": "f", "parameters": {"type": "object"}}]
     with pytest.raises(openai.BadRequestError, match="in tools"):
-        await client.chat.completions.create(model="policy", messages=SAID, functions=functions)
+        await client.chat.completions.create(model="policy", messages=MESSAGES, functions=functions)
     stage.says("fine")
     await client.chat.completions.create(
-        model="policy", messages=SAID, extra_body={"functions": []}
+        model="policy", messages=MESSAGES, extra_body={"functions": []}
     )

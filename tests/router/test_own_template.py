@@ -196,13 +196,13 @@ def test_a_tool_conversation_is_one_branch(make_folder: MakeFolder) -> None:
     for number in range(3):
         wild = f'<tool_call>\n{{"name":"look_up",  "arguments":{{"n":{number}}}}}\n</tool_call>'
         output = renderer.tokenizer.encode(f"{wild}<|im_end|>")
-        said = renderer.parse(output, prompt_ids=prompt, tools=TOOLS, call_prefix=f"{number}_")
-        assert json.loads(said.message.tool_calls[0].arguments) == {"n": number}
+        answered = renderer.parse(output, prompt_ids=prompt, tools=TOOLS, call_prefix=f"{number}_")
+        assert json.loads(answered.message.tool_calls[0].arguments) == {"n": number}
         result = Message("tool", f"found {number}", tool_call_id=f"{number}_0")
         added = renderer.bridge(prompt, output, [result], TOOLS)
         assert added is not None
         prompt = [*prompt, *output, *added]
-        conversation += [said.message, result]
+        conversation += [answered.message, result]
     again = renderer.tokenizer.decode(renderer.render(conversation, TOOLS))
     text = renderer.tokenizer.decode(prompt)
     assert text.count("<|im_start|>assistant\n") == again.count("<|im_start|>assistant\n") == 4

@@ -37,11 +37,11 @@ async def until(is_so) -> None:
 
 def messages(stage) -> list:
     """Every message of a router, with its channel."""
-    said = [(name.rpartition("}:")[2], message) for name, message in stage.buffer.twin.published]
-    return [(name, decode(message)) for name, message in said if name.startswith("router")]
+    reply = [(name.rpartition("}:")[2], message) for name, message in stage.buffer.twin.published]
+    return [(name, decode(message)) for name, message in reply if name.startswith("router")]
 
 
-def said(stage, kind):
+def reply(stage, kind):
     """The messages between routers, of one kind."""
     return [message for _, message in messages(stage) if isinstance(message, kind)]
 
@@ -58,7 +58,7 @@ async def begin(stage, episode, body=BODY, **headers):
 async def retry_elsewhere(stage, other, episode, body=BODY):
     """A retry at another router, which has learned that the turn is being generated."""
     task = asyncio.create_task(ask(other, episode, body, **RETRY))
-    await until(lambda: any(answer.generates for answer in said(stage, Answer)))
+    await until(lambda: any(answer.generates for answer in reply(stage, Answer)))
     return task
 
 
@@ -242,7 +242,7 @@ async def test_a_turn_whose_waiting_client_leaves_elsewhere_is_recorded_without_
     episode = await first.open()
     (await begin(first, episode)).cancel()
     (await retry_elsewhere(first, other, episode)).cancel()
-    await until(lambda: not said(first, Ask)[-1].has_client)
+    await until(lambda: not reply(first, Ask)[-1].has_client)
     first.server.gate.set()
     path = f"/episodes/{episode['episode_id']}/close"
     ((turn,),) = first.app.state.parts.episodes.known(episode["episode_id"]).turns.values()
@@ -263,7 +263,7 @@ async def test_who_left_and_asks_again_elsewhere_without_a_mark_gets_the_turn(pa
     (await begin(first, episode)).cancel()
     await asyncio.sleep(0.05)
     first.server.gate.set()
-    await until(lambda: said(first, Left))
+    await until(lambda: reply(first, Left))
     assert [text_of(await ask(other, episode)) for _ in range(2)] == ["one", "two"]
     assert len(first.server.requests) == 2
     assert all(turn.loss_spans for turn in first.turns(episode))
@@ -321,7 +321,7 @@ async def test_rubbish_on_the_channel_is_passed_over(pair) -> None:
     first.says("one", "two")
     episode = await first.open()
     await ask(other, episode, **RETRY)
-    names = {f"router:{one.process}" for one in said(first, Ask)}
+    names = {f"router:{one.process}" for one in reply(first, Ask)}
     for message in (b"", b"\xff", b"\x93\x01\x02\x03", b"{}", encode(Over(7))):
         for name in (EVERYBODY, *names):
             await first.writer.channel.publish(name, message)
@@ -358,14 +358,14 @@ async def test_a_question_that_is_put_again_keeps_its_place(stage) -> None:
         return encode(Ask("other", 1, round_, episode["episode_id"], key, True))
 
     def answers() -> list[Answer]:
-        return [answer for answer in said(stage, Answer) if answer.process != "other"]
+        return [answer for answer in reply(stage, Answer) if answer.process != "other"]
 
     await channel.publish(EVERYBODY, question(1))
     await until(lambda: len(answers()) == 1)
     silent = await listening(stage)
     # It waits for the other's answer now.
     again = asyncio.create_task(ask(stage, episode, **RETRY))
-    await until(lambda: len(said(stage, Ask)) == 2)
+    await until(lambda: len(reply(stage, Ask)) == 2)
     await channel.publish(EVERYBODY, question(2))
     await until(lambda: len(answers()) == 2)
     assert [(answer.round, answer.generates) for answer in answers()] == [(1, False), (2, False)]

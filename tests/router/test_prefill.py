@@ -52,13 +52,13 @@ async def test_the_policy_goes_on_where_the_client_stopped(stage, ask, stream, c
     stopped(stage, ' "a": 1}\n```', "```")
     episode = await stage.open()
     begun = [ASK, {"role": "assistant", "content": PREFILL}]
-    said = await ask(episode, begun, stream=stream, stop_sequences=["```"])
-    assert [block.text for block in said.content] == [' "a": 1}']
-    assert (said.stop_reason, said.stop_sequence) == ("stop_sequence", "```")
+    beginning = await ask(episode, begun, stream=stream, stop_sequences=["```"])
+    assert [block.text for block in beginning.content] == [' "a": 1}']
+    assert (beginning.stop_reason, beginning.stop_sequence) == ("stop_sequence", "```")
     prompt = stage.renderer.tokenizer.decode(stage.server.requests[0]["input_ids"])
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n" + PREFILL)
     stage.says("Welcome.")
-    whole = {"role": "assistant", "content": PREFILL + said.content[0].text}
+    whole = {"role": "assistant", "content": PREFILL + beginning.content[0].text}
     thanks = [ASK, whole, {"role": "user", "content": "Thanks."}]
     assert (await ask(episode, thanks, stream=stream)).content[0].text == "Welcome."
     first, second = stage.turns(episode)
@@ -88,14 +88,16 @@ async def test_what_follows_is_read_as_any_answer(
     stage.says(generated)
     episode = await stage.open()
     begun = [ASK, {"role": "assistant", "content": prefill}]
-    said = await ask(episode, begun, stream=stream, tools=TOOLS)
-    assert [b.text for b in said.content if b.type == "text"] == texts
-    assert [b.input for b in said.content if b.type == "tool_use"] == [{"x": 1}] * calls
+    beginning = await ask(episode, begun, stream=stream, tools=TOOLS)
+    assert [b.text for b in beginning.content if b.type == "text"] == texts
+    assert [b.input for b in beginning.content if b.type == "tool_use"] == [{"x": 1}] * calls
     retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
     other = await make_stage(beside=stage)
     elsewhere = {**episode, "base_url": f"{other.url}/v1"}
     again = await ask(elsewhere, begun, stream=stream, tools=TOOLS, **retry)
-    assert [block.model_dump() for block in again.content] == [b.model_dump() for b in said.content]
+    assert [block.model_dump() for block in again.content] == [
+        b.model_dump() for b in beginning.content
+    ]
     assert len(stage.server.requests) == 1
 
 

@@ -140,9 +140,9 @@ async def test_killing_a_router_loses_no_turn_and_a_retry_gets_its_answer(
             chat = f"{url}/v1/chat/completions"
             first = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
             named = {**key, "idempotency-key": "first"}
-            told = (await control.post(chat, json=first, headers=named)).json()
-            said = told["choices"][0]["message"]
-            more = [*first["messages"], {"role": "assistant", "content": said["content"]}]
+            first_answer = (await control.post(chat, json=first, headers=named)).json()
+            reply = first_answer["choices"][0]["message"]
+            more = [*first["messages"], {"role": "assistant", "content": reply["content"]}]
             second = {
                 "model": "policy",
                 "messages": [*more, {"role": "user", "content": "and?"}],
@@ -171,7 +171,7 @@ async def test_killing_a_router_loses_no_turn_and_a_retry_gets_its_answer(
             assert chunks[0]["id"] in replay.text
             # What the dead process had told is told the same by one that never saw it.
             replay = await control.post(chat, json=first, headers=named)
-            assert replay.json()["choices"] == told["choices"]
+            assert replay.json()["choices"] == first_answer["choices"]
             read = await control.get(f"{url}/episodes/{episode['episode_id']}", headers=runner)
             turns = read.json()["turns"]
             assert [turn["branch_cause"] for turn in turns] == ["root", "extension"]
@@ -219,8 +219,8 @@ async def test_one_episode_through_two_processes_is_one_branch(live_run, rendere
                         json={"model": "policy", "messages": messages},
                         headers={"Authorization": f"Bearer {episode['api_key']}"},
                     )
-                said = answer.json()["choices"][0]["message"]
-                messages.append({"role": "assistant", "content": said["content"]})
+                reply = answer.json()["choices"][0]["message"]
+                messages.append({"role": "assistant", "content": reply["content"]})
                 messages.append({"role": "user", "content": f"and {number}?"})
     finally:
         routers.stop()
@@ -246,7 +246,7 @@ async def test_a_retry_at_another_process_waits_for_the_turn_or_generates_it_whe
     server = FakeServer(lambda request: Script(ids=ids, finish={"type": "stop", "matched": stop}))
     first, other = Routers(live_run, free_port()), Routers(live_run, free_port())
     runner = {"Authorization": f"Bearer {live_run.keys.runner_key}"}
-    heard: list[bytes] = []
+    received: list[bytes] = []
     writer = await BufferWriter.connect(live_run)
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -257,12 +257,12 @@ async def test_a_retry_at_another_process_waits_for_the_turn_or_generates_it_whe
 
     async def waits_elsewhere(ask) -> asyncio.Task:
         """A retry at the other process, which knows that its turn is generated elsewhere."""
-        listening = asyncio.create_task(writer.channel.listen({"routers": heard.append}))
+        listening = asyncio.create_task(writer.channel.listen({"routers": received.append}))
         assert await writer.channel.is_listening(30)
-        heard.clear()
+        received.clear()
         retry = asyncio.create_task(ask(other, **{"x-stainless-retry-count": "1"}))
         # It asks again only when it was told that somebody does.
-        await until(lambda: any(turn_locator.decode(message).round > 1 for message in heard))
+        await until(lambda: any(turn_locator.decode(message).round > 1 for message in received))
         # Who only listens is never answered for.
         listening.cancel()
         return retry

@@ -138,8 +138,8 @@ async def play(chosen: Format, agent: RandomAgent, move: Move) -> None:
             allowed = {"tools_changed"}
             assert turns[0].parent_turn_id is None
         elif kind == "prefill":
-            said = {"role": "assistant", "content": agent.user()["content"]}
-            _, turns = await agent.ask([*talk.messages[:-1], said], talk.tools, move)
+            replies = {"role": "assistant", "content": agent.user()["content"]}
+            _, turns = await agent.ask([*talk.messages[:-1], replies], talk.tools, move)
             allowed = {"prefill", "resampled"}
         else:
             messages = agent.edited(kind, talk, style)
@@ -180,9 +180,9 @@ async def retry(agent: RandomAgent, move: Move) -> None:
     if not same:
         return
     num_turns, num_sampled = len(agent.turns), agent.num_sampled
-    turn_id, said = await agent.post(asked.body, **{"x-stainless-retry-count": "1"})
+    turn_id, replies = await agent.post(asked.body, **{"x-stainless-retry-count": "1"})
     assert turn_id == same[-1].turn_ids[0]
-    assert said == same[-1].answer
+    assert replies == same[-1].answer
     assert (len(agent.turns), agent.num_sampled) == (num_turns, num_sampled)
 
 

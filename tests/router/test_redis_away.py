@@ -18,7 +18,7 @@ from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
 from outloop.router.timings import Timings
 
-SAID = [{"role": "user", "content": "hi"}]
+MESSAGES = [{"role": "user", "content": "hi"}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
@@ -43,7 +43,7 @@ async def test_a_generated_turn_waits_to_be_recorded(stage, stream: bool) -> Non
     episode = await stage.open()
     client = await stage.client(episode, max_retries=0)
     stage.server.gate.clear()
-    asking = client.chat.completions.create(model="policy", messages=SAID, stream=stream)
+    asking = client.chat.completions.create(model="policy", messages=MESSAGES, stream=stream)
     task = asyncio.create_task(asking)
     await generating(stage, 1)
     stage.buffer.twin.is_away = True
@@ -77,7 +77,7 @@ async def test_who_leaves_while_a_turn_waits_to_be_recorded_has_not_got_it(
     stage = await make_stage(timings=Timings(return_grace_s=0.2))
     stage.says(*["fine"] * num_choices)
     episode = await stage.open()
-    body = {"model": "policy", "messages": SAID, "n": num_choices}
+    body = {"model": "policy", "messages": MESSAGES, "n": num_choices}
     asking = stage.post("/v1/chat/completions", body, episode["api_key"])
     stage.server.gate.clear()
     task = asyncio.create_task(asking)
@@ -100,7 +100,7 @@ async def test_who_leaves_and_comes_back_meanwhile_gets_the_turn(stage) -> None:
     """The same request while the first one's turn still waits: generated and recorded once."""
     stage.says("fine")
     episode = await stage.open()
-    body = {"model": "policy", "messages": SAID}
+    body = {"model": "policy", "messages": MESSAGES}
     stage.server.gate.clear()
     first = asyncio.create_task(stage.post("/v1/chat/completions", body, episode["api_key"]))
     await generating(stage, 1)
@@ -128,7 +128,7 @@ async def test_a_turn_waits_to_be_begun(make_stage, stage) -> None:
         base_url=f"{other.url}/v1", api_key=episode["api_key"], max_retries=0
     )
     stage.stack.push_async_callback(client.close)
-    task = asyncio.create_task(client.chat.completions.create(model="policy", messages=SAID))
+    task = asyncio.create_task(client.chat.completions.create(model="policy", messages=MESSAGES))
     await awaited(stage)
     stage.buffer.twin.is_away = False
     assert (await task).choices[0].message.content == "fine"
@@ -139,7 +139,7 @@ async def test_who_waits_is_let_go_when_the_router_stops(stage) -> None:
     back."""
     stage.says("fine", "fine")
     known, unknown = await stage.open(), await stage.open()
-    body = {"model": "policy", "messages": SAID}
+    body = {"model": "policy", "messages": MESSAGES}
     await stage.post("/v1/chat/completions", body, known["api_key"])
     stage.buffer.twin.is_away = True
     tasks = [
@@ -181,37 +181,39 @@ async def test_agents_play_on_while_redis_is_restarted(restartable) -> None:
     stage, redis, wire = restartable
     stage.server.answer = lambda request: stage.script("fine")
     episodes = [await stage.open(group_id=None, purpose="eval") for _ in range(8)]
-    num_said = 0
+    num_answers = 0
 
     async def play(number: int, episode: dict) -> None:
-        nonlocal num_said
+        nonlocal num_answers
         client = await stage.client(episode, max_retries=0)
         other = anthropic.AsyncAnthropic(
             base_url=episode["base_url"], api_key=episode["api_key"], max_retries=0
         )
         stage.stack.push_async_callback(other.close)
-        said = list(SAID)
+        history = list(MESSAGES)
         for _ in range(12):
             if number % 4 == 0:
-                answer = await client.chat.completions.create(model="policy", messages=said)
+                answer = await client.chat.completions.create(model="policy", messages=history)
                 text = answer.choices[0].message.content
             elif number % 4 == 1:
-                async with client.chat.completions.stream(model="policy", messages=said) as events:
+                async with client.chat.completions.stream(
+                    model="policy", messages=history
+                ) as events:
                     text = (await events.get_final_completion()).choices[0].message.content
             elif number % 4 == 2:
-                async with client.responses.stream(model="policy", input=said) as events:
+                async with client.responses.stream(model="policy", input=history) as events:
                     text = (await events.get_final_response()).output_text
             else:
                 async with other.messages.stream(
-                    model="policy", messages=said, max_tokens=9
+                    model="policy", messages=history, max_tokens=9
                 ) as events:
                     text = await events.get_final_text()
             assert text == "fine"
-            num_said += 1
-            said += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+            num_answers += 1
+            history += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
 
     async def restart() -> None:
-        while num_said < 16:
+        while num_answers < 16:
             await asyncio.sleep(0.002)
         await asyncio.to_thread(redis.stop)
         await asyncio.to_thread(redis.start)
@@ -242,7 +244,7 @@ async def test_a_record_whose_acknowledgement_was_lost_stands(trained) -> None:
     """It says that the turn was delivered; who left after it was written changes it no more."""
     stage, wire, episode = trained
     stage.says("well", "fine")
-    body = {"model": "policy", "messages": SAID}
+    body = {"model": "policy", "messages": MESSAGES}
     # Redis knows the script from then on: a command that arrives is carried out.
     await stage.post("/v1/chat/completions", body, episode["api_key"])
     stage.server.gate.clear()

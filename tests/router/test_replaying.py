@@ -173,7 +173,7 @@ async def test_other_sampling_is_another_request(make_stage) -> None:
     assert answer["choices"][0]["message"]["content"] == "warm"
 
 
-async def test_what_a_named_version_said_is_not_replayed_for_the_policy(stage) -> None:
+async def test_what_a_named_version_generated_is_not_replayed_for_the_policy(stage) -> None:
     """Two players of one prompt, one of them frozen, get their own turns again in whatever order
     they ask; the frozen one's is still not trained."""
     stage.says("trained", "frozen", "fresh")

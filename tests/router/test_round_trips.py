@@ -14,7 +14,7 @@ from outloop.router.dialects.base import AnswerHead, CallPlace, Delta, Message, 
 from outloop.router.dialects.table import DIALECTS
 
 TEXT = st.just("") | st.text(max_size=12)
-SAID = st.text(min_size=1, max_size=12)
+TEXTS = st.text(min_size=1, max_size=12)
 ARGUMENTS = st.dictionaries(
     TEXT,
     st.one_of(st.none(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), TEXT),
@@ -46,14 +46,14 @@ def answers(draw) -> Message:
 @st.composite
 def conversations(draw) -> tuple[Message, ...]:
     """Everybody's words, where every answer's calls are answered."""
-    messages = [Message("system", draw(SAID))] if draw(st.booleans()) else []
-    messages.append(Message("user", draw(SAID)))
+    messages = [Message("system", draw(TEXTS))] if draw(st.booleans()) else []
+    messages.append(Message("user", draw(TEXTS)))
     for answer in draw(st.lists(answers(), max_size=3)):
         messages.append(answer)
         for call in answer.tool_calls:
             messages.append(Message("tool", draw(TEXT), tool_call_id=call.id))
         if not answer.tool_calls or draw(st.booleans()):
-            messages += [Message(draw(st.sampled_from(["user", "system"])), draw(SAID))]
+            messages += [Message(draw(st.sampled_from(["user", "system"])), draw(TEXTS))]
     return tuple(messages)
 
 
@@ -157,9 +157,9 @@ class Responses:
 
     def read_stream(self, events: str) -> list[dict]:
         """A streamed answer as history: the items as each was done."""
-        told = _events(events)
-        items = [event["item"] for event in told if event["type"] == "response.output_item.done"]
-        assert items == told[-1]["response"]["output"]
+        sent = _events(events)
+        items = [event["item"] for event in sent if event["type"] == "response.output_item.done"]
+        assert items == sent[-1]["response"]["output"]
         return items
 
 
@@ -184,8 +184,8 @@ class Messages:
     def write(self, message: Message) -> list[dict]:
         """A message of the history."""
         if message.role == "tool":
-            told = {"tool_use_id": message.tool_call_id, "content": message.text}
-            return [{"role": "user", "content": [{"type": "tool_result", **told}]}]
+            sent = {"tool_use_id": message.tool_call_id, "content": message.text}
+            return [{"role": "user", "content": [{"type": "tool_result", **sent}]}]
         if message.role != "assistant":
             return [{"role": message.role, "content": message.text}]
         blocks = []
@@ -273,8 +273,8 @@ def deltas_of(answer: Message, cut: int) -> list[Delta]:
     found += (Delta(choice_index=0, text=piece) for piece in pieces(answer.text))
     for number, call in enumerate(answer.tool_calls):
         place = CallPlace(number=number, id=call.id, name=call.name)
-        told = ["", *pieces(call.arguments)]
-        found += (Delta(choice_index=0, text=piece, call=place) for piece in told)
+        sent = ["", *pieces(call.arguments)]
+        found += (Delta(choice_index=0, text=piece, call=place) for piece in sent)
     return found
 
 
@@ -308,9 +308,9 @@ def test_an_answer_handed_back_is_the_answer(client, messages, answer, knobs, da
         deltas = deltas_of(answer, data.draw(st.integers(1, 5)))
         num_shown = data.draw(st.integers(0, len(deltas)))
         events = stream.open() + b"".join(stream.delta(delta) for delta in deltas[:num_shown])
-        said = client.read_stream((events + stream.close([result])).decode())
+        read_back = client.read_stream((events + stream.close([result])).decode())
     else:
-        said = client.read(dialect.encode([result], request).decode())
+        read_back = client.read(dialect.encode([result], request).decode())
     more = Message("user", "more")
-    again = decode(client, [*written(client, messages), *said, *client.write(more)], knobs)
+    again = decode(client, [*written(client, messages), *read_back, *client.write(more)], knobs)
     assert again.messages == (*messages, answer, more)

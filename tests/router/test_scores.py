@@ -96,7 +96,7 @@ async def test_scores_that_nothing_is_trained_by_are_refused(stage, part: dict) 
     assert 'env.turn_scores="record"' in answer.json()["error"]["message"]
 
 
-async def test_the_end_of_an_agents_output_is_kept(stage) -> None:
+async def test_the_end_of_an_agents_output_is_stored(stage) -> None:
     """At most 8,192 characters of it, the last ones."""
     episode = await stage.open()
     body = {

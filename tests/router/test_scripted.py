@@ -72,15 +72,15 @@ async def test_tool_loops_of_every_sdk_are_recorded_as_the_server_saw_them(scene
             episode = await scene.open()
             talker = meeting.begin(episode)
             talker.tell("What is 12 * 7?")
-            said = await talker.ask(stream=stream)
-            assert [call for _, call in said.plain_calls] == [
+            reply = await talker.ask(stream=stream)
+            assert [call for _, call in reply.plain_calls] == [
                 {"expression": "12 * 7"},
                 {"expression": "\u00e9"},
             ]
-            talker.hand_back(said)
-            talker.hand_results([(call_id, "84") for call_id, _, _ in said.calls])
-            said = await talker.ask(stream=stream)
-            assert said.text == "The answer is 84, caf\u00e9 \U0001f600."
+            talker.hand_back(reply)
+            talker.hand_results([(call_id, "84") for call_id, _, _ in reply.calls])
+            reply = await talker.ask(stream=stream)
+            assert reply.text == "The answer is 84, caf\u00e9 \U0001f600."
             assert scene.check_exact(episode) == ["root", "extension"]
             # The second turn's prompt was computed once: the cache held the first turn.
             assert scene.server.seen[1].num_cached > len(scene.server.seen[0].prompt_ids) // 2
@@ -140,9 +140,9 @@ async def test_only_what_the_policy_generated_for_training_reaches_the_trainer(s
         async with client:
             messages = [{"role": "user", "content": "go"}]
             for model in ("policy", "policy@0", "policy"):
-                said = await client.chat.completions.create(model=model, messages=messages)
+                reply = await client.chat.completions.create(model=model, messages=messages)
                 messages += [
-                    said.choices[0].message.model_dump(exclude_none=True),
+                    reply.choices[0].message.model_dump(exclude_none=True),
                     {"role": "user", "content": "on"},
                 ]
                 if model == "policy" and episode is not exam:

@@ -97,7 +97,7 @@ async def serving(
 
 @pytest.mark.parametrize("more", [(), ("connection: close",)], ids=["kept", "close"])
 @pytest.mark.parametrize("size", [20_000_000, 3_000_000])
-def test_an_unread_answer_is_not_kept(play: Play, size: int, more: tuple[str, ...]) -> None:
+def test_an_unread_answer_is_not_stored(play: Play, size: int, more: tuple[str, ...]) -> None:
     """However large it is, and whether or not the connection was to be closed after it."""
 
     async def app(scope, receive, send) -> None:
@@ -113,7 +113,7 @@ def test_an_unread_answer_is_not_kept(play: Play, size: int, more: tuple[str, ..
     play(go())
 
 
-def test_an_unread_remainder_is_not_kept(play: Play) -> None:
+def test_an_unread_remainder_is_not_stored(play: Play) -> None:
     """Of an idle connection, which is closed, less may be left than a transport waits for."""
     seen: list[int] = []
     accepted: list[ClientConnection] = []
@@ -142,11 +142,11 @@ def test_an_unread_remainder_is_not_kept(play: Play) -> None:
 
 def test_who_reads_none_of_a_stream_is_gone(play: Play) -> None:
     """A stream waits for its reader, with little of it in memory, then it is sent."""
-    most, is_told = 0, False
+    most, is_reported = 0, False
     accepted: list[ClientConnection] = []
 
     async def app(scope, receive, send) -> None:
-        nonlocal most, is_told
+        nonlocal most, is_reported
         exchange = Exchange(scope, receive, send)
         await exchange.body()
         await exchange.start_events()
@@ -156,7 +156,7 @@ def test_who_reads_none_of_a_stream_is_gone(play: Play) -> None:
             while await exchange.send(b"z" * 1000, more=True):
                 most = max(most, accepted[0].transport.get_write_buffer_size())
                 await asyncio.sleep(0)
-        is_told = True
+        is_reported = True
 
     async def go() -> None:
         async with serving(app, request()) as served:
@@ -164,7 +164,7 @@ def test_who_reads_none_of_a_stream_is_gone(play: Play) -> None:
             await served.over()
 
     play(go())
-    assert is_told
+    assert is_reported
     assert 0 < most < 200_000
 
 

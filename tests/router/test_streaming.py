@@ -70,11 +70,11 @@ def test_reasoning_and_text_are_shown_as_they_are_parsed(
     pieces = [stream.add(ids[start : start + cut]) for start in range(0, len(ids), cut)]
     reasoning = "".join(piece.reasoning for piece in pieces)
     shown = "".join(piece.text for piece in pieces)
-    said = renderer.parse(ids, prompt_ids=[], tools=(), call_prefix="").message
-    assert said.reasoning.startswith(reasoning)
-    assert said.text.startswith(shown)
+    parsed = renderer.parse(ids, prompt_ids=[], tools=(), call_prefix="").message
+    assert parsed.reasoning.startswith(reasoning)
+    assert parsed.text.startswith(shown)
     if "<think>" in begin and begin[0] != "a" and "</think>" in middle:
-        assert reasoning == said.reasoning == text.strip()
+        assert reasoning == parsed.reasoning == text.strip()
 
 
 async def test_the_first_delta_comes_before_generation_ends(stage) -> None:

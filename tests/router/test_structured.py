@@ -57,8 +57,8 @@ async def test_the_clients_own_parsing_works(stage) -> None:
 
     stage.says('{"n": 7}', '{"n": 8}')
     client = await stage.client(await stage.open())
-    said = await client.chat.completions.parse(**HI, response_format=Answer)
-    assert said.choices[0].message.parsed == Answer(n=7)
+    reply = await client.chat.completions.parse(**HI, response_format=Answer)
+    assert reply.choices[0].message.parsed == Answer(n=7)
     async with client.chat.completions.stream(**HI, response_format=Answer) as events:
         final = await events.get_final_completion()
     assert final.choices[0].message.parsed == Answer(n=8)
@@ -125,15 +125,15 @@ async def test_a_forced_call_is_begun_for_the_policy(make_stage, choice, start) 
     episode = await stage.open()
     client = await stage.client(episode)
     answer = await client.chat.completions.create(**HI, tools=TOOLS, tool_choice=choice)
-    said = answer.choices[0].message
-    assert [(c.function.name, c.function.arguments) for c in said.tool_calls] == [
+    reply = answer.choices[0].message
+    assert [(c.function.name, c.function.arguments) for c in reply.tool_calls] == [
         ("add", '{"a": 1}')
     ]
     assert begun(stage, stage.server.requests[0]).startswith(start)
     (turn,) = stage.turns(episode)
     assert turn.loss_spans == ((0, len(turn.output_ids)),)
-    result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "2"}
-    messages = [*HI["messages"], said.model_dump(exclude_none=True), result]
+    result = {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "2"}
+    messages = [*HI["messages"], reply.model_dump(exclude_none=True), result]
     await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
     first, second = stage.turns(episode)
     assert (second.parent_turn_id, second.branch_cause) == (first.turn_id, "extension")
@@ -187,10 +187,10 @@ async def test_the_most_probable_tokens_are_shown(stage) -> None:
     chunks = [c async for c in await client.chat.completions.create(**HI, **asked, stream=True)]
     streamed = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
     assert [len(token.top_logprobs) for token in streamed] == [2] * len(shown)
-    said = await client.responses.create(
+    reply = await client.responses.create(
         model="policy", input="hi", top_logprobs=2, include=["message.output_text.logprobs"]
     )
-    part = said.output[0].content[0]
+    part = reply.output[0].content[0]
     assert [len(token.top_logprobs) for token in part.logprobs] == [2] * len(part.logprobs)
     raw = await client.completions.create(model="policy", prompt="hi", logprobs=2)
     assert [len(top) for top in raw.choices[0].logprobs.top_logprobs] == [2] * len(shown)

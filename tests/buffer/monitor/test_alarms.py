@@ -17,7 +17,7 @@ def low_disk(gigabytes: float) -> Seen:
     return Seen(settings=AlarmSettings(), free_bytes=gigabytes * 1e9)
 
 
-def test_an_alarm_is_said_when_it_begins_and_when_it_is_over(tmp_path: Path) -> None:
+def test_an_alarm_is_reported_when_it_begins_and_when_it_is_over(tmp_path: Path) -> None:
     """Once each, also when the monitor is started again in between."""
     changes: list[dict[str, Any]] = []
     alarms = Alarms(tmp_path, changes.append)
@@ -54,7 +54,7 @@ def test_a_webhook_gets_each_event_once_it_answers() -> None:
     assert failures == []
 
 
-def test_a_webhook_that_is_away_is_said_and_holds_nobody() -> None:
+def test_a_webhook_that_is_away_is_reported_and_holds_nobody() -> None:
     """The sentence reaches the monitor, which shows it on the terminal."""
     failures: list[str] = []
     hook = Webhook("http://127.0.0.1:1/hook", "calculator", failures.append)

@@ -166,7 +166,7 @@ print(json.dumps({
     assert found["rows"] > 3
 
 
-def test_an_mlflow_server_that_is_away_is_said(recorded: Path, tmp_path: Path) -> None:
+def test_an_mlflow_server_that_is_away_is_reported(recorded: Path, tmp_path: Path) -> None:
     """The command fails with the reason, and sends everything once the server is there."""
     environment = environment_of(
         tmp_path, MLFLOW_TRACKING_URI="http://127.0.0.1:1", MLFLOW_HTTP_REQUEST_MAX_RETRIES="0"

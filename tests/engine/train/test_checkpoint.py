@@ -96,11 +96,11 @@ def test_the_random_states_come_back(make_policy: MakePolicy, tmp_path: Path) ->
     """Random numbers after loading are those after saving."""
     policy = make_policy()
     save_checkpoint(policy, tmp_path, step=0, mark=mark(0), keep=1)
-    drawn = torch.rand(3)
+    numbers = torch.rand(3)
     found = latest_checkpoint(tmp_path)
     assert found is not None
     load_checkpoint(policy, found)
-    assert torch.equal(torch.rand(3), drawn)
+    assert torch.equal(torch.rand(3), numbers)
 
 
 @pytest.mark.parametrize("damage", ["no_marker", "cut_off", "missing_file"])
@@ -126,7 +126,7 @@ def test_a_partial_checkpoint_is_skipped_with_a_sentence(
     assert "incomplete" in logs[0]["sentence"]
 
 
-def test_only_the_newest_are_kept(make_policy: MakePolicy, tmp_path: Path) -> None:
+def test_only_the_newest_remain(make_policy: MakePolicy, tmp_path: Path) -> None:
     """keep = 2 leaves two, and no half-written folder."""
     policy = make_policy()
     for step in (1, 2, 10):

@@ -94,7 +94,7 @@ def test_no_gap_overflows_a_weight(kind: str, gap: float) -> None:
     assert (got.ratios >= math.exp(-20) * (1 - 1e-9)).all()
 
 
-def test_why_tokens_were_masked_is_told_by_their_age() -> None:
+def test_why_tokens_were_masked_is_reported_by_their_age() -> None:
     """Below the floor, above the cap, or with a vetoed sequence: each token has one reason."""
     gaps = np.log([0.2, 1.0, 1.5, 4.0])
     ages = np.array([0, 0, 1, 1])

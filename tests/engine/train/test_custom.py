@@ -114,7 +114,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settin
         ({"loss_path": "own_algorithms:constant"}, "without gradient"),
     ],
 )
-def test_what_is_wrong_is_said_before_the_start(
+def test_what_is_wrong_is_reported_before_the_start(
     trainer: dict[str, str], sentence: str, own: Callable[..., Settings]
 ) -> None:
     """One line that names the setting and what to change, before any process group."""

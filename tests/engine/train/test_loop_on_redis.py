@@ -323,5 +323,7 @@ def test_groups_that_cannot_be_trained_are_dead_letters(
     letters = reader.dead_letters.list_all()
     reader.close()
     assert len(letters) == stats["buffer/dropped/malformed"] == stats["buffer/dead_letters"]
-    for said in ("schema=9, this release reads schema=4", "turn is damaged", "vocab_size=400"):
-        assert any(said in x.error and x.error.startswith("episode_id=e") for x in letters), said
+    for reason in ("schema=9, this release reads schema=4", "turn is damaged", "vocab_size=400"):
+        assert any(reason in x.error and x.error.startswith("episode_id=e") for x in letters), (
+            reason
+        )

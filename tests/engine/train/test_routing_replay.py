@@ -71,10 +71,10 @@ def episodes(draw: st.DrawFn) -> tuple[list[Turn], dict[tuple[str, int], int]]:
 
 @given(episodes())
 def test_each_token_has_the_experts_before_the_next(
-    drawn: tuple[list[Turn], dict[tuple[str, int], int]],
+    sampled: tuple[list[Turn], dict[tuple[str, int], int]],
 ) -> None:
     """Along every branch, over turns with and without them; the last token has none."""
-    turns, marks = drawn
+    turns, marks = sampled
     trajectory = _trajectory(turns)
     for sample in build_samples(trajectory, routing=SHAPE):
         branch = trajectory.branches()[sample.branch]

@@ -205,11 +205,11 @@ def test_a_server_that_comes_back_within_the_deadline_is_waited_for(
 ) -> None:
     """And what is awaited is said."""
     server = serve("busy")
-    said: list[str] = []
+    sentences: list[str] = []
     back = threading.Event()
 
     def on_wait(sentence: str) -> None:
-        said.append(sentence)
+        sentences.append(sentence)
         if server.num_requests >= 2:
             server.behaviour = "uniform"
             back.set()
@@ -217,7 +217,7 @@ def test_a_server_that_comes_back_within_the_deadline_is_waited_for(
     endpoint = ask(server.url, max_concurrent_requests=2)
     found = endpoint.columns(TrainBatch.of(make_samples(3)), {}, on_wait=on_wait)
     assert back.is_set()
-    assert said[0] == "the teacher's scores (0 of 3 rows)"
+    assert sentences[0] == "the teacher's scores (0 of 3 rows)"
     mask = TrainBatch.of(make_samples(3)).loss_mask
     assert found["teacher_logprobs"][mask] == pytest.approx(-np.log(VOCAB))
 

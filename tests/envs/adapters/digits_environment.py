@@ -30,8 +30,8 @@ class DigitsTask(vf.Task[DigitsData]):
     async def digits(self, trace: vf.Trace) -> float:
         if not self.data.is_scored:
             raise RuntimeError("the score is not there")
-        said = trace.last_reply
-        return sum(map(str.isdigit, said)) / max(1, len(said))
+        reply = trace.last_reply
+        return sum(map(str.isdigit, reply)) / max(1, len(reply))
 
 
 class DigitsTaskset(vf.Taskset[DigitsTask]):

@@ -88,8 +88,8 @@ async def test_a_game_of_one_rewards_what_it_says(router: Any, play_with: PlayWi
     def bisect(messages: list[dict[str, Any]]) -> dict[str, Any]:
         low, high = 1, 20
         guess = 10
-        for said, shown in zip(messages[1::2], messages[2::2], strict=False):
-            guess = int(said["content"].strip("[]"))
+        for reply, shown in zip(messages[1::2], messages[2::2], strict=False):
+            guess = int(reply["content"].strip("[]"))
             hint = shown["content"].rpartition("number is ")[2]
             low, high = (guess + 1, high) if hint.startswith("higher") else (low, guess - 1)
             guess = (low + high) // 2

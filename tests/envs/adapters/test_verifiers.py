@@ -62,8 +62,8 @@ async def policy(serve: Serve) -> str:
         message = {"role": "assistant", "content": "a1b2"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        told = {"id": "x", "object": "chat.completion", "created": 1, "model": "policy"}
-        return web.json_response({**told, "choices": [choice], "usage": usage})
+        head = {"id": "x", "object": "chat.completion", "created": 1, "model": "policy"}
+        return web.json_response({**head, "choices": [choice], "usage": usage})
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", say)

@@ -127,9 +127,9 @@ async def test_a_program_plays_with_its_episodes_key_only(
         assert close["reward"] == {"value": 1.5, "components": {"called": 1.0, "same": 1.0}}, close
         stdout, stderr = close["output"].split("\n\n")
         assert stderr == "thinking"
-        said = json.loads(stdout)
-        assert "answer" not in said["task"]
-        env = said["env"]
+        report = json.loads(stdout)
+        assert "answer" not in report["task"]
+        env = report["env"]
         assert env["OPENAI_API_KEY"] == env["ANTHROPIC_API_KEY"] == f"ol-ep-{name}-signature"
         assert env["OPENAI_BASE_URL"] == env["ANTHROPIC_BASE_URL"] + "/v1"
         assert env["OUTLOOP_EPISODE_ID"] == name
@@ -437,17 +437,17 @@ async def test_a_program_sees_its_project_and_nothing_of_the_run(
     )
     assert router.closed("outcome") == ["completed"] * 2, router.closed("error")
     for output in router.closed("output"):
-        said = json.loads(output.splitlines()[0])
+        report = json.loads(output.splitlines()[0])
         assert "runner key" not in output
-        assert "24" not in str(said["seen"][str(asked[2])])
+        assert "24" not in str(report["seen"][str(asked[2])])
         assert "def verify" not in output
-        assert said["listed"][str(folder / "runs")] == []
-        assert said["written"] == ["/tmp/x", "x"]
-        assert said["num_processes"] <= 3
-        assert said["cwd"] is True
-        assert said["helper"] == "own code"
-        assert said["others"] == []
-        assert said["home"] != str(Path.home())
+        assert report["listed"][str(folder / "runs")] == []
+        assert report["written"] == ["/tmp/x", "x"]
+        assert report["num_processes"] <= 3
+        assert report["cwd"] is True
+        assert report["helper"] == "own code"
+        assert report["others"] == []
+        assert report["home"] != str(Path.home())
 
 
 async def test_without_a_sandbox_a_program_still_starts_in_its_own_folder(
@@ -457,8 +457,8 @@ async def test_without_a_sandbox_a_program_still_starts_in_its_own_folder(
     (folder / "helper.py").write_text("WORDS = 'own code'\nASKED = []\n")
     router.num_episodes = 1
     await play_program(router, SPY, agent_sandbox="none")
-    said = json.loads(router.closed("output")[0])
-    assert (said["cwd"], said["helper"]) == (True, "own code")
+    report = json.loads(router.closed("output")[0])
+    assert (report["cwd"], report["helper"]) == (True, "own code")
     assert not (folder / "task.json").exists()
 
 

@@ -193,7 +193,7 @@ async def test_a_hanging_agent_is_truncated(
         ("await hasty(episode)", "agent"),
     ],
 )
-async def test_failures_are_told_apart(
+async def test_failures_are_distinguished(
     body: str, kind: str, router: Any, play_with: PlayWith
 ) -> None:
     """Only our own 5xx and lost connections are infrastructure; those carry no reward."""

@@ -73,7 +73,7 @@ def died(router: Any) -> tuple[list[str], list[str]]:
         ),
     ],
 )
-async def test_who_ends_or_blocks_its_process_is_told_from_its_neighbours(
+async def test_who_ends_or_blocks_its_process_is_distinguished_from_its_neighbours(
     body: str, words: str, router: Any, play_with: PlayWith, folder: Path
 ) -> None:
     """That episode is the agent's failure, those beside it are repeated, later ones are played."""

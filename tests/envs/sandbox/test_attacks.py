@@ -315,8 +315,10 @@ async def test_earlier_calls_leave_nothing_in_memory(session: SupervisedSession)
         "print(found)\n"
     )
     for _ in range(3):
-        told = await session.run({"a.py": tell, "x": secret}, ("python", "a.py"), collect=("y",))
-        assert told.files == {"y": secret.encode()}
+        reported = await session.run(
+            {"a.py": tell, "x": secret}, ("python", "a.py"), collect=("y",)
+        )
+        assert reported.files == {"y": secret.encode()}
     assert (await attack(session, look)).stdout == b"0\n"
 
 
@@ -405,7 +407,7 @@ async def test_a_flood_of_output_is_cut(session: SupervisedSession) -> None:
         ("import ctypes; ctypes.string_at(0)", "signaled"),
     ],
 )  # fmt: skip
-async def test_however_it_ends_the_end_is_told(
+async def test_however_it_ends_the_end_is_reported(
     session: SupervisedSession, code: str, ended: str
 ) -> None:
     """Sleepers, stopped ones and those that ignore signals are ended; the rest end as they did."""

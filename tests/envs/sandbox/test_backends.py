@@ -26,7 +26,7 @@ def program(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_missing_bubblewrap_is_told_and_not_replaced(tmp_path: Path) -> None:
+def test_a_missing_bubblewrap_is_reported_and_not_replaced(tmp_path: Path) -> None:
     """The package and the alternatives are named; nothing weaker is taken."""
     code = (
         "from outloop.envs.sandbox.backends import open_sandbox\n"
@@ -47,7 +47,7 @@ def test_a_missing_bubblewrap_is_told_and_not_replaced(tmp_path: Path) -> None:
     assert "bubblewrap, container, subprocess are allowed" in unknown
 
 
-def test_an_engine_that_does_not_answer_is_told(tmp_path: Path) -> None:
+def test_an_engine_that_does_not_answer_is_reported(tmp_path: Path) -> None:
     """What the engine said is in the sentence."""
     engine = program(tmp_path, "echo 'cannot connect to the daemon' >&2; exit 1")
     with pytest.raises(SettingsError, match="cannot connect to the daemon; start the engine"):
@@ -108,7 +108,7 @@ async def test_plain_programs_are_limited_and_cleaned_up() -> None:
     assert not Path(place.stdout.decode().strip()).parent.exists()
 
 
-def test_why_there_are_no_cgroups_is_told(tmp_path: Path) -> None:
+def test_why_there_are_no_cgroups_is_reported(tmp_path: Path) -> None:
     """A delegated group that cannot be used says so in words."""
     assert cgroups.find_cgroups(tmp_path / "no-such-group")[0] is None
     assert "no-such-group" in cgroups.find_cgroups(tmp_path / "no-such-group")[1]

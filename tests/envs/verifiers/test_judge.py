@@ -114,7 +114,7 @@ async def test_a_reward_model_gives_a_number(judge: Call, model: Model) -> None:
     await verifier.tear_down()
 
 
-async def test_a_missing_key_is_told(judge: Call) -> None:
+async def test_a_missing_key_is_reported(judge: Call) -> None:
     """The variable is named before anything is sent."""
     verifier = RewardModel("http://127.0.0.1:9/", api_key_env="OUTLOOP_NO_SUCH_KEY")
     with pytest.raises(SettingsError, match="OUTLOOP_NO_SUCH_KEY"):

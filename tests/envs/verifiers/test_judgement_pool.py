@@ -112,7 +112,7 @@ async def test_a_killed_template_is_no_reward(judge: Judge) -> None:
     await own.close()
 
 
-async def test_a_missing_library_is_told_before_anything_is_judged(judge: Judge) -> None:
+async def test_a_missing_library_is_reported_before_anything_is_judged(judge: Judge) -> None:
     """What cannot be imported is named."""
     verifier = Regex("a", workers=JudgementPool(1, preload=("no_such_module",)))
     with pytest.raises(EnvironmentFailure, match="no_such_module"):

@@ -153,7 +153,7 @@ def test_several_seeds_are_compared_by_their_spread(bench: ModuleType) -> None:
     assert figures["reward_detectable"] == pytest.approx(2.8 * 0.05)
 
 
-def test_the_picture_is_drawn_of_what_was_run(bench: ModuleType, tmp_path: Path) -> None:
+def test_the_plot_shows_what_was_run(bench: ModuleType, tmp_path: Path) -> None:
     """Two levels of nine."""
     from asynchrony_plots import draw
 

@@ -101,7 +101,7 @@ def test_a_run_s_end_waits_for_what_is_slow() -> None:
         assert ending.num_steps == 12
 
 
-def test_places_limit_what_depth_does_not() -> None:
+def test_concurrent_episodes_limit_what_depth_does_not() -> None:
     """Four episodes of 5 s on two places take 10 s, however many may be admitted."""
     found = simulate(scenario(5.0, staleness=4, places=2))
     assert found.seconds_per_step == pytest.approx(10.0, rel=0.1)
@@ -121,7 +121,7 @@ def test_a_full_server_gives_each_turn_its_share() -> None:
     )
 
 
-def test_turns_beyond_the_places_of_servers_wait_for_one() -> None:
+def test_turns_beyond_what_servers_run_wait_in_the_queue() -> None:
     """Four turns of 1 s on a server that runs one at a time end after 4 s."""
     servers = Servers(count=1, tokens_per_s_alone=100.0, tokens_per_s=100.0, max_running=1)
     found = simulate(scenario(0.0, tokens=100.0, servers=servers))
