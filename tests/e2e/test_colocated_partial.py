@@ -73,7 +73,7 @@ def test_turns_wait_for_the_trainer_and_go_on_from_their_tokens(
         "sampling.max_new_tokens": 48,
         "model.max_context_tokens": 384,
         "eval.every": 0,
-        "env.episode_deadline_s": 90,
+        "env.episode_deadline_s": 180,
     }
     options = [f"--set={name}={json.dumps(value)}" for name, value in values.items()]
     finished = outloop("train", "run.toml", *options, timeout_s=200)
