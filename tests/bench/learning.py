@@ -9,7 +9,9 @@ stays below 3 when rewards are shuffled. Adds to runs/bench/learning.json after 
 sampling; the warm start is the same), `EXAMPLE=guess_number` another example, `SHUFFLED=0` leaves
 the control out. With several seeds the mean of the last rewards over seeds, its standard error and
 the tokens trained are reported, so that algorithms are compared at equal tokens:
-`ONLY="grpo ppo" SEEDS=3 STEPS=30 SHUFFLED=0`.
+`ONLY="grpo ppo" SEEDS=3 STEPS=30 SHUFFLED=0`. `NAME_equal_tokens` is that
+mean up to the tokens of the run that trained the fewest. runs/bench/learning_EXAMPLE.png has the
+curves, a line for each seed; `DRAW=1` compares and draws earlier runs and trains nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 from figures import OUT, known, say, tell
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +32,7 @@ NUM_STEPS = int(os.environ.get("STEPS", "10"))
 NUM_SEEDS = int(os.environ.get("SEEDS", "1"))
 EXAMPLE = os.environ.get("EXAMPLE", "calculator")
 HAS_CONTROL = os.environ.get("SHUFFLED", "1") == "1"
+DRAWS_ONLY = os.environ.get("DRAW") == "1"
 NUM_WARM_STEPS = 300
 """Of supervised learning: less than the demo's, so that more is left to learn."""
 NUM_COMPARED = 3
@@ -137,8 +141,7 @@ def train(name: str, model: Path, overrides: tuple[str, ...], *, seed: int) -> d
     )
     flags = [part for setting in settings for part in ("--set", setting)]
     outloop("train", f"examples/{EXAMPLE}/run.toml", *flags)
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    rows = [row for line in lines if "train/loss" in (row := json.loads(line))]
+    rows = steps_of(run_dir)
     first, first_error = mean_reward(rows[:NUM_COMPARED])
     last, last_error = mean_reward(rows[-NUM_COMPARED:])
     return {
@@ -161,6 +164,65 @@ def over_seeds(name: str, runs: list[str], figures: dict[str, float]) -> dict[st
     }
 
 
+def draw(names: list[str], prefix: str) -> None:
+    """Mean reward over the tokens trained so far, a picture for each algorithm."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, grid = plt.subplots(
+        1, len(names), figsize=(3.2 * len(names), 2.6), dpi=110, sharex=True, sharey=True
+    )
+    for axes, name in zip(np.atleast_1d(grid), names, strict=True):
+        for seed in range(NUM_SEEDS):
+            run = f"{prefix}{name}" + (f"_seed{seed}" if seed else "")
+            rows = steps_of(OUT / "learning" / run)
+            rewards = np.array([row["train/reward_mean"] for row in rows])
+            tokens = np.cumsum([row["train/trained_tokens"] for row in rows])
+            # Five steps of 96 episodes: single ones are too noisy to be read.
+            smooth = np.convolve(rewards, np.full(5, 0.2), mode="valid")
+            axes.plot(tokens[4:] / 1000, smooth, linewidth=1.3)
+        axes.set_title(f"{EXAMPLE}: {name}", size=9, loc="left")
+        axes.grid(alpha=0.25)
+    figure.supxlabel("thousand trained tokens", size=9)
+    figure.supylabel("mean reward", size=9)
+    figure.tight_layout()
+    figure.savefig(OUT / f"learning_{EXAMPLE}.png")
+    plt.close(figure)
+
+
+def at_equal_tokens(names: list[str], prefix: str) -> dict[str, float]:
+    """Mean over seeds of the reward of the last steps within the tokens of the shortest run."""
+    runs = {
+        name: [
+            steps_of(OUT / "learning" / f"{prefix}{name}{f'_seed{seed}' if seed else ''}")
+            for seed in range(NUM_SEEDS)
+        ]
+        for name in names
+    }
+    sums = {
+        name: [np.cumsum([row["train/trained_tokens"] for row in rows]) for rows in own]
+        for name, own in runs.items()
+    }
+    budget = min(tokens[-1] for own in sums.values() for tokens in own)
+    found = {f"{prefix}equal_tokens": float(budget)}
+    for name, own in runs.items():
+        lasts = []
+        for rows, tokens in zip(own, sums[name], strict=True):
+            end = int(np.searchsorted(tokens, budget, side="right"))
+            lasts.append(mean_reward(rows[max(0, end - NUM_COMPARED) : end])[0])
+        found[f"{prefix}{name}_equal_tokens"] = float(np.mean(lasts))
+        found[f"{prefix}{name}_equal_tokens_se"] = float(np.std(lasts, ddof=1) / len(lasts) ** 0.5)
+    return found
+
+
+def steps_of(run_dir: Path) -> list[dict[str, float]]:
+    """The rows of a run's steps."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [row for line in lines if "train/loss" in (row := json.loads(line))]
+
+
 def mean_reward(rows: list[dict[str, float]]) -> tuple[float, float]:
     """Mean over the episodes of some steps, and its standard error."""
     count = sum(row["train/episodes"] for row in rows)
@@ -173,10 +235,13 @@ def main() -> None:
     """Train each twice, print, write."""
     (OUT / "learning").mkdir(parents=True, exist_ok=True)
     chosen = os.environ.get("ONLY", "").split() or list(ALGORITHMS)
+    prefix = "" if EXAMPLE == "calculator" else f"{EXAMPLE}_"
+    if DRAWS_ONLY:
+        _compare(chosen, prefix)
+        return
     say(f"{EXAMPLE}: a warm start, then {len(chosen)} algorithms of {NUM_SEEDS} seeds")
     model = warm_start()
     wrong = []
-    prefix = "" if EXAMPLE == "calculator" else f"{EXAMPLE}_"
     for name in chosen:
         overrides = (ALGORITHMS | MORE)[name]
         for kind, more in (("", ()), ("_shuffled", SHUFFLED)):
@@ -195,8 +260,15 @@ def main() -> None:
             if NUM_SEEDS > 1:
                 summary = over_seeds(base, runs, known("learning"))
                 tell("learning", known("learning") | summary)
+    _compare(chosen, prefix)
     if wrong:
         sys.exit(f"learned from shuffled rewards, or not from true ones: {', '.join(wrong)}")
+
+
+def _compare(names: list[str], prefix: str) -> None:
+    if NUM_SEEDS > 1:
+        tell("learning", known("learning") | at_equal_tokens(names, prefix))
+    draw(names, prefix)
 
 
 if __name__ == "__main__":
