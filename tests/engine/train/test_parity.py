@@ -235,11 +235,14 @@ def test_a_checkpoint_loads_in_another_layout(work: Path, job: Job) -> None:
     assert min(sizes) > 0.45 * sum(sizes)
 
 
-OF_FOUR_RANKS = (("tp2_sp_dp2_overlap", "pp2_dp2"), ("ep2_tp2_etp1_dp2", "ep2_pp2"))
+OF_FOUR_RANKS = (
+    ("tp2_sp_dp2_overlap", "pp2_dp2"),
+    ("pp2_dp2", "tp2_sp_dp2_overlap"),
+    ("ep2_tp2_etp1_dp2", "ep2_pp2"),
+)
 """Parts of split, of tied and of expert weights, on two data-parallel ranks each."""
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_parts_of_four_ranks_load_in_another_layout(work: Path, job: Job) -> None:
     """Each rank writes its own; the next layout goes on as one process does."""
