@@ -86,6 +86,11 @@ async def test_who_leaves_while_a_turn_waits_to_be_recorded_has_not_got_it(
     stage.server.gate.set()
     await awaited(stage)
     await hang_up(task)
+    # The router learns of it by the connection, a moment later.
+    refused = stage.buffer.twin.num_refused
+    async with asyncio.timeout(20):
+        while stage.buffer.twin.num_refused < refused + 3 * num_choices:
+            await asyncio.sleep(0.005)
     stage.buffer.twin.is_away = False
     async with asyncio.timeout(20):
         while len(stage.turns(episode)) < num_choices:
