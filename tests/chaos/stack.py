@@ -34,8 +34,17 @@ from outloop.buffer.run import Run, load_run
 PHASES = ("generating", "taking", "training", "publishing", "checkpointing", "evaluating")
 PARTS = ("redis", "launcher", "router", "server", "trainer", "runner", "archiver", "sandbox")
 ROLLOUTS = '''
+import functools
+
 from outloop.envs.sandbox.api import Limits
 from outloop.envs.sandbox.backends import open_sandbox
+
+
+@functools.cache
+def sandbox():
+    """Finding out what works here takes a while, once for each process."""
+    return open_sandbox("bubblewrap", Limits(wall_s=30))
+
 
 VERIFIER = """
 import time
@@ -60,13 +69,9 @@ async def play(task, episode):
     text = answer.choices[0].message.content or ""
     if int(task.payload["question"].split()[1]) % 8:
         return float(len(text))
-    sandbox = open_sandbox("bubblewrap", Limits(wall_s=30))
-    try:
-        result = await sandbox.run(
-            {"main.py": VERIFIER, "answer.txt": text}, ("python", "main.py"), Limits(wall_s=30)
-        )
-    finally:
-        await sandbox.close()
+    result = await sandbox().run(
+        {"main.py": VERIFIER, "answer.txt": text}, ("python", "main.py"), Limits(wall_s=30)
+    )
     return float(result.stdout or b"0")
 '''
 _POLL_S = 0.01
