@@ -31,8 +31,15 @@ class RunKeys:
     @property
     def server_key(self) -> str:
         """Bearer token of the run's own servers, derived from `episode_secret`."""
-        digest = hmac.new(self.episode_secret.encode(), b"outloop server key", hashlib.sha256)
-        return f"ol-server-{digest.hexdigest()}"
+        return f"ol-server-{self._derived(b'outloop server key')}"
+
+    @property
+    def viewer_key(self) -> str:
+        """Who has it may look at the run's page; derived from `episode_secret`."""
+        return f"ol-viewer-{self._derived(b'outloop viewer key')[:32]}"
+
+    def _derived(self, purpose: bytes) -> str:
+        return hmac.new(self.episode_secret.encode(), purpose, hashlib.sha256).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

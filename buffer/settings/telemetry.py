@@ -31,6 +31,11 @@ class TelemetrySettings(_Section):
     """Address of the page for Prometheus; 0.0.0.0 for other machines."""
     prometheus_port: int | None = Field(None, ge=0, le=65535)
     """Port of one page with the metrics of every part; 0: any free one. Left out: no page."""
+    view_host: str = "127.0.0.1"
+    """Address of the run's page; 0.0.0.0 for other machines, without encryption."""
+    view_port: int | None = Field(None, ge=0, le=65535)
+    """Port of the page of `outloop view`, which `outloop train` then shows while the run goes on;
+    0: any free one. Left out: no page."""
     no_signal_warning_steps: int = Field(3, gt=0)
     """Warn after this many steps in a row without a group that had signal."""
 

@@ -78,9 +78,9 @@ _MODEL_FILES = {
     "model.safetensors": "model*.safetensors",
 }
 """What a model folder must hold: the name for the user, and the pattern that finds it."""
-_RESTARTABLE = frozenset({"router", "runner", "server", "archiver", "monitor", "tracker"})
+_RESTARTABLE = frozenset({"router", "runner", "server", "archiver", "monitor", "tracker", "viewer"})
 """Parts without state of their own: a new process continues where the old one ended."""
-_OPTIONAL = frozenset({"archiver", "monitor", "tracker"})
+_OPTIONAL = frozenset({"archiver", "monitor", "tracker", "viewer"})
 """Parts without which a run goes on."""
 
 _log = structlog.get_logger()
@@ -146,10 +146,12 @@ class Launcher:
         self.start("archiver", "archiver")
 
     def start_watchers(self) -> None:
-        """Start what looks at the run, without which it goes on: the monitor and the trackers."""
+        """Start what looks at the run, without which it goes on: monitor, page and trackers."""
         telemetry = self.run.settings.telemetry
         if self.run.settings.alarms.enabled or telemetry.prometheus_port is not None:
             self.start("monitor", "monitor")
+        if telemetry.view_port is not None:
+            self.start("viewer", "viewer")
         for name in telemetry.trackers:
             self.start(part_name(name), "tracker", "--name", name)
 
@@ -190,6 +192,13 @@ class Launcher:
                     self.run.dir, "part_restarted", part=name, exit_code=code, reason=reason
                 )
                 self._restart(name, part)
+
+    def viewer_link(self) -> str | None:
+        """Where the run's page is, with its key; None until it is there."""
+        if "viewer" not in self.parts:
+            return None
+        facts = self.reader.registry.parts().get("viewer")
+        return None if facts is None else f"{facts['url']}?key={self.run.keys.viewer_key}"
 
     @property
     def has_trained(self) -> bool:
@@ -598,9 +607,13 @@ def train(
         launcher.start("trainer", "trainer")
         for index in range(settings.env.num_runners):
             launcher.start(f"runner-{index}", "runner")
+        shown_link: str | None = None
         with progress:
             while not launcher.has_trained and not stop.is_set():
                 launcher.check()
+                if (link := launcher.viewer_link()) != shown_link:
+                    shown_link = link
+                    console.print(f"its page {link}", highlight=False, markup=False, soft_wrap=True)
                 launcher.sample_usage()
                 if progress.update(launcher.reader.registry.statuses()):
                     launcher.usage.mark("first_step")

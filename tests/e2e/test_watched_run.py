@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -58,7 +59,7 @@ def test_a_run_is_watched(
     (workspace / "hook").write_text(f"http://127.0.0.1:{hook.server_port}/key")
     trackers = '["fakes.noting_tracker:Noting", "tensorboard", "otlp"]'
     settings = (
-        f"telemetry.trackers={trackers}", "telemetry.prometheus_port=0",
+        f"telemetry.trackers={trackers}", "telemetry.prometheus_port=0", "telemetry.view_port=0",
         "telemetry.tracker_timeout_s=5", "alarms.min_disk_gb=1000000", "alarms.webhook_file=hook",
     )  # fmt: skip
     command = [sys.executable, "-m", "outloop.cli", "train", "run.toml"]
@@ -95,6 +96,16 @@ def test_a_run_is_watched(
             "a step on the page",
             lambda: (p := page()).get(prometheus_name("train/reward_mean")) and p,
         )
+        link = wait_for(
+            "the link of the run's page",
+            lambda: re.search(r"its page (http://\S+)\?key=(\S+)", (workspace / "out").read_text()),
+        )
+        headers = {"Authorization": f"Bearer {link.group(2)}"}
+        request = urllib.request.Request(link.group(1) + "api/runs", headers=headers)
+        with urllib.request.urlopen(request, timeout=10) as runs:
+            assert [run["name"] for run in json.load(runs)] == ["tiny"]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(link.group(1) + "api/runs", timeout=10)
         wait_for("the tracker that is away", lambda: b"OTLP" in (workspace / "out").read_bytes())
         wait_for("the webhook", lambda: posted)
     finally:

@@ -47,6 +47,7 @@ from outloop.cli.train import train
 from outloop.cli.trainer import trainer
 from outloop.cli.trajectories import trajectories
 from outloop.cli.view import view
+from outloop.cli.viewer import viewer
 
 GROUPS: dict[str, tuple[click.Command, ...]] = {
     "Run": (train, serve, new_policy, convert, doctor, check, plan, settings, completion),
@@ -71,6 +72,7 @@ GROUPS: dict[str, tuple[click.Command, ...]] = {
         archiver,
         monitor,
         tracker,
+        viewer,
         reward_server,
     ),
     "On a cluster": (submit, manifests),

@@ -17,20 +17,11 @@ def view(runs: tuple[Path, ...], demo: bool, host: str, port: int) -> None:
 
     Without RUNS: every run in runs/. Nothing is written; who has the printed link may read.
     """
-    import importlib.util
+    import secrets
 
-    from outloop.buffer.errors import SettingsError
+    from outloop.view import require_packages
 
-    missing = [
-        name
-        for name in ("duckdb", "fastapi", "pyarrow", "uvicorn")
-        if importlib.util.find_spec(name) is None
-    ]
-    if missing:
-        raise SettingsError(
-            f"the page needs {', '.join(missing)}, which is not installed; run "
-            "pip install 'outloop[view]'"
-        )
+    require_packages()
     from outloop.view.server import demo_folder, find_runs, serve_page
 
     if demo:
@@ -38,5 +29,8 @@ def view(runs: tuple[Path, ...], demo: bool, host: str, port: int) -> None:
     elif not runs:
         runs = (Path("runs"),)
     found = find_runs(runs)
+    key = secrets.token_urlsafe(18)
     click.echo(f"showing {', '.join(found)}", err=True)
-    serve_page(found, host=host, port=port, on_ready=click.echo)
+    serve_page(
+        found, host=host, port=port, key=key, on_ready=lambda url: click.echo(f"{url}?key={key}")
+    )

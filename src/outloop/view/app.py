@@ -1,7 +1,7 @@
 """The page's HTTP face: static files, and JSON of what the folders of runs hold.
 
-Guarantees: every route but none writes; without the key, which is made at the start, nothing is
-served; the browser runs no script but those of this package, whatever an episode's text holds.
+Guarantees: no route writes; without the key nothing is served; the browser runs no script
+but those of this package, whatever an episode's text holds.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
 from collections.abc import Callable, Sequence
 from importlib.resources import as_file, files
@@ -51,14 +50,18 @@ def find_runs(paths: Sequence[Path]) -> dict[str, RunFolder]:
 
 
 def serve_page(
-    runs: dict[str, RunFolder], *, host: str, port: int, on_ready: Callable[[str], None]
+    runs: dict[str, RunFolder],
+    *,
+    host: str,
+    port: int,
+    key: str,
+    on_ready: Callable[[str], None],
 ) -> None:
-    """Serve the page until the process is interrupted; `on_ready` gets its URL with the key.
+    """Serve the page until the process is interrupted; `on_ready` gets its URL, without `key`.
 
     Raises:
         SettingsError: `host` and `port` cannot be had.
     """
-    key = secrets.token_urlsafe(18)
     try:
         listener = socket.create_server((host, port))
     except OSError as error:
@@ -67,7 +70,7 @@ def serve_page(
             "or 0 for any free one"
         ) from error
     with listener:
-        on_ready(f"http://{host}:{listener.getsockname()[1]}/?key={key}")
+        on_ready(f"http://{host}:{listener.getsockname()[1]}/")
         config = uvicorn.Config(
             create_app(runs, key), log_level="warning", access_log=False, server_header=False
         )
