@@ -97,6 +97,8 @@ def hosts(names: Sequence[str]) -> Iterator[dict[str, Host]]:
                 *("ip", "link", "add", host.link, "type", "veth"),
                 *("peer", "name", "eth0", "netns", host.namespace),
             )
+            # A namespace that is deleted gives its links back some time later.
+            stack.callback(call, "ip", "link", "del", host.link)
             call("ip", "link", "set", host.link, "master", bridge, "up")
             for words in (
                 ["address", "add", f"{host.address}/24", "dev", "eth0"],
