@@ -251,10 +251,7 @@ def with_own_logprobs(policy: Policy, sample: Sample) -> Sample:
     own = torch.log_softmax(logits, -1).gather(1, batch.targets.token_ids_N[:, None])[:, 0]
     logprobs = np.zeros(sample.num_tokens, np.float32)
     logprobs[sample.loss_mask] = own.numpy()
-    return Sample(
-        **{name: getattr(sample, name) for name in Sample.__slots__}
-        | {"behavior_logprobs": logprobs}
-    )
+    return replace(sample, behavior_logprobs=logprobs)
 
 
 def test_a_context_token_has_no_gradient(
@@ -265,9 +262,7 @@ def test_a_context_token_has_no_gradient(
     assert sample.behavior_logprobs is not None
     noisy = sample.behavior_logprobs.copy()
     noisy[~sample.loss_mask] = -77.0
-    other = Sample(
-        **{name: getattr(sample, name) for name in Sample.__slots__} | {"behavior_logprobs": noisy}
-    )
+    other = replace(sample, behavior_logprobs=noisy)
     first, second = (gradient_of(make_policy(), [one]) for one in (sample, other))
     assert torch.equal(first, second)
 
@@ -278,8 +273,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
     """The weights stay what they were and the error says where to look."""
     policy = make_policy()
     (sample,) = make_samples(1)
-    values = {name: getattr(sample, name) for name in Sample.__slots__}
-    broken = Sample(**values | {"advantages": np.full(sample.num_tokens, np.inf, np.float32)})
+    broken = replace(sample, advantages=np.full(sample.num_tokens, np.inf, np.float32))
     before = [parameter.clone() for parameter in policy.model.parameters()]
     with pytest.raises(FloatingPointError, match="grad_norm"):
         update(policy, [broken], TrainerSettings())
