@@ -603,9 +603,7 @@ class RlLoop:
         is_done = self._step >= self._settings.trainer.num_steps
         self._acknowledgements.wait()
         # Written again, a checkpoint that was resumed from would forget which groups it contains.
-        if self._acknowledgements.has_unsaved_groups or (
-            is_done and self._saved_step != self._step
-        ):
+        if self._step > 0 and self._saved_step != self._step:
             self._checkpoint()
         self._acknowledgements.wait(is_last=True)
         if is_done:

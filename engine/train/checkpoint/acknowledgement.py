@@ -53,11 +53,6 @@ class Acknowledgements:
         self._began_at = 0.0
         self._num_failures = 0
 
-    @property
-    def has_unsaved_groups(self) -> bool:
-        """Whether some trained group is in no checkpoint that is written or under way."""
-        return bool(self._unsaved)
-
     def add(self, group_ids: Sequence[str]) -> None:
         """Add groups that were just trained."""
         self._unsaved += group_ids

@@ -88,9 +88,12 @@ def test_a_restart_at_the_end_keeps_what_the_last_checkpoint_says(setup: MakeRun
     assert again.buffer.states == ["running", "finished"]
 
 
-def test_a_stop_leaves_a_checkpoint_and_no_end(setup: MakeRun) -> None:
-    """What was trained is acknowledged; the run is not marked finished."""
-    made = setup(trainer=FAST | {"num_steps": 9, "checkpoint_every": 0})
+@pytest.mark.parametrize("has_signal", [True, False])
+def test_a_stop_leaves_a_checkpoint_and_no_end(has_signal: bool, setup: MakeRun) -> None:
+    """What was trained is acknowledged, steps that trained nothing are not made again; the run is
+    not marked finished."""
+    rewards = {} if has_signal else {"reward_of": lambda token: 0.5}
+    made = setup(trainer=FAST | {"num_steps": 9, "checkpoint_every": 0}, **rewards)
     made.buffer.stop_after = 3
     rows = made.train()
     assert [row["step"] for row in rows] == [1, 2, 3]
