@@ -117,7 +117,8 @@ class Level:
         )
 
 
-PASSES = f"trainer.num_epochs_per_take={NUM_EPOCHS}"
+TRAINER = (f"trainer.num_epochs_per_take={NUM_EPOCHS}", "buffer.drop_zero_signal=false")
+"""Groups without signal are trained too: a step without an update would not be limited by it."""
 LEVELS = (
     Level("heavy/sync", "heavy", 0, 0.0),
     Level("heavy/partial", "heavy", 0, 0.0, OVER_PROVISION),
@@ -128,8 +129,8 @@ LEVELS = (
     Level("light/sync", "light", 0, 0.0),
     Level("light/partial", "light", 0, 0.0, OVER_PROVISION),
     Level("light/k1", "light", 1, "auto"),
-    Level("trainer/beside", "none", 2, "auto", more=(PASSES,)),
-    Level("trainer/within", "none", 2, "auto", more=(PASSES, "publish.overlaps_training=false")),
+    Level("trainer/beside", "none", 2, "auto", more=TRAINER),
+    Level("trainer/within", "none", 2, "auto", more=(*TRAINER, "publish.overlaps_training=false")),
 )
 
 
@@ -329,6 +330,8 @@ def measure(level: Level, seed: int, run_dir: Path) -> Result:
         if name.startswith("train/logprob_gap_age_")
         and (found := [row[name] for row in later if row.get(name) is not None])
     }
+    # In a step whose groups had no signal no token is of any age.
+    trained = [row for row in later if row["train/staleness_mean"] is not None]
     bare = simulated(level, seed, update_s=update_s)
     plan = with_overheads(
         level,
@@ -352,8 +355,8 @@ def measure(level: Level, seed: int, run_dir: Path) -> Result:
         publish_wait_share=sum(row["train/publish_wait_s"] for row in later) / played_s,
         overhead_s=claim_s + float(beyond.mean()),
         alone_s=alone_s,
-        staleness_mean=statistics.fmean(row["train/staleness_mean"] for row in later),
-        staleness_max=max(row["train/staleness_max"] for row in later),
+        staleness_mean=statistics.fmean(row["train/staleness_mean"] for row in trained),
+        staleness_max=max(row["train/staleness_max"] for row in trained),
         slow_share_ratio=last.get("buffer/length/slow_share_ratio") or math.nan,
         discarded_time_share=last.get("buffer/discarded_time_share") or 0.0,
         gap_by_age=dict(sorted(gaps.items())),
