@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -58,16 +59,18 @@ def work(kind: str, size_name: str) -> None:
 
     torch.set_num_threads(1)
     size = SIZES[size_name]
-    folder = model_folder(size_name, size)
-    contender: Outloop | HuggingFace
-    if kind == "outloop":
-        contender = Outloop(folder, size)
-    else:
-        contender = HuggingFace(folder, size, is_packed=kind == "hf_packed")
-    for line in sys.stdin:
-        groups = groups_of(size, seed=int(line))
-        answer = contender.step(groups) | {"peak_bytes": peak_bytes()}
-        print(json.dumps(answer), flush=True)
+    answers = sys.stdout
+    with redirect_stdout(sys.stderr):  # Logs go there, so that answers are all that is read.
+        folder = model_folder(size_name, size)
+        contender: Outloop | HuggingFace
+        if kind == "outloop":
+            contender = Outloop(folder, size)
+        else:
+            contender = HuggingFace(folder, size, is_packed=kind == "hf_packed")
+        for line in sys.stdin:
+            groups = groups_of(size, seed=int(line))
+            answer = contender.step(groups) | {"peak_bytes": peak_bytes()}
+            print(json.dumps(answer), file=answers, flush=True)
 
 
 class Worker:
