@@ -181,7 +181,12 @@ class Outloop:
 
         self._settings = Settings(
             model={"path": folder, "max_context_tokens": size.max_microbatch_tokens},
-            trainer={"learning_rate": 1e-4, "max_microbatch_tokens": size.max_microbatch_tokens},
+            trainer={
+                "learning_rate": 1e-4,
+                "max_microbatch_tokens": size.max_microbatch_tokens,
+                # The plain loop has no second bound either.
+                "dual_clip": 0,
+            },
         )
         model_and_optimizer.join_process_group(seed=0)
         config = model_and_optimizer.read_config(folder, {})
