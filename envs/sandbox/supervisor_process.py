@@ -93,12 +93,12 @@ class SupervisorProcess:
         """Send messages.
 
         Raises:
-            SessionLost: the supervisor has ended.
+            SessionLost: the supervisor has ended; with what it wrote to stderr.
         """
         try:
             await asyncio.get_running_loop().sock_sendall(self._line, data)
         except OSError as error:
-            raise SessionLost(f"the supervisor in the sandbox has ended: {error}") from error
+            raise self._lost(error) from error
 
     async def receive(self, timeout_s: float) -> list[bytes]:
         """Receive the next message.
@@ -115,9 +115,7 @@ class SupervisorProcess:
                 f"the supervisor in the sandbox did not answer in {timeout_s:.1f} s; it was ended"
             ) from error
         except (OSError, ValueError) as error:
-            raise SessionLost(
-                f"the supervisor in the sandbox has ended: {error}; {self._last_words()}"
-            ) from error
+            raise self._lost(error) from error
 
     async def _read(self, length: int) -> bytes:
         loop = asyncio.get_running_loop()
@@ -129,11 +127,12 @@ class SupervisorProcess:
             data += chunk
         return bytes(data)
 
-    def _last_words(self) -> str:
+    def _lost(self, error: Exception) -> SessionLost:
         assert self._process.stderr is not None
         os.set_blocking(self._process.stderr.fileno(), False)
-        words = self._process.stderr.read(_MAX_ERROR_BYTES) or b""
-        return " ".join(words.decode(errors="replace").split())
+        written = self._process.stderr.read(_MAX_ERROR_BYTES) or b""
+        words = " ".join(written.decode(errors="replace").split())
+        return SessionLost(f"the supervisor in the sandbox has ended: {error}; {words}")
 
     async def close(self) -> None:
         """Kill and reap the process, with everything in the sandbox."""
