@@ -17,10 +17,8 @@ from outloop.engine.train.algorithms.credit import ScoredEpisode, ScoredGroup, S
 from outloop.engine.train.algorithms.gae import (
     Chain,
     gae,
-    normalized,
     rewards_on,
     targets_on,
-    value_losses,
 )
 from outloop.engine.train.checkpoint.async_writer import save_checkpoint
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint, load_checkpoint
@@ -123,24 +121,6 @@ def test_over_turns_a_turn_is_one_step() -> None:
     assert found.returns[found.is_target] == pytest.approx([b[k] + expected[k] for k in range(3)])
     nothing = targets_on(chain(), np.zeros(0), np.zeros(0), bootstrap=0.0, settings=settings)
     assert len(nothing.advantages) == 0
-
-
-def test_the_value_loss_is_the_larger_of_two() -> None:
-    """By hand; without a clip it is half the square."""
-    values = torch.tensor([1.0, 1.0, -1.0, 0.1], dtype=torch.float64)
-    before = torch.zeros(4, dtype=torch.float64)
-    returns = torch.tensor([2.0, 0.0, -2.0, 0.0], dtype=torch.float64)
-    got = value_losses(values, before, returns, value_clip=0.2)
-    assert got.tolist() == pytest.approx([0.5 * 1.8**2, 0.5, 0.5 * 1.8**2, 0.005])
-    plain = value_losses(values, before, returns, value_clip=0.0)
-    assert plain.tolist() == pytest.approx([0.5, 0.5, 0.5, 0.005])
-
-
-def test_normalized_advantages_have_mean_0_and_deviation_1() -> None:
-    """Over all trained tokens; none stay none."""
-    got = normalized(np.array([1.0, 2.0, 6.0]))
-    assert (got.mean(), got.std()) == (pytest.approx(0.0), pytest.approx(1.0))
-    assert len(normalized(np.zeros(0))) == 0
 
 
 def played(make_samples: Callable[..., list[Sample]]) -> tuple[TrainBatch, Credit]:
