@@ -7,7 +7,7 @@ Invariant: an endpoint answers exactly once, whatever happens in it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +16,7 @@ import structlog
 from outloop.buffer.errors import OutloopError
 from outloop.router.errors import OPENAI_ERRORS, ErrorForm, Refusal, as_refusal, body_too_large
 from outloop.router.http.compression import decoded
+from outloop.router.http.protocol import connection_of
 from outloop.router.http.rate_limit import RateLimit
 from outloop.router.metrics import RouterMetrics
 
@@ -50,7 +51,7 @@ class Exchange:
         self._send = send
         self.is_started = False
         self._is_answered = False
-        self._is_gone = False
+        self._connection = connection_of(scope)
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
 
     @property
@@ -170,40 +171,18 @@ class Exchange:
         """Send a piece of the answer; `more=False` ends it. False if the client had left."""
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self._is_answered = not more
-        return not self._is_gone
-
-    def watching(self) -> _Watch:
-        """Notice meanwhile whether the client leaves. To be entered after the body was read."""
-        return _Watch(self._watch)
+        return not self._connection.is_lost
 
     @property
     def is_gone(self) -> bool:
         """True if the client has closed the connection before its answer was complete, as far as
-        is known now; only within `watching`."""
-        return self._is_gone
+        is known now."""
+        return self._connection.is_lost and not self._is_answered
 
     async def wait_gone(self) -> None:
         """Return when the client has closed the connection. After the body was read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
-
-    async def _watch(self) -> None:
-        await self.wait_gone()
-        # The end of an answer is told in the same way.
-        self._is_gone = not self._is_answered
-
-
-class _Watch:
-    """Runs a task as long as a block does."""
-
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._work = work
-
-    async def __aenter__(self) -> None:
-        self._task = asyncio.create_task(self._work())
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
 
 
 def _without_key(path: str) -> str:

@@ -8,9 +8,12 @@ only callbacks of asyncio and of the parser are overridden, and each calls uvico
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+_EXTENSION = "outloop.connection"
 _MAX_HEAD_BYTES = 256 * 1024
 """Of a request without its body: its head, trailers, and what divides a chunked body."""
 _MAX_FRAMING = 8
@@ -30,6 +33,7 @@ class ClientConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """As uvicorn's; who never says anything is not waited for."""
         super().connection_made(transport)
+        self.is_lost = False
         self._is_between_requests = True
         self._is_in_head = False
         self._num_bytes = self._num_body_bytes = 0
@@ -41,6 +45,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """As uvicorn's."""
+        self.is_lost = True
         super().connection_lost(exc)
         for timer in (self._head, self._reading):
             if timer is not None:
@@ -57,8 +62,9 @@ class ClientConnection(HttpToolsProtocol):
             self._refuse_head()
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """A request begins; whoever serves it can ask after its connection."""
         super().on_message_begin()
+        self.scope["extensions"] = {_EXTENSION: {"connection": self}}
         self._is_in_head = True
         self._num_bytes = self._num_body_bytes = 0
 
@@ -83,6 +89,9 @@ class ClientConnection(HttpToolsProtocol):
         self._is_between_requests = True
         self._has_begun_to_arrive()
         super().on_message_complete()
+        if not self.pipeline:
+            # uvicorn reads on when it is asked for more, and a client that leaves is to be noticed.
+            self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         """The client does not read as fast as it is sent; it is not waited for without end."""
@@ -125,3 +134,9 @@ class ClientConnection(HttpToolsProtocol):
             self.transport.abort()
         else:
             self._wait_for_reader()
+
+
+def connection_of(scope: Mapping[str, Any]) -> ClientConnection:
+    """The connection over which a request came."""
+    connection: ClientConnection = scope["extensions"][_EXTENSION]["connection"]
+    return connection

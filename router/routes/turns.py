@@ -76,8 +76,7 @@ class TurnRoutes:
                 await turn.planned()
         try:
             with episode.noting_refusal(retry_key, None if is_retry else attempt):
-                async with exchange.watching():
-                    is_delivered = await self._answer(dialect, exchange, request, turn)
+                is_delivered = await self._answer(dialect, exchange, request, turn)
             turn.is_delivered = turn.is_delivered or is_delivered
         finally:
             turn.detach(exchange)

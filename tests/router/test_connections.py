@@ -60,12 +60,11 @@ async def test_a_client_that_left_is_noticed(size: int) -> None:
     async def app(scope, receive, send) -> None:
         exchange = Exchange(scope, receive, send)
         await exchange.body()
-        async with exchange.watching():
-            assert not exchange.is_gone
-            came.set()
-            while not exchange.is_gone:
-                await asyncio.sleep(0)
-            sent.append(await exchange.answer(200, b"nobody reads this"))
+        assert not exchange.is_gone
+        came.set()
+        while not exchange.is_gone:
+            await asyncio.sleep(0)
+        sent.append(await exchange.answer(200, b"nobody reads this"))
         seen.set()
 
     async with serving(app) as (_, writer):
@@ -83,11 +82,10 @@ async def test_the_end_of_an_answer_is_no_leaving() -> None:
     async def app(scope, receive, send) -> None:
         exchange = Exchange(scope, receive, send)
         body = await exchange.body()
-        async with exchange.watching():
-            await asyncio.sleep(0)
-            sent.append(await exchange.answer(200, body))
-            await asyncio.sleep(0.01)
-            sent.append(not exchange.is_gone)
+        await asyncio.sleep(0)
+        sent.append(await exchange.answer(200, body))
+        await asyncio.sleep(0.01)
+        sent.append(not exchange.is_gone)
 
     async with serving(app) as (reader, writer):
         for body in (b"one", b"two"):
