@@ -21,6 +21,7 @@ from outloop.buffer import run_status
 from outloop.buffer.codec import records_codec
 from outloop.buffer.errors import BufferUnavailable, NotFound, OutloopError, RecordError
 from outloop.buffer.records import (
+    SOURCE,
     Claim,
     ClaimResult,
     CloseResult,
@@ -46,6 +47,7 @@ from outloop.buffer.runner_keys import KnownKeys, decode_keys
 from outloop.buffer.store.budget_notes import BudgetNotes, EpisodeUsage
 from outloop.buffer.store.episodes import load_async, named
 from outloop.buffer.store.sft import put_async
+from outloop.buffer.tasks.durations import Candidate, longest_first, prompt_size, read_mean
 from outloop.buffer.tasks.mixture import Mixture, TaskSource
 from outloop.buffer.tasks.source_weights import encode_sources, encode_weights, load_mixture
 from outloop.buffer.tasks.validation import (
@@ -174,10 +176,15 @@ class BufferWriter:
         if not 1 <= count <= _MAX_CLAIM_COUNT:
             raise RecordError(f"count={count}; 1 to {_MAX_CLAIM_COUNT} are allowed")
         arguments = (key, count, _CLAIM_MEMORY_MS, runner_id, int(servers_are_busy))
-        packed, reason, revision = await self._scripts.call(
-            "claim", *arguments, what="claiming tasks"
-        )
-        rows: list[_ClaimRow] = list(msgspec.msgpack.decode(packed))
+        rows: list[_ClaimRow] = []
+        window = 0
+        while not rows and window >= 0:
+            packed, reason, revision, window = await self._scripts.call(
+                "claim", *arguments, what="claiming tasks"
+            )
+            rows = list(msgspec.msgpack.decode(packed))
+            if window >= 0:
+                await self._open_window(window, await self._load_mixture(revision))
         if not rows:
             why = reason.decode()
             return ClaimResult(claims=(), reason=why, retry_after_s=_WAITS_S[why])
@@ -237,6 +244,7 @@ class BufferWriter:
                 opening.episode_id,
                 _member(opening),
                 opening.task_id,
+                opening.metadata.get(SOURCE, ""),
                 identity,
                 records_codec.encode_opening(opening),
                 int((max(opening.deadline_at - opening.opened_at, 0.0) + CLOSE_GRACE_S) * 1000),
@@ -427,6 +435,31 @@ class BufferWriter:
             seed = self._run.settings.run.seed
             self._mixture = await load_mixture(self._client, self._prefix, seed)
         return self._mixture[1]
+
+    async def _open_window(self, first: int, mixture: Mixture) -> None:
+        """Decide in which order a step's slots from `first` on are started."""
+        slots = range(first, first + self._run.settings.trainer.groups_per_step)
+        places = [mixture.task_index(slot) for slot in slots]
+        tasks = await self._load_tasks([f"tasks {place}".encode() for place in places])
+        sources = [mixture.source_of(place) for place in places]
+        with translated("reading the durations of tasks"):
+            async with self._client.pipeline(transaction=False) as pipeline:
+                pipeline.hmget(self._key("task_durations"), [task.task_id for task in tasks])
+                pipeline.hmget(self._key("source_durations"), sources)
+                of_tasks, of_sources = await pipeline.execute()
+        candidates = [
+            Candidate(
+                slot=slot,
+                expected_ms=read_mean(own or of_source),
+                prompt_size=prompt_size(task),
+                priority=mixture.priority_of(place),
+            )
+            for slot, place, task, own, of_source in zip(
+                slots, places, tasks, of_tasks, of_sources, strict=True
+            )
+        ]
+        what = f"opening the window from slot={first}"
+        await self._scripts.call("open_window", first, *longest_first(candidates), what=what)
 
     async def _load_tasks(self, names: Sequence[bytes]) -> list[Task]:
         missing = [name for name in dict.fromkeys(names) if name not in self._tasks]

@@ -84,6 +84,10 @@ class Mixture:
             slot = self._order.slot_in_order(slot, self._task_index)
         return self._task_index(slot)
 
+    def priority_of(self, task_index: int) -> int:
+        """The priority of a task; 0 where all are equal."""
+        return 0 if self._order is None else self._order.of(task_index)
+
     def source_of(self, task_index: int) -> str:
         """The name of the source of a task; empty where there is one source alone."""
         if len(self._names) == 1:

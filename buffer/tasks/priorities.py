@@ -27,6 +27,10 @@ class Priorities:
         self._window = window
         self._last: tuple[int, list[int]] | None = None
 
+    def of(self, task_index: int) -> int:
+        """The priority of a task."""
+        return int(self._values[task_index])
+
     def slot_in_order(self, slot: int, task_index: Callable[[int], int]) -> int:
         """The slot that is played in the place of `slot`; equals keep their order."""
         window, offset = divmod(slot, self._window)

@@ -172,6 +172,8 @@ async def everything(
     await writer.append_turn(make_turn(episode_id, version=highest + 1))
     await loop.close(episode_id, None, failure_kind="infrastructure", outcome="failed")
     look()
+    await loop.play_all(version=highest + 1)
+    look()
 
 
 def tasks_with_priorities(loop_of: Callable[..., Any]) -> Any:
@@ -206,7 +208,7 @@ def play_on(
     """Plays."""
 
     async def play(url: str, look: Callable[[str], object] = lambda tag: None) -> str:
-        run = make_run(url, buffer__group_deadline_s=60)
+        run = make_run(url, buffer__group_deadline_s=60, buffer__task_order="longest_first")
         writer, reader = await connect_faces(run)
         loop = tasks_with_priorities(loop_of)(writer, reader)
         await loop.start()

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 from outloop.buffer.errors import DeadlineExceeded
+from outloop.buffer.records import Task
+from outloop.buffer.tasks.durations import Candidate, next_mean, prompt_size
+from outloop.buffer.tasks.order import task_index
 from outloop.engine.launch.plan.admission import Admission, Group, Rules
 
 GROUPS_PER_STEP, GROUP_SIZE, NUM_STEPS, UPDATE_S = 4, 3, 16, 0.5
+NUM_TASKS, SEED = 11, 5
 
 
 @dataclass(eq=False)
@@ -21,6 +25,7 @@ class Attempt:
     group: Group[Any]
     claim: Any
     version: int
+    started_at: float
     oldest_version: int | None = None
     is_scored: bool = False
 
@@ -30,12 +35,33 @@ class Pair:
 
     def __init__(self, loop: Any, clock: Any, rules: Rules, seed: int) -> None:
         self.loop, self.clock = loop, clock
-        self.admission: Admission[Attempt] = Admission(rules)
+        self.admission: Admission[Attempt] = Admission(rules, self.candidate)
         self.random = random.Random(seed)
         self.events: list[tuple[float, int, Attempt]] = []
         self.number = 0
         self.version = 0
         self.num_replayed = 0
+        self.durations: dict[str, tuple[int, int]] = {}
+        """Of each task, as the scripts keep them."""
+
+    @staticmethod
+    def task_of(slot: int) -> int:
+        """The task that a slot plays."""
+        return task_index(slot, NUM_TASKS, SEED)
+
+    def candidate(self, slot: int) -> Candidate:
+        """What is known of a slot's task, or of all tasks where it was not played yet."""
+        task = Task(task_id=f"t{self.task_of(slot)}", payload={"n": self.task_of(slot)})
+        known = self.durations.get(task.task_id) or self.durations.get("")
+        return Candidate(
+            slot=slot, expected_ms=known[0] if known else None, prompt_size=prompt_size(task)
+        )
+
+    def note(self, attempt: Attempt) -> None:
+        """An attempt was scored."""
+        ms = int(self.clock.now * 1000) - int(attempt.started_at * 1000)
+        for name, memory in ((attempt.claim.task.task_id, 8), ("", 256)):
+            self.durations[name] = next_mean(*self.durations.get(name, (0, 0)), ms, memory)
 
     async def claim(self) -> None:
         """Whatever may start now starts in both."""
@@ -45,10 +71,11 @@ class Pair:
                 assert group is not None
                 slot = int(claim.group_id.removeprefix("g").partition("-")[0])
                 assert group.slot == slot
-                attempt = Attempt(group, claim, self.version)
+                attempt = Attempt(group, claim, self.version, self.clock.now)
                 group.attempts.append(attempt)
                 tail = self.random.random() < 0.15
                 seconds = self.random.uniform(4.0, 12.0) if tail else self.random.random()
+                seconds += 0.1 * (self.task_of(slot) % 7)
                 self.number += 1
                 heapq.heappush(
                     self.events, (self.clock.now + round(seconds, 3), self.number, attempt)
@@ -64,6 +91,8 @@ class Pair:
         is_counted = self.admission.score(attempt, attempt.group)
         assert is_counted == result.counted
         self.num_replayed += not is_counted
+        if is_counted:
+            self.note(attempt)
         await self.claim()
 
     def take(self) -> tuple[Any, Any] | None:
@@ -108,20 +137,28 @@ class Pair:
         assert not self.events, "something was started for no step"
 
 
+@pytest.mark.parametrize("task_order", ["slot", "longest_first"])
 @pytest.mark.parametrize(
     ("staleness", "depth", "over_provision"),
     [(0, 0.0, 1.0), (0, 0.0, 1.5), (2, 0.5, 1.0), (1, "auto", 1.0), (4, "auto", 1.0)],
 )
 async def test_the_plan_admits_and_takes_what_the_buffer_does(
-    start: Callable[..., Any], clock: Any, staleness: int, depth: Any, over_provision: float
+    start: Callable[..., Any],
+    clock: Any,
+    staleness: int,
+    depth: Any,
+    over_provision: float,
+    task_order: Any,
 ) -> None:
     """Each claim, each score and each batch, over steps of episodes with a tail."""
     loop = await start(
-        num_tasks=1000,
+        num_tasks=NUM_TASKS,
+        run__seed=SEED,
         buffer__group_size=GROUP_SIZE,
         buffer__max_staleness=staleness,
         buffer__pipeline_depth=depth,
         buffer__over_provision=over_provision,
+        buffer__task_order=task_order,
         trainer__groups_per_step=GROUPS_PER_STEP,
         env__max_replaced_share=1,
         env__max_runner_silence_s=0,
@@ -132,6 +169,7 @@ async def test_the_plan_admits_and_takes_what_the_buffer_does(
         max_staleness=staleness,
         pipeline_depth=depth,
         over_provision=over_provision,
+        task_order=task_order,
     )
     await Pair(loop, clock, rules, seed=staleness).run()
 
@@ -141,7 +179,8 @@ async def test_the_plan_plays_again_what_the_buffer_plays_again(
 ) -> None:
     """Scored attempts become too old by two publishes that train nothing; so does one in flight."""
     loop = await start(
-        num_tasks=1000,
+        num_tasks=NUM_TASKS,
+        run__seed=SEED,
         buffer__group_size=GROUP_SIZE,
         buffer__max_staleness=1,
         buffer__pipeline_depth=1.0,

@@ -41,9 +41,11 @@ class Held:
     """What Redis holds of a run."""
 
     cursor: int
-    """Every slot below it was admitted once."""
+    """Every slot below it was admitted once, or is in `window`."""
     replay: frozenset[int]
     """Slots to be played again."""
+    window: frozenset[int]
+    """Slots of a step that are not started yet."""
     live: tuple[int, ...]
     """Slots of the groups that are neither acknowledged nor dropped."""
     num_leased: int
@@ -68,6 +70,7 @@ def read_held(reader: BufferReader, run: Run) -> Held:
     held = Held(
         cursor=int(client.hget(f"{name}state", "cursor")),
         replay=frozenset(map(int, client.zrange(f"{name}replay", 0, -1))),
+        window=frozenset(map(int, client.zrange(f"{name}window", 0, -1))),
         live=tuple(int(s) for _, s in client.zrange(f"{name}groups", 0, -1, withscores=True)),
         num_leased=client.zcard(f"{name}leases"),
         dropped=frozenset(dropped),
@@ -127,7 +130,8 @@ def check_slots(slots: Collection[int], held: Held) -> int:
     assert len(held.live) == len(live), f"two live groups of one slot: {sorted(held.live)}"
     assert not trained & live, f"live and in a checkpoint: {trained & live}"
     assert not trained & held.replay, f"in a checkpoint and to be played: {trained & held.replay}"
-    missing = set(range(held.cursor)) - trained - live - held.replay
+    assert not held.window & (trained | live), f"started and in the window: {held.window}"
+    missing = set(range(held.cursor)) - trained - live - held.replay - held.window
     assert missing <= held.dropped, f"lost: {missing - held.dropped}"
     dropped = sum(n for name, n in held.stats.items() if name.startswith("buffer/dropped/"))
     assert len(missing) <= dropped, f"dropped without a reason: {missing}, {dropped} counted"

@@ -203,7 +203,7 @@ class Whole:
             reader.close()
         ledger.check()
         slots = [slot_of(group_id) for group_id in surviving_groups(marks, held.parents)]
-        trained = set(slots)
+        trained, waiting = set(slots), held.replay | held.window
         return {
             "kills": dict(self.kills),
             "starts": self.num_starts,
@@ -211,8 +211,8 @@ class Whole:
             "reached": held.cursor,
             "trained": len(trained),
             "duplicated": len(slots) - len(trained),
-            "to_play_or_open": len((held.replay | set(held.live)) - trained),
-            "dropped": len(set(range(held.cursor)) - trained - set(held.live) - held.replay),
+            "to_play_or_open": len((waiting | set(held.live)) - trained),
+            "dropped": len(set(range(held.cursor)) - trained - set(held.live) - waiting),
             "attempts_started": ledger.num_started,
             "columns": {
                 name: {

@@ -320,7 +320,9 @@ class Walk:
         assert not trained & untrained
         assert not set(live) & replay
         assert not dead & (trained | set(live) | replay)
-        lost = set(range(cursor)) - trained - set(live) - replay - dropped
+        waiting = {int(slot) for slot in client.zrange(f"{prefix}window", 0, -1)}
+        assert not waiting & (trained | set(live) | replay)
+        lost = set(range(cursor)) - trained - set(live) - replay - dropped - waiting
         assert not lost
         for lease in self.leases:
             assert lease.group.slot not in trained

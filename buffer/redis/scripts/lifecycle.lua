@@ -10,7 +10,7 @@
 local given = redis.call('HMGET', KEYS[1], 'group_size', 'groups_per_step', 'max_staleness',
   'max_replacements', 'attempt_ms', 'group_ms', 'lease_ms', 'gives_claims',
   'max_replaced_ppm', 'incomplete', 'pipeline_depth', 'max_resumptions', 'max_silence_ms',
-  'over_provision_ppm')
+  'over_provision_ppm', 'task_order')
 local rules = {
   group_size = tonumber(given[1]), groups_per_step = tonumber(given[2]),
   max_staleness = tonumber(given[3]), max_replacements = tonumber(given[4]),
@@ -19,7 +19,7 @@ local rules = {
   max_replaced_share = (tonumber(given[9]) or 1000000) / 1000000,
   incomplete = given[10] or 'train', pipeline_depth = given[11],
   max_resumptions = tonumber(given[12]) or 0, max_silence_ms = tonumber(given[13]) or 0,
-  over_provision_ppm = tonumber(given[14]),
+  over_provision_ppm = tonumber(given[14]), longest_first = given[15] == 'longest_first',
 }
 local now = tonumber(ARGV[1])
 if now == 0 then
@@ -34,8 +34,12 @@ local SWEEP_LIMIT = 256
 -- Dead letters kept, and how many of the newest keep their episodes.
 local MAX_DEAD_LETTERS, MAX_WHOLE_DEAD_LETTERS = 256, 16
 local MAX_FAILED = 64
+-- Over how many attempts the means of durations go, about, and how many predictions are kept.
+local TASK_MEMORY, SOURCE_MEMORY, MAX_PREDICTIONS = 8, 256, 256
 
 local STATE, OPEN, REPLAY = key('state'), key('open'), key('replay')
+local WINDOW, PREDICTIONS = key('window'), key('predictions')
+local TASK_DURATIONS, SOURCE_DURATIONS = key('task_durations'), key('source_durations')
 local GROUPS, FILL, GROUP_DEADLINES = key('groups'), key('fill'), key('group_deadlines')
 local READY, READY_DEPTHS, LEASES = key('ready'), key('ready_depths'), key('leases')
 local OPEN_DEPTHS = key('open_depths')
@@ -186,6 +190,16 @@ local function length_of(started, episode_id)
     tokens, started = number(f[1]) or 0, started or number(f[2])
   end
   return math.max(now - (started or now), 0), tokens
+end
+
+-- The mean duration of attempts, ms: of the first `memory` of them, after which the newest weighs
+-- 1 / memory and older ones fade. As next_mean() of tasks/durations.py.
+local function note_duration(hash, field, ms, memory)
+  local before = redis.call('HGET', hash, field)
+  local mean, num = string.match(before or '0 0', '^(%d+) (%d+)$')
+  num = math.min(tonumber(num) + 1, memory)
+  mean = math.floor(tonumber(mean) + (ms - tonumber(mean)) / num + 0.5)
+  redis.call('HSET', hash, field, string.format('%.0f %d', mean, num))
 end
 
 -- Its episode (empty: none was opened; false: it is not in flight) and when it started.
@@ -369,6 +383,11 @@ local function seal_group(group_id)
   end
   redis.call('HSET', g, 'sealed_at', now)
   count('sealed')
+  local known = redis.call('HMGET', g, 'predicted_ms', 'ledger:ms', 'ledger:n')
+  if known[1] then
+    redis.call('RPUSH', PREDICTIONS, string.format('%s %.0f', known[1], known[2] / known[3]))
+    redis.call('LTRIM', PREDICTIONS, -MAX_PREDICTIONS, -1)
+  end
   make_ready(group_id)
   return group_id
 end
@@ -583,6 +602,9 @@ local function count_attempt(member, episode_id)
   redis.call('RPUSH', g .. ':episodes', episode_id)
   redis.call('HINCRBY', g, 'scored', 1)
   add_to(g, 'ledger', ms, tokens, 1)
+  local about = redis.call('HMGET', g, 'task_id', 'source')
+  note_duration(TASK_DURATIONS, about[1], ms, TASK_MEMORY)
+  note_duration(SOURCE_DURATIONS, about[2] or '', ms, SOURCE_MEMORY)
   extend_group(owner, f[2], f[3])
   count('scored')
   return seal_if_complete(owner)

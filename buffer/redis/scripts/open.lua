@@ -2,15 +2,15 @@
 --
 -- ARGV[2]  number of openings, then for each: episode_id, member (t:GROUP:ATTEMPT,
 --          e:EVAL:ATTEMPT or, for an evaluation episode that nobody claimed, o:EPISODE:0),
---          task_id, what must be equal when it is opened again, opening record, deadline in ms
---          from now
+--          task_id, its source or '', what must be equal when it is opened again, opening record,
+--          deadline in ms from now
 -- Returns  {'ok', code, sentence, code, sentence, ...}: one pair per opening. gone: the attempt was
 --          replaced or its group sealed; conflict: same id, other content; not_found: no such group.
 -- Keeps    an attempt that resumes a lost episode passes that one's id on to its own (`resumes`);
 --          one episode per attempt: a later opening of the same attempt takes it over, because the
 --          answer to the earlier one may have been lost. Refused openings do not stop the others.
 
-local function open_one(episode_id, member, task_id, identity, opening, deadline_ms)
+local function open_one(episode_id, member, task_id, source_name, identity, opening, deadline_ms)
   local e = episode_key(episode_id)
   local known = redis.call('HGET', e, 'identity')
   if known then
@@ -36,7 +36,11 @@ local function open_one(episode_id, member, task_id, identity, opening, deadline
     if task and task ~= task_id then
       return 'conflict', 'group_id=' .. owner .. ' plays task_id=' .. task .. ', not ' .. task_id
     end
-    redis.call('HSET', owner_key, 'task_id', task_id)
+    if not task then
+      redis.call('HSET', owner_key, 'task_id', task_id, 'source', source_name)
+      local known = string.match(redis.call('HGET', TASK_DURATIONS, task_id) or '', '^%d+')
+      if known then redis.call('HSET', owner_key, 'predicted_ms', known) end
+    end
   end
   redis.call('HSET', e, 'identity', identity, 'member', member, 'task_id', task_id,
     'opening', opening, 'started', redis.call('HGET', ATTEMPT_STARTS, member) or now)
@@ -60,9 +64,9 @@ end
 
 local answers = {'ok'}
 for i = 0, tonumber(ARGV[2]) - 1 do
-  local at = 3 + 6 * i
+  local at = 3 + 7 * i
   local code, sentence = open_one(ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3],
-    ARGV[at + 4], ARGV[at + 5])
+    ARGV[at + 4], ARGV[at + 5], ARGV[at + 6])
   answers[#answers + 1] = code
   answers[#answers + 1] = sentence
 end

@@ -1,9 +1,10 @@
 """The buffer's admission, without Redis: which attempt starts, which groups are taken.
 
-Owns: the rules of buffer/redis/scripts (claim, take, lifecycle, acknowledge_version, drop and
-mark_trained) that decide about time, the controller of pipeline_depth = "auto" among them. Does not
-own: time itself (simulator), what a lost attempt had recorded. Invariant: as the scripts, no more
-live groups than the depth and the age allow, and admitted - trained = live groups + held credits.
+Owns: the rules of buffer/redis/scripts (claim, open_window, take, lifecycle, acknowledge_version,
+drop and mark_trained) that decide about time, the controller of pipeline_depth = "auto" among them.
+Does not own: time itself (simulator), what is known of tasks and what a lost attempt had recorded.
+Invariant: as the scripts, no more live groups than the depth and the age allow, and admitted -
+trained = live groups + held credits.
 """
 
 from __future__ import annotations
@@ -11,16 +12,22 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings.buffer import refuse_over_provision
+from outloop.buffer.tasks.durations import Candidate, longest_first
 
 TOLERATED_WAIT = 0.05
 WEIGHT_OF_PAST = 0.75
 TAKES_BEFORE_LOWERING = 4
+
+
+def _unknown(slot: int) -> Candidate:
+    return Candidate(slot=slot, expected_ms=None)
 
 
 class Attempt(Protocol):
@@ -43,6 +50,7 @@ class Rules:
     max_staleness: int
     pipeline_depth: float | Literal["auto"]
     over_provision: float = 1.0
+    task_order: Literal["slot", "longest_first"] = "slot"
 
     def __post_init__(self) -> None:
         try:
@@ -98,8 +106,12 @@ class Group(Generic[A]):
 class Admission(Generic[A]):
     """The state of a run's groups."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, candidate: Callable[[int], Candidate] = _unknown) -> None:
+        """`candidate`: what is known of a slot's task when the window of the slot opens."""
         self.rules = rules
+        self._candidate = candidate
+        self._window: deque[int] = deque()
+        """Slots that are started next."""
         self.beyond = rules.beyond
         """Set by the controller."""
         self.steps_left: int | None = None
@@ -137,7 +149,7 @@ class Admission(Generic[A]):
         if num_live >= self.rules.provided + self.beyond:
             self._controller.is_depth_reached = True
             return None
-        slot, self._cursor = self._cursor, self._cursor + 1
+        slot = self._next_slot()
         self._admitted += 1
         self._minted += 1
         begin = self._acknowledged
@@ -146,6 +158,17 @@ class Admission(Generic[A]):
         self._live[group.number] = group
         self._due[begin] += 1
         return group
+
+    def _next_slot(self) -> int:
+        if not self._window:
+            first = self._cursor
+            if self.rules.task_order == "slot":
+                self._window.append(first)
+            else:
+                slots = range(first, first + self.rules.groups_per_step)
+                self._window.extend(longest_first([self._candidate(slot) for slot in slots]))
+            self._cursor += len(self._window)
+        return self._window.popleft()
 
     def score(self, attempt: A, group: Group[A]) -> bool:
         """An attempt ended with a reward. False: it is too old, and played again."""

@@ -78,6 +78,8 @@ class LoopInputs(_Section):
     max_staleness: int = Field(1, ge=0)
     pipeline_depth: float | Literal["auto"] = "auto"
     over_provision: float = 1.0
+    task_order: Literal["slot", "longest_first"] = "slot"
+    """longest_first: each task was played by one group before."""
     max_refills: int = Field(0, ge=0)
     no_signal_share: float = Field(0.0, ge=0, lt=1)
     max_concurrent_episodes: int = Field(1_000_000, gt=0)
@@ -99,6 +101,7 @@ class LoopInputs(_Section):
             max_staleness=self.max_staleness,
             pipeline_depth=self.pipeline_depth,
             over_provision=self.over_provision,
+            task_order=self.task_order,
         )
 
 
@@ -515,6 +518,7 @@ def measured_tree(
             if buffer.pipeline_depth == "auto"
             else min(buffer.pipeline_depth, buffer.max_age),
             "over_provision": buffer.over_provision,
+            "task_order": buffer.task_order,
             "max_refills": buffer.max_refills,
             "no_signal_share": min(0.99, 1.0 - with_signal) if buffer.drop_zero_signal else 0.0,
             "max_concurrent_episodes": settings.env.max_concurrent_episodes

@@ -12,12 +12,14 @@ closes take no time beyond `overhead_s`; evaluation is not simulated.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from outloop.buffer.tasks.durations import Candidate, next_mean, rank_correlation
 from outloop.engine.launch.plan.admission import Admission, Group, Rules
 from outloop.engine.launch.plan.lengths import Floats, Lengths, uniform
 from outloop.engine.launch.plan.serving import Servers, Serving
@@ -72,12 +74,10 @@ class Scenario:
     """The run ends with num_steps: the last ones start nothing beyond what they train, so that
     these steps wait for what is slow. False: it is a piece of a long run."""
     seed: int = 0
-    long_first_window: int = 1
-    """Of so many consecutive tasks those that take long are played first: what is the task's of
-    that, `Episodes.by_task`, and not chance, as if it were known before."""
     quantiles: Callable[[int], Floats] | None = None
     """Slot -> how long each attempt at it is among all episodes, in [0, 1), float64 [group_size];
-    None: independent of each other, but for `Episodes.by_task`."""
+    None: independent of each other, but for `Episodes.by_task`. Given, nothing is known of tasks
+    before they are played, so that every task_order is that of slots."""
 
 
 @dataclass(slots=True, eq=False)
@@ -129,6 +129,9 @@ class Simulated:
     """Of the attempts that ended, those given up as too old; they are played again."""
     discarded_time_share: float
     """Of the time that attempts took, that of those."""
+    rank_correlation: float
+    """Of what the group played before said of each task's duration, with that of the trained group;
+    the metric buffer/length/rank_correlation of a run."""
     slow_share_ratio: float
     """Slow among trained attempts over slow among those that started."""
     attempt_s: float
@@ -171,6 +174,7 @@ class _Counts:
     demand_tokens: float = 0.0
     demand_s: float = 0.0
     demand_longest_s: float = 0.0
+    predictions: list[tuple[float, float]] = field(default_factory=list)
     num_steps: int = 0
 
 
@@ -182,7 +186,7 @@ def simulate(scenario: Scenario) -> Simulated:
 class _Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
-        self._admission = Admission[_Attempt](scenario.rules)
+        self._admission = Admission[_Attempt](scenario.rules, self._candidate)
         self._serving = Serving(scenario.servers) if scenario.servers else None
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
@@ -200,8 +204,6 @@ class _Simulation:
         self._step = 0
         self._counts = _Counts()
         self._drawn: dict[int, tuple[Floats, Floats, Floats]] = {}
-        self._orders: dict[int, list[int]] = {}
-        """Tasks of each window of slots in the order in which they are played."""
         whole = scenario.episodes.seconds.plus(scenario.episodes.tokens, self._alone_s(1.0))
         self._slow_from = float(np.quantile(whole.values, 1.0 - SLOW_SHARE))
         self._num_looked_at = 0
@@ -246,7 +248,7 @@ class _Simulation:
 
     def _start(self, group: Group[_Attempt]) -> None:
         if group.number not in self._drawn:
-            self._drawn[group.number] = self._draw(self._task_of(group.slot))
+            self._drawn[group.number] = self._draw(group.slot)
         seconds, tokens, lost_s = self._drawn[group.number]
         # An attempt that is played again takes the place, and the length, of the lost one.
         taken = {attempt.index for attempt in group.attempts}
@@ -270,22 +272,21 @@ class _Simulation:
         else:
             self._begin_turn(attempt)
 
-    def _task_of(self, slot: int) -> int:
-        """Which of the tasks, by the number that lengths are drawn by, is played at a slot."""
-        size = self._scenario.long_first_window
-        window, place = divmod(slot, size)
-        if window not in self._orders:
-            tasks = range(window * size, (window + 1) * size)
-            seed = self._scenario.seed
-            rank = {task: float(uniform(1, seed=seed, stream=0, index=task)[0]) for task in tasks}
-            self._orders[window] = sorted(tasks, key=lambda task: -rank[task])
-        return self._orders[window][place]
+    def _candidate(self, slot: int) -> Candidate:
+        """What is known of the task at a slot: its group was played before, under no load."""
+        if self._scenario.quantiles is not None:
+            return Candidate(slot=slot, expected_ms=None)
+        seconds, tokens, _ = self._draw(slot, is_earlier=True)
+        mean = number = 0
+        for taken_s in seconds + tokens * self._alone_s(1.0):
+            mean, number = next_mean(mean, number, int(1000 * taken_s))
+        return Candidate(slot=slot, expected_ms=mean)
 
-    def _draw(self, slot: int) -> tuple[Floats, Floats, Floats]:
-        """Seconds, tokens and time lost of a group's attempts."""
+    def _draw(self, slot: int, *, is_earlier: bool = False) -> tuple[Floats, Floats, Floats]:
+        """Seconds, tokens and time lost of a group's attempts, or of its task's earlier group."""
         episodes, size = self._scenario.episodes, self._scenario.rules.group_size
-        seed = self._scenario.seed
-        own, kind, lost = uniform(3 * size + 1, seed=seed, stream=0, index=slot)[1:].reshape(
+        seed, stream = self._scenario.seed, 2 if is_earlier else 0
+        own, kind, lost = uniform(3 * size + 1, seed=seed, stream=stream, index=slot)[1:].reshape(
             3, size
         )
         if self._scenario.quantiles is not None:
@@ -425,6 +426,10 @@ class _Simulation:
             counts.num_trained_slow += self._is_slow(attempt)
         counts.demand_longest_s += longest
         counts.num_groups += 1
+        expected = self._candidate(group.slot).expected_ms
+        if expected is not None:
+            taken = math.fsum(a.ended_at - a.started_at for a in group.attempts)
+            counts.predictions.append((expected, taken / len(group.attempts)))
 
     def _count_lost(self) -> None:
         """Attempts given up as too old end now; their places are free."""
@@ -457,6 +462,7 @@ class _Simulation:
             staleness={age: number / num_taken for age, number in sorted(counts.staleness.items())},
             discarded_share=counts.num_lost / max(1, counts.num_lost + counts.num_trained),
             discarded_time_share=counts.lost_s / spent_s if spent_s else 0.0,
+            rank_correlation=rank_correlation(counts.predictions),
             slow_share_ratio=trained / started if started else 1.0,
             attempt_s=counts.trained_s / max(1, counts.num_trained),
             demand=Demand(
