@@ -7,7 +7,10 @@ names a turn that the episode has.
 
 from __future__ import annotations
 
-from outloop.buffer.records import Reward, TokenReward
+from collections.abc import Sequence
+
+from outloop.buffer.errors import NotFound
+from outloop.buffer.records import Reward, TokenReward, Turn
 from outloop.buffer.settings import Settings
 from outloop.buffer.writer import BufferWriter
 from outloop.router.errors import Refusal
@@ -24,13 +27,27 @@ class Scores:
         self._buffer = buffer
 
     async def reward(self, episode_id: str, body: RewardValue) -> Reward:
-        """The reward that `body` gives `episode_id`.
+        """The reward that `body` gives `episode_id`, of which some turns are recorded.
+
+        Raises:
+            NotFound: parts of an episode are scored that nobody knows.
+            Refusal, RecordError: as `reward_of`.
+        """
+        if not any(getattr(body, name) for name in _PARTS):
+            return self.reward_of(episode_id, body, ())
+        loaded = await self._buffer.load_episode(episode_id)
+        if loaded is None:
+            raise NotFound(f"episode_id={episode_id} is unknown")
+        return self.reward_of(episode_id, body, loaded.turns)
+
+    def reward_of(self, episode_id: str, body: RewardValue, turns: Sequence[Turn]) -> Reward:
+        """The reward that `body` gives an episode of these turns.
 
         Raises:
             Refusal: 422, scores of parts that this run does not take, or the episode does not have.
             RecordError: a number is not finite, or spans of tokens overlap.
         """
-        if not (body.turns or body.branches or body.tokens):
+        if not any(getattr(body, name) for name in _PARTS):
             return Reward(value=body.value, components=body.components, answer=body.answer)
         if self._settings.env.turn_scores == "refuse":
             raise Refusal(
@@ -43,8 +60,6 @@ class Scores:
                 "for reading",
                 param=next(name for name in _PARTS if getattr(body, name)),
             )
-        loaded = await self._buffer.load_episode(episode_id)
-        turns = loaded.turns if loaded is not None else ()
         known = {turn.turn_id: len(turn.output_ids) for turn in turns}
         leaves = known.keys() - {turn.parent_turn_id for turn in turns}
         branches = _by_turn(body.branches, known, episode_id, "branches")

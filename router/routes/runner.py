@@ -32,6 +32,7 @@ from outloop.buffer.records import (
     ClaimResult,
     CloseResult,
     Opening,
+    Reward,
     Task,
     Turn,
     facts_of,
@@ -250,7 +251,9 @@ class RunnerRoutes:
         by = self._keys.require_runner(exchange.key)
         body = await exchange.decode(_close)
         episode_id = exchange.path("episode_id")
-        result = await self._close(episode_id, body)
+        check_id(body.key, "key")
+        reward = None if body.reward is None else await self._scores.reward(episode_id, body.reward)
+        result = await self._close(episode_id, body, reward)
         self._audit.note(
             "close",
             by,
@@ -282,8 +285,8 @@ class RunnerRoutes:
             await self._check_played(one, index) for index, one in enumerate(body.trajectories)
         ]
         results = [
-            await self._record_played(one, turns)
-            for one, turns in zip(body.trajectories, ready, strict=True)
+            await self._record_played(one, turns, reward)
+            for one, (turns, reward) in zip(body.trajectories, ready, strict=True)
         ]
         num_accepted = sum(result["counted"] for result in results)
         await _answer(exchange, {"num_accepted": num_accepted, "results": results})
@@ -299,11 +302,13 @@ class RunnerRoutes:
         await self._buffer.put_trajectories(trajectories, key=body.key, final=body.final)
         await _answer(exchange, {"num_accepted": len(trajectories), "results": []})
 
-    async def _check_played(self, body: TrajectoryBody, index: int) -> tuple[Turn, ...]:
-        """The turns of one posted trajectory, none of which is recorded yet.
+    async def _check_played(
+        self, body: TrajectoryBody, index: int
+    ) -> tuple[tuple[Turn, ...], Reward | None]:
+        """The turns and the reward of one posted trajectory, none of which is recorded yet.
 
         Raises:
-            Refusal: 400 or 404, naming the trajectory and what is wrong with it.
+            Refusal: 400, 404 or 422, naming the trajectory and what is wrong with it.
         """
         where = f"trajectories[{index}]"
         if body.turns is not None and body.samples is not None:
@@ -315,6 +320,11 @@ class RunnerRoutes:
         try:
             turns = self._posted.turns(
                 loaded.opening, body.turns, body.samples, newest_version=newest
+            )
+            reward = (
+                None
+                if body.reward is None
+                else self._scores.reward_of(body.episode_id, body.reward, turns)
             )
         except Refusal as error:
             raise Refusal(error.status, error.code, f"{where}: {error}", param=where) from error
@@ -328,9 +338,11 @@ class RunnerRoutes:
                 "recorded here; an episode is played through this router or posted whole",
                 param=where,
             )
-        return turns
+        return turns, reward
 
-    async def _record_played(self, body: TrajectoryBody, turns: Sequence[Turn]) -> dict[str, Any]:
+    async def _record_played(
+        self, body: TrajectoryBody, turns: Sequence[Turn], reward: Reward | None
+    ) -> dict[str, Any]:
         """Record and close an episode; what the buffer refuses of it is part of the answer."""
         result: dict[str, Any] = {"episode_id": body.episode_id, "counted": False, "error": ""}
         try:
@@ -341,14 +353,13 @@ class RunnerRoutes:
                 outcome=body.outcome,
                 key="posted",
                 failure_kind=body.failure_kind,
-                reward=body.reward,
                 error=body.error,
                 output=body.output,
             )
-            closed = await self._close(body.episode_id, closing)
+            closed = await self._close(body.episode_id, closing, reward)
         except (Conflict, Gone, NotFound) as error:
             return result | {"error": str(error)}
-        if not closed.counted and body.reward is not None:
+        if not closed.counted and reward is not None:
             result["error"] = "it is too old to be trained, or failed; its attempt is played again"
         self._metrics.posted.inc()
         return result | {"counted": closed.counted}
@@ -357,11 +368,8 @@ class RunnerRoutes:
         state = await self._buffer.policy_state()
         return -1 if state.announced_version is None else state.announced_version
 
-    async def _close(self, episode_id: str, body: CloseBody) -> CloseResult:
-        check_id(body.key, "key")
-        reward = None
-        if body.reward is not None:
-            reward = await self._scores.reward(episode_id, body.reward)
+    async def _close(self, episode_id: str, body: CloseBody, reward: Reward | None) -> CloseResult:
+        """Close the episode with a reward that was checked."""
         episode = self._episodes.known(episode_id)
         if episode is not None and not episode.is_closed:
             episode.is_closed = True

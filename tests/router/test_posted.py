@@ -43,7 +43,7 @@ class Posting:
     async def refusal(self, *trajectories: dict) -> str:
         """The sentence of a refusal, which left nothing behind."""
         status, answer = await self.post(*trajectories)
-        assert status in (400, 404), answer
+        assert status in (400, 404, 422), answer
         for one in trajectories:
             known = await self.stage.get(f"/episodes/{one['episode_id']}")
             assert known.status_code == 404 or not known.json()["turns"]
@@ -139,6 +139,7 @@ async def posting(
         "buffer": {"group_size": 2, "max_staleness": 1},
         "trainer": {"groups_per_step": 1},
         "model": {"max_context_tokens": 16},
+        "env": {"turn_scores": "record"},
     }
     run = make_run(**sections)
     if request.param == "redis":
@@ -245,6 +246,33 @@ async def test_what_could_not_be_trained_is_refused(
     one, other = await posting.claim()
     assert names in await posting.refusal(played(one), played(other, **changes))
     assert (await posting.post(played(one), played(other)))[1]["num_accepted"] == 2
+
+
+@pytest.mark.parametrize(
+    ("parts", "names"),
+    [
+        ({"turns": {"stranger": 1.0}}, "'stranger' is none of the 2 turns"),
+        ({"tokens": [[0, 2], [1, 3]]}, "0..2 and 1..3 of turn"),
+        ({"tokens": [[0, 4]]}, "end behind its 3 output tokens"),
+        ({"components": {"form": None}}, "components"),
+    ],
+)
+async def test_a_reward_of_what_was_not_posted_is_refused(
+    posting: Posting, parts: dict, names: str
+) -> None:
+    """Nothing of the request is recorded, the trajectories before it neither."""
+    one, other = await posting.claim()
+    if "tokens" in parts:
+        turn = f"{other}-b"
+        spans = [{"turn": turn, "start": a, "end": b, "value": 1.0} for a, b in parts["tokens"]]
+        parts = {"tokens": spans}
+    bad = played(other) | {"reward": {"value": 1.0} | parts}
+    assert names in await posting.refusal(played(one), bad)
+    good = {"value": 1.0, "turns": {f"{other}-b": 0.5}}
+    answer = (await posting.post(played(one), played(other) | {"reward": good}))[1]
+    assert answer["num_accepted"] == 2
+    known = (await posting.stage.get(f"/episodes/{other}")).json()
+    assert known["reward"]["turns"] == {f"{other}-b": 0.5}
 
 
 async def test_a_token_has_one_owner(posting: Posting) -> None:

@@ -96,6 +96,18 @@ async def test_scores_that_nothing_is_trained_by_are_refused(stage, part: dict) 
     assert 'env.turn_scores="record"' in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("route", ["reward", "close"])
+async def test_scores_of_an_unknown_episode_are_not_found(recording, route: str) -> None:
+    """As a number alone for it is."""
+    for part in ({}, {"turns": {"chatcmpl-x": 1.0}}):
+        body = {"value": 1.0, "key": "k", **part}
+        if route == "close":
+            body = {"outcome": "completed", "key": "k", "reward": {"value": 1.0, **part}}
+        answer = await recording.post(f"/episodes/nobody/{route}", body)
+        assert answer.status_code == 404, answer.text
+        assert "nobody" in answer.json()["error"]["message"]
+
+
 async def test_the_end_of_an_agents_output_is_stored(stage) -> None:
     """At most 8,192 characters of it, the last ones."""
     episode = await stage.open()
