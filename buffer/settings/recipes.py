@@ -101,7 +101,7 @@ RECIPES: dict[str, dict[str, Tree]] = {
         },
         "buffer": _EVERY_GROUP,
     },
-    # arXiv:2501.03262 (v9), equations 8 to 10.
+    # arXiv:2501.03262 (v9), equations 4 and 5.
     "reinforce_pp": {
         "trainer": _PPO | {"advantage": "reinforce_pp", "denominator": "tokens", "kl": "k1"},
         "buffer": _EVERY_GROUP,
@@ -154,7 +154,7 @@ RECIPES: dict[str, dict[str, Tree]] = {
         "trainer": _PPO | {"advantage": "gae", "denominator": "tokens"},
         "buffer": _EVERY_GROUP,
     },
-    # arXiv:2306.13649, equations 1 to 3, on the policy's own samples, with the reverse KL.
+    # GKD, arXiv:2306.13649, on the policy's own samples, with the reverse KL.
     "distill": {
         "trainer": {
             "advantage": "none",

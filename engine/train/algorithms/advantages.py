@@ -109,7 +109,7 @@ def best_of_n(rewards: Float64) -> Float64:
 
 
 def reinforce_pp(groups: Sequence[Float64]) -> list[Float64]:
-    """(r - mean) / std over all episodes of a take: REINFORCE++, arXiv:2501.03262v9, equation 10.
+    """(r - mean) / std over all episodes of a take: REINFORCE++, arXiv:2501.03262v9, equation 5.
 
     Differs from the paper, which normalises over tokens: an episode counts once, however many
     tokens and branches it has. The paper's KL per token to go is trainer.kl = "k1", one sum per
@@ -124,9 +124,9 @@ def reinforce_pp(groups: Sequence[Float64]) -> list[Float64]:
 def reinforce_pp_baseline(groups: Sequence[Float64]) -> list[Float64]:
     """(r - group mean) / std of the same over a take: REINFORCE++ with baseline, arXiv:2501.03262.
 
-    Differs as `reinforce_pp` does. The paper's KL is k2 in the loss here, trainer.kl = "k2", not k1
-    in the reward. The only member of its group is its own mean: it gets zero and
-    counts in the standard deviation.
+    Equations 6 and 7 of version 9; differs as `reinforce_pp` does. The KL is k2 in the loss
+    (equation 8), trainer.kl = "k2", not k1 in the reward. The only member of its group is its own
+    mean: it gets zero and counts in the standard deviation.
     """
     centred = [rewards - rewards.mean() for rewards in groups]
     scale = np.concatenate(centred).std() + _EPSILON

@@ -27,9 +27,9 @@ def teacher_advantages(
     """coefficient * (teacher - policy logprob) of each sampled token [N], constant.
 
     On-policy distillation: Agarwal et al., "On-policy distillation of language models",
-    arXiv:2306.13649, equation 3 with the reverse KL; with one sampled token in place of the sum
-    over the vocabulary it is the policy gradient of Gu et al., MiniLLM, arXiv:2306.08543,
-    equation 4, at single steps. E over x ~ policy of (teacher - policy) grad log policy(x) is
+    arXiv:2306.13649, with the reverse KL; with one sampled token in place of the sum over the
+    vocabulary it is the single-step part of the policy gradient of Gu et al., MiniLLM,
+    arXiv:2306.08543. E over x ~ policy of (teacher - policy) grad log policy(x) is
     -grad KL(policy, teacher). The policy's logprob is that of the weights being updated, so the
     gradient stays that of the KL when the tokens are older and the loss weighs them by policy /
     behavior. The difference is cut to +-20.
@@ -44,7 +44,7 @@ def top_divergence(
     """The divergence of policy and teacher at each place [N], with gradient, over the teacher's K
     most probable tokens and one bucket that holds all others.
 
-    reverse: KL(policy, teacher); forward: KL(teacher, policy): arXiv:2306.13649, equations 1 to 3.
+    reverse: KL(policy, teacher); forward: KL(teacher, policy): GKD, arXiv:2306.13649.
     Differs from the source in the bucket: no server gives the whole vocabulary. By the data
     processing inequality this is at most the whole divergence; it equals it where K is the
     vocabulary, and is 0 only where the K tokens have the same probabilities.

@@ -28,7 +28,7 @@ def kl_loss(
 
     With d = policy - reference logprob and ratio = policy / behavior: k2 is stop_gradient(ratio) *
     d^2 / 2 (the term of REINFORCE++ with baseline, arXiv:2501.03262), k3 is ratio * (exp(-d) + d -
-    1) with the gradient through the ratio, as in DeepSeek-V3.2, arXiv:2512.02556, equation 7
+    1) with the gradient through the ratio, as in DeepSeek-V3.2, arXiv:2512.02556, section 3.1
     (without it, as in GRPO, arXiv:2402.03300, equation 4, k3's gradient is not that of the KL; in
     value and on policy both are equal). Differs: the ratio is cut to `ratio_cap` and every exponent
     to +-20. Of the two only k3 is the KL in value too.
@@ -44,7 +44,7 @@ def kl_loss(
 def k1(behavior_logprobs: Float32, reference_logprobs: Float32) -> np.ndarray:
     """behavior - reference logprob of each token, float64: what k1 takes off a reward.
 
-    REINFORCE++, arXiv:2501.03262 (v9): equation 9 defines it, equation 8 takes it off the reward.
+    REINFORCE++, arXiv:2501.03262 (v9), section 3.1; equation 4 takes it off the reward.
     Differs from the paper: one sum for the episode instead of the sum to go at each token: the same
     expected gradient, with more variance.
     """

@@ -65,7 +65,7 @@ def read_reference_config(settings: Settings, policy: PolicyConfig) -> PolicyCon
 def move_reference(reference: PolicyModel, policy: PolicyModel, *, decay: float) -> None:
     """reference = decay * reference + (1 - decay) * policy, parameter by parameter; 0: a copy.
 
-    An average is the anchor of WARP, arXiv:2406.16768, section 2, equation 4; copies after some
+    An average is the anchor of WARP, arXiv:2406.16768, section 3.1 (EMA); copies after some
     steps are those of ProRL, arXiv:2505.24864, section 3.3, without its reset of the optimizer.
     """
     mine, theirs = dict(reference.named_parameters()), dict(policy.named_parameters())

@@ -7,6 +7,7 @@ settings; the recipe's loss is that of a whole update of the tiny policy, from t
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -170,7 +171,7 @@ def k1(one: Played) -> float:
 
 
 def reinforce_pp(take: Take) -> float:
-    """arXiv:2501.03262 (v9), equations 8 to 10: the whole batch is the baseline."""
+    """arXiv:2501.03262 (v9), equations 4 and 5: the whole batch is the baseline."""
     rewards = [one.reward - 1e-3 * k1(one) for group in take for one in group]
     middle, std = mean(rewards), deviation(rewards, 0)
     answers = [one for group in take for one in group]
@@ -235,8 +236,8 @@ def ppo(take: Take) -> float:
 
 
 def distill(take: Take) -> float:
-    """arXiv:2306.13649, equations 1 to 3 with the reverse KL, by the sampled token; the reference
-    here is the teacher. The weight is that of CISPO."""
+    """GKD, arXiv:2306.13649, with the reverse KL, by the sampled token; the reference here is the
+    teacher. The weight is that of CISPO."""
     total, count = 0.0, 0
     for group in take:
         for one in group:
@@ -438,8 +439,13 @@ def test_grpo_on_policy_is_its_paper_without_our_weights(
 
 
 def test_every_recipe_has_a_paper() -> None:
-    """None is added without its objective."""
+    """None is added without its objective, nor without a section that says all of it."""
     assert RECIPES.keys() == PAPERS.keys()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read_text()
+    sections = {text.partition("\n")[0]: text for text in page.split("\n## ")}
+    for name in RECIPES:
+        for part in ("Objective", "Source", "Settings", "When", "Differs"):
+            assert f"**{part}.** " in sections[name], (name, part)
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
