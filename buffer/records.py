@@ -558,6 +558,8 @@ class ServerEntry:
     """Of its tensor-parallel ranks, as CUDA_VISIBLE_DEVICES names them; empty: not known."""
     released: tuple[str, ...] = ()
     """What of its memory it was asked to give to a trainer on the same GPUs, by SGLang's tags."""
+    is_frozen: bool = False
+    """It holds an earlier version, which no publish replaces, and serves that one by name alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -567,6 +569,7 @@ class PolicyState:
     announced_version: int | None
     acknowledged_version: int | None
     servers: tuple[ServerEntry, ...]
+    """Those of earlier versions too."""
     run_state: Literal["running", "finished", "failed"]
 
 

@@ -78,6 +78,24 @@ def decode_servers(
     return tuple(entries)
 
 
+def decode_frozen(entries: dict[bytes, bytes]) -> tuple[ServerEntry, ...]:
+    """Every registered server of an earlier version, by id."""
+    found = []
+    for server_id, data in sorted(entries.items()):
+        url, kind, version = msgspec.json.decode(data, type=tuple[str, str, int | None])
+        found.append(
+            ServerEntry(
+                server_id=server_id.decode(),
+                url=url,
+                kind=kind,
+                policy_version=version,
+                is_quarantined=False,
+                is_frozen=True,
+            )
+        )
+    return tuple(found)
+
+
 class Registry:
     """The processes of one run, through a blocking client."""
 
@@ -109,8 +127,21 @@ class Registry:
         with translated(f"entering the version of server_id={server_id}"):
             self._client.hset(self._key("server_versions"), server_id, version)
 
+    def register_frozen(self, entry: ServerEntry) -> None:
+        """Enter a server of an earlier version, with the version that it holds now. Publishes pass
+        it by."""
+        held = msgspec.json.encode([entry.url, entry.kind, entry.policy_version])
+        with translated(f"registering server_id={entry.server_id}"):
+            self._client.hset(self._key("frozen_servers"), entry.server_id, held)
+
+    def frozen_servers(self) -> tuple[ServerEntry, ...]:
+        """Every registered server of an earlier version, by id."""
+        with translated("reading the servers of earlier versions"):
+            entries: Any = self._client.hgetall(self._key("frozen_servers"))
+        return decode_frozen(entries)
+
     def servers(self) -> tuple[ServerEntry, ...]:
-        """Every registered server, by id."""
+        """Every registered server that publishes go to, by id."""
         with (
             translated("reading the servers"),
             self._client.pipeline(transaction=True) as pipeline,

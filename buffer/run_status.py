@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from outloop.buffer.registry import decode_facts, decode_servers
+from outloop.buffer.registry import decode_facts, decode_frozen, decode_servers
 
 _QUEUE = {
     "ready to be trained": ("zcard", "ready"),
@@ -25,7 +25,7 @@ _QUEUE = {
 def ask(pipeline: Any, prefix: str) -> None:
     """Queue the commands whose answers `read` understands."""
     pipeline.hmget(f"{prefix}state", ["run_state", "highest", "paused"])
-    for name in ("parts", "statuses", "servers", "server_versions"):
+    for name in ("parts", "statuses", "servers", "server_versions", "frozen_servers"):
         pipeline.hgetall(prefix + name)
     for command, name in _QUEUE.values():
         getattr(pipeline, command)(prefix + name)
@@ -33,7 +33,7 @@ def ask(pipeline: Any, prefix: str) -> None:
 
 def read(answers: Sequence[Any]) -> dict[str, Any]:
     """JSON's types only."""
-    (run_state, highest, paused), parts, statuses, servers, versions, *sizes = answers
+    (run_state, highest, paused), parts, statuses, servers, versions, frozen, *sizes = answers
     return {
         "state": "running" if run_state is None else run_state.decode(),
         "is_paused": paused == b"1",
@@ -46,7 +46,7 @@ def read(answers: Sequence[Any]) -> dict[str, Any]:
                 "version": entry.policy_version,
                 "is_quarantined": entry.is_quarantined,
             }
-            for entry in decode_servers(servers, versions)
+            for entry in decode_servers(servers, versions) + decode_frozen(frozen)
         ],
         "statuses": decode_facts(statuses),
         "queue": dict(zip(_QUEUE, map(int, sizes), strict=True)),

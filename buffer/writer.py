@@ -41,7 +41,7 @@ from outloop.buffer.redis.pipelining import PipelinedScripts
 from outloop.buffer.redis.pubsub import Channel
 from outloop.buffer.redis.run_meta import CLOSE_GRACE_S, check_joinable
 from outloop.buffer.redis.scripts import Abandoned, AsyncScripts, Clock, refusal
-from outloop.buffer.registry import decode_servers, encode_facts
+from outloop.buffer.registry import decode_frozen, decode_servers, encode_facts
 from outloop.buffer.run import Run
 from outloop.buffer.runner_keys import KnownKeys, decode_keys
 from outloop.buffer.store.budget_notes import BudgetNotes, EpisodeUsage
@@ -381,11 +381,13 @@ class BufferWriter:
                 pipeline.hgetall(self._key("servers"))
                 pipeline.hgetall(self._key("server_versions"))
                 pipeline.hgetall(self._key("server_memory"))
+                pipeline.hgetall(self._key("frozen_servers"))
                 (
                     (announced, acknowledged, run_state),
                     servers,
                     versions,
                     released,
+                    frozen,
                 ) = await pipeline.execute()
         if run_state is None:
             raise BufferUnavailable(
@@ -394,7 +396,7 @@ class BufferWriter:
         return PolicyState(
             announced_version=None if announced is None else int(announced),
             acknowledged_version=None if acknowledged is None else int(acknowledged),
-            servers=decode_servers(servers, versions, released),
+            servers=decode_servers(servers, versions, released) + decode_frozen(frozen),
             run_state=run_state.decode(),
         )
 

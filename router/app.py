@@ -124,7 +124,13 @@ class Parts:
             self.keys,
             self.episodes,
             self.service,
-            ModelTable(settings.model.name, self.pool, settings.router.upstreams),
+            ModelTable(
+                settings.model.name,
+                self.pool,
+                settings.router.upstreams,
+                has_frozen=settings.server.num_frozen > 0,
+                timeout_s=turn_s,
+            ),
             Upstreams(http, upstreams, self.metrics, timeout_s=settings.router.turn_timeout_s),
             stream_silence_s=timings.stream_silence_s,
         )

@@ -109,6 +109,9 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("servers", "hash", "launch", "register_server()", "server -> address and kind"),
     KeySpec("server_versions", "hash", "launch", "set_server_version()", "server -> version held"),
     KeySpec("server_memory", "hash", "launch", "set_released()", "server -> memory it gave away"),
+    KeySpec(
+        "frozen_servers", "hash", "launch", "register_frozen()", "server -> address, kind, version"
+    ),
     KeySpec("devices", "hash", "launch", "claim_devices()", "who holds shared GPUs"),
     KeySpec("parts", "hash", "launch", "register_part()", "part -> facts, such as its URL"),
     KeySpec("statuses", "hash", "launch", "report_status()", "part -> what it does now"),

@@ -452,6 +452,13 @@ class Settings(BaseSettings):
                 f"server.urls={list(server.urls)} with server.num_servers={server.num_servers}; "
                 "set server.num_servers to 0 to attach, or leave urls out to start servers"
             )
+        if server.num_frozen and (self.trainer.is_colocated or self.trainer.mode != "rl"):
+            raise ValueError(
+                f"server.num_frozen={server.num_frozen} with trainer.is_colocated="
+                f"{self.trainer.is_colocated} and trainer.mode={self.trainer.mode!r}: earlier "
+                "versions are kept by a trainer with devices of its own that trains by RL; leave "
+                "server.num_frozen out"
+            )
         if self.verification == "probe" and self.publish.mode not in (None, "abort"):
             raise ValueError(
                 f"publish.mode={self.publish.mode!r} with verification by a probe, which a server "

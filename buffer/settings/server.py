@@ -39,6 +39,12 @@ class ServerSettings(BaseModel):
     """torch: the small server of this repository, for laptops. sglang: SGLang."""
     num_servers: int = Field(1, ge=0)
     """0: attach to `urls`."""
+    num_frozen: int = Field(0, ge=0)
+    """Servers beside these that hold earlier versions of the policy, one each: what
+    `policy@VERSION` and `policy@frozen` ask for. What they generate is not trained."""
+    frozen_every: int = Field(0, ge=0)
+    """Every so many policy versions one is kept for them; each of them holds the newest of its
+    own. 0: the first alone."""
     urls: tuple[str, ...] = ()
     """Servers that the run does not start; they are trusted with weights."""
     api_key_file: Path | None = None
@@ -68,6 +74,17 @@ class ServerSettings(BaseModel):
     sglang: dict[str, Any] = {}
     """Raw SGLang server arguments under their upstream names."""
 
+    def keeps(self, policy_version: int) -> bool:
+        """Whether a version is kept for servers that hold earlier ones."""
+        if not self.num_frozen:
+            return False
+        every = self.frozen_every
+        return policy_version % every == 0 if every else policy_version == 0
+
+    def holder_of(self, policy_version: int) -> int:
+        """Which of `num_frozen` servers holds a version that is kept: they take turns."""
+        return policy_version // (self.frozen_every or 1) % self.num_frozen
+
     @property
     def num_expert_ranks(self) -> int:
         """Over how many ranks a server spreads its experts, according to `sglang`."""
@@ -95,6 +112,7 @@ class ServerSettings(BaseModel):
                 "server.sglang and server.tensor_parallel_size are SGLang's; "
                 'set server.kind to "sglang", or leave them out'
             )
+        self._refuse_frozen()
         if self.api_key_file is not None and self.num_servers:
             raise ValueError(
                 f"server.api_key_file={str(self.api_key_file)!r} with server.num_servers="
@@ -121,3 +139,23 @@ class ServerSettings(BaseModel):
                 f"server.sglang.{key} is set by {_SGLANG_OWNED[key]}; leave it out of the table"
             )
         return self
+
+    def _refuse_frozen(self) -> None:
+        if self.frozen_every and not self.num_frozen:
+            raise ValueError(
+                f"server.frozen_every={self.frozen_every} without server.num_frozen keeps versions "
+                "that no server holds; set server.num_frozen = 1, or leave both out"
+            )
+        if self.num_frozen > 1 and not self.frozen_every:
+            raise ValueError(
+                f"server.num_frozen={self.num_frozen} without server.frozen_every: the first "
+                "version alone is kept, and one server holds it; set server.frozen_every"
+            )
+        is_known = self.kind == "torch" and self.device == "cpu" and self.num_servers > 0
+        if self.num_frozen and not is_known:
+            raise ValueError(
+                f"server.num_frozen={self.num_frozen} with server.kind={self.kind!r}, server.device"
+                f"={self.device!r} and server.num_servers={self.num_servers}: servers of earlier "
+                "versions are torch servers that are started on a CPU beside others of the run. "
+                "Elsewhere serve a checkpoint beside the run, and name it in router.upstreams"
+            )

@@ -550,6 +550,12 @@ def start_serving(launcher: Launcher) -> None:
         launcher.start(f"server-{index}", "server", "--index", str(index))
 
 
+def start_frozen(launcher: Launcher) -> None:
+    """Start the servers that hold earlier versions; each waits until a trainer keeps one."""
+    for index in range(launcher.run.settings.server.num_frozen):
+        launcher.start(f"frozen-{index}", "server", "--frozen", "--index", str(index))
+
+
 def router_url(launcher: Launcher) -> str | None:
     """The router's URL, once it is registered."""
     facts = launcher.reader.registry.parts().get("router")
@@ -602,6 +608,7 @@ def train(
         launcher.start_watchers()
         if has_servers:
             start_serving(launcher)
+            start_frozen(launcher)
         else:
             start_routers(launcher)
         launcher.start("trainer", "trainer")
@@ -667,9 +674,28 @@ def serve(
             launcher.check()
 
 
+def refuse_frozen(settings: Settings, where: str) -> None:
+    """Refuse servers of earlier versions where none would be started.
+
+    Raises:
+        SettingsError: the settings ask for some.
+    """
+    if settings.server.num_frozen:
+        raise SettingsError(
+            f"server.num_frozen={settings.server.num_frozen}: {where} starts no servers of earlier "
+            "versions; `outloop train` on one machine does. Set server.num_frozen = 0 (and "
+            "server.frozen_every = 0)"
+        )
+
+
 def start_and_wait(launcher: Launcher) -> None:
-    """Start servers and router and wait until all are registered, or until a stop."""
+    """Start servers and router and wait until all are registered, or until a stop.
+
+    Raises:
+        SettingsError: the settings ask for servers of earlier versions, which a trainer keeps.
+    """
     settings = launcher.run.settings
+    refuse_frozen(settings, "what serves without a trainer")
     start_serving(launcher)
     expected = settings.server.num_servers or len(settings.server.urls)
     timeout_s = settings.server.start_timeout_s

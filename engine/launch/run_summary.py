@@ -17,6 +17,8 @@ from outloop.buffer.telemetry import read_metrics
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from outloop.buffer.evaluations.ratings import Rating
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalPoint:
@@ -157,6 +159,32 @@ def curve_figure(curve: Curve) -> Figure:
             )
     axes.legend(frameon=False, loc="lower right")
     _finish(axes, "reward")
+    figure.tight_layout()
+    return figure
+
+
+def ratings_figure(ratings: Sequence[Rating]) -> Figure:
+    """Elo over versions, with 95% bars.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.2), dpi=130)
+    axes = figure.subplots()
+    axes.errorbar(
+        [one.player for one in ratings],
+        [one.elo for one in ratings],
+        yerr=[one.elo - one.interval[0] for one in ratings],
+        color="#1f5f99",
+        marker="o",
+        markersize=4,
+        capsize=3,
+        linewidth=1.4,
+    )
+    _finish(axes, "Elo above the first version")
+    axes.set_xlabel("policy version")
     figure.tight_layout()
     return figure
 

@@ -25,6 +25,7 @@ from outloop.buffer.registry import advertised_url
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
 from outloop.engine.serve.external_server import attach
+from outloop.engine.serve.frozen_server import FrozenServer
 from outloop.engine.serve.logprob_convention import check_logprobs
 from outloop.engine.serve.registration import Registration
 from outloop.engine.serve.sglang.process import serve_sglang
@@ -113,6 +114,53 @@ async def serve(
         await asyncio.to_thread(registration.withdraw)
         if is_colocated:
             await asyncio.to_thread(registration.end_start)
+
+
+async def serve_frozen(
+    run: Run,
+    index: int,
+    *,
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None],
+    port: int = 0,
+    advertise: str | None = None,
+) -> None:
+    """A torch server that holds an earlier version, `frozen-{index}`, until `stop`.
+
+    Args:
+        port: 0 for any free one.
+        advertise: the name or address under which other machines reach this one.
+
+    Raises:
+        SettingsError: the settings have no such server, or the model folder cannot be served.
+        PartFailed: the server ended unexpectedly.
+        ServerUnavailable, DeadlineExceeded, PublishFailed: it does not load a version.
+    """
+    num_frozen = run.settings.server.num_frozen
+    if not 0 <= index < num_frozen:
+        raise SettingsError(
+            f"index={index} of server.num_frozen={num_frozen} servers of earlier versions; "
+            "0 and up, below it, are allowed"
+        )
+    ended = asyncio.Event()
+    following: list[asyncio.Task[None]] = []
+
+    async def on_bound(url: str) -> None:
+        task = asyncio.create_task(FrozenServer(run, index, url).follow(stop))
+        task.add_done_callback(lambda _: ended.set())
+        following.append(task)
+        on_ready(url)
+
+    await serve_torch(
+        run.settings,
+        stop=ended,
+        on_bound=on_bound,
+        port=port,
+        advertise=advertise,
+        key=run.server_key,
+    )
+    for task in following:
+        await task
 
 
 async def _wait_for_trainer(run: Run, registration: Registration, stop: asyncio.Event) -> bool:

@@ -26,6 +26,7 @@ from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.buffer.trajectories.steps import StepRecord, UpdateResult, write_step
 from outloop.buffer.trajectories.trained import keeps_trajectories, write_trained
+from outloop.engine.kept_versions import remove_from, remove_needless
 from outloop.engine.publish.weights_copy import WeightsCopy
 from outloop.engine.train.checkpoint.acknowledgement import Acknowledgements
 from outloop.engine.train.checkpoint.best_checkpoint import BestCheckpoint
@@ -255,6 +256,7 @@ class RlLoop:
         self._reader.set_steps_left(self._settings.trainer.num_steps - self._step)
         self._reader.set_run_state("running")
         self._ranks.leave(keeps_weights=True)
+        remove_from(self._run_dir, highest + 1)
         self._publish(parent=parent, policy_version=highest + 1)
         self._publishing.finish()
         if checkpoint is None:
@@ -472,9 +474,17 @@ class RlLoop:
                 settle(policy_version)
 
         self._reader.announce_version(policy_version, parent)
+        self._keep(policy_version)
         self._publishing.begin(policy_version, published)
         self._version = policy_version
         self._report()
+
+    def _keep(self, policy_version: int) -> None:
+        """Write the weights down, where servers are to hold this version for longer."""
+        server = self._settings.server
+        if server.keeps(policy_version):
+            self._ranks.run(RankWorker.save_version, policy_version)
+            remove_needless(server, self._run_dir)
 
     def _finish_publish(self) -> None:
         """Wait until servers hold the version begun last."""

@@ -41,9 +41,9 @@ def tasks(
 
     Args:
         env_id: a registered name of TextArena.
-        opponent: the model in the other seat, by its name in `[models]`, or `policy@VERSION`.
-            The policy itself is refused: its tokens would be trained with the reward of the other
-            seat.
+        opponent: the model in the other seat: an upstream's name, `policy@frozen` or
+            `policy@VERSION` (server.num_frozen). The policy itself is refused: its tokens would be
+            trained with the reward of the other seat.
         options: for `textarena.make`.
 
     Raises:
@@ -52,7 +52,7 @@ def tasks(
     if opponent == "policy":
         raise SettingsError(
             f"opponent={opponent!r} would be trained with the reward of the seat it plays against; "
-            "give a version that is not trained, for example opponent='policy@0'"
+            "give a version that is not trained, for example opponent='policy@frozen'"
         )
     shared = {
         "env_id": env_id,

@@ -97,6 +97,8 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int = 1
     policy_version: int | None = None
     """Only weights of this version may be sampled; None: those that the run is at."""
+    is_any_frozen: bool = False
+    """The client left it to the router which of the versions that servers keep it is."""
     max_new_tokens: int | None = None
     asked: dict[str, float] = {}
     """Sampling parameters that the client set, by the names of `Sampling`."""

@@ -78,6 +78,8 @@ class LiveEpisode:
         if opening is not None:
             self.affinity = Affinity(opening.episode_id, opening.task_id)
         self.last_server: str | None = None
+        self.frozen_version: int | None = None
+        """Which of the versions that servers keep it was given last, where it asks for any."""
         self.num_recorded = 0
         """Turns that the buffer has, as far as is known here."""
         self.ended_at: float | None = None

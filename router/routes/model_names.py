@@ -6,22 +6,72 @@ in the table is refused; nothing but the policy is ever recorded for training.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection
 from typing import NoReturn
 
+from outloop.buffer.errors import DeadlineExceeded
+from outloop.router.episodes.episode import LiveEpisode
 from outloop.router.errors import Refusal
 from outloop.router.servers.pool import ServerPool
 
 _VERSION_MARK = "@"
+_FROZEN = "frozen"
+"""In place of a version: one of those that servers keep through publishes."""
 
 
 class ModelTable:
     """The policy, the policy at one version, and upstreams."""
 
-    def __init__(self, policy: str, pool: ServerPool, upstreams: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        policy: str,
+        pool: ServerPool,
+        upstreams: Collection[str] = (),
+        *,
+        has_frozen: bool = False,
+        timeout_s: float = 0.0,
+    ) -> None:
+        """Args:
+        has_frozen: there are servers that keep versions through publishes.
+        timeout_s: how long a request waits for the first of them, or while one changes its version.
+        """
         self._policy = policy
         self._pool = pool
         self._upstreams = tuple(upstreams)
+        self._frozen = f"{policy}{_VERSION_MARK}{_FROZEN}" if has_frozen else ""
+        self._timeout_s = timeout_s
+
+    def is_any_frozen(self, name: str) -> bool:
+        """Whether it asks for one of the versions that servers keep, whichever."""
+        return bool(self._frozen) and name == self._frozen
+
+    async def frozen_version(self, episode: LiveEpisode) -> int:
+        """One of the versions that servers keep: the same for all attempts of a task, and for all
+        turns of an episode while it is held.
+
+        Raises:
+            Refusal: 503, no server holds one in time.
+        """
+        pool = self._pool
+        if episode.frozen_version not in pool.frozen_versions:
+            try:
+                await pool.wait_until(
+                    lambda: bool(pool.frozen_versions),
+                    timeout_s=self._timeout_s,
+                    who="router",
+                    phase=f"choose a version for model={self._frozen!r}",
+                )
+            except DeadlineExceeded as error:
+                raise Refusal(503, "not_ready", str(error), retry_after_s=1.0) from error
+            task_id = episode.affinity.task_id
+            # The choice of a task stays the same where other versions come or go.
+            episode.frozen_version = max(
+                pool.frozen_versions,
+                key=lambda version: zlib.crc32(f"{version} {task_id}".encode()),
+            )
+        assert episode.frozen_version is not None
+        return episode.frozen_version
 
     def version_of(self, name: str) -> int | None:
         """The version that `name` asks for; None for whichever the run is at.
@@ -44,12 +94,12 @@ class ModelTable:
         Raises:
             Refusal: 404.
         """
-        if name not in self._upstreams:
+        if name not in self._upstreams and not self.is_any_frozen(name):
             self.version_of(name)
 
     def names(self) -> list[str]:
         """Every name that lasts; versions come and go."""
-        return [self._policy, *self._upstreams]
+        return [self._policy, *([self._frozen] if self._frozen else []), *self._upstreams]
 
     def _refuse(self, name: str, why: str) -> NoReturn:
         versions = [f"{self._policy}{_VERSION_MARK}{v}" for v in sorted(self._pool.versions)]

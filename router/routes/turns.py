@@ -94,9 +94,11 @@ class TurnRoutes:
         if self._upstreams and await self._upstreams.forward(exchange, episode, body):
             return None
         request = dialect.decode(body)
-        version = self._models.version_of(request.model)
-        if version is not None:
-            request = replace(request, policy_version=version)
+        if self._models.is_any_frozen(request.model):
+            version = await self._models.frozen_version(episode)
+            request = replace(request, policy_version=version, is_any_frozen=True)
+        elif (asked := self._models.version_of(request.model)) is not None:
+            request = replace(request, policy_version=asked)
         traceparent = exchange.headers.get(b"traceparent")
         if traceparent is not None:
             state = exchange.headers.get(b"tracestate")
@@ -121,7 +123,8 @@ class TurnRoutes:
         episode = await self._authenticate(exchange)
         async with episode.large_body if _may_be_large(exchange) else nullcontext():
             request = messages_request.decode_count(await exchange.body(self._max_body_bytes))
-            self._models.version_of(request.model)
+            if not self._models.is_any_frozen(request.model):
+                self._models.version_of(request.model)
             num_ids = await self._service.count_tokens(episode, request)
         await exchange.answer(200, messages_response.encode_count(num_ids))
 

@@ -33,7 +33,7 @@ from outloop.router.servers.generate_api import (
     read_piece,
     request_body,
 )
-from outloop.router.servers.pool import NO_AFFINITY, Affinity, Server, ServerPool, version_gone
+from outloop.router.servers.pool import NO_AFFINITY, Affinity, Server, ServerPool, VersionGone
 
 OnTokens = Callable[[list[int]], None]
 Top = list[tuple[int, float]]
@@ -464,7 +464,7 @@ def _check_version(generated: Generated, policy_version: int | None) -> None:
     if policy_version is not None and any(
         span.policy_version != policy_version for span in generated.spans
     ):
-        raise version_gone(policy_version)
+        raise VersionGone(policy_version)
 
 
 def _after(generated: Generated, options: GenerateOptions) -> GenerateOptions:

@@ -3,7 +3,8 @@
 Owns: the router's view of servers, their load, and waiting for one. Does not own: server
 processes, weights, whose turn is next (fair_queue). Invariant: a turn goes only to a server that is
 registered, not quarantined, at the acknowledged (or the newer, announced) version, and has fewer
-turns in flight than it may; every wait has a deadline.
+turns in flight than it may; to a server of an earlier version only if the turn names that version;
+every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -132,10 +133,19 @@ class ServerPool:
     @property
     def versions(self) -> frozenset[int]:
         """Versions that some server may generate with now."""
-        return frozenset(
+        return self.frozen_versions | frozenset(
             server.policy_version
             for server in self._servers.values()
             if server.policy_version is not None and self._may_serve(server)
+        )
+
+    @property
+    def frozen_versions(self) -> frozenset[int]:
+        """Earlier versions that servers keep through publishes."""
+        return frozenset(
+            server.policy_version
+            for server in self._servers.values()
+            if server.policy_version is not None and server.entry.is_frozen
         )
 
     @property
@@ -172,10 +182,7 @@ class ServerPool:
 
     def _is_servable(self, policy_version: int | None) -> bool:
         """True if some server may serve the version, as soon as it has room."""
-        return any(
-            self._may_serve(server) and policy_version in (None, server.policy_version)
-            for server in self._servers.values()
-        )
+        return any(self._may_serve(server, policy_version) for server in self._servers.values())
 
     async def refresh(self) -> None:
         """Read the registry once."""
@@ -206,7 +213,8 @@ class ServerPool:
             self._asleep_s += seconds
             for server in self._servers.values():
                 server.postpone(seconds)
-        is_asleep = bool(self._servers) and all(s.entry.released for s in self._servers.values())
+        others = [s for s in self._servers.values() if not s.entry.is_frozen]
+        is_asleep = bool(others) and all(server.entry.released for server in others)
         self._asleep_since = now if is_asleep else None
 
     async def refresh_if_possible(self) -> None:
@@ -342,7 +350,12 @@ class ServerPool:
         ]
         return f"a server at announced_version={announced}: {', '.join(parts)}"
 
-    def _may_serve(self, server: Server) -> bool:
+    def _may_serve(self, server: Server, policy_version: int | None = None) -> bool:
+        """Whether it may generate with this version; None: with whichever the run is at."""
+        if policy_version not in (None, server.policy_version):
+            return False
+        if server.entry.is_frozen:
+            return policy_version is not None
         state = self.state
         return (
             state is not None
@@ -356,7 +369,7 @@ class ServerPool:
         self, preferred: str | None, affinity: Affinity, policy_version: int | None
     ) -> Server | None:
         if policy_version is not None and policy_version not in self.versions:
-            raise version_gone(policy_version)
+            raise VersionGone(policy_version)
         preferred = preferred or self._task_servers.get(affinity.task_id)
         now, limit = time.monotonic(), self._max_in_flight
         best: Server | None = None
@@ -366,8 +379,7 @@ class ServerPool:
             if (
                 server.suspended_until <= now
                 and (limit is None or number < limit)
-                and self._may_serve(server)
-                and policy_version in (None, server.policy_version)
+                and self._may_serve(server, policy_version)
             ):
                 if best is None or number < best.num_in_flight:
                     best = server
@@ -378,11 +390,13 @@ class ServerPool:
         return usual if usual.num_in_flight <= best.num_in_flight + _AFFINITY_SLACK else best
 
 
-def version_gone(policy_version: int) -> Refusal:
-    """The refusal of a turn that asked for weights which no server has any more."""
-    return Refusal(
-        404,
-        "model_not_found",
-        f"policy_version={policy_version} is held by no server any more; leave the version out",
-        param="model",
-    )
+class VersionGone(Refusal):
+    """A turn asked for weights that no server has any more."""
+
+    def __init__(self, policy_version: int) -> None:
+        super().__init__(
+            404,
+            "model_not_found",
+            f"policy_version={policy_version} is held by no server any more; leave the version out",
+            param="model",
+        )

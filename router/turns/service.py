@@ -47,6 +47,7 @@ from outloop.router.servers.generate_api import (
     WantedRoutes,
 )
 from outloop.router.servers.generation import Generator
+from outloop.router.servers.pool import VersionGone
 from outloop.router.timings import DEFAULT_TIMINGS, Timings
 from outloop.router.turns.answer_reader import AnswerReader
 from outloop.router.turns.delivery import Delivery
@@ -350,17 +351,23 @@ class TurnService:
             show(generated.ids)
         else:
             sampling = sampling_of_choice(turn.sampling, index)
-            generated, turn.episode.last_server = await self._generator.generate(
-                prompt,
-                sampling,
-                self._renderer.stop_ids,
-                rid=turn.turn_ids[index],
-                preferred=turn.episode.last_server,
-                affinity=turn.episode.affinity,
-                policy_version=request.policy_version,
-                on_tokens=show if request.stream else None,
-                options=self._options(turn, prompt, sampling),
-            )
+            try:
+                generated, turn.episode.last_server = await self._generator.generate(
+                    prompt,
+                    sampling,
+                    self._renderer.stop_ids,
+                    rid=turn.turn_ids[index],
+                    preferred=turn.episode.last_server,
+                    affinity=turn.episode.affinity,
+                    policy_version=request.policy_version,
+                    on_tokens=show if request.stream else None,
+                    options=self._options(turn, prompt, sampling),
+                )
+            except VersionGone as gone:
+                if not request.is_any_frozen:
+                    raise
+                # Its server has moved on; a retry is given the version that is held then.
+                raise Refusal(503, "version_replaced", str(gone), retry_after_s=0.5) from gone
         return GeneratedChoice(index, generated, live.shown_calls if live is not None else None)
 
     def _options(self, turn: InFlightTurn, prompt: Prompt, sampling: Sampling) -> GenerateOptions:

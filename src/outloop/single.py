@@ -17,7 +17,7 @@ from rich.console import Console
 
 from outloop.buffer.errors import DeadlineExceeded
 from outloop.buffer.settings import Settings
-from outloop.engine.launch.launcher import Launcher, router_url, running
+from outloop.engine.launch.launcher import Launcher, refuse_frozen, router_url, running
 from outloop.engine.launch.run_summary import draw_curve, result_table
 from outloop.engine.serve.main import serve as serve_weights
 from outloop.engine.train.main import train as train_policy
@@ -70,6 +70,7 @@ def train_in_one_process(settings: Settings, *, stop: threading.Event, console: 
     Raises:
         Exception: what a part raised first.
     """
+    refuse_frozen(settings, "--single-process")
     failures: list[Exception] = []
 
     def fail(error: Exception) -> None:

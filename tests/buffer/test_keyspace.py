@@ -109,6 +109,7 @@ async def everything(
         server_id="s", url="http://s", kind="torch", policy_version=None, is_quarantined=False
     )
     reader.registry.register_server(entry)
+    reader.registry.register_frozen(entry)
     reader.registry.set_server_version("s", 0, quarantined=False)
     reader.registry.set_released("s", ["kv_cache"])
     reader.registry.claim_devices()

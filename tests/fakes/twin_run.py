@@ -105,6 +105,19 @@ class TwinRun:
             )
         )
 
+    def freeze(self, url: str, *, server_id: str = "frozen-0", version: int | None) -> None:
+        """Register a server of an earlier version, or change what it holds."""
+        self.reader.registry.register_frozen(
+            ServerEntry(
+                server_id=server_id,
+                url=url,
+                kind="torch",
+                policy_version=version,
+                is_quarantined=False,
+                is_frozen=True,
+            )
+        )
+
     def remove_servers(self) -> None:
         """Empty the registry of servers, as a launcher that starts again does."""
         with self.twin.changed:

@@ -20,8 +20,8 @@ redis.call('HSET', KEYS[1], 'run_id', ARGV[2], 'digest', ARGV[3], 'schema', ARGV
 for i = 0, tonumber(ARGV[6]) - 1 do
   redis.call('HSET', KEYS[1], ARGV[7 + 2 * i], ARGV[8 + 2 * i])
 end
-for _, name in ipairs({'servers', 'server_versions', 'server_memory', 'devices', 'parts',
-  'statuses'}) do
+for _, name in ipairs({'servers', 'server_versions', 'server_memory', 'frozen_servers',
+  'devices', 'parts', 'statuses'}) do
   redis.call('DEL', prefix .. name)
 end
 redis.call('HSET', prefix .. 'state', 'run_state', 'running')

@@ -17,7 +17,16 @@ which it lets people shorten."""
 
 
 def num_servers(settings: Settings) -> int:
-    """Processes of `outloop server`; attached servers have one each, which watches them."""
+    """Processes of `outloop server`; attached servers have one each, which watches them.
+
+    Raises:
+        SettingsError: servers of earlier versions are asked for, which no engine places.
+    """
+    if settings.server.num_frozen:
+        raise SettingsError(
+            f"server.num_frozen={settings.server.num_frozen}: servers of earlier versions are "
+            "started by `outloop train` on one machine alone; leave it out"
+        )
     if settings.trainer.mode != "rl":
         return 0
     return settings.server.num_servers or len(settings.server.urls)

@@ -23,6 +23,7 @@ from outloop.buffer.records import CheckpointMark, Float32
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
 from outloop.buffer.trajectories.trained import keeps_trajectories
+from outloop.engine.kept_versions import version_folder
 from outloop.engine.publish.buckets.plan import Place, TensorSpec
 from outloop.engine.train.algorithms.credit import VALUE_ADVANTAGES
 from outloop.engine.train.algorithms.kl import adapted_coefficient
@@ -652,6 +653,11 @@ class RankWorker:
         """Readers are done with what was staged."""
         if self._staging is not None:
             self._staging.end()
+
+    def save_version(self, policy_version: int) -> None:
+        """Write the policy as a version that servers hold while the run goes on."""
+        folder = version_folder(self._run_dir, policy_version)
+        self.exports.save(folder, source=self._settings.model.path)
 
     def save_folder(self) -> None:
         """Write the policy as the run's Hugging Face folder."""

@@ -31,6 +31,7 @@ from outloop.cli.manifests import manifests
 from outloop.cli.monitor import monitor
 from outloop.cli.new_policy import new_policy
 from outloop.cli.plan import plan
+from outloop.cli.ratings import ratings
 from outloop.cli.recorded import replay, replay_recorded, replay_step, rollout, train_recorded
 from outloop.cli.redis import redis
 from outloop.cli.reward_server import reward_server
@@ -56,6 +57,7 @@ GROUPS: dict[str, tuple[click.Command, ...]] = {
         status,
         tail,
         evaluations,
+        ratings,
         episodes,
         trajectories,
         buffer,

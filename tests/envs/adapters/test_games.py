@@ -140,6 +140,6 @@ async def test_tasks_that_cannot_be_played_stop_the_run(
 
 def test_the_policy_is_no_opponent_of_its_own() -> None:
     """Its tokens in the other seat would be trained with this seat's reward."""
-    with pytest.raises(SettingsError, match="opponent='policy@0'"):
+    with pytest.raises(SettingsError, match="opponent='policy@frozen'"):
         textarena_games.tasks("TicTacToe-v0", seeds=[1], opponent="policy")
     assert len(gymnasium_games.tasks("Blackjack-v1", seeds=range(3))) == 3

@@ -1,0 +1,134 @@
+"""Servers that keep an earlier version through publishes: `policy@VERSION`, `policy@frozen`."""
+
+import asyncio
+
+import pytest
+
+from fakes.fake_server import FakeServer, serving
+
+
+async def ask(stage, episode, model: str, **fields: object):
+    """One raw request."""
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}], **fields}
+    return await stage.post("/v1/chat/completions", body, episode["api_key"])
+
+
+def text_of(answer) -> str:
+    """What was answered."""
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+@pytest.fixture
+async def frozen(make_stage):
+    """A run at version 5 with two servers of earlier versions; each answers its version."""
+    stage = await make_stage(server={"num_frozen": 2, "frozen_every": 2})
+    stage.frozen = []
+    for index, version in enumerate((2, 4)):
+        server = FakeServer(lambda request, version=version: stage.script(f"version {version}"))
+        server.url = await stage.stack.enter_async_context(serving(server))
+        server.version = str(version)
+        stage.buffer.freeze(server.url, server_id=f"frozen-{index}", version=version)
+        stage.frozen.append(server)
+    stage.server.version = "5"
+    stage.server.answer = lambda request: stage.script("newest")
+    stage.buffer.publish(5)
+    stage.buffer.serve(stage.server.url, version=5)
+    await stage.app.state.parts.pool.refresh()
+    return stage
+
+
+async def test_an_earlier_version_is_served_after_a_publish(frozen) -> None:
+    """By its name, to any episode; recorded under its version and never trained. The policy itself
+    is never served by such a server."""
+    episode = await frozen.open()
+    for model, text in (("policy@2", "version 2"), ("policy@4", "version 4"), ("policy", "newest")):
+        assert text_of(await ask(frozen, episode, model)) == text
+    turns = frozen.turns(episode)
+    assert [turn.version_spans[-1].policy_version for turn in turns] == [2, 4, 5]
+    assert [turn.mask_reason for turn in turns if not turn.loss_spans] == ["frozen", "frozen"]
+    gone = await ask(frozen, episode, "policy@3")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+    assert "policy@4" in gone.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_any_kept_version_is_the_same_for_a_task(frozen, stream: bool) -> None:
+    """All attempts at a task and all turns of an episode get one; tasks are spread over all."""
+    served = {}
+    for task in map(str, range(12)):
+        episodes = [await frozen.open(task_id=task) for _ in range(2)]
+        for episode in (*episodes, *episodes):
+            answer = await ask(frozen, episode, "policy@frozen", stream=stream)
+            assert answer.status_code == 200, answer.text
+        turns = [turn for episode in episodes for turn in frozen.turns(episode)]
+        assert [turn.mask_reason for turn in turns] == ["frozen"] * 4
+        (served[task],) = {turn.version_spans[-1].policy_version for turn in turns}
+    assert set(served.values()) == {2, 4}
+    assert not frozen.server.requests
+
+
+async def test_an_episode_keeps_its_opponent_until_that_is_gone(frozen) -> None:
+    """Also where another version comes that its task would be given."""
+    episodes = [await frozen.open(task_id=str(task)) for task in range(8)]
+    first = [text_of(await ask(frozen, episode, "policy@frozen")) for episode in episodes]
+    frozen.frozen[0].version = "6"
+    frozen.buffer.freeze(frozen.frozen[0].url, server_id="frozen-0", version=6)
+    frozen.frozen[0].answer = lambda request: frozen.script("version 6")
+    await frozen.app.state.parts.pool.refresh()
+    for episode, before in zip(episodes, first, strict=True):
+        now = text_of(await ask(frozen, episode, "policy@frozen"))
+        assert now == "version 4" if before == "version 4" else now in ("version 4", "version 6")
+    assert {"version 2", "version 4"} == set(first)
+
+
+async def test_a_request_waits_while_no_server_holds_one(make_stage) -> None:
+    """As at the start of a run, and while the only server moves on; then it is answered, or told to
+    come back."""
+    stage = await make_stage(server={"num_frozen": 1}, router={"turn_timeout_s": 1.0})
+    episode = await stage.open()
+    late = await ask(stage, episode, "policy@frozen")
+    assert (late.status_code, late.json()["error"]["code"]) == (503, "not_ready")
+    assert float(late.headers["retry-after"]) > 0
+    waiting = asyncio.create_task(ask(stage, episode, "policy@frozen"))
+    await asyncio.sleep(0.1)
+    stage.server.answer = lambda request: stage.script("first")
+    stage.buffer.freeze(stage.server.url, version=0)
+    assert text_of(await waiting) == "first"
+
+
+async def test_a_version_replaced_under_a_turn_is_asked_again(frozen) -> None:
+    """A server that moves to other weights during the turn: who asked for any version is told to
+    come back, who named it is refused for good; neither is given the other weights' tokens."""
+    for server in frozen.frozen:
+        script = frozen.script("one two")
+        script.spans = [{"version": "8", "start": 0, "end": len(script.ids)}]
+        server.answer = lambda request, script=script: script
+    episode = await frozen.open()
+    retried = await ask(frozen, episode, "policy@frozen")
+    assert (retried.status_code, retried.json()["error"]["code"]) == (503, "version_replaced")
+    refused = await ask(frozen, episode, "policy@2")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    assert not frozen.turns(episode)
+
+
+async def test_the_name_is_listed_where_there_are_such_servers(frozen, make_stage) -> None:
+    """And refused elsewhere."""
+    episode = await frozen.open()
+    listed = (await frozen.get("/v1/models", episode["api_key"])).json()["data"]
+    assert [model["id"] for model in listed] == ["policy", "policy@frozen"]
+    one = await frozen.get("/v1/models/policy@frozen", episode["api_key"])
+    assert one.json()["id"] == "policy@frozen"
+    without = await make_stage()
+    refused = await ask(without, await without.open(), "policy@frozen")
+    assert refused.json()["error"]["code"] == "model_not_found"
+
+
+async def test_a_run_is_not_ready_by_an_earlier_version_alone(make_stage) -> None:
+    """Claims wait for the policy's own servers."""
+    stage = await make_stage(server={"num_frozen": 1})
+    stage.buffer.remove_servers()
+    stage.buffer.freeze(stage.server.url, version=0)
+    await stage.app.state.parts.pool.refresh()
+    assert not stage.app.state.parts.pool.is_ready
+    assert (await stage.get("/ready")).status_code == 503
