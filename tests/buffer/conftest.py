@@ -15,6 +15,7 @@ import pytest
 import redis
 import redis.asyncio
 
+from fakes.records import trajectory_of
 from fakes.twin import Twin
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import (
@@ -22,7 +23,6 @@ from outloop.buffer.records import (
     Claim,
     ClaimResult,
     CloseResult,
-    Episode,
     Lease,
     Opening,
     Purpose,
@@ -209,20 +209,14 @@ def build_trajectory(
     episode_id: str, *, purpose: Purpose = "sft", num_output: int = 4
 ) -> Trajectory:
     """One of one turn that was recorded elsewhere."""
-    episode = Episode(
+    return trajectory_of(
+        [build_turn(episode_id, num_output=num_output)],
         episode_id=episode_id,
         task_id="conversation",
         group_id=None,
-        attempt=0,
         purpose=purpose,
-        outcome="completed",
-        failure_kind=None,
         reward=None,
-        metadata={},
-        opened_at=1.0,
-        closed_at=2.0,
     )
-    return Trajectory(episode=episode, turns=(build_turn(episode_id, num_output=num_output),))
 
 
 class Loop:

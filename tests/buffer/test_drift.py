@@ -10,8 +10,9 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
+from fakes.records import trajectory_of
 from outloop.buffer.branch_report import EXPLANATIONS, measure
-from outloop.buffer.records import Episode, Reward, Trajectory, Turn
+from outloop.buffer.records import Trajectory, Turn
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.settings.trajectories import TrajectorySettings
 from outloop.buffer.trajectories.archiver import Archiver
@@ -34,20 +35,7 @@ def build(make_turn: Callable[..., Turn], *causes: str, purpose: str = "train") 
         parent = index - 1 if cause == "extension" else None
         turn = make_turn("e", index, parent=parent)
         turns.append(replace(turn, branch_cause=cause, prompt_ids=np.zeros(10, np.int32)))
-    episode = Episode(
-        episode_id="e",
-        task_id="t",
-        group_id="g",
-        attempt=0,
-        purpose=purpose,  # type: ignore[arg-type]
-        outcome="completed",
-        failure_kind=None,
-        reward=Reward(value=1.0),
-        metadata={},
-        opened_at=0.0,
-        closed_at=1.0,
-    )
-    return Trajectory(episode=episode, turns=tuple(turns))
+    return trajectory_of(turns, purpose=purpose)
 
 
 def test_costs_are_summed_by_cause(make_turn: Callable[..., Turn]) -> None:

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes.records import trajectory_of
 from outloop.buffer.codec.jsonl import format_line, parse_line
 from outloop.buffer.codec.records_codec import decode_turn, encode_turn
 from outloop.buffer.errors import RecordError, SettingsError
-from outloop.buffer.records import Episode, Reward, Sampling, Trajectory, Turn, VersionSpan
+from outloop.buffer.records import Sampling, Turn, VersionSpan
 from outloop.buffer.sampling_support import SamplingSupport
 from outloop.buffer.settings import build_settings
 
@@ -50,21 +51,8 @@ def test_every_id_comes_back(ids: list[list[int]]) -> None:
 
 def test_a_turn_keeps_it_in_every_format() -> None:
     """As Redis and as JSON lines hold it."""
-    episode = Episode(
-        episode_id="e",
-        task_id="t",
-        group_id="g",
-        attempt=0,
-        purpose="train",
-        outcome="completed",
-        failure_kind=None,
-        reward=Reward(value=1.0),
-        metadata={},
-        opened_at=0.0,
-        closed_at=0.0,
-    )
     assert decode_turn(encode_turn(turn())).support == LEFT
-    (read,) = parse_line(format_line(Trajectory(episode=episode, turns=(turn(),)))).turns
+    (read,) = parse_line(format_line(trajectory_of([turn()]))).turns
     assert read.support == LEFT
 
 

@@ -6,12 +6,10 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fakes.noting_tracker import noted
+from fakes.receiver import receiver
 from outloop.buffer.events import read_events
 from outloop.buffer.monitor.page import prometheus_name
 from outloop.buffer.telemetry import METRICS
@@ -38,25 +37,23 @@ def wait_for(what: str, found: Callable[[], Any], deadline_s: float = 120.0) -> 
     return value
 
 
+@pytest.fixture
+def webhook() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
+    """Its address, and what was posted to it."""
+    with receiver() as opened:
+        yield opened
+
+
 def test_a_run_is_watched(
-    workspace: Path, write_config: WriteConfig, read_metrics: ReadMetrics
+    workspace: Path,
+    write_config: WriteConfig,
+    read_metrics: ReadMetrics,
+    webhook: tuple[str, list[tuple[str, bytes]]],
 ) -> None:
     """Two steps with three trackers (one away), a webhook and the page of metrics."""
     write_config(steps=40)
-    posted: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    hook = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=hook.serve_forever, daemon=True).start()
-    (workspace / "hook").write_text(f"http://127.0.0.1:{hook.server_port}/key")
+    hook, posted = webhook
+    (workspace / "hook").write_text(f"{hook}/key")
     trackers = '["fakes.noting_tracker:Noting", "tensorboard", "otlp"]'
     settings = (
         f"telemetry.trackers={trackers}", "telemetry.prometheus_port=0", "telemetry.view_port=0",
@@ -111,8 +108,6 @@ def test_a_run_is_watched(
     finally:
         run.terminate()
         run.wait(90)
-    hook.shutdown()
-    hook.server_close()
     out_text = (workspace / "out").read_text()
     assert run.returncode == 130, out_text
 
@@ -129,7 +124,7 @@ def test_a_run_is_watched(
     assert "otlp failed" in out_text
     alarms = [event["name"] for event in read_events(folder) if event["kind"] == "alarm"]
     assert alarms == ["disk_low"]
-    assert [one["name"] for one in posted] == ["disk_low"]
+    assert [json.loads(body)["name"] for _, body in posted] == ["disk_low"]
 
     rows = noted(folder)
     steps = [row[1] for row in rows if row[0] == "metrics"]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from fakes.random_agent import KINDS, SAYINGS, Move, RandomAgent, RandomPolicy
-from outloop.buffer.records import Episode, Trajectory
+from fakes.records import trajectory_of as trajectory_with
+from outloop.buffer.records import Trajectory
 from outloop.engine.train.data.samples import build_samples
 from outloop.router.rendering.renderer import PolicyRenderer
 
@@ -194,20 +195,7 @@ def count_leaves(agent: RandomAgent) -> int:
 
 def trajectory_of(agent: RandomAgent) -> Trajectory:
     """The episode as the trainer gets it."""
-    episode = Episode(
-        episode_id=agent.episode["episode_id"],
-        task_id="t",
-        group_id="g",
-        attempt=0,
-        purpose="train",
-        outcome="completed",
-        failure_kind=None,
-        reward=None,
-        metadata={},
-        opened_at=0.0,
-        closed_at=1.0,
-    )
-    return Trajectory(episode=episode, turns=tuple(agent.turns))
+    return trajectory_with(agent.turns, episode_id=agent.episode["episode_id"], reward=None)
 
 
 def check_records(agent: RandomAgent) -> set[str]:

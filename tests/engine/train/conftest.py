@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
+from fakes.records import trajectory_of
 from outloop.buffer.records import (
-    Episode,
     FinishReason,
     Outcome,
     Purpose,
@@ -125,21 +125,13 @@ def make_trajectory() -> Callable[..., Trajectory]:
         purpose: Purpose = "train",
         outcome: Outcome = "completed",
     ) -> Trajectory:
-        return Trajectory(
-            episode=Episode(
-                episode_id=episode_id,
-                task_id="t",
-                group_id=group_id,
-                attempt=0,
-                purpose=purpose,
-                outcome=outcome,
-                failure_kind=None,
-                reward=None if reward is None else Reward(value=reward),
-                metadata={},
-                opened_at=0.0,
-                closed_at=0.0,
-            ),
-            turns=tuple(turns),
+        return trajectory_of(
+            turns,
+            episode_id=episode_id,
+            group_id=group_id,
+            purpose=purpose,
+            outcome=outcome,
+            reward=None if reward is None else Reward(value=reward),
         )
 
     return make

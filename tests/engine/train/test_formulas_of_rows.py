@@ -19,9 +19,9 @@ import torch
 from msgspec.structs import replace
 
 from fakes.mutants import Held, held, passes, public_functions_of
+from fakes.records import trajectory_of
 from outloop.buffer.records import (
     SOURCE,
-    Episode,
     Group,
     Reward,
     Sampling,
@@ -78,20 +78,8 @@ def turn(
 
 def trajectory(turns: Sequence[Turn], reward: Any = 1.0, **more: Any) -> Trajectory:
     """A closed episode."""
-    known: dict[str, Any] = {
-        "episode_id": "e",
-        "task_id": "t",
-        "group_id": "g",
-        "attempt": 0,
-        "purpose": "train",
-        "outcome": "completed",
-        "failure_kind": None,
-        "reward": Reward(value=reward) if isinstance(reward, float) else reward,
-        "metadata": {},
-        "opened_at": 0.0,
-        "closed_at": 0.0,
-    }
-    return Trajectory(episode=Episode(**known | more), turns=tuple(turns))
+    given = Reward(value=reward) if isinstance(reward, float) else reward
+    return trajectory_of(turns, reward=given, **more)
 
 
 def group(*trajectories: Trajectory, slot: int = 0) -> Group:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
+from fakes.records import trajectory_of
 from outloop.buffer.errors import RecordError, SettingsError
-from outloop.buffer.records import Episode, Reward, Sampling, Trajectory, Turn, VersionSpan
+from outloop.buffer.records import Sampling, Turn, VersionSpan
 from outloop.buffer.routed_experts import RoutedExperts, RoutingShape
 from outloop.buffer.settings import TrainerSettings
 from outloop.engine.train.data.microbatch import build_microbatch
@@ -75,7 +76,7 @@ def test_each_token_has_the_experts_before_the_next(
 ) -> None:
     """Along every branch, over turns with and without them; the last token has none."""
     turns, marks = sampled
-    trajectory = _trajectory(turns)
+    trajectory = trajectory_of(turns)
     for sample in build_samples(trajectory, routing=SHAPE):
         branch = trajectory.branches()[sample.branch]
         places = [
@@ -90,23 +91,6 @@ def test_each_token_has_the_experts_before_the_next(
             mark = marks.get(after) if after is not None else None
             expected = SHAPE.unknown if mark is None else mark
             assert rows[token, 0, 0] == rows[token, 1, 0] == expected
-
-
-def _trajectory(turns: list[Turn]) -> Trajectory:
-    episode = Episode(
-        episode_id="e",
-        task_id="t",
-        group_id="g",
-        attempt=0,
-        purpose="train",
-        outcome="completed",
-        failure_kind=None,
-        reward=Reward(value=1.0),
-        metadata={},
-        opened_at=0.0,
-        closed_at=1.0,
-    )
-    return Trajectory(episode=episode, turns=tuple(turns))
 
 
 class Player:
@@ -171,7 +155,7 @@ def _played(url: str, routing: RoutingShape) -> TrainBatch:
     for _ in range(2):
         player.turn(middle, prompt(11))
     player.turn(None, prompt(40))
-    samples = build_samples(_trajectory(player.turns), routing=routing)
+    samples = build_samples(trajectory_of(player.turns), routing=routing)
     assert [sample.num_trained_tokens for sample in samples] == [72, 24, 24]
     return TrainBatch.of(samples)
 
