@@ -82,8 +82,8 @@ def advantage_of(settings: Settings) -> str | GroupAdvantage:
     _check_signature(function, named, _ADVANTAGE, (None,), {})
 
     def checked(group: ScoredGroup) -> list[EpisodeAdvantage]:
-        values = function(group)
-        if not hasattr(values, "__len__") or len(values) != len(group.episodes):
+        values = _tried(function, group, named, f"group_id={group.group_id!r}")
+        if _is_single(values) or len(values) != len(group.episodes):
             raise SettingsError(
                 f"{named} gave {values!r} for group_id={group.group_id!r} with "
                 f"{len(group.episodes)} episodes; one entry for each of group.episodes is allowed: "
@@ -99,7 +99,7 @@ def advantage_of(settings: Settings) -> str | GroupAdvantage:
 
 def _checked_episode(value: Any, episode: ScoredEpisode, named: str) -> EpisodeAdvantage:
     """What a user's function gave for one episode: a number, by turn, or by token."""
-    if not isinstance(value, list | tuple) and np.ndim(value) == 0:
+    if _is_single(value):
         return float(_finite(value, (), named, episode))
     if len(value) != len(episode.turns):
         raise SettingsError(
@@ -107,13 +107,24 @@ def _checked_episode(value: Any, episode: ScoredEpisode, named: str) -> EpisodeA
             f"{len(episode.turns)} turns; one for each of episode.turns is allowed"
         )
     return [
-        _finite(own, (turn.num_tokens,) if np.ndim(own) else (), named, episode).reshape(-1)
+        _finite(own, () if _is_single(own) else (turn.num_tokens,), named, episode).reshape(-1)
         for own, turn in zip(value, episode.turns, strict=True)
     ]
 
 
+def _is_single(value: Any) -> bool:
+    """True if it is not a list, a tuple or an array of something."""
+    return not isinstance(value, list | tuple) and getattr(value, "ndim", 0) == 0
+
+
 def _finite(value: Any, shape: tuple[int, ...], named: str, episode: ScoredEpisode) -> Float64:
-    numbers = np.asarray(value, np.float64)
+    try:
+        numbers = np.asarray(value, np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SettingsError(
+            f"{named} gave {value!r} for episode_id={episode.episode_id!r}, which is no number "
+            f"({error}); finite numbers are allowed, of shape {shape}"
+        ) from error
     if numbers.shape != shape or not np.isfinite(numbers).all():
         raise SettingsError(
             f"{named} gave {numbers!r} for episode_id={episode.episode_id!r}; finite numbers are "
@@ -137,7 +148,7 @@ def loss_of(settings: Settings) -> LossFunction | None:
     _check_signature(function, named, _LOSS, (None,), {})
 
     def checked(inputs: LossInputs) -> TokenLoss:
-        losses = function(inputs)
+        losses = _tried(function, inputs, named, f"{len(inputs.policy_logprobs)} tokens")
         if isinstance(losses, TokenLoss):
             return losses
         wanted = inputs.policy_logprobs.shape
@@ -166,7 +177,7 @@ def filter_of(settings: Settings) -> Callable[[Group], str] | None:
     _check_signature(function, named, _KEEP, (None,), {})
 
     def checked(group: Group) -> str:
-        reason = function(group)
+        reason = _tried(function, group, named, f"group_id={group.group_id!r}")
         if not isinstance(reason, str):
             raise SettingsError(
                 f"{named} gave {reason!r} for group_id={group.group_id}; an empty string (train) "
@@ -186,12 +197,12 @@ def check_custom(settings: Settings) -> None:
     filter_of(settings)
     advantage = advantage_of(settings)
     if not isinstance(advantage, str):
-        _probe("trainer.advantage_path", lambda: advantage(_probe_group()))
+        advantage(_probe_group())
     loss = loss_of(settings)
     if loss is None:
         return
     inputs = _probe_inputs(settings, sees_sequences=is_sequence_level(loss))
-    result = _probe("trainer.loss_path", lambda: loss(inputs))
+    result = loss(inputs)
     if not result.loss.requires_grad:
         raise SettingsError(
             f"trainer.loss_path={settings.trainer.loss_path!r} gave losses without gradient; "
@@ -250,15 +261,18 @@ def _probe_inputs(settings: Settings, *, sees_sequences: bool) -> LossInputs:
     )
 
 
-def _probe(setting: str, call: Callable[[], Any]) -> Any:
+def _tried(function: Callable[[Any], Any], argument: Any, named: str, given: str) -> Any:
+    """What the user's function makes of its argument.
+
+    Raises:
+        SettingsError: it raised; `named` and `given` say which function, on what.
+    """
     try:
-        return call()
-    except SettingsError:
-        raise
+        return function(argument)
     except Exception as error:  # the user's function may raise anything
         raise SettingsError(
-            f"{setting} raised {type(error).__name__}: {error} on three episodes or tokens; "
-            "it is called with every batch, so it may not raise"
+            f"{named} raised {type(error).__name__}: {error} on {given}; it is called with every "
+            "batch, so it may not raise"
         ) from error
 
 

@@ -141,10 +141,12 @@ def read_config(
     has_tensors: bool = True,
     layers: LayerKind = "local",
     dtype: Literal["float32", "bfloat16"] = "float32",
+    setting: str = "model.path",
 ) -> PolicyConfig:
     """The configuration of a Hugging Face folder, with raw upstream options.
 
     Args:
+        setting: the folder's, for errors.
         dtype: of weights and activations; the optimizer's are float32.
         has_tensors: false for a folder of which only config.json is wanted.
 
@@ -153,7 +155,9 @@ def read_config(
             are not those of config.json, an unknown option (the nearest field is named), one that
             the trainer or the model folder decides, or impossible parallel sizes.
     """
-    fields = _model_fields(model_path)
+    named = f"{setting}={str(model_path)!r}"
+    hf = _read_json(model_path, named)
+    fields = _model_fields(hf, str(model_path / "config.json"), named)
     options, ddp, optimizer = _sort_options(raw, owned=_OWNED | set(fields))
     sizes = parallel_config.read_sizes(raw, num_ranks=num_ranks, layers=layers)
     has_own_split = any(name in raw for name in _SPLIT_FIELDS)
@@ -174,19 +178,18 @@ def read_config(
             ),
             sizes=sizes,
             layers=layers,
-            routing=routing_shape(_read_json(model_path)),
+            routing=routing_shape(hf),
             described=_described(fields),
             ddp_options=ddp,
             optimizer_options=optimizer,
         )
     except (AssertionError, TypeError, ValueError) as error:
         raise SettingsError(
-            f"megatron-core refuses model.path={str(model_path)!r} with "
-            f"trainer.megatron={dict(raw)!r}: {error}"
+            f"megatron-core refuses {named} with trainer.megatron={dict(raw)!r}: {error}"
         ) from error
     if has_tensors:
         with HuggingFaceFolder(model_path) as folder:
-            check_tensors(folder.shapes, config, f"model.path={str(model_path)!r}")
+            check_tensors(folder.shapes, config, named)
     return config
 
 
@@ -214,6 +217,7 @@ def read_config_beside(
         num_ranks=trainer.num_ranks,
         layers=policy.layers,
         dtype=trainer.dtype,
+        setting=setting,
     )
     if config.vocab_size != policy.vocab_size and not has_its_tokens:
         raise SettingsError(
@@ -260,31 +264,28 @@ def _precision(dtype: Literal["float32", "bfloat16"], *, has_experts: bool) -> d
     return fields
 
 
-def _read_json(model_path: Path) -> dict[str, Any]:
+def _read_json(model_path: Path, named: str) -> dict[str, Any]:
     path = model_path / "config.json"
     if not path.is_file():
-        raise SettingsError(
-            f"model.path={str(model_path)!r} holds no config.json; give a Hugging Face folder"
-        )
+        raise SettingsError(f"{named} holds no config.json; give a Hugging Face folder")
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
-def _model_fields(model_path: Path) -> dict[str, Any]:
-    path, hf = model_path / "config.json", _read_json(model_path)
+def _model_fields(hf: dict[str, Any], path: str, named: str) -> dict[str, Any]:
+    """From config.json, which lies at `path`."""
     architecture = (hf.get("architectures") or ["none"])[0]
     if architecture not in FAMILIES:
         raise SettingsError(
-            f"model.path={str(model_path)!r} has architecture={architecture!r}; allowed: "
-            f"{', '.join(sorted(FAMILIES))}"
+            f"{named} has architecture={architecture!r}; allowed: {', '.join(sorted(FAMILIES))}"
         )
     for name, allowed in _REFUSED_FEATURES.items():
         if name == "attention_bias" and architecture in _HAS_QKV_BIAS:
             continue
         if hf.get(name) not in allowed:
             raise SettingsError(
-                f"model.path={str(model_path)!r} has {name}={hf[name]!r} in config.json; this "
-                f"trainer has layers for {name}={allowed[0]!r} only"
+                f"{named} has {name}={hf[name]!r} in config.json; this trainer has layers for "
+                f"{name}={allowed[0]!r} only"
             )
     heads = hf["num_attention_heads"]
     fields = _FIXED | {
@@ -297,7 +298,7 @@ def _model_fields(model_path: Path) -> dict[str, Any]:
         "layernorm_epsilon": hf["rms_norm_eps"],
         "vocab_size": hf["vocab_size"],
         "is_tied": bool(hf.get("tie_word_embeddings", False)),
-        "rope": rotary_parameters(hf, str(path)),
+        "rope": rotary_parameters(hf, path),
         "num_moe_experts": None,
     }
     if hf.get("num_nextn_predict_layers"):
@@ -306,7 +307,7 @@ def _model_fields(model_path: Path) -> dict[str, Any]:
         fields["add_qkv_bias"] = bool(hf.get("attention_bias", False))
     if "use_qk_norm" in hf:
         fields["qk_layernorm"] = bool(hf["use_qk_norm"])
-    mixture = mixture_of(hf, str(path))
+    mixture = mixture_of(hf, path)
     if mixture is not None:
         fields |= _mixture_fields(mixture, fields["num_layers"])
     return fields | FAMILIES[architecture]

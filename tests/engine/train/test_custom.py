@@ -8,6 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from fakes.bandit_run import Setup
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Group, Reward, Trajectory, Turn
 from outloop.buffer.settings import Settings, TrainerSettings
@@ -52,6 +53,29 @@ def one_token(group):
 
 def raises(group):
     raise RuntimeError("no")
+
+def as_dict(group):
+    return {episode.episode_id: 1.0 for episode in group.episodes}
+
+def words(group):
+    return [["good"] * len(episode.turns) for episode in group.episodes]
+
+def ragged(group):
+    return [[[[1.0], [1.0, 2.0]]] * len(episode.turns) for episode in group.episodes]
+
+def late(wrong):
+    # Right where it is tried, wrong at the step.
+    def advantage(group):
+        return wrong(group) if group.group_id != "probe" else by_turn(group)
+    return advantage
+
+def too_long(group):
+    return [[[1.0] * 9 for turn in episode.turns] for episode in group.episodes]
+
+late_raises, late_short, late_words, late_long = map(late, (raises, short, words, too_long))
+
+def keeps(group):
+    raise KeyError("level")
 
 def no_arguments():
     return 0
@@ -107,6 +131,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settin
         ({"advantage_path": "own_algorithms:one_turn"}, "which has 2 turns"),
         ({"advantage_path": "own_algorithms:one_token"}, "shape (2,)"),
         ({"advantage_path": "own_algorithms:raises"}, "raised RuntimeError: no"),
+        ({"advantage_path": "own_algorithms:as_dict"}, "one entry for each of group.episodes"),
+        ({"advantage_path": "own_algorithms:words"}, "which is no number"),
+        ({"advantage_path": "own_algorithms:ragged"}, "which is no number"),
         ({"loss_path": "own_algorithms:no_arguments"}, "cannot be called as `def loss"),
         ({"loss_path": "own_algorithms:two_arguments"}, "def loss(inputs)"),
         ({"loss_path": "own_algorithms:half_known"}, "sequence_level"),
@@ -156,6 +183,36 @@ def test_an_own_advantage_of_turns_or_tokens_reaches_them(
         column[name] = [row.advantages.tolist() for row in list(batch.rows)[:2]]
     assert column["by_turn"] == [[0.0, 0.5, 0.5, 0.0, -1.0], [0.0, 0.0, 0.0, 0.0, 2.0, 2.0]]
     assert column["by_token"] == [[0.0, 0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0, 2.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("late_raises", "raised RuntimeError: no on group_id='g0-"),
+        ("late_short", "one entry for each of group.episodes"),
+        ("late_words", "which is no number"),
+        ("late_long", "one for the episode, for a turn, or for each of the turn's tokens"),
+        ("keeps", "buffer.filter_path='own_algorithms:keeps' raised KeyError: 'level'"),
+    ],
+)
+def test_what_is_wrong_at_a_step_ends_it_before_any_weight_moves(
+    name: str, sentence: str, own: Callable[..., Settings], setup: Callable[..., Setup]
+) -> None:
+    """The functions passed where they were tried; the step is refused by a sentence, and nothing of
+    it is counted as trained or dropped."""
+    settings = own(advantage_path=f"own_algorithms:{name}")
+    sections = {"trainer": {"num_steps": 1, "advantage_path": f"own_algorithms:{name}"}}
+    if name == "keeps":
+        sections = {"trainer": {"num_steps": 1}, "buffer": {"filter_path": "own_algorithms:keeps"}}
+    run = setup(**sections, env={"import_dir": settings.env.import_dir})
+    check_settings(run.run.settings)
+    with pytest.raises(SettingsError, match=re.escape(sentence)):
+        run.train()
+    assert run.server.num_publishes == 1
+    kinds = {kind for kind, _ in run.events}
+    assert "take" in kinds
+    assert not kinds & {"mark_trained", "drop"}
+    assert run.buffer.marks == []
 
 
 def test_an_own_advantage_is_used(own: Callable[..., Settings]) -> None:

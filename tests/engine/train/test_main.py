@@ -12,7 +12,7 @@ from fakes.families import make_family
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import CheckpointMark
 from outloop.buffer.run import create_run
-from outloop.buffer.settings import Settings
+from outloop.buffer.settings import Settings, TrainerSettings
 from outloop.engine.train.checkpoint.async_writer import save_checkpoint
 from outloop.engine.train.main import check_settings, join_ranks
 from outloop.engine.train.megatron import cpu_backend, model_and_optimizer
@@ -65,15 +65,53 @@ def join(tiny_folder: Callable[..., Path], tmp_path: Path) -> Callable[..., None
     return start
 
 
-def test_a_reference_of_another_vocabulary_is_refused_first(
-    join: Callable[..., None], tmp_path: Path
+@pytest.mark.parametrize(
+    ("setting", "trainer"),
+    [
+        ("trainer.reference_path", lambda path: {"kl": "k3", "reference_path": path}),
+        ("trainer.critic.path", lambda path: {"recipe": "ppo", "critic": {"path": path}}),
+        ("trainer.teacher.path", lambda path: {"recipe": "distill", "teacher": {"path": path}}),
+    ],
+)
+def test_another_model_that_does_not_belong_is_refused_first(
+    setting: str,
+    trainer: Callable[[Path], dict[str, Any]],
+    join: Callable[..., None],
+    tmp_path: Path,
 ) -> None:
-    """Before a process group is formed; without a KL term it has no effect, and is refused."""
-    make_family("llama", tmp_path / "reference", is_tied=True, vocab_size=300)
-    with pytest.raises(SettingsError, match=r"reference_path=.*vocab_size=300, .* has 400"):
-        join(kl="k3", reference_path=tmp_path / "reference")
+    """Before a process group is formed, by a sentence that names its setting."""
+    make_family("llama", tmp_path / "other", is_tied=True, vocab_size=300)
+    with pytest.raises(SettingsError, match=rf"^{setting}=.*vocab_size=300, .* has 400"):
+        join(**trainer(tmp_path / "other"))
+    with pytest.raises(SettingsError, match=rf"^{setting}='.*nothing' holds no config.json"):
+        join(**trainer(tmp_path / "nothing"))
+
+
+def test_a_reference_without_effect_is_refused(join: Callable[..., None], tmp_path: Path) -> None:
+    """Without a KL term it is looked at by nothing."""
     with pytest.raises(ValueError, match="has no effect: it needs a trainer.kl"):
         join(reference_path=tmp_path / "reference")
+
+
+def test_a_checkpoint_with_a_critic_of_another_size_is_refused_first(
+    join: Callable[..., None],
+    make_policy: Callable[..., model_and_optimizer.Policy],
+    tiny_folder: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """Before a process group is formed; the policy of the checkpoint is the run's."""
+    mark = CheckpointMark(fence=1, group_ids=(), next_slot=0, policy_version=1)
+    config = model_and_optimizer.read_config(tiny_folder("llama3"), {})
+    critic = model_and_optimizer.build_critic(
+        config, TrainerSettings(advantage="gae"), num_updates=1
+    )
+    folder = tmp_path / "run" / "checkpoints"
+    save_checkpoint(make_policy("qwen3"), folder, step=1, mark=mark, keep=1, critic=critic)
+    words = r"holds a critic of another model \(checkpoint, trainer.critic.path\): .*qk_layernorm"
+    with pytest.raises(SettingsError, match=words):
+        join("qwen3", recipe="ppo")
+    with pytest.raises(AssertionError, match="a process group is formed"):
+        join("qwen3", recipe="ppo", critic={"path": tiny_folder("llama3")})
 
 
 @pytest.mark.parametrize(
