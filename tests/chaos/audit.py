@@ -27,7 +27,8 @@ Mark = Mapping[str, Any]
 class Audited(Protocol):
     """A run that was made to suffer."""
 
-    kills: Counter[str]
+    def suffered(self) -> str:
+        """What was done to it."""
 
     def audit(self) -> str:
         """What can be said for it; AssertionError where it broke a promise."""
@@ -53,6 +54,8 @@ class Held:
     parents: Mapping[int, int]
     """Version -> the version whose weights it was made from."""
     stats: Mapping[str, float]
+    attempts: Mapping[str, int]
+    """By the column of the ledger in which they ended."""
 
 
 def read_held(reader: BufferReader, run: Run) -> Held:
@@ -80,6 +83,7 @@ def read_held(reader: BufferReader, run: Run) -> Held:
             if parent
         },
         stats=reader.stats(),
+        attempts=numbers,
     )
     client.close()
     return held
@@ -139,15 +143,52 @@ def check_slots(slots: Collection[int], held: Held) -> int:
     return len(missing)
 
 
-def is_sound(seed: int, run: Audited, play: Callable[[], None]) -> bool:
-    """Play a run, audit and stop it, and print the verdict with its seed."""
+@dataclass(frozen=True)
+class Account:
+    """What the surviving weights were trained on, by everybody who knows of it."""
+
+    held: Held
+    groups: Sequence[str]
+    num_dropped: int
+    """Slots that were dropped with a reason and are not played again."""
+    num_checkpoints: int
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.groups)} slots trained, {self.num_dropped} dropped, "
+            f"{self.num_checkpoints} checkpoints"
+        )
+
+
+def account_of(run: Run, witness: Path | None = None) -> Account:
+    """What checkpoints, Redis and, where there is one, the file of a witness of updates say.
+
+    Raises:
+        AssertionError: a slot was trained twice or lost, or they say different things.
+    """
+    reader = BufferReader.connect(run)
+    held = read_held(reader, run)
+    reader.close()
+    marks = read_marks(run.dir)
+    groups = surviving_groups(marks, held.parents)
+    if witness is not None:
+        lineage = lineage_of(marks[-1]["policy_version"], held.parents)
+        lines = map(json.loads, witness.read_text().splitlines())
+        seen = [name for line in lines if line["version"] in lineage for name in line["group_ids"]]
+        assert sorted(seen) == sorted(groups), f"trained {sorted(seen)}, marked {sorted(groups)}"
+    num_dropped = check_slots([slot_of(name) for name in groups], held)
+    return Account(held, groups, num_dropped, len(marks))
+
+
+def is_sound(name: str, run: Audited, play: Callable[[], None]) -> bool:
+    """Play a run, audit and stop it, and print the verdict with its name."""
     before = time.monotonic()
     try:
         play()
         verdict, is_good = run.audit(), True
     except AssertionError as error:
-        verdict, is_good = f"FAILED after kills {dict(run.kills)}: {error}", False
+        verdict, is_good = f"FAILED after {run.suffered()}: {error}", False
     finally:
         run.stop()
-    print(f"seed {seed}: {time.monotonic() - before:.1f} s, {verdict}", flush=True)
+    print(f"{name}: {time.monotonic() - before:.1f} s, {verdict}", flush=True)
     return is_good

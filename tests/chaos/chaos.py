@@ -123,7 +123,11 @@ class Chaos:
         reader = BufferReader.connect(self.run)
         num_missing = check_slots(slots, read_held(reader, self.run))
         reader.close()
-        return f"{len(slots)} slots trained, {num_missing} dropped, kills {dict(self.kills)}"
+        return f"{len(slots)} slots trained, {num_missing} dropped, {self.suffered()}"
+
+    def suffered(self) -> str:
+        """Who was killed."""
+        return f"kills {dict(self.kills)}"
 
     def stop(self) -> None:
         """End what is left."""
@@ -148,7 +152,7 @@ def main() -> int:
     for seed in range(words.first_seed, words.first_seed + words.seeds):
         with tempfile.TemporaryDirectory() as folder:
             chaos = Chaos(seed, Path(folder), words.slots)
-            failed += not is_sound(seed, chaos, partial(chaos.play, words.kills))
+            failed += not is_sound(f"seed {seed}", chaos, partial(chaos.play, words.kills))
     return 1 if failed else 0
 
 

@@ -12,7 +12,6 @@ all seeds pass.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -29,14 +28,7 @@ from typing import Literal
 
 import nursery
 import psutil
-from audit import (
-    check_slots,
-    lineage_of,
-    read_held,
-    read_marks,
-    slot_of,
-    surviving_groups,
-)
+from audit import account_of, is_sound
 from taps import (
     MOMENTS,
     OnCall,
@@ -51,7 +43,6 @@ from taps import (
 from tiny import ROLLOUTS, make_model
 from wires import Wire, forward
 
-from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run
@@ -102,6 +93,7 @@ def settings_of(choices: random.Random, folder: Path, model: Path, num_steps: in
                 "over_provision": choices.choice([1.0, 1.0, 1.5]),
                 "lease_s": 30.0,
                 "group_deadline_s": 60.0,
+                "task_order": choices.choice(["slot", "longest_first"]),
             },
             "trainer": {
                 "num_steps": num_steps,
@@ -268,21 +260,13 @@ class Forked:
             AssertionError: a slot was trained twice or lost, a checkpoint does not say what its
                 weights were trained on, or a lease was left behind.
         """
-        reader = BufferReader.connect(self.run)
-        held = read_held(reader, self.run)
-        reader.close()
-        marks = read_marks(self.run_dir)
-        groups = surviving_groups(marks, held.parents)
-        lineage = lineage_of(marks[-1]["policy_version"], held.parents)
-        lines = map(json.loads, (self.folder / "witness").read_text().splitlines())
-        seen = [name for line in lines if line["version"] in lineage for name in line["group_ids"]]
-        assert sorted(seen) == sorted(groups), f"trained {sorted(seen)}, marked {sorted(groups)}"
-        num_missing = check_slots([slot_of(name) for name in groups], held)
-        assert held.num_leased == 0, f"{held.num_leased} leases are left"
-        return (
-            f"{len(groups)} slots trained, {num_missing} dropped, {len(marks)} checkpoints, "
-            f"{self.num_starts['trainer']} trainers; {', '.join(self.fired())}"
-        )
+        account = account_of(self.run, self.folder / "witness")
+        assert account.held.num_leased == 0, f"{account.held.num_leased} leases are left"
+        return f"{account}, {self.num_starts['trainer']} trainers; {self.suffered()}"
+
+    def suffered(self) -> str:
+        """Who died at which moment."""
+        return ", ".join(self.fired())
 
     def fired(self) -> list[str]:
         """Who died at which moment."""
@@ -297,26 +281,15 @@ class Forked:
 
     def log(self) -> str:
         """The end of what each part said."""
-        return "\n".join(
-            f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
-            for path in sorted(self.folder.glob("*.log"))
-        )
+        return nursery.ends_of_logs(self.folder)
 
 
 def play_seed(seed: int, model: Path, num_steps: int, timeout_s: float) -> int:
     """One seed in a process of its own; 0 if it passed."""
-    before = time.monotonic()
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         forked = Forked(seed, Path(folder), model, num_steps)
-        try:
-            forked.play(timeout_s)
-            verdict, code = forked.audit(), 0
-        except AssertionError as error:
-            verdict, code = f"FAILED: {error}; {', '.join(forked.fired())}", 1
-        finally:
-            forked.stop()
-    print(f"seed {seed}: {time.monotonic() - before:.1f} s, {verdict}", flush=True)
-    return code
+        is_good = is_sound(f"seed {seed}", forked, partial(forked.play, timeout_s))
+    return 0 if is_good else 1
 
 
 def main() -> int:
@@ -335,19 +308,9 @@ def main() -> int:
             make_model(model)
         nursery.grow()
         check_moments()
-        waiting = list(range(words.first_seed, words.first_seed + words.seeds))
-        playing: set[int] = set()
-        num_failed = 0
-        while waiting or playing:
-            while waiting and len(playing) < words.jobs:
-                work = partial(
-                    play_seed, waiting.pop(0), model, words.steps, timeout_s=words.timeout_s
-                )
-                playing.add(nursery.fork(work, None))
-            pid, status = os.wait()
-            playing.discard(pid)
-            num_failed += os.waitstatus_to_exitcode(status) != 0
-    return 1 if num_failed else 0
+        seeds = range(words.first_seed, words.first_seed + words.seeds)
+        works = [partial(play_seed, one, model, words.steps, words.timeout_s) for one in seeds]
+        return 1 if nursery.run_all(works, words.jobs) else 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ with the checkpoint and with what Redis holds. Exit code 0 if all levels pass.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -26,18 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import nursery
-from audit import (
-    check_slots,
-    lineage_of,
-    read_held,
-    read_marks,
-    slot_of,
-    surviving_groups,
-)
+from audit import account_of, is_sound, lineage_of
 from taps import MOMENTS, watch, witness_steps
 from tiny import make_model
 
-from outloop.buffer.reader import BufferReader
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fakes import long_conversation
 from outloop.buffer.records import Trajectory, Turn
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
@@ -70,6 +64,8 @@ STOP_S = 20.0
 ROLLOUTS = f'''
 import asyncio
 
+from long_conversation import converse
+
 
 def tasks():
     return [{{"question": f"say {{i}}", "wait_s": 0.6 if i % 7 == 0 else 0.1}} for i in range(64)]
@@ -77,17 +73,13 @@ def tasks():
 
 async def play(task, episode):
     """A conversation whose tools take long for one task in seven."""
-    messages, score = [], 0
-    for number in range({NUM_TURNS}):
-        messages.append({{"role": "user", "content": f"{{task.payload['question']}} {{number}}"}})
-        answer = await episode.client.chat.completions.create(model="policy", messages=messages)
-        text = answer.choices[0].message.content or ""
-        messages.append({{"role": "assistant", "content": text}})
-        score += len(text)
+
+    async def use_tools(number, answer):
         with open("turns", "a") as log:
             log.write(".")
         await asyncio.sleep(task.payload["wait_s"])
-    return float(score)
+
+    return await converse(task, episode, {NUM_TURNS}, use_tools)
 '''
 
 
@@ -147,6 +139,7 @@ def settings_of(level: Level, folder: Path, model: Path) -> Settings:
                 "group_size": GROUP_SIZE,
                 "max_staleness": level.max_staleness,
                 "over_provision": OVER_PROVISION if level.is_partial else 1.0,
+                "task_order": "longest_first" if level.is_partial else "slot",
                 "drop_zero_signal": False,
             },
             "trainer": {
@@ -171,6 +164,7 @@ class Playing:
         self.level = level
         self.folder = folder
         (folder / "rollouts.py").write_text(ROLLOUTS)
+        long_conversation.install(folder)
         settings = settings_of(level, folder, model)
         self.run_dir = folder / "runs" / "level"
         self.redis = EmbeddedRedis(self.run_dir / "redis", fsync="everysec")
@@ -254,6 +248,10 @@ class Playing:
         path = self.folder / "turns"
         return path.stat().st_size if path.exists() else 0
 
+    def suffered(self) -> str:
+        """Who came and went."""
+        return str(dict(self.num_changes))
+
     def audit(self) -> str:
         """What archive, checkpoints, witness and Redis prove; one line.
 
@@ -261,28 +259,21 @@ class Playing:
             AssertionError: a token was older than allowed, a slot was trained twice or lost, or an
                 attempt is in no column of the ledger.
         """
-        reader = BufferReader.connect(self.run)
-        held, training = read_held(reader, self.run), reader.ledger().training
-        reader.close()
-        marks = read_marks(self.run_dir)
-        groups = surviving_groups(marks, held.parents)
-        lines = map(json.loads, (self.folder / "witness").read_text().splitlines())
-        seen = [name for line in lines for name in line["group_ids"]]
-        assert sorted(seen) == sorted(groups), f"trained {sorted(seen)}, marked {sorted(groups)}"
-        num_missing = check_slots([slot_of(name) for name in groups], held)
-        assert num_missing == 0, f"{sorted(held.dropped)} were dropped: {training}"
+        account = account_of(self.run, self.folder / "witness")
+        held, groups = account.held, account.groups
+        assert account.num_dropped == 0, f"{sorted(held.dropped)} were dropped: {held.attempts}"
         num_groups = self.level.num_steps * GROUPS_PER_STEP
         assert len(groups) == num_groups, f"{len(groups)} of {num_groups} groups were trained"
         ages = self._ages(set(groups), held.parents)
         assert max(ages) <= self.level.max_age, f"ages of trained tokens: {sorted(ages.items())}"
-        trained = training["trained"].num_attempts
+        trained = held.attempts["trained"]
         assert trained == len(groups) * GROUP_SIZE, f"{trained} attempts count as trained"
         stats = held.stats
         assert stats["buffer/resumed_attempts"] > 0, "nobody was killed in the middle of an episode"
         return (
             f"{sum(ages.values())} tokens by age {dict(sorted(ages.items()))}, at most "
             f"{self.level.max_age}; {len(groups)} slots trained once; attempts "
-            f"{ {name: column.num_attempts for name, column in training.items()} }; "
+            f"{held.attempts}; "
             f"{stats['buffer/resumed_attempts']:.0f} resumed, "
             f"{stats['buffer/replayed_turns']:.0f} turns replayed; {dict(self.num_changes)}"
         )
@@ -314,10 +305,7 @@ class Playing:
 
     def log(self) -> str:
         """The end of what each part said."""
-        return "\n".join(
-            f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
-            for path in sorted(self.folder.glob("*.log"))
-        )
+        return nursery.ends_of_logs(self.folder)
 
 
 def _ages_of(
@@ -358,18 +346,10 @@ def _versions_of(turn: Turn) -> list[int | None]:
 
 def play_level(level: Level, model: Path, timeout_s: float) -> int:
     """One level in a process of its own; 0 if it passed."""
-    before = time.monotonic()
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         playing = Playing(level, Path(folder), model)
-        try:
-            playing.play(timeout_s)
-            verdict, code = playing.audit(), 0
-        except AssertionError as error:
-            verdict, code = f"FAILED: {error}", 1
-        finally:
-            playing.stop()
-    print(f"level {level}: {time.monotonic() - before:.1f} s, {verdict}", flush=True)
-    return code
+        is_good = is_sound(f"level {level}", playing, partial(playing.play, timeout_s))
+    return 0 if is_good else 1
 
 
 def main() -> int:
@@ -380,20 +360,12 @@ def main() -> int:
     parser.add_argument("--timeout-s", type=float, default=180.0)
     words = parser.parse_args()
     named = {str(level): level for level in LEVELS}
-    waiting = [named[name] for name in words.levels.split(",")]
+    chosen = [named[name] for name in words.levels.split(",")]
     with tempfile.TemporaryDirectory() as model:
         make_model(Path(model))
         nursery.grow()
-        playing: set[int] = set()
-        num_failed = 0
-        while waiting or playing:
-            while waiting and len(playing) < words.jobs:
-                work = partial(play_level, waiting.pop(0), Path(model), words.timeout_s)
-                playing.add(nursery.fork(work, None))
-            pid, status = os.wait()
-            playing.discard(pid)
-            num_failed += os.waitstatus_to_exitcode(status) != 0
-    return 1 if num_failed else 0
+        works = [partial(play_level, one, Path(model), words.timeout_s) for one in chosen]
+        return 1 if nursery.run_all(works, words.jobs) else 0
 
 
 if __name__ == "__main__":

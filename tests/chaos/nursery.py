@@ -103,3 +103,23 @@ def end(pid: int) -> None:
     """kill -9, and reap."""
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+
+
+def run_all(works: Sequence[Callable[[], int]], jobs: int) -> int:
+    """Run each in a child of its own, `jobs` at a time; how many did not end with 0."""
+    waiting, running, num_failed = list(works), set[int](), 0
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.add(fork(waiting.pop(0), None))
+        pid, status = os.wait()
+        running.discard(pid)
+        num_failed += os.waitstatus_to_exitcode(status) != 0
+    return num_failed
+
+
+def ends_of_logs(folder: Path) -> str:
+    """The end of what each child wrote into a log there."""
+    return "\n".join(
+        f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+        for path in sorted(folder.glob("*.log"))
+    )

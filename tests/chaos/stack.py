@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from audit import check_slots, read_held, read_marks, slot_of, surviving_groups
+from audit import account_of
 from hosts import Host
 
 from outloop.buffer.cli.open_run import redis_of
@@ -356,14 +356,8 @@ def audit_of(run_dir: Path) -> str:
     Raises:
         AssertionError: a slot was trained twice, or lost.
     """
-    marks = read_marks(run_dir)
     with redis_of(load_run(run_dir)) as run:
-        reader = BufferReader.connect(run)
-        held = read_held(reader, run)
-        reader.close()
-    slots = [slot_of(group_id) for group_id in surviving_groups(marks, held.parents)]
-    num_missing = check_slots(slots, held)
-    return f"{len(slots)} slots trained, {num_missing} dropped, {len(marks)} checkpoints"
+        return str(account_of(run))
 
 
 def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fakes import long_conversation
 from fakes.tap import Tap
 from fakes.torch_server_process import ServerProcess
 from outloop.buffer.cli.open_run import joined
@@ -25,6 +26,8 @@ ROLLOUTS = f'''
 import asyncio
 import os
 
+from long_conversation import converse
+
 
 def tasks():
     return [{{"question": f"say {{i}}"}} for i in range(8)]
@@ -36,18 +39,14 @@ def eval_tasks():
 
 async def play(task, episode):
     """A long conversation that, the first time, stops in the middle until it is killed."""
-    messages, score = [], 0
-    for number in range({NUM_TURNS}):
-        messages.append({{"role": "user", "content": f"{{task.payload['question']}} {{number}}"}})
-        answer = await episode.client.chat.completions.create(model="policy", messages=messages)
-        text = answer.choices[0].message.content or ""
-        messages.append({{"role": "assistant", "content": text}})
-        score += sum(character.isdigit() for character in text)
+
+    async def stop(number, answer):
         with open("turns.log", "a") as log:
             log.write(f"{{answer.id}} {{number}}\\n")
         if number == {NUM_BEFORE - 1} and not os.path.exists("killed"):
             await asyncio.sleep(3600)
-    return float(score)
+
+    return await converse(task, episode, {NUM_TURNS}, stop)
 '''
 
 
@@ -111,6 +110,7 @@ def test_a_killed_runner_s_turns_are_not_generated_again(
     rest, and the record has each turn once, under the id that the first agent got."""
     write_config(staleness=0, steps=1)
     (workspace / "rollouts.py").write_text(ROLLOUTS)
+    long_conversation.install(workspace)
     server = ServerProcess(workspace / "model", max_context_tokens=256)
     tap = CountingTap(server.url)
     values = {
