@@ -6,7 +6,9 @@ A message says what failed, `name=value`, what is allowed and what to do.
     |-- SettingsError        a setting, file or import path is wrong (also a ValueError)
     |-- RecordError          a record breaks its invariants (also a ValueError)
     |-- SchemaMismatch       bytes were written by another release
-    |-- BufferUnavailable    Redis is unreachable, full, read-only or not the one that was used
+    |-- BufferUnavailable    Redis is unreachable, full or read-only
+    |   `-- BufferLost       it answers, but does not hold the run: waiting does not help
+    |       `-- WritesLost   it holds the run, without the last of what it had acknowledged
     |-- NotFound             no such episode, group or task
     |-- Conflict             the same key was used with another content
     |-- Gone                 the episode is closed or its group is sealed
@@ -43,7 +45,16 @@ class SchemaMismatch(OutloopError):
 
 
 class BufferUnavailable(OutloopError):
-    """Redis is unreachable, full, read-only, or empty where data is expected."""
+    """Redis is unreachable, full or read-only, or does not hold the run."""
+
+
+class BufferLost(BufferUnavailable):
+    """Redis answers, but does not hold the run: it was emptied, or is another server."""
+
+
+class WritesLost(BufferLost):
+    """Redis came back without the last of what it had acknowledged to this process; a trainer that
+    starts again goes back to its checkpoint and is right."""
 
 
 class NotFound(OutloopError):
@@ -123,4 +134,5 @@ UNREADABLE = (RecordError, SchemaMismatch)
 SETTINGS_EXIT_CODE = 2
 """Exit code of a part with wrong settings: starting it again would change nothing."""
 RANK_KILLED_EXIT_CODE = 75
-"""Exit code of a trainer that lost a rank: the launcher starts it again."""
+"""Exit code of a trainer that lost a rank, or what Redis had acknowledged to it: the launcher
+starts it again, and it goes on from its checkpoint."""

@@ -22,11 +22,13 @@ from outloop.buffer.codec import records_codec
 from outloop.buffer.dead_letters import DeadLetters
 from outloop.buffer.errors import (
     UNREADABLE,
+    BufferLost,
     DeadlineExceeded,
     NotFound,
     OutloopError,
     RecordError,
 )
+from outloop.buffer.issued_version import IssuedVersion
 from outloop.buffer.limits import AdmissionLimits
 from outloop.buffer.records import (
     CheckpointMark,
@@ -39,6 +41,7 @@ from outloop.buffer.records import (
 )
 from outloop.buffer.redis.client import connect_sync, translated
 from outloop.buffer.redis.keys import key, prefix
+from outloop.buffer.redis.outage import LOST_RUN, Continuity, Patience
 from outloop.buffer.redis.run_meta import check_joinable, init_run
 from outloop.buffer.redis.scripts import Clock, SyncScripts
 from outloop.buffer.registry import Registry
@@ -66,7 +69,14 @@ _log = structlog.get_logger()
 class BufferReader:
     """One run, through a blocking client; may be used from several threads."""
 
-    def __init__(self, run: Run, client: redis.Redis, clock: Clock | None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        client: redis.Redis,
+        clock: Clock | None,
+        continuity: Continuity | None = None,
+    ) -> None:
+        self._issued = IssuedVersion(run.dir) if continuity is not None else None
         self._client = client
         self._prefix = prefix(run.run_id)
         self._scripts = SyncScripts(
@@ -74,6 +84,7 @@ class BufferReader:
             key(run.run_id, "meta"),
             clock,
             min_replicas=run.settings.buffer.min_replicas,
+            continuity=continuity,
         )
         self.registry = Registry(client, self._prefix)
         """The run's processes."""
@@ -107,16 +118,41 @@ class BufferReader:
             BufferUnavailable: Redis is unreachable or does not hold the run.
             SettingsError, SchemaMismatch: it was started with other settings, by another release.
         """
-        client = connect_client(run.redis_url)
-        reader = cls(run, client, clock)
+        reader = cls(run, connect_client(run.redis_url), clock)
+        reader._join(run)
+        return reader
+
+    @classmethod
+    def connect_patiently(cls, run: Run) -> BufferReader:
+        """Join `run`, also where its Redis comes up within buffer.max_outage_s. Every call waits as
+        long for one that went away, and repeats itself, which changes nothing more. What it
+        announces is noted in the run's folder too, for `recover` after a loss.
+
+        Raises:
+            BufferUnavailable: Redis is unreachable, or was away for longer.
+            BufferLost: Redis does not hold the run.
+            WritesLost: it lacks what it had acknowledged to this reader; so may every call.
+            SettingsError, SchemaMismatch: it was started with other settings, by another release.
+        """
+        max_outage_s = run.settings.buffer.outage_s
+        if not max_outage_s:
+            return cls.connect(run)
+        continuity = Continuity(key(run.run_id, "meta"), key(run.run_id, "state"))
+        client = connect_sync(
+            run.redis_url, retry=Patience(max_outage_s), on_connect=continuity.check
+        )
+        reader = cls(run, client, None, continuity)
+        reader._join(run)
+        return reader
+
+    def _join(self, run: Run) -> None:
         try:
             with translated(f"run_id={run.run_id}: joining"):
-                meta: Any = client.hgetall(reader._key("meta"))
+                meta: Any = self._client.hgetall(self._key("meta"))
             check_joinable(run, meta)
         except BaseException:
-            reader.close()
+            self.close()
             raise
-        return reader
 
     def close(self) -> None:
         """Close the connections."""
@@ -262,7 +298,7 @@ class BufferReader:
         self._forget_take()
         version, slot, ids = ("", 0, ()) if mark is None else _mark_words(mark)
         (highest,) = self._scripts.call("recover", fence, version, slot, *ids, what="recovering")
-        return int(highest)
+        return max(int(highest), -1 if self._issued is None else self._issued.read())
 
     def announce_version(self, policy_version: int, parent: int | None) -> None:
         """Announce the next weights.
@@ -273,6 +309,8 @@ class BufferReader:
         Raises:
             Conflict: the number was used before, or the parent was abandoned by a rollback.
         """
+        if self._issued is not None:
+            self._issued.note(policy_version)
         self._scripts.call(
             "announce_version",
             policy_version,
@@ -476,6 +514,18 @@ class BufferReader:
         with translated("reading the run state"):
             (state,) = self._state("run_state")
         return "running" if state is None else str(state.decode())
+
+    def check_run(self) -> None:
+        """Return if Redis answers and holds the run.
+
+        Raises:
+            BufferUnavailable: it does not answer.
+            BufferLost: it was emptied.
+        """
+        with translated("looking for the run"):
+            has_run: Any = self._client.exists(self._key("meta"))
+        if not has_run:
+            raise BufferLost(LOST_RUN)
 
     def run_status(self) -> dict[str, Any]:
         """How the run stands, as `outloop.buffer.run_status`."""

@@ -211,6 +211,11 @@ class Registry:
         with translated(f"registering part={name}"):
             self._client.hset(self._key("parts"), name, encode_facts(facts))
 
+    def forget_part(self, name: str) -> None:
+        """A part has ended: its address is nobody's."""
+        with translated(f"forgetting part={name}"):
+            self._client.hdel(self._key("parts"), name)
+
     def parts(self) -> dict[str, dict[str, str]]:
         """Every registered part's facts."""
         with translated("reading the parts"):

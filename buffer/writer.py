@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from outloop.buffer import run_status
 from outloop.buffer.codec import records_codec
-from outloop.buffer.errors import BufferUnavailable, NotFound, OutloopError, RecordError
+from outloop.buffer.errors import BufferLost, NotFound, OutloopError, RecordError
 from outloop.buffer.records import (
     SOURCE,
     Claim,
@@ -390,7 +390,7 @@ class BufferWriter:
                     frozen,
                 ) = await pipeline.execute()
         if run_state is None:
-            raise BufferUnavailable(
+            raise BufferLost(
                 f"run_id={self._run.run_id}: Redis lost the run's state; it was emptied"
             )
         return PolicyState(

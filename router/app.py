@@ -223,7 +223,8 @@ def create_app(run: Run, writer: BufferWriter, *, timings: Timings = DEFAULT_TIM
                     "listens to the other routers": writer.channel.listen(parts.locator.handlers),
                 }
             )
-            parts.keys.known = await writer.runner_keys()
+            start = BufferRetry(run.settings.buffer.outage_s)
+            parts.keys.known = await start.call(writer.runner_keys)
             app.state.is_serving.set()
             try:
                 yield

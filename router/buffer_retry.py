@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 
 import structlog
 
-from outloop.buffer.errors import BufferUnavailable
+from outloop.buffer.errors import BufferLost, BufferUnavailable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,12 +39,15 @@ class BufferRetry:
 
         Raises:
             BufferUnavailable: not within `wait_s`, or not before the end.
+            BufferLost: it is back without the run.
         """
         loop = asyncio.get_running_loop()
         deadline: float | None = None
         while True:
             try:
                 return await function(*args, **kwargs)
+            except BufferLost:
+                raise
             except BufferUnavailable as error:
                 if deadline is None:
                     deadline = loop.time() + self._wait_s

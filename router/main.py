@@ -24,6 +24,7 @@ from outloop.buffer.run import Run
 from outloop.buffer.settings import RouterSettings
 from outloop.buffer.writer import BufferWriter
 from outloop.router.app import RouterApp, create_app
+from outloop.router.buffer_retry import BufferRetry
 from outloop.router.http.protocol import ClientConnection
 
 _BACKLOG = 4096
@@ -59,7 +60,8 @@ async def serve(
         SettingsError: the model folder, the renderer or the address is wrong.
         BufferUnavailable: Redis cannot be reached.
     """
-    writer = await BufferWriter.connect(run)
+    start = BufferRetry(run.settings.buffer.outage_s)
+    writer = await start.call(BufferWriter.connect, run)
     try:
         app = create_app(run, writer)
         with _bind(run, port) as listener:
@@ -86,7 +88,8 @@ async def serve(
                 serving.result()
                 raise PartFailed("the router's HTTP server ended by itself; see its log")
             background = app.state.parts.background
-            await writer.register_part("router", {"url": url, "pid": str(os.getpid())})
+            facts = {"url": url, "pid": str(os.getpid())}
+            await start.call(writer.register_part, "router", facts)
             on_ready(url)
             await _first(serving, stop.wait(), background.has_failed.wait())
             if serving.done() and not stop.is_set():

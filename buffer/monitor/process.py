@@ -18,6 +18,7 @@ from outloop.buffer.monitor.alarms import Alarms, Webhook
 from outloop.buffer.monitor.page import RunCollector, Shown
 from outloop.buffer.monitor.rules import RULES, Seen
 from outloop.buffer.reader import BufferReader
+from outloop.buffer.redis.client import wait_for_redis
 from outloop.buffer.run import Run, read_secret
 from outloop.buffer.trackers.following import Following
 
@@ -36,6 +37,7 @@ def monitor_run(run: Run, *, stop: threading.Event) -> None:
     Raises:
         SettingsError: the webhook's file cannot be read, or the page's port or package is missing.
     """
+    wait_for_redis(run.redis_url, run.settings.buffer.outage_s, who="monitor")
     reader = BufferReader.connect(run)
     try:
         monitor = Monitor(run, reader)

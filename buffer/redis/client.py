@@ -1,7 +1,7 @@
 """Clients of Redis, made in one place with every option of redis-py set on purpose.
 
-No client retries a command by itself, since a retried write may be applied twice. Exceptions of
-redis-py become BufferUnavailable.
+No client retries a command by itself, since a retried write may be applied twice, but for a
+blocking one that is given `outage.Patience`. Exceptions of redis-py become BufferUnavailable.
 """
 
 from __future__ import annotations
@@ -49,24 +49,31 @@ _ADVICE = (
 """Part of an error's text -> what to do."""
 
 
-def connect_sync(url: str, *, timeout_s: float = SOCKET_TIMEOUT_S) -> redis.Redis:
+def connect_sync(
+    url: str,
+    *,
+    timeout_s: float = SOCKET_TIMEOUT_S,
+    retry: Retry | None = None,
+    on_connect: Callable[[Any], None] | None = None,
+) -> redis.Redis:
     """A blocking client for `url` (redis://, rediss://, unix:// or sentinel://); connects at the
     first command.
 
     Args:
         timeout_s: longest wait for the answer to one command.
+        retry: what repeats a command that failed; None: nothing does.
+        on_connect: prepares each new connection, which it is given.
 
     Raises:
         SettingsError: the URL cannot be read.
     """
+    again = {"retry": retry or Retry(NoBackoff(), 0), "redis_connect_func": on_connect}
     if url.startswith(SENTINEL_SCHEME):
         sentinels, group, options = _read_sentinel_url(url, timeout_s)
         manager = redis.Sentinel(sentinels, sentinel_kwargs=_SENTINEL_OPTIONS, **options)
-        return manager.master_for(group, redis_class=_SentinelRedis, retry=Retry(NoBackoff(), 0))
+        return manager.master_for(group, redis_class=_SentinelRedis, **again)
     try:
-        pool = redis.BlockingConnectionPool.from_url(
-            url, retry=Retry(NoBackoff(), 0), **_options(timeout_s)
-        )
+        pool = redis.BlockingConnectionPool.from_url(url, **again, **_options(timeout_s))
     except ValueError as error:
         raise _bad_url(url, error) from error
     return redis.Redis.from_pool(pool)
@@ -144,11 +151,17 @@ def _read_sentinel_url(
 
 
 def wait_for_redis(
-    url: str, timeout_s: float, *, peer: str = "Redis", check: Callable[[], None] = lambda: None
+    url: str,
+    timeout_s: float,
+    *,
+    who: str = "launcher",
+    peer: str = "Redis",
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Wait until the server at `url` has loaded its data and answers.
 
     Args:
+        who: waits, for the error.
         peer: the server's name, for the error.
         check: called before each try; what it raises ends the wait.
 
@@ -169,7 +182,7 @@ def wait_for_redis(
                 # Not listening yet, or still loading its data.
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(
-                        who="launcher", phase="start", peer=peer, after_s=timeout_s
+                        who=who, phase="start", peer=peer, after_s=timeout_s
                     ) from None
                 time.sleep(_POLL_S)
             else:

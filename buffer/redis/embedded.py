@@ -117,9 +117,11 @@ def take_lock(data_dir: Path, timeout_s: float) -> int:
 class EmbeddedRedis:
     """One server on a Unix socket with an append-only file in `data_dir`.
 
-    Guarantees: whatever the server had acknowledged before it was stopped or killed is there after
-    the next start on the same folder (after a power loss: as `fsync` allows). A full server refuses
-    writes and evicts nothing. Ctrl-C in a terminal does not reach the server; `stop` ends it.
+    Guarantees: whatever the server had acknowledged before it was stopped is there after the next
+    start on the same folder. So it is after it was killed, except that with `fsync` everysec the
+    writes made while its disk was busy with a sync, at most two seconds, may be missing; after a
+    power loss as `fsync` allows. A full server refuses writes and evicts nothing. Ctrl-C in a
+    terminal does not reach the server; `stop` ends it.
     """
 
     def __init__(
@@ -169,21 +171,36 @@ class EmbeddedRedis:
         self._lock = lock
         try:
             self._socket_dir = _make_socket_dir()
-            self._process = subprocess.Popen(
-                [str(program), *self._options()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                # The server holds the lock too: it is free only when the data is at rest.
-                pass_fds=(lock,),
-                start_new_session=True,
-                preexec_fn=_end_with_parent(),
-            )
+            self._process = self._spawn(program, lock)
             self._wait_for_answer()
         except BaseException:
             self.stop()
             raise
         return self.url
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of a server that ended by itself; negative for a signal. None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def start_again(self) -> None:
+        """After it ended by itself: a new server on the same folder, lock and URL. Returns at once;
+        the server answers when it has loaded its data."""
+        assert self._lock is not None
+        assert self.exit_code is not None
+        self._process = self._spawn(find_server(), self._lock)
+
+    def _spawn(self, program: Path, lock: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [str(program), *self._options()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            # The server holds the lock too: it is free only when the data is at rest.
+            pass_fds=(lock,),
+            start_new_session=True,
+            preexec_fn=_end_with_parent(),
+        )
 
     def stop(self) -> None:
         """Stop the server with its data flushed, or kill it after a deadline; idempotent."""
@@ -239,10 +256,11 @@ class EmbeddedRedis:
         if self._process.poll() is not None:
             raise BufferUnavailable(
                 f"the embedded server ended with exit_code={self._process.returncode}; "
-                f"the last lines of {self._log_path}:\n{self._last_words()}"
+                f"the last lines of {self._log_path}:\n{self.last_words()}"
             )
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
+        """The end of its log, for an error message."""
         try:
             return self._log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
         except FileNotFoundError:

@@ -11,7 +11,7 @@ from typing import Any
 import redis
 
 from outloop.buffer.codec.records_codec import SCHEMA
-from outloop.buffer.errors import BufferUnavailable, Conflict, SchemaMismatch, SettingsError
+from outloop.buffer.errors import BufferLost, Conflict, SchemaMismatch, SettingsError
 from outloop.buffer.redis.client import connect_sync, translated
 from outloop.buffer.redis.keys import key
 from outloop.buffer.redis.scripts import load_script, refuse
@@ -72,12 +72,12 @@ def check_joinable(run: Run, meta: dict[bytes, bytes]) -> None:
     """Refuse to join unless `meta` is that of `run` as this process knows it.
 
     Raises:
-        BufferUnavailable: Redis does not hold the run.
+        BufferLost: Redis does not hold the run.
         SchemaMismatch: its data was written by another release.
         SettingsError: it was started with other settings.
     """
     if not meta:
-        raise BufferUnavailable(
+        raise BufferLost(
             f"run_id={run.run_id}: Redis holds nothing of this run; it was emptied, or "
             "buffer.redis_url names another server. Start the run with `outloop train` or "
             "`outloop serve`, which resume from the last checkpoint"

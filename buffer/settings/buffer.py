@@ -46,6 +46,10 @@ class BufferSettings(BaseModel):
     the run goes on."""
     lease_s: float = Field(120.0, gt=0)
     """A trainer that does not renew for so long loses the groups it took."""
+    max_outage_s: float | None = Field(None, ge=0)
+    """How long trainer, servers and launcher wait for a Redis that went away, before the run ends
+    with a sentence; left out: half of lease_s, which is the most, since leases must outlive the
+    wait. Turns wait for router.buffer_timeout_s."""
     pipeline_depth: float | Literal["auto"] = "auto"
     """How many steps ahead of the trainer episodes may start: beyond those for the step that comes
     next, pipeline_depth * groups_per_step groups are in flight or ready. 0: none. auto: as few as
@@ -88,6 +92,11 @@ class BufferSettings(BaseModel):
         over_provision carries groups into the next step."""
         return max(self.max_staleness, int(self.over_provision > 1))
 
+    @property
+    def outage_s(self) -> float:
+        """max_outage_s, or what it is when left out."""
+        return self.lease_s / 2 if self.max_outage_s is None else self.max_outage_s
+
     @field_validator("pipeline_depth", mode="before")
     @classmethod
     def _check_depth(cls, value: object) -> object:
@@ -97,6 +106,12 @@ class BufferSettings(BaseModel):
     def _refuse_contradictions(self) -> BufferSettings:
         self._refuse_what_has_no_effect()
         refuse_over_provision(self.over_provision, self.max_staleness)
+        if self.outage_s > self.lease_s / 2:
+            raise ValueError(
+                f"buffer.max_outage_s={self.outage_s:g} exceeds half of buffer.lease_s="
+                f"{self.lease_s:g}: the trainer would lose its leases while it waits; raise "
+                f"lease_s to {2 * self.outage_s:g}, or lower max_outage_s"
+            )
         if self.cuts_slow_episodes and self.group_deadline_s is None:
             raise ValueError(
                 "buffer.cuts_slow_episodes=true without buffer.group_deadline_s has no effect; set "

@@ -15,6 +15,7 @@ import structlog
 
 from outloop.buffer.errors import BufferUnavailable
 from outloop.buffer.reader import BufferReader
+from outloop.buffer.redis.client import wait_for_redis
 from outloop.buffer.run import Run
 from outloop.buffer.settings.trajectories import TrajectorySettings
 from outloop.buffer.trajectories.ended import Entry
@@ -47,6 +48,7 @@ def archive_run(run: Run, *, stop: threading.Event) -> None:
     tokenizer = load_tokenizer(run.settings.model.path)
     with writing(run.dir / FOLDER) as folder, copied_to(settings.copy_to, run.dir):
         write_vocabulary(folder.folder, tokenizer)
+        wait_for_redis(run.redis_url, run.settings.buffer.outage_s, who="archiver")
         reader = BufferReader.connect(run)
         try:
             archiver = Archiver(reader.trajectories, folder, settings, Decoder(tokenizer))

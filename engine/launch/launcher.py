@@ -1,8 +1,9 @@
-"""Starts, watches and stops the parts of one run on one machine.
+"""Starts, watches and stops the parts of one run on one machine, and its Redis.
 
 Decides the order of starting and stopping, which parts are started again, and the run's exit code.
-Parts meet through Redis and HTTP only. When `train` or `serve` returns or raises, no process that
-it started is left.
+Parts meet through Redis and HTTP only; while Redis is away, for buffer.max_outage_s at most, the
+launcher waits with them. When `train` or `serve` returns or raises, no process that it started is
+left.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from outloop.buffer.chat_format import chat_format_of
 from outloop.buffer.errors import (
     RANK_KILLED_EXIT_CODE,
     SETTINGS_EXIT_CODE,
+    BufferLost,
     BufferUnavailable,
     DeadlineExceeded,
     PartFailed,
@@ -80,6 +82,7 @@ _MODEL_FILES = {
 """What a model folder must hold: the name for the user, and the pattern that finds it."""
 _RESTARTABLE = frozenset({"router", "runner", "server", "archiver", "monitor", "tracker", "viewer"})
 """Parts without state of their own: a new process continues where the old one ended."""
+_REDIS = "redis"
 _OPTIONAL = frozenset({"archiver", "monitor", "tracker", "viewer"})
 """Parts without which a run goes on."""
 
@@ -97,15 +100,20 @@ class Launcher:
         gpus: GpuPlacement,
         backoff: Backoff,
         placement: Placement,
+        redis: EmbeddedRedis | None = None,
     ) -> None:
+        """`redis`: the run's own, started again when it ends; None: it is somebody else's."""
         self.run = run
         self.reader = reader
         self.stop = stop
         self.parts: dict[str, PartProcess] = {}
         self.usage = CpuUsage()
-        self.redis_pid: int | None = None
+        self._redis = redis
+        self._away_since: float | None = None
+        """When Redis was first found away, by the monotonic clock; None: it answers."""
+        self._viewer_link: str | None = None
         self._restarts = Restarts(backoff)
-        self._started: dict[str, float] = {}
+        self._started: dict[str, float] = {_REDIS: time.monotonic()}
         self._due: dict[str, float] = {}
         """When each part that ended is started again, by the monotonic clock."""
         self._commands: dict[str, tuple[str, ...]] = {}
@@ -176,7 +184,14 @@ class Launcher:
         Raises:
             SettingsError: a part refuses its settings.
             PartFailed: another part ended, or one ended too often in a row soon after its start.
+            BufferUnavailable: Redis is away; see `riding_out`.
+            BufferLost: it came back empty.
         """
+        self._check_redis()
+        self.reader.check_run()
+        if self._away_since is not None:
+            _log.warning("redis_is_back", after_s=round(time.monotonic() - self._away_since, 2))
+            self._away_since = None
         for name, process in list(self.parts.items()):
             code = process.exit_code
             part = self._commands[name][0]
@@ -185,20 +200,72 @@ class Launcher:
             if name not in self._due:
                 self._plan_restart(name, part, process, code)
             if name in self._due and time.monotonic() >= self._due[name]:
+                extra = self._arguments_again(name, part)
                 del self._due[name]
                 reason = end_reason(code, process.last_words(1))
                 _log.warning("part_restarted", name=name, exit_code=code, reason=reason)
                 record_event(
                     self.run.dir, "part_restarted", part=name, exit_code=code, reason=reason
                 )
-                self._restart(name, part)
+                self.start(name, part, *extra)
+
+    @contextmanager
+    def riding_out(self) -> Iterator[None]:
+        """Let what is done within fail because Redis is away, for buffer.max_outage_s.
+
+        Raises:
+            BufferUnavailable: it was away for longer.
+            BufferLost: it came back empty.
+        """
+        try:
+            yield
+        except BufferLost:
+            raise
+        except BufferUnavailable as error:
+            max_s = self.run.settings.buffer.outage_s
+            now = time.monotonic()
+            if self._away_since is None:
+                self._away_since = now
+                _log.warning("redis_is_away", max_s=max_s, error=str(error))
+            if now - self._away_since >= max_s:
+                raise BufferUnavailable(
+                    f"{error}. The run waited for it for buffer.max_outage_s={max_s:g}; start the "
+                    "same command again when it is back"
+                ) from error
+
+    def _check_redis(self) -> None:
+        """Start the run's own server again if it ended, after its back-off.
+
+        Raises:
+            PartFailed: it ended too often in a row soon after its start.
+        """
+        code = None if self._redis is None else self._redis.exit_code
+        if self._redis is None or code is None:
+            return
+        reason = end_reason(code, "")
+        now = time.monotonic()
+        if _REDIS not in self._due:
+            wait_s = self._restarts.wait_s(_REDIS, lived_s=now - self._started[_REDIS])
+            if wait_s is None:
+                raise PartFailed(
+                    f"the run's Redis ended too often ({reason}); its last lines:\n"
+                    f"{self._redis.last_words()}"
+                )
+            self._due[_REDIS] = now + wait_s
+        if now >= self._due[_REDIS]:
+            del self._due[_REDIS]
+            _log.warning("part_restarted", name=_REDIS, exit_code=code, reason=reason)
+            record_event(self.run.dir, "part_restarted", part=_REDIS, exit_code=code, reason=reason)
+            self._started[_REDIS] = now
+            self._redis.start_again()
 
     def viewer_link(self) -> str | None:
         """Where the run's page is, with its key; None until it is there."""
-        if "viewer" not in self.parts:
-            return None
-        facts = self.reader.registry.parts().get("viewer")
-        return None if facts is None else f"{facts['url']}?key={self.run.keys.viewer_key}"
+        if "viewer" in self.parts and self._viewer_link is None:
+            facts = self.reader.registry.parts().get("viewer")
+            if facts is not None:
+                self._viewer_link = f"{facts['url']}?key={self.run.keys.viewer_key}"
+        return self._viewer_link
 
     @property
     def has_trained(self) -> bool:
@@ -241,18 +308,23 @@ class Launcher:
             reason = end_reason(code, process.last_words(1))
             _log.warning("part_ended", name=name, reason=reason, restart_in_s=wait_s)
 
-    def _restart(self, name: str, part: str) -> None:
+    def _arguments_again(self, name: str, part: str) -> tuple[str, ...]:
+        """With which a part is started again; forgets where its page was."""
         extra = self._commands[name][1:]
-        url = router_url(self)
-        if part == "router" and url is not None and "--port" not in extra:
-            extra = (*extra, "--port", url.rpartition(":")[2])
-        self.start(name, part, *extra)
+        if part == "viewer":
+            self.reader.registry.forget_part("viewer")
+            self._viewer_link = None
+        if part == "router" and "--port" not in extra:
+            url = router_url(self)
+            if url is not None:
+                extra = (*extra, "--port", url.rpartition(":")[2])
+        return extra
 
     def sample_usage(self) -> None:
         """Read every part's CPU time."""
         pids = {name: process.pid for name, process in self.parts.items()}
-        if self.redis_pid is not None:
-            pids["redis"] = self.redis_pid
+        if self._redis is not None:
+            pids[_REDIS] = self._redis.pid
         self.usage.sample(pids)
 
     def wait_for(
@@ -269,14 +341,18 @@ class Launcher:
             DeadlineExceeded: `timeout_s` has passed since it began or last was true that it
                 `goes_on`.
             PartFailed: a part ended meanwhile.
+            BufferUnavailable: Redis was away for too long.
         """
         deadline = time.monotonic() + timeout_s
-        while not is_true():
-            self.check()
+        while True:
+            with self.riding_out():
+                if is_true():
+                    return
+                self.check()
+                if goes_on():
+                    deadline = time.monotonic() + timeout_s
             if self.stop.wait(_WATCH_INTERVAL_S):
                 return
-            if goes_on():
-                deadline = time.monotonic() + timeout_s
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(who="launcher", phase="start", peer=what, after_s=timeout_s)
 
@@ -341,7 +417,7 @@ def running(
     run_dir = settings.run.dir / settings.run.name
     make_run_folder(settings, run_dir)
     with ExitStack() as stack:
-        redis_url, redis_pid = settings.buffer.redis_url, None
+        redis_url, redis = settings.buffer.redis_url, None
         if redis_url is None:
             redis = stack.enter_context(
                 EmbeddedRedis(
@@ -350,14 +426,13 @@ def running(
                     max_memory_mb=settings.buffer.max_memory_mb,
                 )
             )
-            redis_url, redis_pid = redis.url, redis.pid
+            redis_url = redis.url
         run = create_run(settings, run_dir.absolute(), redis_url)
         _enter(run)
         reader = BufferReader.connect(run)
         stack.callback(reader.close)
         stack.enter_context(named_launcher(run.dir))
-        launcher = Launcher(run, reader, stop, gpus, backoff, placement)
-        launcher.redis_pid = redis_pid
+        launcher = Launcher(run, reader, stop, gpus, backoff, placement, redis)
         stack.callback(launcher.stop_all)
         yield launcher
 
@@ -578,6 +653,8 @@ def train(
         SettingsError: a part refuses its settings, or that nothing can be learned.
         PartFailed: a part ended that cannot be restarted.
         DeadlineExceeded: a part did not come up.
+        BufferUnavailable: Redis was away for longer than buffer.max_outage_s.
+        BufferLost: it came back empty.
     """
     run_dir = settings.run.dir / settings.run.name
     if is_finished(settings, run_dir):
@@ -616,17 +693,20 @@ def train(
             launcher.start(f"runner-{index}", "runner")
         shown_link: str | None = None
         with progress:
-            while not launcher.has_trained and not stop.is_set():
-                launcher.check()
-                if (link := launcher.viewer_link()) != shown_link:
-                    shown_link = link
-                    console.print(f"its page {link}", highlight=False, markup=False, soft_wrap=True)
+            while not stop.is_set():
+                with launcher.riding_out():
+                    launcher.check()
+                    if launcher.has_trained:
+                        break
+                    if (link := launcher.viewer_link()) not in (None, shown_link):
+                        shown_link = link
+                        console.print(
+                            f"its page {link}", highlight=False, markup=False, soft_wrap=True
+                        )
+                    if progress.update(launcher.reader.registry.statuses()):
+                        launcher.usage.mark("first_step")
                 launcher.sample_usage()
-                if progress.update(launcher.reader.registry.statuses()):
-                    launcher.usage.mark("first_step")
                 stop.wait(_WATCH_INTERVAL_S)
-            if not stop.is_set():
-                launcher.check()
             progress.update({})
         launcher.usage.write(run.dir / "usage.json")
         record_event(run.dir, "stopped" if stop.is_set() else "finished")
@@ -671,7 +751,8 @@ def serve(
         assert url is not None
         on_ready(launcher.run, url)
         while not stop.wait(_WATCH_INTERVAL_S):
-            launcher.check()
+            with launcher.riding_out():
+                launcher.check()
 
 
 def refuse_frozen(settings: Settings, where: str) -> None:

@@ -15,7 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outloop.buffer.errors import SETTINGS_EXIT_CODE, PartFailed, RankKilled, SettingsError
+from outloop.buffer.errors import (
+    RANK_KILLED_EXIT_CODE,
+    SETTINGS_EXIT_CODE,
+    PartFailed,
+    RankKilled,
+    SettingsError,
+)
 from outloop.engine.parent_death import die_with_parent
 
 _STOP_TIMEOUT_S = 55
@@ -27,7 +33,7 @@ def run_ranks(run_dir: Path, *, num_ranks: int) -> None:
 
     Raises:
         SettingsError: a rank refused its settings; its sentence.
-        RankKilled: a rank was ended by a signal that was not ours.
+        RankKilled: a rank was ended by a signal that was not ours, or asks to be started again.
         PartFailed: a rank failed.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -89,4 +95,6 @@ def cause_of_failure(failures: Sequence[tuple[int, Any]]) -> Exception:
     kind, _, sentence = str(message).partition(": ")
     if first.exitcode == SETTINGS_EXIT_CODE:
         return SettingsError(sentence or kind)
+    if first.exitcode == RANK_KILLED_EXIT_CODE:
+        return RankKilled(sentence or kind)
     return PartFailed(f"trainer rank {rank} ended with exit_code={first.exitcode}: {message}")

@@ -30,7 +30,7 @@ class Registration:
             is_quarantined=False,
             gpus=visible_gpus(),
         )
-        reader = BufferReader.connect(self._run)
+        reader = BufferReader.connect_patiently(self._run)
         try:
             reader.registry.register_server(entry)
         finally:
@@ -39,7 +39,7 @@ class Registration:
 
     def claim_start(self) -> bool:
         """Whether the server may take GPUs that it shares with the trainer; then `end_start`."""
-        reader = BufferReader.connect(self._run)
+        reader = BufferReader.connect_patiently(self._run)
         try:
             timeout_s = self._run.settings.server.start_timeout_s
             return reader.registry.claim_start(self.server_id, timeout_s=timeout_s)
@@ -48,7 +48,7 @@ class Registration:
 
     def end_start(self) -> None:
         """It has started, or given up."""
-        reader = BufferReader.connect(self._run)
+        reader = BufferReader.connect_patiently(self._run)
         try:
             reader.registry.end_start(self.server_id)
         finally:
@@ -58,7 +58,7 @@ class Registration:
         """Take it out of traffic; without effect before `enter`."""
         if not self._is_entered:
             return
-        reader = BufferReader.connect(self._run)
+        reader = BufferReader.connect_patiently(self._run)
         try:
             reader.registry.set_server_version(self.server_id, None, quarantined=True)
         finally:
@@ -67,7 +67,7 @@ class Registration:
 
     def held_version(self) -> int | None:
         """The version that the registry has for this server."""
-        reader = BufferReader.connect(self._run)
+        reader = BufferReader.connect_patiently(self._run)
         try:
             entries = reader.registry.servers()
         finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from outloop.buffer.errors import RankKilled, SettingsError
+from outloop.buffer.errors import BufferLost, RankKilled, SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import Settings
@@ -54,8 +54,8 @@ def train(run: Run, *, stop: threading.Event, on_hang: Callable[[str], None] | N
     """Train until the last step or until `stop` is set; then the process may end.
 
     A run that makes its last step is left in state finished, one that fails in state failed. A
-    stopped run keeps its state, for the next start to resume, and so does one that lost a rank. Of
-    several ranks rank 0 leads, and the others follow it until it ends.
+    stopped run keeps its state, for the next start to resume, and so does one that lost a rank or
+    its Redis. Of several ranks rank 0 leads, and the others follow it until it ends.
 
     Args:
         on_hang: gets the sentence when there was no progress for trainer.hang_timeout_s; called in
@@ -67,7 +67,8 @@ def train(run: Run, *, stop: threading.Event, on_hang: Callable[[str], None] | N
         if int(os.environ.get("RANK", "0")):
             follow(*join_ranks(run, stack, on_hang))
             return
-        reader, leases = BufferReader.connect(run), BufferReader.connect(run)
+        reader = BufferReader.connect_patiently(run)
+        leases = BufferReader.connect_patiently(run)
         stack.callback(reader.close)
         stack.callback(leases.close)
 
@@ -80,7 +81,7 @@ def train(run: Run, *, stop: threading.Event, on_hang: Callable[[str], None] | N
             _lead(run, reader, leases, publisher, stop, stack, on_hang=on_hang)
         except Exception as error:
             _log.exception("trainer_failed")
-            if not isinstance(error, RankKilled):
+            if not isinstance(error, RankKilled | BufferLost):
                 reader.set_run_state("failed")
             raise
 

@@ -1,6 +1,7 @@
 """The whole loop with real processes."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from outloop.buffer.cli.open_run import joined
+from outloop.buffer.store.ledger import REACHED_TRAINER
+from outloop.buffer.telemetry import read_metrics as read_rows
+from outloop.buffer.trajectories.steps import read_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 Outloop = Callable[..., subprocess.CompletedProcess[str]]
@@ -234,23 +240,71 @@ def test_a_part_that_ends_is_replaced_and_the_run_ends(
     assert_nothing_is_left(workspace)
 
 
-def test_a_killed_redis_is_a_sentence_and_the_next_start_resumes(
+def kill_redis(workspace: Path) -> None:
+    """kill -9 of the run's Redis."""
+    (victim,) = [one for one in processes_of(workspace) if "/redis" in one.cwd()]
+    victim.kill()
+
+
+def test_a_run_goes_on_when_its_redis_is_killed(
+    workspace: Path, write_config: WriteConfig, read_metrics: ReadMetrics
+) -> None:
+    """Twice, in the middle: the launcher starts it again over its file, no other part ends, and
+    every step is made once, by groups of which none is trained twice."""
+    write_config(steps=8)
+    folder = workspace / "runs/tiny"
+    with training(workspace) as process:
+        kill_redis(workspace)
+        killed_at = time.time()
+        while len(made := [at for at in times_of_steps(folder) if at > killed_at]) < 2:
+            assert process.poll() is None
+            time.sleep(0.1)
+        assert made[1] - killed_at < 30
+        kill_redis(workspace)
+        output, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, output
+    restarted = [line for line in output.splitlines() if "part_restarted" in line]
+    assert len(restarted) == 2, output
+    assert all("redis" in line for line in restarted)
+    rows = [row for row in read_metrics(folder) if "train/loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [row["train/policy_version"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
+    steps = read_steps(folder).values()
+    groups = [group_id for step in steps for take in step.takes for group_id in take]
+    assert len(groups) == len(set(groups)) >= 8 * 8
+    with joined(folder) as reader:
+        ledger = reader.ledger()
+    ledger.check()
+    reached = [ledger.columns[name] for name in REACHED_TRAINER if name in ledger.columns]
+    assert sum(column.num_attempts for column in reached) == 8 * 8 * 4
+    assert_nothing_is_left(workspace)
+
+
+def times_of_steps(folder: Path) -> list[float]:
+    """When each step was recorded."""
+    return [row["time"] for row in read_rows(folder) if "train/loss" in row]
+
+
+def test_a_redis_that_comes_back_empty_ends_the_run_with_a_sentence(
     workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
 ) -> None:
-    """Without its buffer the run stops by itself; nothing acknowledged is lost."""
+    """Nothing is trained on without the run's data; the next start resumes from the checkpoint."""
     write_config(steps=6)
+    folder = workspace / "runs/tiny"
     with training(workspace) as process:
-        for victim in processes_of(workspace):
-            if "/redis" in victim.cwd():
-                victim.kill()
+        shutil.rmtree(folder / "redis/appendonlydir")
+        kill_redis(workspace)
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
-    assert "Redis" in output
+    assert "Redis came back without this run" in output.strip().splitlines()[-1]
+    assert "Traceback" not in output
     assert_nothing_is_left(workspace)
     answer = outloop("train", "run.toml")
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
+    rows = [row for row in read_metrics(folder) if "train/loss" in row]
     assert {row["step"] for row in rows} == {1, 2, 3, 4, 5, 6}
+    versions = [row["train/policy_version"] for row in rows]
+    assert len(set(versions)) == len(versions)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outloop.buffer.errors import PartFailed
+from outloop.buffer.errors import BufferUnavailable, PartFailed
 from outloop.buffer.events import read_events
+from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.launcher import Launcher, running
-from outloop.engine.launch.restarts import Backoff, Restarts
+from outloop.engine.launch.restarts import DEFAULT_BACKOFF, Backoff, Restarts
 
 
 def test_the_wait_doubles_and_a_healthy_life_forgets() -> None:
@@ -70,3 +71,87 @@ def test_a_part_that_lives_long_enough_is_started_again_without_limit(tmp_path: 
         for _ in range(4):
             kill()
         assert launcher.parts["runner-0"].exit_code is None
+
+
+@contextmanager
+def watched(
+    folder: Path, backoff: Backoff = DEFAULT_BACKOFF, **buffer: object
+) -> Iterator[Launcher]:
+    """A launcher without parts."""
+    settings = Settings(model={"path": folder}, run={"dir": folder}, buffer=buffer)
+    with running(settings, threading.Event(), backoff=backoff) as launcher:
+        yield launcher
+
+
+def kill_redis(folder: Path) -> None:
+    """kill -9 of the embedded one that has its data there."""
+    for process in psutil.Process().children():
+        if process.status() != psutil.STATUS_ZOMBIE and process.cwd() == str(folder / "run/redis"):
+            kill(process)
+
+
+def kill(process: psutil.Process) -> None:
+    """kill -9; its end is left for who started it to see."""
+    process.kill()
+    while process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.001)
+
+
+def look_until(is_true: Callable[[], bool], launcher: Launcher) -> None:
+    """Have the launcher watch."""
+    deadline = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < deadline
+        with launcher.riding_out():
+            launcher.check()
+
+
+def test_the_run_s_own_redis_is_started_again_over_its_folder(tmp_path: Path) -> None:
+    """At the same address, with what it held; each restart is an event."""
+    with watched(tmp_path) as launcher:
+        launcher.reader.set_steps_left(7)
+        for number in (1, 2):
+            kill_redis(tmp_path)
+            look_until(lambda: is_up(launcher), launcher)
+            events = [event for event in read_events(launcher.run.dir) if "reason" in event]
+            assert [event["part"] for event in events] == ["redis"] * number
+        assert launcher.reader.run_state() == "running"
+
+
+def is_up(launcher: Launcher) -> bool:
+    """Whether Redis answers."""
+    try:
+        launcher.reader.check_run()
+    except BufferUnavailable:
+        return False
+    return True
+
+
+def test_a_redis_that_ends_again_and_again_is_given_up(tmp_path: Path) -> None:
+    """The error says how it ended."""
+    with watched(tmp_path, Backoff(max_short_lives=1)) as launcher:
+        kill_redis(tmp_path)
+        look_until(lambda: is_up(launcher), launcher)
+        kill_redis(tmp_path)
+        with pytest.raises(PartFailed, match="Redis ended too often .ended by SIGKILL."):
+            launcher.check()
+
+
+def test_a_redis_of_somebody_else_is_waited_for_until_the_bound(tmp_path: Path) -> None:
+    """Then the run ends with one sentence; one that is back in time ends nothing."""
+    with (
+        EmbeddedRedis(tmp_path / "theirs") as redis,
+        watched(tmp_path, redis_url=redis.url, max_outage_s=0.5) as launcher,
+    ):
+        kill(psutil.Process(redis.pid))
+        with launcher.riding_out():
+            launcher.check()
+        redis.start_again()
+        look_until(lambda: is_up(launcher), launcher)
+        with launcher.riding_out():
+            launcher.check()
+        kill(psutil.Process(redis.pid))
+        began_at = time.monotonic()
+        with pytest.raises(BufferUnavailable, match=r"buffer\.max_outage_s=0\.5; start the same"):
+            look_until(lambda: False, launcher)
+        assert time.monotonic() - began_at >= 0.5

@@ -17,7 +17,7 @@ import redis
 import redis.asyncio
 
 from outloop.buffer.errors import (
-    BufferUnavailable,
+    BufferLost,
     Conflict,
     FenceExpired,
     Gone,
@@ -26,6 +26,7 @@ from outloop.buffer.errors import (
     TooManyReplaced,
 )
 from outloop.buffer.redis.client import translated
+from outloop.buffer.redis.outage import Continuity
 
 Argument = bytes | str | int | float
 Clock = Callable[[], float]
@@ -76,7 +77,7 @@ def _read(name: str) -> str:
 def refuse(code: str, sentence: str, what: str) -> NoReturn:
     """Raise the error for a script's refusal of `what`."""
     if code == "empty":
-        raise BufferUnavailable(
+        raise BufferLost(
             f"{what}: the run's data is not in this Redis (its meta key is missing); it was "
             "emptied or is another server than the run was started with. Restore its data folder, "
             "or start the run again to resume from the last checkpoint"
@@ -99,12 +100,15 @@ class SyncScripts:
         clock: Clock | None = None,
         *,
         min_replicas: int = 0,
+        continuity: Continuity | None = None,
     ) -> None:
-        """`min_replicas`: so many have what a script wrote before its call returns."""
+        """`min_replicas`: so many have what a script wrote before its call returns. `continuity`:
+        counts the calls."""
         self._client = client
         self._meta_key = meta_key
         self._clock = clock
         self._min_replicas = min_replicas
+        self._continuity = continuity
 
     def call(self, name: str, *args: Argument, what: str) -> list[Any]:
         """What the script returns after its `ok`.
@@ -123,15 +127,21 @@ class SyncScripts:
         return _unpack(answer, what)
 
     def _execute(self, command: str, script: str, arguments: tuple[Argument, ...]) -> Any:
-        if not self._min_replicas:
+        if not self._min_replicas and self._continuity is None:
             return self._client.execute_command(command, script, 1, *arguments)
         with self._client.pipeline(transaction=False) as pipeline:
             pipeline.execute_command(command, script, 1, *arguments)
-            pipeline.execute_command(*wait_command(self._min_replicas))
-            answer, copies = pipeline.execute(raise_on_error=False)
+            if self._continuity is not None:
+                pipeline.execute_command(*self._continuity.count_command)
+            if self._min_replicas:
+                pipeline.execute_command(*wait_command(self._min_replicas))
+            answer, *others = pipeline.execute(raise_on_error=False)
+        if self._continuity is not None:
+            self._continuity.note(others[0])
         if isinstance(answer, Exception):
             raise answer
-        check_copies(copies, self._min_replicas)
+        if self._min_replicas:
+            check_copies(others[-1], self._min_replicas)
         return answer
 
 

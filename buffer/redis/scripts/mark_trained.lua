@@ -33,5 +33,4 @@ end
 redis.call('HINCRBY', STATE, 'trained', #leased)
 count('trained', #leased)
 release_held_credits()
-redis.call('DEL', key('last_take'))
 return {'ok'}

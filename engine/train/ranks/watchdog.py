@@ -22,6 +22,7 @@ import structlog
 import torch.distributed as dist
 
 from outloop.buffer.errors import (
+    BufferLost,
     BufferUnavailable,
     DeadlineExceeded,
     OutloopError,
@@ -96,6 +97,7 @@ class Watchdog:
 
         Raises:
             FenceExpired: the leases are lost; another trainer holds this run.
+            BufferLost: Redis does not hold the run any more.
         """
         self._phase = phase or self._phase
         self._num_ticks += 1
@@ -116,6 +118,9 @@ class Watchdog:
                     continue
                 try:
                     renew()
+                except BufferLost as error:
+                    self._lease_failure = error
+                    return
                 except BufferUnavailable as error:
                     _log.warning("leases_not_renewed", sentence=str(error))
                 except Exception as error:  # noqa: BLE001 - raised by `progress`, in its thread

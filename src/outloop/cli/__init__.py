@@ -17,6 +17,7 @@ from outloop.buffer.errors import (
     OutloopError,
     RankKilled,
     SettingsError,
+    WritesLost,
 )
 from outloop.cli.archiver import archiver
 from outloop.cli.check import check
@@ -114,7 +115,7 @@ def main() -> None:
     except SettingsError as error:
         click.echo(f"outloop: {error}", err=True)
         sys.exit(SETTINGS_EXIT_CODE)
-    except RankKilled as error:
+    except (RankKilled, WritesLost) as error:
         click.echo(f"outloop: {error}", err=True)
         sys.exit(RANK_KILLED_EXIT_CODE)
     except OutloopError as error:

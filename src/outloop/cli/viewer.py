@@ -27,7 +27,7 @@ def viewer(run_dir: Path) -> None:
     from outloop.view.server import find_runs, serve_page
 
     def enter(url: str) -> None:
-        with closing(BufferReader.connect(run)) as reader:
+        with closing(BufferReader.connect_patiently(run)) as reader:
             reader.registry.register_part("viewer", {"url": url})
 
     serve_page(
