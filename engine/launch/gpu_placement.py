@@ -1,7 +1,7 @@
 """Which of the machine's GPUs each server and each trainer rank gets.
 
-A part sees only its own GPUs (CUDAVISIBLE_DEVICES), so that two that start at once cannot take the
-same one. GPUs are numbered as this process sees them: by its own CUDAVISIBLE_DEVICES if it has
+A part sees only its own GPUs (CUDA_VISIBLE_DEVICES), so that two that start at once cannot take the
+same one. GPUs are numbered as this process sees them: by its own CUDA_VISIBLE_DEVICES if it has
 one, else as nvidia-smi lists them.
 """
 
@@ -23,7 +23,7 @@ _QUERY_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One device; `id` is what CUDAVISIBLE_DEVICES takes."""
+    """One device; `id` is what CUDA_VISIBLE_DEVICES takes."""
 
     id: str
     name: str = ""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -21,7 +22,13 @@ from outloop.engine.publish.buckets.plan import PACKED, TensorSpec, plan_buckets
 from outloop.engine.publish.transports.broadcast import GroupSender
 from outloop.engine.publish.transports.process_group import Rendezvous, join_group
 
-GUARDED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+GUARDS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+COMMUNICATOR = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 PHASE_S = 0.4
 
 
@@ -33,14 +40,22 @@ class _Nccl:
     class Options:
         def __init__(self) -> None:
             self.config = SimpleNamespace(blocking=1)
+            self._timeout = timedelta(minutes=10)
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        self.environment = {name: os.environ.get(name) for name in GUARDED}
+        self.environment = {name: os.environ.get(name) for name in (*GUARDS, COMMUNICATOR)}
         self.blocking = options.config.blocking
+        self.timeout = options._timeout
+        self.waits: list[timedelta] = []
         self.is_aborted = False
         self.made.append(self)
 
     def broadcast(self, tensors: Any, options: Any) -> Any:
+        """Work that fails when it is waited for, as NCCL's does."""
+        return self
+
+    def wait(self, timeout: timedelta) -> None:
+        self.waits.append(timeout)
         raise RuntimeError("NCCL WARN Mismatched NCCL version detected : rank 0 22907 rank 1 23007")
 
     def abort(self) -> None:
@@ -50,11 +65,12 @@ class _Nccl:
 def test_a_group_of_nccl_does_not_block_and_does_not_end_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Communicators that do not block, errors that only clean up; for this group alone."""
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
-    # Kept by the process, which reads it once.
-    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "7")
+    """Communicators that do not block, errors that only clean up, for this group alone; every wait
+    has its deadline."""
+    for name in (*GUARDS, COMMUNICATOR):
+        monkeypatch.setenv(name, "3")
+        if name != "TORCH_NCCL_ASYNC_ERROR_HANDLING":
+            monkeypatch.delenv(name)
     rendezvous = Rendezvous("127.0.0.1")
     group = join_group(
         "127.0.0.1",
@@ -63,16 +79,18 @@ def test_a_group_of_nccl_does_not_block_and_does_not_end_the_process(
         world_size=2,
         name="g",
         backend="nccl",
-        timeout_s=5.0,
+        timeout_s=4.5,
         nccl_type=_Nccl,
     )
     (made,) = _Nccl.made
-    assert made.blocking == 0
-    assert made.environment == {GUARDED[0]: "2", GUARDED[1]: "0"}
+    assert (made.blocking, made.timeout) == (0, timedelta(seconds=4.5))
+    # The process reads the last one once, so it stays.
+    assert made.environment == GUARDS | {COMMUNICATOR: "5"}
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
-    assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ
+    assert not os.environ.keys() & (GUARDS.keys() - {"TORCH_NCCL_ASYNC_ERROR_HANDLING"})
     with pytest.raises(PublishFailed, match="same release of NCCL: see `outloop doctor`"):
-        group.broadcast(torch.zeros(4, dtype=torch.uint8), timeout_s=1.0)
+        group.broadcast(torch.zeros(4, dtype=torch.uint8), timeout_s=1.5)
+    assert made.waits == [timedelta(seconds=1.5)]
     group.close()
     assert made.is_aborted
     rendezvous.close()
