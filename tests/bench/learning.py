@@ -90,16 +90,21 @@ MORE: dict[str, tuple[str, ...]] = {
 
 
 def outloop(*arguments: str) -> None:
-    """Run one command of the calculator's example; its output goes to a file."""
-    with (OUT / "learning" / "output.log").open("a") as log:
-        subprocess.run(
+    """Run one command of the calculator's example; its output goes to a file, whose last lines say
+    why it failed, if it did."""
+    path = OUT / "learning" / "output.log"
+    with path.open("a") as log:
+        done = subprocess.run(
             [sys.executable, "-m", "outloop.cli", *arguments],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(_python_path())},
-            check=True,
             stdout=log,
             stderr=log,
         )
+    if done.returncode:
+        last = "\n".join(path.read_text().splitlines()[-10:])
+        command = f"outloop {' '.join(arguments)}"
+        sys.exit(f"{command} ended with {done.returncode}; the last lines of {path}:\n{last}")
 
 
 def _python_path() -> list[str]:

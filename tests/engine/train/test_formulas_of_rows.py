@@ -30,7 +30,7 @@ from outloop.buffer.records import (
     Turn,
     VersionSpan,
 )
-from outloop.buffer.settings import Settings
+from outloop.buffer.settings import Settings, TrainerSettings
 from outloop.engine.train import data
 from outloop.engine.train.algorithms.credit import reward_to_go
 from outloop.engine.train.data import (
@@ -44,6 +44,7 @@ from outloop.engine.train.data import (
     supports,
     train_batch,
 )
+from outloop.engine.train.step import critic_update, recompute_logprobs, reference_model
 
 VOCAB = 100
 
@@ -534,6 +535,83 @@ def check_reward_rows(m: Any) -> None:
     assert all(m.is_held_out(name, 1.0) for name in names)
 
 
+# What a step makes of rows.
+
+
+def episode_of_two_rows() -> tuple[Any, Any]:
+    """A truncated episode of two branches that were sampled in turns, with its logprobs under a
+    reference. The first token of b earned 7, c 2, the whole 1."""
+    turns = (
+        turn("a", [1], [2, 3]),
+        turn("b", [4], [5, 6], parent="a"),
+        turn("c", [7], [8], parent="a"),
+        turn("d", [9], [10, 11], parent="b", finish_reason="length"),
+    )
+    reward = Reward(value=1.0, turns={"c": 2.0}, tokens=(TokenReward("b", 0, 1, 7.0),))
+    one = trajectory(turns, reward)
+    rows = train_batch.TrainBatch.of(samples.build_samples(one))
+    assert rows.behavior_logprobs is not None
+    reference = np.where(rows.loss_mask, rows.behavior_logprobs - 0.5, 0.0).astype(np.float32)
+    credit = batch_builder.Credit(
+        groups=(scored_groups.scored_group(group(one)),), teaches=(True,), rows={0: ((0, 1),)}
+    )
+    return rows.with_columns(reference_logprobs=reference), credit
+
+
+def check_values(m: Any) -> None:
+    """One chain over both rows in the order of turns, with a value behind the last token."""
+    rows, credit = episode_of_two_rows()
+    assert m.cut_rows(rows, credit) == [1]
+    chosen = TrainerSettings(
+        advantage="gae",
+        kl="k1",
+        kl_coefficient=0.1,
+        critic={"gamma": 0.9, "gae_lambda": 0.8, "normalizes_advantages": False},
+    )
+    values = np.random.default_rng(0).normal(size=len(rows.token_ids)).astype(np.float32)
+    got, targets, metrics = m.with_values(rows, credit, values, {1: 1.5}, chosen)
+    order = [int(np.flatnonzero(rows.token_ids == i)[0]) for i in (2, 3, 5, 6, 8, 10, 11)]
+    earned = np.array([0.0, 0.0, 7.0, 0.0, 2.0, 0.0, 1.0]) - 0.1 * 0.5
+    known = [*values[order].astype(np.float64).tolist(), 1.5]
+    errors = [r + 0.9 * known[k + 1] - known[k] for k, r in enumerate(earned)]
+    wanted = [
+        math.fsum(0.72 ** (later - k) * errors[later] for later in range(k, 7)) for k in range(7)
+    ]
+    assert got.advantages[order] == pytest.approx(wanted, abs=1e-5)
+    assert targets.returns[order] == pytest.approx(np.array(wanted) + known[:7], abs=1e-5)
+    assert np.flatnonzero(targets.loss_mask).tolist() == sorted(order)
+    assert metrics["train/kl_penalty_mean"] == pytest.approx(0.05 * 7)
+
+
+def check_proximal(m: Any) -> None:
+    """Weights of each sequence by its own tokens; none of what is imitated."""
+    batch = train_batch.TrainBatch.of(random_rows())
+    batch = dataclasses.replace(batch, is_imitated=(False, True, False, False, False))
+    assert batch.behavior_logprobs is not None
+    drift = np.random.default_rng(1).normal(0.1, 0.3, len(batch.token_ids)).astype(np.float32)
+    proximal = batch.behavior_logprobs + drift
+    chosen = TrainerSettings(proximal="recompute", correction="geometric_tis", correction_cap=1.02)
+    got, _ = m.with_proximal(batch, proximal, chosen, rows=[0, 1, 2])
+    assert got.proximal_logprobs.tolist() == proximal.tolist()
+    for index, row in enumerate(got):
+        mask = row.loss_mask
+        own = drift[batch.starts[index] : batch.starts[index + 1]][mask]
+        weight = min(math.exp(float(own.mean())), 1.02) if index in (0, 2) else 1.0
+        assert row.correction[mask] == pytest.approx(weight, abs=1e-5)
+        assert (row.correction[~mask] == 1.0).all()
+
+
+def check_moved_reference(m: Any) -> None:
+    """A moving average; at 0 a copy."""
+    for decay in (0.9, 0.0):
+        reference, policy = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+        pairs = zip(reference.parameters(), policy.parameters(), strict=True)
+        wanted = [decay * r.detach().double() + (1 - decay) * p.detach().double() for r, p in pairs]
+        m.move_reference(reference, policy, decay=decay)
+        for parameter, expected in zip(reference.parameters(), wanted, strict=True):
+            assert torch.allclose(parameter.double(), expected, atol=1e-6)
+
+
 def several(module: Any, check: Any, **mutants: tuple[str, ...]) -> list[Held]:
     """Functions of one check, each with one mutant; `_` in a class's function is a dot."""
     return [held(module, name.replace("__", "."), check, one) for name, one in mutants.items()]
@@ -730,11 +808,42 @@ HELD: tuple[Held, ...] = (
     ),
 )
 
+STEPS: tuple[Held, ...] = (
+    held(
+        critic_update,
+        "with_values",
+        check_values,
+        ("behind[last_row] if episode.is_truncated else 0.0", "0.0"),
+        ("rewards_on(chain, episode) - penalties", "rewards_on(chain, episode) + penalties"),
+        ("np.lexsort((everywhere, by_turn))", "np.argsort(everywhere)", "_chain"),
+        ("paid.append(float(penalties[chain.places].sum()))", "paid.append(0.0)"),
+    ),
+    held(critic_update, "cut_rows", check_values, ("episode.is_truncated and ", "not ")),
+    held(
+        recompute_logprobs,
+        "with_proximal",
+        check_proximal,
+        ("batch.is_imitated[row] or ", ""),
+        ("cap=settings.correction_cap", "cap=1e9"),
+        (
+            "weights[start:end][mask] = correction.weights",
+            "weights[start:end] = correction.weights[0]",
+        ),
+    ),
+    held(
+        reference_model,
+        "move_reference",
+        check_moved_reference,
+        ("1.0 - decay", "decay"),
+    ),
+)
+"""Of engine/train/step, those that compute columns or weights by a formula of their own."""
+
 WITHOUT_NUMBERS = {"teacher_context": "ids of a tokenizer: test_distillation"}
 """Modules whose functions compute nothing, each with where they are held."""
 
 
-@pytest.mark.parametrize("one", HELD, ids=str)
+@pytest.mark.parametrize("one", [*HELD, *STEPS], ids=str)
 def test_a_function_gives_what_it_should_and_no_mutant_does(one: Held) -> None:
     """Then each wrong variant fails the same check."""
     one.check(one.module)
