@@ -222,9 +222,10 @@ before; mean and extremes over two seeds, by the same command.
 
 {order}
 
-* The buffer keeps the mean duration of each task's last eight attempts or so, waits included, and of each source's last
-  256, whatever the order. A task that was not played yet counts as its source does; where nothing is known, the longer
-  `prompt` of the payload goes first (its whole payload, if it has no `prompt`). A higher `priority` goes before.
+* The buffer keeps the mean duration of each task's last 16 attempts or so, in complete groups and with their waits, and of
+  each source's last 256, whatever the order. A task that was not played yet counts as its source does; where nothing is
+  known, the longer `prompt` of the payload goes first (its whole payload, if it has no `prompt`). A higher `priority`
+  goes before.
 * The order changes within `trainer.groups_per_step` slots that follow each other, and the next ones start only after all of
   them have: every epoch plays every task once, and none waits for longer than a step's groups. Only at the very end of a
   run whose steps took refills may the last of a window, the shortest, not be played.

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from outloop.buffer.records import Task
 
-TASK_MEMORY = 8
+TASK_MEMORY = 16
 """Over how many attempts at a task the mean goes, about."""
 MIN_PREDICTIONS = 8
 """With fewer groups a correlation means nothing."""
@@ -54,13 +54,20 @@ def prompt_size(task: Task) -> int:
     return len(json.dumps(task.payload.get("prompt", task.payload), ensure_ascii=False))
 
 
-def next_mean(mean: int, number: int, ms: int, memory: int = TASK_MEMORY) -> tuple[int, int]:
-    """The mean duration, and how many it counts, after one more attempt; as the scripts.
+def next_mean(
+    before: tuple[int, int], ms: float, num: int, memory: int = TASK_MEMORY
+) -> tuple[int, int]:
+    """The mean duration in ms, and how many attempts it counts, after a group; as the scripts.
 
-    Of the first `memory` attempts it is the mean; then the newest weighs 1 / memory.
+    The mean of all attempts, until they are `memory`; then newer ones weigh more.
+
+    Args:
+        before: (0, 0) before the first group.
+        ms: mean of the `num` attempts of the group.
     """
-    number = min(number + 1, memory)
-    return math.floor(mean + (ms - mean) / number + 0.5), number
+    mean, total = before
+    total = min(total + num, max(memory, num))
+    return math.floor(mean + (ms - mean) * num / total + 0.5), total
 
 
 def read_mean(record: bytes | None) -> int | None:

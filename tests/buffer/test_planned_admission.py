@@ -28,6 +28,8 @@ class Attempt:
     started_at: float
     oldest_version: int | None = None
     is_scored: bool = False
+    ms: int = 0
+    """How long it took."""
 
 
 class Pair:
@@ -57,11 +59,12 @@ class Pair:
             slot=slot, expected_ms=known[0] if known else None, prompt_size=prompt_size(task)
         )
 
-    def note(self, attempt: Attempt) -> None:
-        """An attempt was scored."""
-        ms = int(self.clock.now * 1000) - int(attempt.started_at * 1000)
-        for name, memory in ((attempt.claim.task.task_id, 8), ("", 256)):
-            self.durations[name] = next_mean(*self.durations.get(name, (0, 0)), ms, memory)
+    def note(self, group: Group[Attempt]) -> None:
+        """A group is complete."""
+        num = len(group.attempts)
+        ms = sum(attempt.ms for attempt in group.attempts) / num
+        for name, memory in ((group.attempts[0].claim.task.task_id, 16), ("", 256)):
+            self.durations[name] = next_mean(self.durations.get(name, (0, 0)), ms, num, memory)
 
     async def claim(self) -> None:
         """Whatever may start now starts in both."""
@@ -91,8 +94,9 @@ class Pair:
         is_counted = self.admission.score(attempt, attempt.group)
         assert is_counted == result.counted
         self.num_replayed += not is_counted
-        if is_counted:
-            self.note(attempt)
+        attempt.ms = int(self.clock.now * 1000) - int(attempt.started_at * 1000)
+        if attempt.group.state == "ready":
+            self.note(attempt.group)
         await self.claim()
 
     def take(self) -> tuple[Any, Any] | None:

@@ -102,13 +102,15 @@ def test_a_window_keeps_its_slots(given_rows: list[tuple[int | None, int, int]])
 
 
 def test_a_mean_forgets() -> None:
-    """The first eight count alike; afterwards the newest counts for an eighth."""
-    mean = number = 0
-    for ms in range(100, 900, 100):
-        mean, number = next_mean(mean, number, ms)
-    assert (mean, number) == (450, 8)
-    assert next_mean(mean, number, 1250) == (550, 8)
-    assert next_mean(3, 8, 0) == (3, 8), "what is rounded away is half a millisecond"
+    """The first sixteen attempts count alike; afterwards the newest sixteenth part, or as many as
+    a group has."""
+    mean = next_mean((0, 0), 100.0, 8)
+    assert mean == (100, 8)
+    assert (mean := next_mean(mean, 200.0, 8)) == (150, 16)
+    assert next_mean(mean, 350.0, 8) == (250, 16)
+    assert next_mean(mean, 310.0, 1) == (160, 16)
+    assert next_mean(mean, 70.0, 32) == (70, 32), "a large group is all that counts"
+    assert next_mean((3, 16), 0.0, 1) == (3, 16), "what is rounded away is half a millisecond"
 
 
 def test_a_correlation_of_ranks() -> None:
@@ -157,7 +159,7 @@ async def test_a_task_s_place_follows_its_durations(start: Start, clock: Any) ->
     """The slowest is first once it was played; one that becomes slow overtakes it. The metric says
     how well the order was known."""
     loop = await start(
-        num_tasks=4, trainer__groups_per_step=4, buffer__group_size=4, **LONGEST_FIRST
+        num_tasks=4, trainer__groups_per_step=4, buffer__group_size=8, **LONGEST_FIRST
     )
     steps = Steps(loop, clock, {"t0": 5.0, "t1": 40.0, "t2": 20.0, "t3": 10.0})
     await steps.play()
@@ -168,7 +170,7 @@ async def test_a_task_s_place_follows_its_durations(start: Start, clock: Any) ->
     steps.seconds["t0"] = 55.0
     assert await steps.play() == ["t1", "t2", "t3", "t0"]
     assert await steps.play() == ["t1", "t0", "t2", "t3"]
-    assert await steps.play(3) == ["t0", "t1", "t2", "t3"]
+    assert await steps.play() == ["t0", "t1", "t2", "t3"]
     assert 0.5 < loop.reader.stats()["buffer/length/rank_correlation"] < 1.0
 
 

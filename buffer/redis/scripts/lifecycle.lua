@@ -35,7 +35,7 @@ local SWEEP_LIMIT = 256
 local MAX_DEAD_LETTERS, MAX_WHOLE_DEAD_LETTERS = 256, 16
 local MAX_FAILED = 64
 -- Over how many attempts the means of durations go, about, and how many predictions are kept.
-local TASK_MEMORY, SOURCE_MEMORY, MAX_PREDICTIONS = 8, 256, 256
+local TASK_MEMORY, SOURCE_MEMORY, MAX_PREDICTIONS = 16, 256, 256
 
 local STATE, OPEN, REPLAY = key('state'), key('open'), key('replay')
 local WINDOW, PREDICTIONS = key('window'), key('predictions')
@@ -190,16 +190,6 @@ local function length_of(started, episode_id)
     tokens, started = number(f[1]) or 0, started or number(f[2])
   end
   return math.max(now - (started or now), 0), tokens
-end
-
--- The mean duration of attempts, ms: of the first `memory` of them, after which the newest weighs
--- 1 / memory and older ones fade. As next_mean() of tasks/durations.py.
-local function note_duration(hash, field, ms, memory)
-  local before = redis.call('HGET', hash, field)
-  local mean, num = string.match(before or '0 0', '^(%d+) (%d+)$')
-  num = math.min(tonumber(num) + 1, memory)
-  mean = math.floor(tonumber(mean) + (ms - tonumber(mean)) / num + 0.5)
-  redis.call('HSET', hash, field, string.format('%.0f %d', mean, num))
 end
 
 -- Its episode (empty: none was opened; false: it is not in flight) and when it started.
@@ -359,6 +349,29 @@ local function make_ready(group_id)
   end
 end
 
+-- A mean duration of attempts, ms, after `num` more of the mean `ms`: that of all, until they are
+-- `memory`; then newer ones weigh more and older ones fade. As next_mean() of tasks/durations.py.
+local function note_duration(hash, field, ms, num, memory)
+  local before = redis.call('HGET', hash, field)
+  local mean, total = string.match(before or '0 0', '^(%d+) (%d+)$')
+  total = math.min(tonumber(total) + num, math.max(memory, num))
+  mean = tonumber(mean)
+  mean = math.floor(mean + (ms - mean) * num / total + 0.5)
+  redis.call('HSET', hash, field, string.format('%.0f %d', mean, total))
+end
+
+-- What the scored attempts of a group say of how long its task takes, and what was said before.
+local function note_durations(g)
+  local f = redis.call('HMGET', g, 'task_id', 'source', 'ledger:ms', 'ledger:n', 'predicted_ms')
+  local num, ms = tonumber(f[4]), f[3] / f[4]
+  note_duration(TASK_DURATIONS, f[1], ms, num, TASK_MEMORY)
+  note_duration(SOURCE_DURATIONS, f[2] or '', ms, num, SOURCE_MEMORY)
+  if f[5] then
+    redis.call('RPUSH', PREDICTIONS, string.format('%s %.0f', f[5], ms))
+    redis.call('LTRIM', PREDICTIONS, -MAX_PREDICTIONS, -1)
+  end
+end
+
 -- Returns the group's id if it is ready now, nil if it had to be dropped.
 local function seal_group(group_id)
   local g = group_key(group_id)
@@ -383,11 +396,7 @@ local function seal_group(group_id)
   end
   redis.call('HSET', g, 'sealed_at', now)
   count('sealed')
-  local known = redis.call('HMGET', g, 'predicted_ms', 'ledger:ms', 'ledger:n')
-  if known[1] then
-    redis.call('RPUSH', PREDICTIONS, string.format('%s %.0f', known[1], known[2] / known[3]))
-    redis.call('LTRIM', PREDICTIONS, -MAX_PREDICTIONS, -1)
-  end
+  note_durations(g)
   make_ready(group_id)
   return group_id
 end
@@ -602,9 +611,6 @@ local function count_attempt(member, episode_id)
   redis.call('RPUSH', g .. ':episodes', episode_id)
   redis.call('HINCRBY', g, 'scored', 1)
   add_to(g, 'ledger', ms, tokens, 1)
-  local about = redis.call('HMGET', g, 'task_id', 'source')
-  note_duration(TASK_DURATIONS, about[1], ms, TASK_MEMORY)
-  note_duration(SOURCE_DURATIONS, about[2] or '', ms, SOURCE_MEMORY)
   extend_group(owner, f[2], f[3])
   count('scored')
   return seal_if_complete(owner)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outloop.buffer.tasks.durations import Candidate, next_mean, rank_correlation
+from outloop.buffer.tasks.durations import Candidate, rank_correlation
 from outloop.engine.launch.plan.admission import Admission, Group, Rules
 from outloop.engine.launch.plan.lengths import Floats, Lengths, uniform
 from outloop.engine.launch.plan.serving import Servers, Serving
@@ -277,10 +277,8 @@ class _Simulation:
         if self._scenario.quantiles is not None:
             return Candidate(slot=slot, expected_ms=None)
         seconds, tokens, _ = self._draw(slot, is_earlier=True)
-        mean = number = 0
-        for taken_s in seconds + tokens * self._alone_s(1.0):
-            mean, number = next_mean(mean, number, int(1000 * taken_s))
-        return Candidate(slot=slot, expected_ms=mean)
+        taken_s = seconds + tokens * self._alone_s(1.0)
+        return Candidate(slot=slot, expected_ms=1000.0 * float(taken_s.mean()))
 
     def _draw(self, slot: int, *, is_earlier: bool = False) -> tuple[Floats, Floats, Floats]:
         """Seconds, tokens and time lost of a group's attempts, or of its task's earlier group."""
