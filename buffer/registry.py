@@ -31,7 +31,7 @@ def decode_facts(entries: dict[bytes, bytes]) -> dict[str, dict[str, str]]:
     }
 
 
-def advertised_url(host: str, port: int, advertise: str | None) -> str:
+def advertised_url(host: str, port: int, advertise: str | None, *, is_tls: bool = False) -> str:
     """The URL to register for a part that listens on `host`.
 
     `advertise` is the name or address at which other machines reach it. Without it, a part that
@@ -39,7 +39,8 @@ def advertised_url(host: str, port: int, advertise: str | None) -> str:
     machine.
     """
     name = advertise or _LOOPBACK.get(host, host)
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+    scheme = "https" if is_tls else "http"
+    return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"
 
 
 def encode_address(entry: ServerEntry) -> bytes:

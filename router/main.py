@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 
@@ -22,6 +23,7 @@ from outloop.buffer.errors import PartFailed, SettingsError
 from outloop.buffer.registry import advertised_url
 from outloop.buffer.run import Run
 from outloop.buffer.settings import RouterSettings
+from outloop.buffer.tls import check_certificate
 from outloop.buffer.writer import BufferWriter
 from outloop.router.app import RouterApp, create_app
 from outloop.router.buffer_retry import BufferRetry
@@ -57,7 +59,7 @@ async def serve(
         advertise: the name or address under which other machines reach this one.
 
     Raises:
-        SettingsError: the model folder, the renderer or the address is wrong.
+        SettingsError: the model folder, the renderer, the address or the certificate is wrong.
         BufferUnavailable: Redis cannot be reached.
     """
     start = BufferRetry(run.settings.buffer.outage_s)
@@ -66,7 +68,15 @@ async def serve(
         app = create_app(run, writer)
         with _bind(run, port) as listener:
             host, bound = listener.getsockname()[:2]
-            url = advertised_url(host, bound, advertise)
+            settings = run.settings
+            cert, key = settings.router.tls_cert_file, settings.router.tls_key_file
+            url = advertised_url(host, bound, advertise, is_tls=cert is not None)
+            check_certificate(
+                "router",
+                settings.router,
+                ca_file=settings.run.tls_ca_file,
+                host=urlsplit(url).hostname,
+            )
             server = _Server(
                 uvicorn.Config(
                     app,
@@ -80,6 +90,8 @@ async def serve(
                     proxy_headers=False,
                     timeout_keep_alive=_KEEP_ALIVE_S,
                     timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S,
+                    ssl_certfile=cert,
+                    ssl_keyfile=key,
                 )
             )
             serving = asyncio.create_task(server.serve([listener]))

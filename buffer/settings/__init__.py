@@ -32,7 +32,7 @@ from outloop.buffer.settings.buffer import BufferSettings
 from outloop.buffer.settings.deploy import DeploySettings
 from outloop.buffer.settings.env import EnvSettings, EvalSettings, check_evaluations
 from outloop.buffer.settings.recipes import DEFAULT_MAX_NEW_TOKENS, USES_PARTS, with_recipe
-from outloop.buffer.settings.server import ServerSettings
+from outloop.buffer.settings.server import ServerSettings, refuse_half_of_tls
 from outloop.buffer.settings.telemetry import AlarmSettings, TelemetrySettings
 from outloop.buffer.settings.trainer import TrainerSettings
 from outloop.buffer.settings.trajectories import TrajectorySettings
@@ -53,6 +53,9 @@ class RunSettings(_Section):
     """Task order, weight initialisation and sampling seeds derive from it."""
     keys_file: Path | None = None
     """Runner, admin and episode keys, made if not there. None: secrets.json in the run folder."""
+    tls_ca_file: Path | None = None
+    """Certificates of the authorities by which the run's parts and its agents trust router and
+    servers: parts set SSL_CERT_FILE to it, where the file is. None: those of the system."""
 
 
 class ModelSettings(_Section):
@@ -158,6 +161,11 @@ class RouterSettings(_Section):
     num_processes: int = Field(1, gt=0)
     """Router processes that the launcher starts behind one port; `max_queued_turns` is divided
     among them."""
+    tls_cert_file: Path | None = None
+    """Speak HTTPS with this certificate (PEM, its chain behind it), made for the address at which
+    runners and agents reach the router."""
+    tls_key_file: Path | None = None
+    """Its key, without a passphrase."""
     public_url: str | None = Field(None, pattern=r"^https?://[^/?#\s]+(/[^?#\s]*[^/?#\s])?$")
     """Where agents reach the router if not where the runner does, for example `https://rl.example.org`
     of a proxy with TLS: no slash at its end. Episodes are given addresses under it."""
@@ -195,6 +203,11 @@ class RouterSettings(_Section):
     """True: each recorded turn is logged at level info; False: at debug."""
     upstreams: dict[str, UpstreamSettings] = {}
     """By the model name that agents send."""
+
+    @model_validator(mode="after")
+    def _refuse_half(self) -> RouterSettings:
+        refuse_half_of_tls("router", self.tls_cert_file, self.tls_key_file)
+        return self
 
 
 class PublishSettings(_Section):
@@ -265,6 +278,22 @@ class Settings(BaseSettings):
     def _apply_recipe(cls, tree: Any) -> Any:
         """`trainer.recipe` sets defaults in [trainer] and [buffer]."""
         return with_recipe(tree) if isinstance(tree, dict) else tree
+
+    @model_validator(mode="after")
+    def _refuse_unused_authorities(self) -> Settings:
+        urls = (self.router.public_url or "", *self.server.urls)
+        has_tls = self.router.tls_cert_file is not None or self.server.tls_cert_file is not None
+        if (
+            self.run.tls_ca_file is not None
+            and not has_tls
+            and not any(url.startswith("https://") for url in urls)
+        ):
+            raise ValueError(
+                f"run.tls_ca_file={str(self.run.tls_ca_file)!r} has no effect: neither router nor "
+                "servers speak HTTPS; set router.tls_cert_file, server.tls_cert_file or an "
+                "https:// address, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Settings:

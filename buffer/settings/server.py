@@ -30,6 +30,19 @@ _SGLANG_SUPPORT_IDS = 4096
 """SGLang's default of sampling_mask_max_tokens."""
 
 
+def refuse_half_of_tls(section: str, cert_file: Path | None, key_file: Path | None) -> None:
+    """Refuse a key without a certificate, or the other way round.
+
+    Raises:
+        ValueError: one of them is missing.
+    """
+    if (cert_file is None) != (key_file is None):
+        raise ValueError(
+            f"{section}.tls_cert_file and {section}.tls_key_file belong together; give both or "
+            "neither"
+        )
+
+
 class ServerSettings(BaseModel):
     """The inference servers."""
 
@@ -69,6 +82,11 @@ class ServerSettings(BaseModel):
     empty: the first that are free."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the served weights."""
+    tls_cert_file: Path | None = None
+    """A torch server speaks HTTPS with this certificate (PEM, its chain behind it), made for the
+    address at which router and trainer reach it."""
+    tls_key_file: Path | None = None
+    """Its key, without a passphrase."""
     sglang_python: Path | None = None
     """Python of the environment with SGLang; None: that of `make venv-sglang`."""
     sglang: dict[str, Any] = {}
@@ -105,6 +123,15 @@ class ServerSettings(BaseModel):
         """True if checksums can show whether these servers hold the weights that were sent."""
         return self.kind == "torch" or self.num_expert_ranks == 1
 
+    def _refuse_tls(self) -> None:
+        refuse_half_of_tls("server", self.tls_cert_file, self.tls_key_file)
+        if self.tls_cert_file is not None and (self.kind != "torch" or not self.num_servers):
+            raise ValueError(
+                f"server.tls_cert_file={str(self.tls_cert_file)!r} is for torch servers that the "
+                "run starts; leave it out, and keep SGLang's servers on a private network, or "
+                "attach to https:// addresses with server.urls"
+            )
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> ServerSettings:
         if self.kind == "torch" and (self.sglang or self.tensor_parallel_size != 1):
@@ -113,6 +140,7 @@ class ServerSettings(BaseModel):
                 'set server.kind to "sglang", or leave them out'
             )
         self._refuse_frozen()
+        self._refuse_tls()
         if self.api_key_file is not None and self.num_servers:
             raise ValueError(
                 f"server.api_key_file={str(self.api_key_file)!r} with server.num_servers="

@@ -42,6 +42,7 @@ from outloop.buffer.redis.requirements import read_server
 from outloop.buffer.run import Run, create_run, make_run_folder, read_secret
 from outloop.buffer.settings import Settings
 from outloop.buffer.settings.recipes import recipe_sentence
+from outloop.buffer.tls import check_certificate, trust_authorities
 from outloop.buffer.trackers.tracker import check_tracker, part_name
 from outloop.buffer.trajectories.object_store import ObjectStore
 from outloop.buffer.trajectories.trained import keeps_trajectories
@@ -413,7 +414,11 @@ def running(
     backoff: Backoff = DEFAULT_BACKOFF,
     placement: Placement = HERE,
 ) -> Iterator[Launcher]:
-    """Redis (embedded, or the configured one) and an empty launcher; stops all parts at the end."""
+    """Redis (embedded, or the configured one) and an empty launcher; stops all parts at the end.
+
+    This process trusts run.tls_ca_file from now on.
+    """
+    trust_authorities(settings.run.tls_ca_file)
     run_dir = settings.run.dir / settings.run.name
     make_run_folder(settings, run_dir)
     with ExitStack() as stack:
@@ -465,6 +470,8 @@ def check_settings(settings: Settings, *, plays: bool = True) -> None:
         SettingsError: with the sentence that says what to change.
     """
     _check_watchers(settings)
+    for section, endpoint in (("router", settings.router), ("server", settings.server)):
+        check_certificate(section, endpoint, ca_file=settings.run.tls_ca_file)
     _check_model(settings)
     if settings.server.num_servers or settings.server.urls:
         if settings.server.kind == "sglang" and settings.server.num_servers:

@@ -33,13 +33,18 @@ class ServerClient:
     def __init__(self, server_id: str, url: str, *, key: str | None = None) -> None:
         """`key`: sent as a bearer token, see `Run.server_key`."""
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ServerUnavailable(
-                f"server {server_id} has url={url!r}; http://HOST:PORT is allowed"
+                f"server {server_id} has url={url!r}; http://HOST:PORT or https://HOST:PORT is "
+                "allowed"
             )
         self.server_id = server_id
         self.url = url
-        self._connection = http.client.HTTPConnection(parts.hostname, parts.port or 80)
+        self._connection: http.client.HTTPConnection
+        if parts.scheme == "https":
+            self._connection = http.client.HTTPSConnection(parts.hostname, parts.port or 443)
+        else:
+            self._connection = http.client.HTTPConnection(parts.hostname, parts.port or 80)
         self._used_at = 0.0
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 import structlog
 import torch
@@ -24,6 +25,8 @@ from outloop.buffer.errors import DeadlineExceeded, PartFailed, SettingsError
 from outloop.buffer.registry import advertised_url
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
+from outloop.buffer.settings.server import ServerSettings
+from outloop.buffer.tls import check_certificate
 from outloop.engine.serve.external_server import attach
 from outloop.engine.serve.frozen_server import FrozenServer
 from outloop.engine.serve.logprob_convention import check_logprobs
@@ -232,8 +235,12 @@ async def serve_torch(
     engine.start()
     try:
         with _bind(settings.server.host, port) as listener:
-            url = advertised_url(settings.server.host, listener.getsockname()[1], advertise)
-            await _serve_app(app, engine, listener, url, stop, on_bound)
+            server = settings.server
+            is_tls = server.tls_cert_file is not None
+            url = advertised_url(server.host, listener.getsockname()[1], advertise, is_tls=is_tls)
+            host, ca_file = urlsplit(url).hostname, settings.run.tls_ca_file
+            check_certificate("server", server, ca_file=ca_file, host=host)
+            await _serve_app(app, engine, listener, url, stop, on_bound, server)
     finally:
         if not await asyncio.to_thread(engine.stop, _STOP_TIMEOUT_S):
             _log.error("engine_did_not_end", timeout_s=_STOP_TIMEOUT_S)
@@ -273,6 +280,7 @@ async def _serve_app(
     url: str,
     stop: asyncio.Event,
     on_bound: Callable[[str], Awaitable[None]],
+    settings: ServerSettings,
 ) -> None:
     server = _Uvicorn(
         uvicorn.Config(
@@ -283,6 +291,8 @@ async def _serve_app(
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=int(_STOP_TIMEOUT_S),
+            ssl_certfile=settings.tls_cert_file,
+            ssl_keyfile=settings.tls_key_file,
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))

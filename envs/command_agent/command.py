@@ -35,7 +35,7 @@ _NOT_INHERITED = re.compile(
     r"OUTLOOP_.*|(OPENAI|ANTHROPIC)_(API_KEY|BASE_URL|AUTH_TOKEN|ORG_ID|PROJECT_ID|ADMIN_KEY)"
 )
 """Variables that hold outloop's settings, or lead a program to another endpoint."""
-_INHERITED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TZ")
+_INHERITED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "SSL_CERT_FILE", "TMPDIR", "TZ")
 """Variables that an agent program inherits, besides PATH and those of env.agent_environment."""
 
 

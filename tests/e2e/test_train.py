@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fakes.tls_front import make_authority, make_certificate
 from outloop.buffer.cli.open_run import joined
 from outloop.buffer.store.ledger import REACHED_TRAINER
 from outloop.buffer.telemetry import read_metrics as read_rows
@@ -277,6 +278,34 @@ def test_a_run_goes_on_when_its_redis_is_killed(
     ledger.check()
     reached = [ledger.columns[name] for name in REACHED_TRAINER if name in ledger.columns]
     assert sum(column.num_attempts for column in reached) == 8 * 8 * 4
+    assert_nothing_is_left(workspace)
+
+
+def test_a_run_whose_router_and_server_speak_https_trains(
+    workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
+) -> None:
+    """With an authority of its own: runner, agents, router, trainer and monitor verify both."""
+    write_config(steps=2)
+    authority = make_authority(workspace)
+    make_certificate(workspace, "parts")
+    names = {
+        f"{section}.tls_{name}_file": str(workspace / f"parts.{end}")
+        for section in ("router", "server")
+        for name, end in (("cert", "crt"), ("key", "key"))
+    }
+    names["run.tls_ca_file"] = str(authority)
+    answer = outloop("train", "run.toml", *(f"--set={n}={json.dumps(v)}" for n, v in names.items()))
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
+    assert [row["train/policy_version"] for row in rows] == [1, 2]
+    ready = [
+        json.loads(line)["url"]
+        for name in ("router-0", "server-0")
+        for line in (workspace / f"runs/tiny/logs/{name}.log").read_text().splitlines()
+        if "part_ready" in line
+    ]
+    assert len(ready) == 2
+    assert all(url.startswith("https://127.0.0.1:") for url in ready)
     assert_nothing_is_left(workspace)
 
 

@@ -77,14 +77,15 @@ def make_authority(folder: Path) -> Path:
     return certificate
 
 
-def make_certificate(folder: Path, name: str) -> None:
-    """`name`.crt and `name`.key for 127.0.0.1, signed by the folder's authority."""
+def make_certificate(folder: Path, name: str, *, num_days: int = 1) -> None:
+    """`name`.crt and `name`.key for 127.0.0.1, signed by the folder's authority; valid for
+    `num_days`, expired if that is negative."""
     request, extensions = folder / f"{name}.csr", folder / "extensions"
     extensions.write_text("subjectAltName=IP:127.0.0.1\nauthorityKeyIdentifier=keyid\n")
     words = ("req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}")
     _openssl(*words, "-keyout", str(folder / f"{name}.key"), "-out", str(request))
     _openssl(
-        *("x509", "-req", "-in", str(request), "-days", "1", "-CAcreateserial"),
+        *("x509", "-req", "-in", str(request), "-days", str(num_days), "-CAcreateserial"),
         *("-CA", str(folder / "ca.crt"), "-CAkey", str(folder / "ca.key")),
         *("-extfile", str(extensions), "-out", str(folder / f"{name}.crt")),
     )

@@ -29,6 +29,7 @@ from outloop.engine.launch.deploy.parts import (
     num_servers,
     override_words,
     ranks_of_node,
+    refuse_certificates,
 )
 
 ROUTER_PORT = 8000
@@ -81,6 +82,7 @@ def kubernetes_files(
 class _Manifests:
     def __init__(self, settings: Settings, config: str, overrides: Sequence[str]) -> None:
         name = settings.run.name
+        refuse_certificates(settings)
         if settings.deploy.image is None:
             raise SettingsError(
                 "deploy.image is missing; give the image that holds outloop and, in /project, the "

@@ -84,6 +84,21 @@ def apart(settings: Settings, *, redis_url: str | None, trainer_host: str) -> di
     return given
 
 
+def refuse_certificates(settings: Settings) -> None:
+    """Refuse what names files of this machine, to which the files of an engine do not reach.
+
+    Raises:
+        SettingsError: router or servers are to have certificates.
+    """
+    for section, endpoint in (("router", settings.router), ("server", settings.server)):
+        if endpoint.tls_cert_file is not None:
+            raise SettingsError(
+                f"{section}.tls_cert_file={str(endpoint.tls_cert_file)!r}: the parts of these "
+                "files speak plain HTTP among each other; leave it out, and put a proxy or an "
+                "ingress with TLS before the router (router.public_url)"
+            )
+
+
 def override_words(given: Mapping[str, object]) -> list[str]:
     """As words of a command line; JSON's values are TOML's."""
     return [f"--set={name}={json.dumps(value)}" for name, value in given.items()]

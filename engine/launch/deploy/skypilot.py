@@ -28,6 +28,7 @@ from outloop.engine.launch.deploy.parts import (
     num_servers,
     override_words,
     ranks_of_node,
+    refuse_certificates,
 )
 
 REDIS_PORT = 6379
@@ -59,6 +60,7 @@ class _JobGroup:
     def __init__(self, settings: Settings, config: Path, overrides: Sequence[str]) -> None:
         self.settings = settings
         self.name = settings.run.name
+        refuse_certificates(settings)
         if settings.deploy.image is None:
             raise SettingsError(
                 "deploy.image is missing; give the image that holds outloop in /opt/venv, as "

@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 
 
 def open_as(part: str, run_dir: Path) -> Run:
-    """The run of a folder; what this process logs from now on is that part's."""
+    """The run of a folder; what this process logs from now on is that part's, and it trusts the
+    run's authorities: to be called before a library of HTTP is imported."""
     from outloop.buffer.run import load_run
     from outloop.buffer.telemetry import configure_logging
+    from outloop.buffer.tls import trust_authorities
 
     run = load_run(run_dir)
+    trust_authorities(run.settings.run.tls_ca_file)
     configure_logging(part, run.settings.telemetry.log_level)
     return run
 

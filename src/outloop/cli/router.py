@@ -16,9 +16,9 @@ from outloop.cli.parts import log_ready, open_as, run_until_signalled
 @ADVERTISE
 def router(run_dir: Path, port: int | None, advertise: str | None) -> None:
     """Run the router of a run."""
+    run = open_as("router", run_dir)
     from outloop.router.main import own_the_process, serve
 
-    run = open_as("router", run_dir)
     own_the_process()
     run_until_signalled(
         lambda stop: serve(

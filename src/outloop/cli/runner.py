@@ -26,9 +26,12 @@ def runner(
     """Play episodes for a run."""
     from outloop.buffer.run import load_run, load_run_settings, read_secret
     from outloop.buffer.telemetry import configure_logging
-    from outloop.envs.runner.runner import run as run_episodes
+    from outloop.buffer.tls import trust_authorities
 
     settings = load_run_settings(run_dir)
+    trust_authorities(settings.run.tls_ca_file)
+    from outloop.envs.runner.runner import run as run_episodes
+
     configure_logging("runner", settings.telemetry.log_level)
     url = router_url or _find_router(run_dir, router_timeout_s)
     if runner_key_file is not None:

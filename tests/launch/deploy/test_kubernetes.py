@@ -253,6 +253,7 @@ def test_probes_drain_and_spot(cluster: dict[tuple[str, str], Tree]) -> None:
     [
         ('run.name="Two_Words"', "no name for Kubernetes"),
         ("trainer.num_ranks=7", "choose a multiple"),
+        ('router={tls_cert_file="a", tls_key_file="b"}', "put a proxy or an ingress with TLS"),
     ],
 )
 def test_what_cannot_be_deployed_is_a_sentence(
