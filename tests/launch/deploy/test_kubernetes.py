@@ -249,17 +249,20 @@ def test_probes_drain_and_spot(cluster: dict[tuple[str, str], Tree]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "sentence"),
+    ("overrides", "sentence"),
     [
-        ('run.name="Two_Words"', "no name for Kubernetes"),
-        ("trainer.num_ranks=7", "choose a multiple"),
-        ('router={tls_cert_file="a", tls_key_file="b"}', "put a proxy or an ingress with TLS"),
+        (('run.name="Two_Words"',), "no name for Kubernetes"),
+        (("trainer.num_ranks=7",), "choose a multiple"),
+        (
+            ('router.tls_cert_file="a"', 'router.tls_key_file="b"'),
+            "put a proxy or an ingress with TLS",
+        ),
     ],
 )
 def test_what_cannot_be_deployed_is_a_sentence(
-    written: Written, override: str, sentence: str
+    written: Written, overrides: tuple[str, ...], sentence: str
 ) -> None:
     """Before a file is written."""
-    settings, config = written(override)
+    settings, config = written(*overrides)
     with pytest.raises(SettingsError, match=sentence):
         kubernetes_files(settings, config)
