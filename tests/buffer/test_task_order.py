@@ -300,6 +300,19 @@ async def test_a_window_outlives_a_restart(start: Start, clock: Any) -> None:
     assert [s for s in dict.fromkeys(map(slot_of, again)) if s in left] == left[1:]
 
 
+async def test_durations_outlive_a_start_from_nothing(start: Start, clock: Any) -> None:
+    """A run that resumes without a checkpoint plays its first slots again, the longest first."""
+    loop = await start(num_tasks=4, trainer__groups_per_step=4, **LONGEST_FIRST)
+    steps = Steps(loop, clock, {"t0": 30.0, "t1": 10.0, "t2": 40.0, "t3": 20.0})
+    await steps.play()
+    assert (await loop.claim(2)).claims
+    loop.fence = loop.reader.acquire_fence()
+    loop.publish(loop.reader.recover(None, fence=loop.fence) + 1, None)
+    claims = list((await loop.claim(99)).claims)
+    assert tasks_of(claims) == ["t2", "t0", "t3", "t1"]
+    assert sorted(set(map(slot_of, claims))) == [0, 1, 2, 3]
+
+
 async def test_the_order_may_change_between_starts(
     make_run: Callable[..., Any], url: str, connect_faces: Callable[..., Any], loop_of: Any
 ) -> None:
