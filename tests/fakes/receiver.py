@@ -30,7 +30,7 @@ def receiver(*, refuses: int = 0) -> Iterator[tuple[str, list[tuple[str, bytes]]
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", received

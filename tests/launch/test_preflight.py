@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,27 @@ def test_what_contradicts_the_model_is_refused(
         CliRunner().invoke(cli, ["serve", "run.toml"], catch_exceptions=False)
     assert str(served.value) == str(caught.value)
     assert not (tmp_path / "runs").exists()
+
+
+def test_servers_whose_nccl_would_refuse_the_trainers_are_refused(
+    make_settings: MakeSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any part starts, by what each environment's torch says."""
+
+    def python_with(release: str) -> str:
+        path = tmp_path / f"python-{release.replace(' ', '.')}"
+        path.write_text(f"#!/bin/sh\necho NCCL {release}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    def settings_of(python: str) -> Settings:
+        server = {"kind": "sglang", "device": "cuda", "dtype": "bfloat16", "sglang_python": python}
+        return make_settings(server=server, publish={"transport": "collective"})
+
+    monkeypatch.setattr(sys, "executable", python_with("2 29 7"))
+    launcher.check_before_start(settings_of(python_with("2 29 7")))
+    with pytest.raises(SettingsError, match=r"trainer has NCCL 2\.29\.7 and .* NCCL 2\.30\.7"):
+        launcher.check_before_start(settings_of(python_with("2 30 7")))
 
 
 def test_a_run_folder_that_cannot_be_written_is_a_sentence(

@@ -116,18 +116,21 @@ def test_exported_memory_lives_for_one_publish() -> None:
         assert (exported.num_bytes, kept.num_bytes) == (0, 1000)
 
 
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_memory_that_cannot_be_exported_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    num_ranks: int, variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By the name of the variable that asked for it."""
+    """By the name of the variable that asked for it, from one trainer rank and from several."""
     tree = {
         "model": {"path": "m"},
         "server": {"device": "cuda"},
+        "trainer": {"num_ranks": num_ranks, "is_colocated": True},
         "publish": {"transport": "cuda_ipc"},
     }
     run = create_run(build_settings(tree, source="test"), tmp_path / "run", "unix:///none")
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    with pytest.raises(SettingsError, match="PYTORCH_CUDA_ALLOC_CONF=.* leave expandable_segments"):
+    monkeypatch.setenv(variable, "expandable_segments:True")
+    with pytest.raises(SettingsError, match=f"{variable}=.* leave expandable_segments"):
         build_transport(run, "cuda_ipc")
 
 

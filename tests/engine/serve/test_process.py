@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outloop.buffer.errors import SettingsError
+from outloop.buffer.errors import DeadlineExceeded, SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
@@ -66,6 +67,34 @@ async def test_it_registers_without_a_version(
         await asyncio.wait_for(serving, 20)
 
 
+async def test_a_server_on_shared_devices_waits_until_the_trainer_has_left_them(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It would take a share of what the trainer left over; one that is stopped meanwhile ends."""
+    tree = {"model": {"path": str(make_model())}, "trainer": {"is_colocated": True}}
+    with EmbeddedRedis(tmp_path / "redis", fsync="no", max_memory_mb=64) as redis:
+        run = create_run(build_settings(tree, source="test"), tmp_path / "run", redis.start())
+        init_run(run)
+        reader = BufferReader.connect(run)
+        assert reader.registry.claim_devices() == ()
+        stop, urls = asyncio.Event(), list[str]()
+        stop.set()
+        await asyncio.wait_for(serve(run, 0, stop=stop, on_ready=urls.append), 30)
+        assert not urls
+        reader.registry.free_devices()
+        stop = asyncio.Event()
+
+        def on_ready(url: str) -> None:
+            urls.append(url)
+            # Its start is over, so that nothing keeps the trainer waiting.
+            assert reader.registry.claim_devices() == ()
+            stop.set()
+
+        await asyncio.wait_for(serve(run, 0, stop=stop, on_ready=on_ready), 30)
+        assert len(urls) == 1
+        reader.close()
+
+
 async def test_it_stops_while_turns_are_held(
     make_model: Callable[..., Path], start_torch_server: Callable[..., Any]
 ) -> None:
@@ -92,6 +121,48 @@ async def test_sglang_without_an_environment_is_refused(
         run = create_run(settings, tmp_path / f"run-{bool(given)}", "unix:///none")
         with pytest.raises(SettingsError, match=sentence):
             await serve(run, 0, stop=asyncio.Event(), on_ready=lambda url: None)
+
+
+SILENT = """
+import json, sys, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+table = json.loads(sys.argv[-1])
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({"weight_version": table["weight_version"]})
+    def do_POST(self):
+        if self.path == "/generate":
+            threading.Event().wait()
+        self.answer({})
+    def answer(self, fields):
+        content = json.dumps(fields).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+ThreadingHTTPServer((table["host"], table["port"]), Handler).serve_forever()
+"""
+"""In SGLang's place: there at once, and its first generation never ends."""
+
+
+async def test_the_first_generation_has_the_time_of_a_start(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """On a GPU it compiles kernels, for minutes: server.start_timeout_s is its deadline too."""
+    (tmp_path / "silent.py").write_text(SILENT)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path / "silent.py"} "$@"\n')
+    python.chmod(0o755)
+    tree = {
+        "model": {"path": str(make_model())},
+        "server": {"kind": "sglang", "sglang_python": str(python), "start_timeout_s": 3},
+    }
+    with EmbeddedRedis(tmp_path / "redis", fsync="no", max_memory_mb=64) as redis:
+        run = create_run(build_settings(tree, source="test"), tmp_path / "run", redis.start())
+        init_run(run)
+        serving = serve(run, 0, stop=asyncio.Event(), on_ready=lambda url: None)
+        with pytest.raises(DeadlineExceeded, match="/generate"):
+            await asyncio.wait_for(serving, 30)
 
 
 async def test_weights_that_are_not_finite_fail_turns_but_not_the_server(

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import TrainerSettings
 from outloop.engine.train.megatron.device import choose_device, gpu_number, set_precision
+from outloop.engine.train.megatron.model_and_optimizer import Policy, optimizer_parts
 from outloop.engine.train.megatron.optimizer_state import put_moments
 
 
@@ -84,6 +86,14 @@ def test_experts_are_routed_on_a_gpu_without_transformer_engine() -> None:
         [sys.executable, "-c", _ROUTER_WITH_CUDA], capture_output=True, text=True, check=False
     )
     assert answer.returncode == 0, answer.stderr
+
+
+def test_adam_updates_in_one_pass(make_policy: Callable[..., Policy]) -> None:
+    """On every device: in several passes torch makes temporaries as large as the moments."""
+    policy = make_policy("qwen3_moe")
+    groups = [g for part in optimizer_parts(policy.optimizer) for g in part.optimizer.param_groups]
+    assert len(groups) > 1
+    assert all(group["fused"] for group in groups)
 
 
 class _FusedAdam(torch.optim.Optimizer):

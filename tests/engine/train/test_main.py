@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog.testing
 
 from fakes.families import make_family
 from outloop.buffer.errors import SettingsError
@@ -63,6 +64,17 @@ def join(tiny_folder: Callable[..., Path], tmp_path: Path) -> Callable[..., None
             join_ranks(run, stack, join_group=no_group)
 
     return start
+
+
+def test_what_the_trainer_computes_with_is_logged(join: Callable[..., None]) -> None:
+    """First of all: a Transformer Engine that cannot be imported is replaced without an error."""
+    with (
+        structlog.testing.capture_logs() as logs,
+        pytest.raises(AssertionError, match="a process group is formed"),
+    ):
+        join()
+    (line,) = [line for line in logs if line["event"] == "trainer_model"]
+    assert (line["device"], line["dtype"], line["layers"]) == ("cpu", "float32", "local")
 
 
 @pytest.mark.parametrize(
