@@ -11,7 +11,7 @@ import hmac
 import json
 import os
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -132,12 +132,40 @@ def keep_keys(path: Path) -> RunKeys:
         return RunKeys(**json.loads(path.read_text()))
     keys = RunKeys(
         runner_key="ol-runner-" + secrets.token_urlsafe(24),
-        admin_key="ol-admin-" + secrets.token_urlsafe(24),
+        admin_key=_admin_key(),
         episode_secret=secrets.token_urlsafe(32),
     )
-    text = json.dumps({name: getattr(keys, name) for name in RunKeys.__slots__})
-    _write_private(path, text, os.O_EXCL)
+    _write_private(path, _keys_text(keys), os.O_EXCL)
     return keys
+
+
+def new_admin_key(run: Run) -> str:
+    """Make an admin key and put it into the run's file of keys in place of the old one; routers
+    that are up take it from `RunnerKeys.set_admin`.
+
+    Raises:
+        SettingsError: the file cannot be written.
+    """
+    path = _keys_path(run.settings, run.dir)
+    key = _admin_key()
+    writing = path.with_name(f".{path.name}.writing")
+    try:
+        _write_private(writing, _keys_text(replace(run.keys, admin_key=key)))
+        os.replace(writing, path)
+    except OSError as error:
+        raise SettingsError(
+            f"the run's keys in {str(path)!r} cannot be written ({error}); where they are mounted, "
+            "replace admin_key in what is mounted and start the run's parts again"
+        ) from error
+    return key
+
+
+def _admin_key() -> str:
+    return "ol-admin-" + secrets.token_urlsafe(24)
+
+
+def _keys_text(keys: RunKeys) -> str:
+    return json.dumps({name: getattr(keys, name) for name in RunKeys.__slots__})
 
 
 def _write_private(path: Path, text: str, flags: int = os.O_TRUNC) -> None:

@@ -1,7 +1,8 @@
-"""Runner keys of one run that come and go while it is up.
+"""Keys of one run that come and go while it is up.
 
 The run's own runner key is in its folder. Here are further ones, each with a name, of which Redis
-holds a digest only, and the names of keys that were revoked. Routers read them every few seconds.
+holds a digest only, and the names of keys that were revoked; and the digest of an admin key that
+replaced the one with which the routers started. Routers read them every few seconds.
 """
 
 from __future__ import annotations
@@ -22,26 +23,33 @@ from outloop.buffer.redis.client import translated
 OWN_KEY = "run"
 """The name of the run's own runner key."""
 _HASH = "runner_keys"
+_ADMIN = ":admin"
+"""The field of the admin key; no name of a runner key."""
 _REVOKED = b""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownKeys:
-    """What routers compare runner keys with."""
+    """What routers compare keys with."""
 
     by_digest: Mapping[bytes, str] = field(default_factory=lambda: MappingProxyType({}))
     """SHA-256 of a key -> its name."""
     is_own_revoked: bool = False
+    admin_digest: bytes | None = None
+    """SHA-256 of the admin key; None: it was not replaced."""
 
 
 def decode_keys(answer: Mapping[bytes, bytes]) -> KnownKeys:
     """The bytes of the hash as records."""
+    runners = dict(answer)
+    admin_digest = runners.pop(_ADMIN.encode(), None)
     return KnownKeys(
         by_digest=MappingProxyType(
-            {digest: name.decode() for name, digest in answer.items() if digest != _REVOKED}
+            {digest: name.decode() for name, digest in runners.items() if digest != _REVOKED}
         ),
         is_own_revoked=answer.get(OWN_KEY.encode()) == _REVOKED,
+        admin_digest=admin_digest,
     )
 
 
@@ -88,9 +96,15 @@ class RunnerKeys:
                 raise NotFound(f"there is no runner key name={name!r}; see `outloop keys list`")
             self._client.hset(self._key, name, _REVOKED)
 
+    def set_admin(self, key: str) -> None:
+        """Have every router take this admin key, within seconds, and no other."""
+        with translated("replacing the admin key"):
+            self._client.hset(self._key, _ADMIN, digest_of(key))
+
     def names(self) -> dict[str, bool]:
         """Name -> whether it is taken, the run's own first."""
         with translated("reading the runner keys"):
             answer: Any = self._client.hgetall(self._key)
         states = {name.decode(): digest != _REVOKED for name, digest in answer.items()}
+        states.pop(_ADMIN, None)
         return {OWN_KEY: states.pop(OWN_KEY, True), **dict(sorted(states.items()))}

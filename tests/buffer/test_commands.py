@@ -10,7 +10,11 @@ from click.testing import CliRunner
 
 from outloop.buffer.errors import BufferUnavailable, Conflict, NotFound, SettingsError
 from outloop.buffer.records import Reward
+from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.keys import key
+from outloop.buffer.run import Run, load_run
+from outloop.buffer.runner_keys import decode_keys, digest_of
 from outloop.cli import cli
 
 Outloop = Callable[..., str]
@@ -192,3 +196,36 @@ async def test_show_has_scores_error_and_output(
     shown = outloop("show", episode_id, "--run", tmp_path / "t")
     for words in ("exit code 3", "Traceback [/bold]", "form", "0.25", "t1", "0.125"):
         assert words in shown
+
+
+def test_a_new_admin_key_is_in_the_file_and_its_digest_in_redis(
+    redis: EmbeddedRedis, make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Nothing else of the file changes; nothing of the key is printed, or kept in Redis."""
+    run = make_run(redis.url)
+    words = ["keys", "replace-admin", "--run", str(tmp_path / "t")]
+    answer = CliRunner().invoke(cli, words, catch_exceptions=False)
+    assert answer.exit_code == 0
+    keys = load_run(tmp_path / "t").keys
+    assert keys.admin_key not in (run.keys.admin_key, "")
+    assert keys.admin_key not in answer.output
+    assert (keys.runner_key, keys.episode_secret) == (run.keys.runner_key, run.keys.episode_secret)
+    assert (tmp_path / "t/secrets.json").stat().st_mode & 0o777 == 0o600
+    client = connect_sync(redis.url)
+    found = decode_keys(client.hgetall(key(run.run_id, "runner_keys")))
+    client.close()
+    assert found.admin_digest == digest_of(keys.admin_key)
+    assert not found.by_digest
+
+
+def test_keys_that_cannot_be_written_are_not_replaced(
+    redis: EmbeddedRedis, make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Where they are mounted: routers keep the old one."""
+    path = tmp_path / "mounted/keys.json"
+    path.parent.mkdir()
+    make_run(redis.url, run__name="t", run__dir=str(tmp_path), run__keys_file=str(path))
+    (path.parent / ".keys.json.writing").mkdir()
+    words = ["keys", "replace-admin", "--run", str(tmp_path / "t")]
+    with pytest.raises(SettingsError, match="replace admin_key in what is mounted"):
+        CliRunner().invoke(cli, words, catch_exceptions=False)

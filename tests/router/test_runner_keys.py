@@ -106,3 +106,20 @@ async def test_the_audit_log_names_who_did_what(make_stage) -> None:
         if is_on:
             assert (noted[0]["reward"], noted[0]["episode_id"]) == (0.5, episode["episode_id"])
         assert "ol-runner-x" not in str(logs)
+
+
+async def test_the_admin_key_is_replaced_while_the_run_is_up(make_stage) -> None:
+    """The new one opens admin routes and the old one does not; runner keys are as before."""
+    stage = await make_stage(timings=Timings(housekeeping_s=0.02))
+    keys, old = stage.buffer.reader.runner_keys, stage.run.keys.admin_key
+    assert (await stage.get("/servers", old)).status_code == 200
+    keys.set_admin("ol-admin-new")
+    async with asyncio.timeout(20):
+        while (await stage.get("/servers", old)).status_code != 401:
+            await asyncio.sleep(0.01)
+    assert (await stage.get("/servers", "ol-admin-new")).status_code == 200
+    later = await make_stage(beside=stage)
+    assert (await later.get("/servers", old)).status_code == 401
+    assert keys.names() == {"run": True}
+    await answers(stage, "ol-runner-x", 200)
+    await answers(stage, "ol-admin-new", 401)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def keys() -> None:
-    """Give runners keys of their own, and take them back, while a run is up."""
+    """Give runners keys of their own, take them back, and replace keys, while a run is up."""
 
 
 @contextmanager
@@ -54,3 +54,14 @@ def list_keys(run_dir: Path) -> None:
     with _keys_of(run_dir) as known:
         for name, is_taken in known.names().items():
             click.echo(f"{name:<24} {'taken' if is_taken else 'revoked'}")
+
+
+@keys.command("replace-admin")
+@RUN
+def replace_admin(run_dir: Path) -> None:
+    """Put a new admin key into the run's file of keys; routers refuse the old one in seconds."""
+    from outloop.buffer.run import load_run, new_admin_key
+
+    with _keys_of(run_dir) as known:
+        known.set_admin(new_admin_key(load_run(run_dir)))
+    click.echo("the admin key is a new one; it is where the run's keys are")
