@@ -270,7 +270,7 @@ compose-test: compose-check
 # Sandboxes of docker and podman, whichever is here; IMAGE holds a Python 3.8 or newer as python3.
 IMAGE ?= python:3.11-slim
 test-container: $(STAMP)
-	OUTLOOP_SANDBOX_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m container tests/envs/sandbox/test_container.py
+	OUTLOOP_SANDBOX_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m container tests/envs/sandbox
 
 # chaos: the buffer between stand-ins. forked: real parts, killed at named calls. whole: with launcher.
 # Three programs that mostly wait, beside each other; each line says whose it is.

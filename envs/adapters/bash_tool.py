@@ -1,4 +1,7 @@
-"""The tool `bash`: a policy's commands in a session of a sandbox, one after another."""
+"""The tool `bash`: a policy's commands in a session of a sandbox, one after another.
+
+They are inputs of one shell: what one sets, the next ones find.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ import json
 import time
 from asyncio import timeout
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from outloop.envs.rollout.episode import Episode
-from outloop.envs.sandbox.api import Limits, RunResult, Session
+from outloop.envs.sandbox.api import Interpreter, Limits, RunResult, Session
 
 BASH = {
     "type": "function",
     "function": {
         "name": "bash",
-        "description": "Run a bash command in the working folder and return its output.",
+        "description": "Run a bash command and return its output. Variables, the working folder "
+        "and background processes are kept from call to call.",
         "parameters": {
             "type": "object",
             "properties": {"command": {"type": "string"}},
@@ -24,6 +28,7 @@ BASH = {
         },
     },
 }
+_ENVIRON = {"HOME": "/work", "PATH": "/usr/local/bin:/usr/bin:/bin"}
 _MAX_SHOWN_CHARS = 4000
 
 
@@ -34,18 +39,23 @@ async def run_bash(
     files: Mapping[str, bytes | str] | None = None,
     collect: Sequence[str] = (),
 ) -> RunResult:
-    """Run `command` in the session's kept folder."""
+    """Run `command` in the session's kept folder, in a shell of its own."""
     return await session.run(
         files or {},
         ("bash", "-c", command),
         limits,
         keep_files=True,
         collect=collect,
-        environ={"HOME": "/work", "PATH": "/usr/local/bin:/usr/bin:/bin"},
+        environ=_ENVIRON,
     )
 
 
-async def answer_call(session: Session, name: str, arguments: str, limits: Limits) -> str:
+def open_shell(session: Session, limits: Limits) -> AbstractAsyncContextManager[Interpreter]:
+    """A shell of the session for a policy's commands; it ends with the context."""
+    return session.interpreter("bash", limits, environ=_ENVIRON)
+
+
+async def answer_call(shell: Interpreter, name: str, arguments: str, wall_s: float) -> str:
     """What a call of a tool shows the policy, whatever it wrote; never raises for that."""
     try:
         command = json.loads(arguments)["command"]
@@ -53,17 +63,23 @@ async def answer_call(session: Session, name: str, arguments: str, limits: Limit
         command = None
     if name != "bash" or not isinstance(command, str):
         return 'Error: the only tool is bash, with the arguments {"command": "..."}'
-    return shown(await run_bash(session, command, limits))
+    return shown(await shell.run(command, wall_s=wall_s))
 
 
 def shown(result: RunResult) -> str:
-    """A command's output for the policy: at most 4,000 characters, and how it ended."""
+    """A command's output for the policy: at most 4,000 characters, how it ended, and whether the
+    shell was begun again."""
     text = (result.stdout + result.stderr).decode(errors="replace")
     if len(text) > _MAX_SHOWN_CHARS:
         text = f"{text[:_MAX_SHOWN_CHARS]}\n[{len(text) - _MAX_SHOWN_CHARS} more characters]"
     if result.ended != "exited":
-        return f"{text}\n[ended by {result.ended}]"
-    return text if result.is_ok else f"{text}\n[exit code {result.exit_code}]"
+        text = f"{text}\n[ended by {result.ended}]"
+    elif not result.is_ok:
+        text = f"{text}\n[exit code {result.exit_code}]"
+    if result.lost_state:
+        files = "changes of files too" if result.ended == "killed" else "files are kept"
+        text += f"\n[the shell was started again: what it held is gone; {files}]"
+    return text
 
 
 async def work(
@@ -76,6 +92,18 @@ async def work(
     timeout_s: float,
 ) -> None:
     """Let the policy run commands until it stops, or its time or turns are used up."""
+    async with open_shell(session, limits) as shell:
+        await _work_in(shell, episode, instruction, limits.wall_s, max_turns, timeout_s)
+
+
+async def _work_in(
+    shell: Interpreter,
+    episode: Episode,
+    instruction: str,
+    wall_s: float,
+    max_turns: int,
+    timeout_s: float,
+) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": instruction}]
     end = time.monotonic() + timeout_s
     for _ in range(max_turns):
@@ -96,6 +124,7 @@ async def work(
             left_s = end - time.monotonic()
             if call.type != "function" or left_s <= 0:
                 return
-            bounds = replace(limits, wall_s=min(limits.wall_s, left_s))
-            text = await answer_call(session, call.function.name, call.function.arguments, bounds)
+            text = await answer_call(
+                shell, call.function.name, call.function.arguments, min(wall_s, left_s)
+            )
             messages.append({"role": "tool", "tool_call_id": call.id, "content": text})

@@ -18,17 +18,17 @@ left in the files that it may change is then tested in another session
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.buffer.records import Task
-from outloop.envs.adapters.bash_tool import run_bash, shown, work
+from outloop.envs.adapters.bash_tool import open_shell, shown, work
 from outloop.envs.adapters.conversation import field
 from outloop.envs.rollout.episode import Episode
-from outloop.envs.sandbox.api import Limits, Session
+from outloop.envs.sandbox.api import Interpreter, Limits, Session
 from outloop.envs.sandbox.bubblewrap import BubblewrapSandbox
 from outloop.envs.sandbox.repositories import Repository
 from outloop.envs.verifiers.repository_tests import RepositoryTests
@@ -110,17 +110,31 @@ class Attempt:
         self._verifier = verifier
         self.session = session
         self.limits = limits
+        self._shell: Interpreter | None = None
+        self._open = AsyncExitStack()
 
     async def bash(self, command: str) -> str:
-        """Run a command of the policy; its output, as the policy is shown it."""
-        return shown(await run_bash(self.session, command, self.limits))
+        """Run a command of the policy, in the shell of the commands before; its output, as the
+        policy is shown it. While the shell is there, `session` takes no calls: `end_shell` first.
+        """
+        if self._shell is None:
+            self._shell = await self._open.enter_async_context(
+                open_shell(self.session, self.limits)
+            )
+        return shown(await self._shell.run(command))
+
+    async def end_shell(self) -> None:
+        """End the shell of `bash` and what runs in it; the next command begins another."""
+        self._shell = None
+        await self._open.aclose()
 
     async def score(self) -> float:
-        """What the tests say of the editable files as they are now.
+        """What the tests say of the editable files as they are now; the shell ends before.
 
         Raises:
             TooManyFiles: their names exceed a call's output limit.
         """
+        await self.end_shell()
         return await self._verifier.score(self._task, await self._files())
 
     async def _files(self) -> dict[str, bytes]:
@@ -189,7 +203,11 @@ class Software:
         except SettingsError as error:
             raise EnvironmentFailure(f"task_id={task.task_id!r}: {error}") from error
         async with sandbox.session(limits, base=base) as session:
-            yield Attempt(task, session, limits, verifier)
+            attempt = Attempt(task, session, limits, verifier)
+            try:
+                yield attempt
+            finally:
+                await attempt.end_shell()
 
     async def play(self, task: Task, episode: Episode) -> float:
         """Let the policy work on the issue, and return what the tests say."""

@@ -98,11 +98,33 @@ class RunResult:
     """Those of `Program.collect` that exist, are regular files and fit the disk limit."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
+    lost_state: bool = False
+    """Of an interpreter: it ended, so that the next input finds none of its variables, working
+    folder and background processes. Its files are kept, unless `ended` is "killed"."""
 
     @property
     def is_ok(self) -> bool:
         """True if the program exited with code 0."""
         return self.exit_code == 0
+
+
+class Interpreter(Protocol):
+    """A shell or a Python that keeps its state from one input to the next: variables, functions,
+    working folder, and processes that it left running."""
+
+    async def run(self, text: str, *, wall_s: float | None = None) -> RunResult:
+        """Run one input: commands of the shell, or statements of Python, whose last expression is
+        shown.
+
+        It has `wall_s`, at most the limits' own, and its own share of output. An interpreter that
+        ended, or was ended by a limit, is begun again with the next input; the result says so
+        (`lost_state`). Output that background processes write later is in a later result.
+
+        Raises:
+            SettingsError: `wall_s` is above that of the limits.
+            EnvironmentFailure: the session was lost, and no other can be started.
+        """
+        ...
 
 
 class Session(Protocol):
@@ -129,6 +151,25 @@ class Session(Protocol):
         """Run two programs that share only a socket, which is descriptor 3 of each.
 
         The pair ends when `first` ends.
+        """
+        ...
+
+    def interpreter(
+        self,
+        kind: Literal["bash", "python"],
+        limits: Limits | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> AbstractAsyncContextManager[Interpreter]:
+        """A shell or a Python of the session, in the folder of kept files; all its processes end
+        with the context. Until then the session takes no other calls.
+
+        Args:
+            limits: memory and processes are of all its processes together; CPU time is of each,
+                over its life.
+
+        Raises:
+            SettingsError: another one is open, or limits are above the session's.
         """
         ...
 

@@ -9,14 +9,26 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+import secrets
+import shlex
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal, Unpack
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
-from outloop.envs.sandbox.api import Ended, Files, Limits, Options, Program, RunResult
+from outloop.envs.sandbox.api import (
+    Ended,
+    Files,
+    Interpreter,
+    Limits,
+    Options,
+    Program,
+    RunResult,
+)
 from outloop.envs.sandbox.cgroups import Cgroup
-from outloop.envs.sandbox.guest import framing
+from outloop.envs.sandbox.guest import framing, python_interpreter
 from outloop.envs.sandbox.supervisor_process import ENVIRON, SessionLost, SupervisorProcess
 
 _GRACE_S = 15.0
@@ -24,6 +36,13 @@ _GRACE_S = 15.0
 _OWN_PROCESSES = 5
 """The session's reaper, the supervisor, its fork for a call, and the programs' inits."""
 _CONTROL = Program(command=("python", "control.py"), files={"control.py": "print('alive')"})
+
+_INTERPRETERS = {
+    # The shell reads its script from the line, so that no loop of ours is around the inputs.
+    "bash": ("bash", "-c", "exec bash -s <&3"),
+    "python": ("python3", "-u", "-c", Path(python_interpreter.__file__).read_text()),
+}
+_MAX_STATUS = 255
 
 Bounds = Literal["cgroup", "watched", "each"]
 """What limits memory: a control group; a limit for each process and a watch on their sum; the limit
@@ -42,6 +61,7 @@ class SupervisedSession:
         self._cgroup: Cgroup | None = None
         self._placing: asyncio.Future[None] | None = None
         self._turn = asyncio.Lock()
+        self._has_interpreter = False
 
     @property
     def pid(self) -> int:
@@ -92,13 +112,79 @@ class SupervisedSession:
         results = await self._call([first, second], limits or self._limits)
         return results[0], results[1]
 
+    @asynccontextmanager
+    async def interpreter(
+        self,
+        kind: Literal["bash", "python"],
+        limits: Limits | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[Interpreter]:
+        """See `Session.interpreter`."""
+        if kind not in _INTERPRETERS:
+            raise SettingsError(f"kind={kind!r}; bash and python are allowed")
+        program = Program(command=_INTERPRETERS[kind], keep_files=True, environ=environ or {})
+        limits = limits or self._limits
+        self._check([program], limits)
+        async with self._turn:
+            self._refuse_interpreter()
+            self._has_interpreter = True
+        opened = _Interpreter(self, kind, program, limits)
+        try:
+            yield opened
+        finally:
+            await opened.close()
+            self._has_interpreter = False
+
+    def _refuse_interpreter(self) -> None:
+        if self._has_interpreter:
+            raise SettingsError(
+                "an interpreter of this session is open, which takes every call until its context "
+                "ends; end it first, or open another session"
+            )
+
+    async def exchange(
+        self,
+        program: Program,
+        start: Callable[[], bytes],
+        message: bytes,
+        timeout_s: float,
+        begun: SupervisorProcess | None,
+    ) -> tuple[SupervisorProcess | None, list[bytes] | RunResult]:
+        """For an interpreter: send a message to it and receive its answer.
+
+        Args:
+            start: the message that begins it, if it was not begun in this very process.
+            begun: the process in which it was begun.
+
+        Returns:
+            (the process in which it is now, its answer); or, if the session was lost, how.
+        """
+        async with self._turn:
+            await self._ready()
+            assert self._process is not None
+            process = self._process
+            try:
+                await process.send(message if process is begun else start() + message)
+                (answer,) = await process.receive(timeout_s)
+            except SessionLost as error:
+                (result,) = await self._blame([program], error)
+                return None, replace(result, lost_state=True)
+            except BaseException:
+                await self.close()
+                raise
+            return process, framing.unpack(answer[8:])
+
+    async def _ready(self) -> None:
+        if self._process is None:
+            await self.open()
+        await self._place()
+
     async def _call(self, programs: list[Program], limits: Limits) -> list[RunResult]:
         self._check(programs, limits)
         async with self._turn:
-            if self._process is None:
-                await self.open()
-            assert self._process is not None
-            await self._place()
+            self._refuse_interpreter()
+            await self._ready()
             try:
                 return await self._ask(programs, limits)
             except SessionLost as error:
@@ -110,7 +196,7 @@ class SupervisedSession:
 
     async def _ask(self, programs: list[Program], limits: Limits) -> list[RunResult]:
         assert self._process is not None
-        await self._process.send(self._message(programs, limits))
+        await self._process.send(self.message(programs, limits))
         answers = await self._process.receive(limits.wall_s + _GRACE_S)
         return [
             _result(framing.unpack(answer[8:]), program, limits.cpu_s)
@@ -175,13 +261,16 @@ class SupervisedSession:
                         f"path={path!r}; a path below the working directory is allowed"
                     )
 
-    def _message(self, programs: list[Program], limits: Limits) -> bytes:
+    def message(
+        self, programs: list[Program], limits: Limits, *, is_interpreter: bool = False
+    ) -> bytes:
+        """What begins a call."""
         watched_bytes = limits.memory_bytes if self._bounds == "watched" else 0
         each_bytes = 0 if self._bounds == "cgroup" else limits.memory_bytes
         is_kept = any(program.keep_files for program in programs)
         head = [
             int(is_kept),
-            len(programs),
+            0 if is_interpreter else len(programs),
             int(1000 * limits.wall_s),
             limits.output_bytes,
             watched_bytes,
@@ -190,6 +279,68 @@ class SupervisedSession:
         num_processes = limits.max_processes * len(programs) + _OWN_PROCESSES
         orders = [_order(program, limits, each_bytes, num_processes) for program in programs]
         return framing.pack([b"%d" % number for number in head]) + b"".join(orders)
+
+
+class _Interpreter:
+    """See `Interpreter`."""
+
+    def __init__(
+        self, session: SupervisedSession, kind: str, program: Program, limits: Limits
+    ) -> None:
+        self._session = session
+        self._kind = kind
+        self._program = program
+        self._limits = limits
+        self._process: SupervisorProcess | None = None
+        """In which it runs; None: it is to be begun."""
+
+    async def run(self, text: str, *, wall_s: float | None = None) -> RunResult:
+        """See `Interpreter.run`."""
+        wall_s = self._limits.wall_s if wall_s is None else wall_s
+        if not 0 < wall_s <= self._limits.wall_s:
+            raise SettingsError(
+                f"wall_s={wall_s}; above 0 and at most limits.wall_s={self._limits.wall_s} is "
+                "allowed"
+            )
+        token = secrets.token_hex(8)
+        text = self._input(token, text)
+        parts = [b"%d" % math.ceil(1000 * wall_s), token.encode(), text.encode(errors="replace")]
+        message = framing.pack(parts)
+        process, self._process = self._process, None
+        process, answer = await self._session.exchange(
+            self._program, self._start, message, wall_s + _GRACE_S, process
+        )
+        if isinstance(answer, RunResult):
+            return answer
+        if answer[0] != b"answered":
+            return replace(_result(answer, self._program, self._limits.cpu_s), lost_state=True)
+        self._process = process
+        _, wall_ms, is_cut, stdout, stderr, status = answer
+        return RunResult(
+            ended="exited",
+            # What the interpreter says of itself: its code may have written there too.
+            exit_code=min(int(status), _MAX_STATUS) if status.isdigit() else _MAX_STATUS,
+            stdout=stdout,
+            stderr=stderr,
+            is_output_cut=bool(int(is_cut)),
+            wall_s=int(wall_ms) / 1000,
+        )
+
+    async def close(self) -> None:
+        """End it, and every process that it left."""
+        process, self._process = self._process, None
+        if process is not None:
+            message = framing.pack([b"0", b"", b"", b"end"])
+            await self._session.exchange(self._program, self._start, message, _GRACE_S, process)
+
+    def _start(self) -> bytes:
+        return self._session.message([self._program], self._limits, is_interpreter=True)
+
+    def _input(self, token: str, text: str) -> str:
+        if self._kind == "python":
+            return ascii((token, text)) + "\n"
+        words = shlex.quote(text.replace("\0", ""))
+        return f"eval {words} </dev/null 3>&-\nprintf '{token} %d\\n' \"$?\" >&3\n"
 
 
 def _order(program: Program, limits: Limits, address_space_bytes: int, num_processes: int) -> bytes:

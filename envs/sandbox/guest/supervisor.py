@@ -1,7 +1,8 @@
 """The first process of a session: receives calls, starts their programs, and answers.
 
 It limits the time, output and memory of a call. It has no rights to anything outside its sandbox,
-and answers every call once, soon after the call's wall time at the latest.
+and answers every call once, soon after the call's wall time at the latest. An interpreter is a call
+of its own that lasts for many inputs: each input has an answer, a time and an output.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ import select
 import sys
 import time
 
-from outloop.envs.sandbox.guest import framing, isolation, memory, program, syscalls
+from outloop.envs.sandbox.guest import (
+    framing,
+    interpreter_line,
+    isolation,
+    memory,
+    program,
+    syscalls,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # imported in every sandbox, these would be a quarter of its start
@@ -20,6 +28,7 @@ if TYPE_CHECKING:  # imported in every sandbox, these would be a quarter of its 
 
 _TICK_MS = 50
 _DRAIN_S = 0.2
+_NOT_RUN = b"the input was not run: the interpreter had ended before it\n"
 _DISCARD_FACTOR = 16
 """A program that writes this many times what is kept is ended."""
 
@@ -56,6 +65,70 @@ class _Running:
                 self.kill("output")
 
 
+class _Talk:
+    """An interpreter, and the input that it runs; None between two."""
+
+    def __init__(self, one: _Running, own: int, output_bytes: int) -> None:
+        self.asked: interpreter_line.Input | None = None
+        self.line = interpreter_line.Line(own)
+        self._one = one
+        self._own = own
+        self._output_bytes = output_bytes
+        self._poll = select.poll()
+        for fd in (0, own, *one.open):
+            self._poll.register(fd, select.POLLIN)
+
+    def move(self) -> None:
+        """Wait a moment; pass on what there is to pass on, and end what is late or has left."""
+        one = self._one
+        for fd, _ in self._poll.poll(self.line.wait_ms(self.asked, _TICK_MS)):
+            if fd == 0:
+                self._ask()
+                is_open = True
+            elif fd == self._own:
+                is_open = self.line.take()
+            else:
+                one.take(fd, self._output_bytes)
+                is_open = fd in one.open
+            if not is_open:
+                self._poll.unregister(fd)
+        if not one.is_reaped:
+            self.line.give()
+        if self.line.is_left:
+            one.kill("killed")
+        if self.asked is not None and time.monotonic() > self.asked.deadline:
+            one.kill("wall_time")
+
+    def _ask(self) -> None:
+        one = self._one
+        self.asked = interpreter_line.receive()
+        self.line.put(self.asked)
+        one.num_written = {one.out: 0, one.err: 0}
+        if self.asked.is_end:
+            one.kill("killed")
+        elif one.is_reaped:
+            one.streams[one.err] += _NOT_RUN
+
+    def answer(self) -> list[bytes]:
+        """The answer to the input, which is over; what was written is forgotten."""
+        one, asked, status = self._one, self.asked, self.line.status
+        assert asked is not None
+        assert status is not None
+        self.asked = None
+        is_cut = any(number > self._output_bytes for number in one.num_written.values())
+        fields = [
+            b"answered",
+            b"%d" % int(1000 * (time.monotonic() - asked.started)),
+            b"%d" % is_cut,
+            bytes(one.streams[one.out]),
+            bytes(one.streams[one.err]),
+            status,
+        ]
+        for fd in (one.out, one.err):
+            one.streams[fd].clear()
+        return fields
+
+
 class Supervisor:
     """Serves calls on descriptors 0 and 1 until the sandbox closes them."""
 
@@ -84,7 +157,10 @@ class Supervisor:
         """Answer one call, and never return, except by `Become` in a forked program."""
         try:
             syscalls.die_with_parent()
-            program.send(1, self._call(*numbers))
+            if numbers[0]:
+                program.send(1, self._call(*numbers))
+            else:
+                self._interpret(*numbers[2:])
         except program.Become:
             raise
         except BaseException as error:  # noqa: BLE001 - the fork is a process boundary
@@ -123,6 +199,42 @@ class Supervisor:
             fields += self._answer(one, output_bytes, time.monotonic() - started)
             self._walls.clean(index)
         return fields
+
+    def _interpret(self, output_bytes: int, memory_bytes: int) -> None:
+        """Give the inputs that come on descriptor 0 to one program, until it ends or is ended."""
+        num_killed = self._killed.count()
+        own, its = _socketpair()
+        one = self._start(0, its, [own])
+        os.close(its)
+        talk = _Talk(one, own, output_bytes)
+        while True:
+            talk.move()
+            if self._killed.count() > num_killed or (
+                memory_bytes and memory.resident_bytes() > memory_bytes
+            ):
+                one.kill("memory")
+            self._reap(one)
+            asked = talk.asked
+            if asked is not None and one.is_reaped:
+                break
+            if asked is not None and talk.line.status is not None:
+                self._read_all(one, output_bytes)
+                program.send(1, [framing.pack(talk.answer())])
+        if self._killed.count() > num_killed:
+            one.ended = one.ended or "memory"
+        self._drain(one, output_bytes)
+        answer = self._answer(one, output_bytes, time.monotonic() - asked.started)
+        self._walls.clean(0)
+        program.send(1, answer)
+
+    def _read_all(self, one: _Running, output_bytes: int) -> None:
+        """Read what is in the pipes by now; what is left running may go on writing."""
+        deadline = time.monotonic() + _DRAIN_S
+        for fd in (one.out, one.err):
+            while fd in one.open and time.monotonic() < deadline:
+                if not select.select([fd], [], [], 0)[0]:
+                    break
+                one.take(fd, output_bytes)
 
     def _start(self, index: int, link: int | None, others: list[int]) -> _Running:
         (status, its_status), (out, its_out), (err, its_err) = (os.pipe() for _ in range(3))
@@ -180,12 +292,7 @@ class Supervisor:
 
     def _drain(self, one: _Running, output_bytes: int) -> None:
         """Read what is still in the pipes, without waiting for a process that holds one open."""
-        deadline = time.monotonic() + _DRAIN_S
-        for fd in [one.out, one.err]:
-            while fd in one.open and time.monotonic() < deadline:
-                if not select.select([fd], [], [], 0)[0]:
-                    break
-                one.take(fd, output_bytes)
+        self._read_all(one, output_bytes)
         for fd in one.streams:
             os.close(fd)
 
