@@ -212,7 +212,12 @@ ones load later weights: `outloop plan docs/scaling.toml` prints this table too.
 
 * Turns on fewer servers are slower, by little, and a synchronous loop has nothing for the empty servers to do: no
   episode starts before the next version. What they would do, `over_provision` and `max_staleness` 1 do on all
-  servers, and gain as the table above says. So turns are not repacked; a turn in flight takes any version in place.
+  servers, and gain as the table above says. So turns are not repacked.
+* Empty servers are not needed to load weights either: with `publish.mode = "in_place"` a turn in flight goes on under
+  the new version, with the others it goes on from its tokens.
+* Where servers and trainer share GPUs, an empty server could give its memory back early. A step needs every GPU, so it
+  would still wait for the last server.
+* The last column counts the trainer's time too, in which all servers are empty.
 
 ## Long tasks first
 
