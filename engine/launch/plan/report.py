@@ -21,7 +21,7 @@ from outloop.engine.launch.plan.cost import (
     trainer_share,
 )
 from outloop.engine.launch.plan.fit import Fit, Gpus, gib
-from outloop.engine.launch.plan.inputs import Plan
+from outloop.engine.launch.plan.inputs import Plan, ServerInputs
 from outloop.engine.launch.plan.lengths import Lengths, Part
 from outloop.engine.launch.plan.memory import RESERVE, cached_tokens, rank_memory
 from outloop.engine.launch.plan.network import broadcast_s, one_by_one_s
@@ -242,25 +242,32 @@ def sizes(plan: Plan) -> list[Size]:
     cluster, servers = plan.inputs.cluster, plan.inputs.servers
     if cluster is None or servers is None:
         return []
-    found = []
-    for gpus in cluster.gpus:
-        groups = plan.inputs.loop.groups_per_step
-        if cluster.gpus_per_group is not None:
-            groups = max(groups, round(gpus / cluster.gpus_per_group))
+    return [size_of(plan, servers, gpus) for gpus in cluster.gpus]
 
-        def scenario_of(num_servers: int, trainer_gpus: int, groups: int = groups) -> Scenario:
-            return plan.slice(
-                num_servers=num_servers, trainer_gpus=trainer_gpus, groups_per_step=groups
-            )
 
-        split = best_split(
-            gpus,
-            gpus_per_server=servers.gpus,
-            gpus_per_replica=plan.layout(1).ranks_per_replica,
-            scenario_of=scenario_of,
+def size_of(plan: Plan, servers: ServerInputs, gpus: int) -> Size:
+    """The best split of so many GPUs.
+
+    Raises:
+        SettingsError: they are too few.
+    """
+    groups = plan.inputs.loop.groups_per_step
+    cluster = plan.inputs.cluster
+    if cluster is not None and cluster.gpus_per_group is not None:
+        groups = max(groups, round(gpus / cluster.gpus_per_group))
+
+    def scenario_of(num_servers: int, trainer_gpus: int) -> Scenario:
+        return plan.slice(
+            num_servers=num_servers, trainer_gpus=trainer_gpus, groups_per_step=groups
         )
-        found.append(Size(gpus, groups, split, _with_failures(plan, split)))
-    return found
+
+    split = best_split(
+        gpus,
+        gpus_per_server=servers.gpus,
+        gpus_per_replica=plan.layout(1).ranks_per_replica,
+        scenario_of=scenario_of,
+    )
+    return Size(gpus, groups, split, _with_failures(plan, split))
 
 
 def _with_failures(plan: Plan, split: Split) -> float:
