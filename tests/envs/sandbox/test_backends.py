@@ -54,6 +54,40 @@ def test_an_engine_that_does_not_answer_is_reported(tmp_path: Path) -> None:
         ContainerSandbox(engine=engine)
 
 
+RUNTIMES = """case "$*" in
+  info) ;;
+  info*) echo '{"runc": {"path": "runc"}, "runsc": {"path": "/usr/bin/runsc"}}' ;;
+  *) echo "$@" >> "$0.words"; exit 125 ;;
+esac"""
+
+
+async def test_a_runtime_of_the_engine_runs_the_container(tmp_path: Path) -> None:
+    """gVisor by its name; the sandbox says so."""
+    engine = program(tmp_path, RUNTIMES)
+    sandbox = ContainerSandbox(engine=engine, runtime="runsc")
+    assert "runtime runsc" in sandbox.enforcement
+    with pytest.raises(EnvironmentFailure):
+        async with sandbox.session():
+            pass
+    await sandbox.close()
+    assert (tmp_path / "engine.words").read_text().startswith("run --runtime runsc --rm ")
+
+
+def test_a_runtime_that_the_engine_lacks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With those that it has; podman takes what is on PATH."""
+    engine = program(tmp_path, RUNTIMES)
+    with pytest.raises(SettingsError, match=r"runtime='kata': engine .*has runc, runsc"):
+        ContainerSandbox(engine=engine, runtime="kata")
+    podman = Path(engine).rename(tmp_path / "podman")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SettingsError, match="podman does not have it"):
+        ContainerSandbox(engine=str(podman), runtime="runsc")
+    argv = container_argv(str(podman), "s", "i", "python3", tmp_path, LIMITS, runtime="runsc")
+    assert argv[1:4] == ["--runtime", "runsc", "run"]
+
+
 async def test_a_session_that_does_not_start_is_an_environment_failure(tmp_path: Path) -> None:
     """With the words of whatever failed to start."""
     engine = program(tmp_path, '[ "$1" = info ] || { echo "no such image" >&2; exit 125; }')
