@@ -46,7 +46,9 @@ class Row:
     command: Sequence[str]
     max_s: float
     expected: str
-    """What shows that it is right."""
+    """What shows that it is right, on a GPU."""
+    cpu_expected: str = ""
+    """Of what a CPU can do of it; empty: the same."""
     is_alone: bool = False
     """Timed, so nothing runs beside it."""
     cpu_command: Sequence[str] | None = None
@@ -63,6 +65,21 @@ class Outcome:
     result: str
     seconds: float
     output: str
+
+    def lines(self, *marks: str) -> list[str]:
+        """What it printed behind one of MARKS."""
+        return [
+            line.split(" ", 1)[1]
+            for line in self.output.splitlines()
+            if line.startswith(tuple(f"{mark} " for mark in marks))
+        ]
+
+    @property
+    def expected(self) -> str:
+        """What shows that it is right here, or what it needs."""
+        if self.result == "needs":
+            return "; ".join(self.lines("NEEDS"))
+        return self.row.expected if HAS_GPU else self.row.cpu_expected or self.row.expected
 
     @property
     def is_failure(self) -> bool:
@@ -93,6 +110,7 @@ def rows(folder: Path) -> list[Row]:
             command=_row("buckets_into_sglang"),
             max_s=90,
             expected="no tensor wrong after 20 publishes by CUDA-IPC",
+            cpu_expected="no tensor wrong after 4 publishes by shared memory",
         ),
         Row(
             name="exported memory",
@@ -104,25 +122,29 @@ def rows(folder: Path) -> list[Row]:
             name="group of ours",
             command=_row("group", "ours"),
             max_s=90,
-            expected="3 broadcasts; over NCCL the first takes seconds, the others under 0.5 s",
+            expected="3 broadcasts over NCCL; the first takes seconds, the others under 0.5 s",
+            cpu_expected="3 broadcasts over gloo",
         ),
         Row(
             name="group of SGLang",
             command=_row("group", "sglang"),
             max_s=90,
-            expected="the same; over NCCL SGLang returns about 1 s before ours began",
+            expected="the same; SGLang returns about 1 s before ours began",
+            cpu_expected="3 broadcasts over gloo; SGLang returns when ours ends",
         ),
         Row(
             name="group, member absent",
             command=_row("group_absent"),
             max_s=60,
             expected="an error within 20 s of a deadline of 5",
+            cpu_expected="over gloo an error within 20 s of a deadline of 5",
         ),
         Row(
             name="group, member stopped",
             command=_row("group_stopped"),
             max_s=150,
             expected="an error after 5 s, the group left at once, the process alive a minute later",
+            cpu_expected="over gloo an error after 5 s, the group left, the process alive",
         ),
         Row(
             name="server, trainer, layers",
@@ -130,6 +152,7 @@ def rows(folder: Path) -> list[Row]:
             command=[*pytest, "-m", "gpu", "-W", "default", "tests/gpu"],
             max_s=240,
             expected="torch server, layers of both kinds and CUDA-IPC against transformers",
+            cpu_expected="how kernels of variable length are called; the kernels run on GPUs only",
             cpu_command=[*pytest, "tests/engine/train/test_layer_kind.py"],
         ),
         Row(
@@ -137,6 +160,7 @@ def rows(folder: Path) -> list[Row]:
             command=_row("parity", "dp2", "dp2_distributed", "tp2_sp", "pp2"),
             max_s=240,
             expected="losses, gradients, logprobs, weights of two ranks are those of one process",
+            cpu_expected="one of the four layouts, over gloo, gives what one process gives",
             cpu_command=_row("parity", "dp2_distributed"),
         ),
         Row(
@@ -144,6 +168,7 @@ def rows(folder: Path) -> list[Row]:
             command=_row("parity", "moe_dp2", "ep2"),
             max_s=200,
             expected="the same, without Transformer Engine too",
+            cpu_expected="one of the two layouts, over gloo, gives what one process gives",
             cpu_command=_row("parity", "ep2"),
         ),
         Row(
@@ -151,6 +176,7 @@ def rows(folder: Path) -> list[Row]:
             command=[PYTHON, "tests/gpu/colocated_step.py"],
             max_s=120,
             expected="released memory is free, weights agree, the order is the documented one",
+            cpu_expected="weights agree, the order is the documented one; nothing is measured",
             # Others' memory on the device would be counted.
             is_alone=True,
         ),
@@ -159,7 +185,8 @@ def rows(folder: Path) -> list[Row]:
             command=[*speed, "qwen3-0.6b", "--microbatch-tokens", "8192"],
             cpu_command=[*speed, "tiny"],
             max_s=120,
-            expected="tokens/s and, on a GPU, MFU beside a plain loop over transformers",
+            expected="tokens/s and MFU beside a plain loop over transformers",
+            cpu_expected="the program runs, on a tiny shape: its figures say nothing",
             is_alone=True,
         ),
         Row(
@@ -171,6 +198,7 @@ def rows(folder: Path) -> list[Row]:
             cpu_command=[*speed, "tiny", "--dtype", "float32", "--alone"],
             max_s=60,
             expected="with TF32, a third to a half of bfloat16's tokens/s",
+            cpu_expected="the program runs in float32 too",
             is_alone=True,
         ),
         Row(
@@ -179,6 +207,7 @@ def rows(folder: Path) -> list[Row]:
             cpu_command=["sh", "-c", f"{loop} cpu shared_memory 20 1"],
             max_s=180,
             expected="warm start and RL in bfloat16 on one GPU that servers share: exit code 0",
+            cpu_expected="20 steps of SFT and one of RL in bfloat16, by shared memory: exit code 0",
             is_alone=True,
         ),
         Row(
@@ -249,14 +278,14 @@ def say(outcome: Outcome) -> None:
     sys.stdout.flush()
 
 
-def tell(outcomes: Sequence[Outcome], device: str) -> None:
+def summarize(outcomes: Sequence[Outcome], device: str) -> None:
     """The table, and the lines for the pages."""
     table = Table(title=f"gpu-check on {device}", title_justify="left")
-    for column in ("row", "result", "seconds", "expected"):
+    for column in ("row", "result", "seconds", "expected, or needed"):
         table.add_column(column, justify="right" if column == "seconds" else "left")
     for outcome in outcomes:
-        row = outcome.row
-        table.add_row(row.name, outcome.result, f"{outcome.seconds:.0f}", row.expected)
+        seconds = f"{outcome.seconds:.0f}"
+        table.add_row(outcome.row.name, outcome.result, seconds, outcome.expected)
     Console(width=160).print(table)
     print("Lines for docs/gpu.md and docs/performance.md:\n")
     print(
@@ -264,8 +293,8 @@ def tell(outcomes: Sequence[Outcome], device: str) -> None:
     )
     print("| row | result |\n|---|---|")
     for outcome in outcomes:
-        told = [line[5:] for line in outcome.output.splitlines() if line.startswith("INFO")]
-        print(f"| {outcome.row.name} | {outcome.result}; {'; '.join(told)} |")
+        words = [outcome.result, *outcome.lines("INFO", "NEEDS")]
+        print(f"| {outcome.row.name} | {'; '.join(words)} |")
     report = ROOT / "runs" / "bench" / "publish-cuda.json"
     if HAS_GPU and report.is_file():
         figures = json.loads(report.read_text())["figures"]
@@ -297,7 +326,7 @@ def main() -> int:
         with ThreadPoolExecutor(8 if HAS_GPU else 1) as pool:
             outcomes = list(pool.map(go, [row for row in chosen if not row.is_alone]))
         outcomes += [go(row) for row in chosen if row.is_alone]
-    tell(outcomes, torch.cuda.get_device_name() if HAS_GPU else "a CPU")
+    summarize(outcomes, torch.cuda.get_device_name() if HAS_GPU else "a CPU")
     return 1 if any(outcome.is_failure for outcome in outcomes) else 0
 
 

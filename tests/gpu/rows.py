@@ -310,8 +310,9 @@ def group(how: str = "ours") -> None:
         took_s = time.time() - began_at
         word = pipe.recv()
         if word[0] == "returned":
-            before_s = began_at - word[1]
-            tell(f"SGLang's broadcast returned {before_s:.2f} s before ours began")
+            after_s = word[1] - began_at
+            side = "after" if after_s > 0 else "before"
+            tell(f"SGLang's broadcast returned {abs(after_s):.2f} s {side} ours began")
             word = pipe.recv()
         check(
             word[1] == int(content.long().sum()),
@@ -341,12 +342,14 @@ def group_stopped() -> None:
     _expect_an_end(made, timeout_s=5.0, what="a member was stopped")
     os.kill(member.pid, signal.SIGKILL)
     _expect_a_close(made)
-    until = time.monotonic() + (70.0 if HAS_GPU else 2.0)
+    # torch would end this process a minute after an error of NCCL.
+    lives_s = 70.0 if HAS_GPU else 2.0
+    until = time.monotonic() + lives_s
     while time.monotonic() < until:
         time.sleep(0.5)
         if HAS_GPU:
             torch.ones(1000, device="cuda").sum().item()
-    check(True, "this process lives and computes a minute later")
+    check(True, f"this process lives and computes {lives_s:.0f} s later")
 
 
 def _expect_an_end(made: Any, *, timeout_s: float, what: str) -> None:

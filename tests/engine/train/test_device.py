@@ -14,6 +14,7 @@ from outloop.buffer.settings import TrainerSettings
 from outloop.engine.train.megatron.device import choose_device, gpu_number, set_precision
 from outloop.engine.train.megatron.model_and_optimizer import Policy, optimizer_parts
 from outloop.engine.train.megatron.optimizer_state import put_moments
+from outloop.engine.train.step.policy_update import logit_chunks
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,17 @@ def test_float32_takes_tensor_cores_on_a_gpu_only() -> None:
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(("device", "num_chunks"), [("cpu", 149), ("cuda", 10)])
+def test_a_gpu_gets_larger_chunks_of_logits(device: str, num_chunks: int) -> None:
+    """16,384 tokens of Qwen3's vocabulary: each chunk writes a gradient as large as the head."""
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(vocab_size=151936, tensor_model_parallel_size=1),
+        output_weight=SimpleNamespace(device=torch.device(device)),
+    )
+    chunks = list(logit_chunks(16384, model))
+    assert (chunks[0].start, chunks[-1].stop, len(chunks)) == (0, 16384, num_chunks)
 
 
 _ROUTER_WITH_CUDA = """
