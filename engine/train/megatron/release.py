@@ -1,7 +1,7 @@
 """Releases of megatron-core that the trainer was tried with, and where they differ.
 
-Everything that depends on the release is here. Nothing of it, nor torch, is imported with this
-module.
+Everything that differs between them is here; names that one of them lacks are added by cpu_backend,
+where they are not there. Nothing of megatron-core, nor torch, is imported with this module.
 """
 
 from __future__ import annotations
