@@ -3,15 +3,19 @@
 import json
 import os
 import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.run import create_run
 from outloop.buffer.settings import Settings
-from outloop.engine.launch.child_process import PartProcess
 from outloop.engine.launch.gpu_placement import Gpu, GpuPlacement, list_gpus, place_gpus
+from outloop.engine.launch.launcher import Launcher
+from outloop.engine.launch.restarts import DEFAULT_BACKOFF
 
 EIGHT = tuple(Gpu(id=f"GPU-{number}", name="H100") for number in range(8))
 SGLANG = {"kind": "sglang", "device": "cuda", "dtype": "bfloat16"}
@@ -171,17 +175,29 @@ def test_gpus_are_those_that_this_process_sees(driver: dict[str, str]) -> None:
     assert list_gpus({"PATH": "/nowhere"}) == ()
 
 
+class Saying:
+    """In the place of every part: a program that says which GPUs it sees."""
+
+    def command(self, name: str, part: str, command: Sequence[str]) -> list[str]:
+        """Of the program."""
+        code = "import json, os; print(json.dumps(os.environ.get('CUDA_VISIBLE_DEVICES')))"
+        return [sys.executable, "-c", code]
+
+
 def test_a_process_gets_its_gpus_and_no_others(driver: dict[str, str], tmp_path: Path) -> None:
     """In its environment, which is all that CUDA looks at."""
-    placement = place(SGLANG | {"num_servers": 2}, {}, list_gpus(driver))
-    code = "import json, os; print(json.dumps(os.environ.get('CUDA_VISIBLE_DEVICES')))"
+    server, nobody = SGLANG | {"num_servers": 2}, cast(Any, None)
+    settings = Settings(model={"path": "m"}, server=server)
+    run = create_run(settings, tmp_path / "run", "unix:///none")
+    gpus = place_gpus(settings, list_gpus(driver))
+    launcher = Launcher(run, nobody, threading.Event(), gpus, DEFAULT_BACKOFF, Saying())
     seen = []
-    for part, index in (("server", 1), ("trainer", 0), ("runner", 0)):
-        log = tmp_path / f"{part}.log"
-        environment = placement.environment(part, index)
-        process = PartProcess(part, [sys.executable, "-c", code], log, environment)
+    for part, *extra in (("server", "--index", "1"), ("trainer",), ("runner",)):
+        launcher.start(part, part, *extra)
+        process = launcher.parts[part]
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         process.stop(20.0)
+        log = run.dir / "logs" / f"{part}.log"
         seen.append(json.loads(log.read_text().splitlines()[-1]))
     assert seen[:2] == ["GPU-bb", "GPU-cc"]
     assert seen[2] == os.environ.get("CUDA_VISIBLE_DEVICES")
