@@ -135,10 +135,12 @@ test-checkout: $(STAMP) bwrap
 test-slow: $(STAMP) bwrap test-browser
 	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests -m "$(HERE) and slow" -o timeout=600
 
-# A node's worth of processes, devices shared and not, each part killed once; a part of test-slow.
+# A node's worth of processes, devices shared and not, each part killed once (a part of test-slow); and two real
+# SGLang servers of two ranks each, which take some minutes to start on two cores.
 .PHONY: test-node
-test-node: $(STAMP)
-	$(ONE_THREAD) $(BIN)/python -m pytest tests/e2e/test_node.py -o timeout=600
+test-node: venv-sglang
+	$(ONE_THREAD) $(BIN)/python -m pytest tests/e2e/test_node.py -m "not sglang" -o timeout=600
+	$(SGLANG_TESTS) tests/e2e/test_node.py
 
 # The page of `outloop view` in a real browser; under a minute.
 test-browser: $(STAMP) chromium

@@ -3,12 +3,13 @@ runner; with devices of their own, and sharing them. Each part is killed once; t
 learned.
 
 There is no GPU: `nvidia-smi` is a script that lists eight, and servers are the stand-in for SGLang
-(fakes/sglang_stand_in.py), whose ranks are payloads, not processes. Real SGLang of two ranks is
-one server at a time, in `make test-sglang`.
+(fakes/sglang_stand_in.py), whose ranks are payloads, not processes. One test has real SGLang, whose
+ranks are processes on the CPU and cannot share its memory with the trainer's.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -78,6 +79,7 @@ every = 14
 num_episodes = 128
 final_num_episodes = 128
 """
+ON_A_CPU = re.sub(r"gpus = .*\n", "", CONFIG)
 COLOCATED = ("trainer.is_colocated=true", "trainer.gpus=[0, 1, 2, 3]")
 NVIDIA_SMI = """#!/bin/sh
 for number in 0 1 2 3 4 5 6 7; do echo "$number, GPU-pretend-$number, Pretend, 81559"; done
@@ -96,6 +98,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     takes the place of SGLang's Python."""
     folder = tmp_path_factory.mktemp("node")
     (folder / "run.toml").write_text(CONFIG)
+    (folder / "cpu.toml").write_text(ON_A_CPU)
     programs = {
         "nvidia-smi": NVIDIA_SMI,
         # SGLang's environment has a PYTHONPATH of its own.
@@ -128,19 +131,16 @@ def environment(folder: Path) -> dict[str, str]:
 class Node:
     """The run, and its processes."""
 
-    def __init__(self, folder: Path, name: str, settings: Sequence[str]) -> None:
+    def __init__(self, folder: Path, name: str, settings: Sequence[str], config: str) -> None:
         self.dir = folder / "runs" / name
-        settings = [
-            f"run.name={name}",
-            f'env.import_dir="{EXAMPLE}"',
-            f'server.sglang_python="{folder / "bin/python"}"',
-            *settings,
-        ]
+        settings = [f"run.name={name}", f'env.import_dir="{EXAMPLE}"', *settings]
+        if config == "run.toml":
+            settings.append(f'server.sglang_python="{folder / "bin/python"}"')
         words = [word for setting in settings for word in ("--set", setting)]
         self.output = folder / f"{name}.txt"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                outloop("train", "run.toml", *words),
+                outloop("train", config, *words),
                 cwd=folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -161,9 +161,9 @@ class Node:
         """Made so far."""
         return max((row["step"] for row in self.rows if "train/loss" in row), default=0)
 
-    def wait_for(self, num_steps: int) -> None:
+    def wait_for(self, num_steps: int, patience_s: float = PATIENCE_S) -> None:
         """Until so many steps are made."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + patience_s
         while self.num_steps < num_steps:
             assert self.process.poll() is None, self.text
             assert time.monotonic() < deadline, self.text
@@ -192,8 +192,8 @@ def start(workspace: Path) -> Iterator[Callable[..., Node]]:
     """`start("name", "section.key=value", ...)`."""
     nodes: list[Node] = []
 
-    def make(name: str, *settings: str) -> Node:
-        nodes.append(Node(workspace, name, settings))
+    def make(name: str, *settings: str, config: str = "run.toml") -> Node:
+        nodes.append(Node(workspace, name, settings, config))
         return nodes[-1]
 
     yield make
@@ -234,3 +234,22 @@ def test_a_node_learns_whoever_is_killed(is_colocated: bool, start: Callable[...
     assert evaluations[-1] > evaluations[0] + 0.1, evaluations
     left = [p for p in psutil.process_iter(["cmdline"]) if folder in str(p.info["cmdline"])]
     assert not psutil.wait_procs(left, timeout=20)[1]
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(900)
+def test_two_sglang_servers_of_two_ranks_are_fed(start: Callable[..., Node]) -> None:
+    """Real SGLang: four trainer ranks feed both servers each version, and the one that was killed
+    again; what servers sampled has the trainer's logprobs."""
+    patient = ("server.start_timeout_s=500", "publish.phase_timeout_s=120", "eval.every=0")
+    node = start("sglang", "trainer.num_steps=6", *patient, config="cpu.toml")
+    node.wait_for(2, 600)
+    node.kill("sglang/entrypoint.py")
+    assert node.process.wait(600) == 0, node.text
+    assert "part_restarted" in node.output.read_text()
+    steps = [row for row in node.rows if "train/loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 7))
+    gaps = [row["train/logprob_gap_max"] for row in steps]
+    assert max(gap for gap in gaps if gap is not None) < 1e-3
+    for index in range(2):
+        assert " TP1]" in (node.dir / f"logs/server-{index}.log").read_text()
