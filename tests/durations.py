@@ -2,7 +2,7 @@
 
 python tests/durations.py REPORT.xml     (see `make durations`)
 
-A test is `slow` from 8 s on and `medium` from 0.25 s on, as the slowest of its parameters was.
+A test is `slow` from 8 s on and `medium` from 0.2 s on, as the slowest of its parameters was.
 Tests that the report does not hold count as quick until the next one.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests/durations.toml"
-FROM_S = {"slow": 8.0, "medium": 0.25}
+FROM_S = {"slow": 8.0, "medium": 0.2}
 
 
 def read_report(path: Path) -> dict[tuple[str, str], float]:
