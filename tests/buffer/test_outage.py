@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[EmbeddedRedis]:
-    """One that a test may kill."""
-    with EmbeddedRedis(tmp_path / "redis", max_memory_mb=64) as server:
+    """One that a test may kill; it has what it acknowledged also where its disk was busy."""
+    with EmbeddedRedis(tmp_path / "redis", fsync="always", max_memory_mb=64) as server:
         yield server
 
 
