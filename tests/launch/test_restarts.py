@@ -147,6 +147,8 @@ def test_a_redis_of_somebody_else_is_waited_for_until_the_bound(tmp_path: Path) 
         kill(psutil.Process(redis.pid))
         with launcher.riding_out():
             launcher.check()
+        while redis.exit_code is None:
+            time.sleep(0.001)
         redis.start_again()
         look_until(lambda: is_up(launcher), launcher)
         with launcher.riding_out():
