@@ -5,7 +5,7 @@ python tests/durations.py REPORT.xml     (see `make durations`)
 A test is `slow` from 8 s on and `medium` from 0.2 s on, as the slowest of its parameters was.
 Tests that the report does not hold count as quick until the next one. A test that was marked before
 keeps its marker: a set-up that several tests share counts for whichever of them came first. Without
-the file all is measured anew.
+the file all is measured again.
 """
 
 from __future__ import annotations

@@ -760,7 +760,7 @@ def check_effective_share(m: Any) -> None:
 
 
 def check_gae(m: Any) -> None:
-    """A weighted sum of the errors of all later steps, with a value behind the last."""
+    """A weighted sum of the errors of all later steps, with a value after the last."""
     generator = np.random.default_rng(3)
     rewards, values = generator.normal(size=(2, 6))
     for bootstrap, gamma, lam in ((0.0, 1.0, 0.95), (1.5, 0.9, 0.5), (1.5, 0.8, 0.0)):

@@ -516,7 +516,7 @@ def check_packing(m: Any) -> None:
 
 
 def check_reward_rows(m: Any) -> None:
-    """Conversations of a pair, or attempts of a group; one score behind the last token of each."""
+    """Conversations of a pair, or attempts of a group; one score after the last token of each."""
     played = [
         trajectory(TREE[:2], reward, group_id=name, episode_id=str(index))
         for index, (name, reward) in enumerate((("x", 1.0), ("y", 0.0), ("x", 0.0), ("y", 0.0)))
@@ -559,7 +559,7 @@ def episode_of_two_rows() -> tuple[Any, Any]:
 
 
 def check_values(m: Any) -> None:
-    """One chain over both rows in the order of turns, with a value behind the last token."""
+    """One chain over both rows in the order of turns, with a value after the last token."""
     rows, credit = episode_of_two_rows()
     assert m.cut_rows(rows, credit) == [1]
     chosen = TrainerSettings(

@@ -210,7 +210,7 @@ async def test_nothing_outlives_it(uses_cgroups: bool) -> None:
 
 
 async def test_a_cancelled_input_does_not_answer_the_next(sandbox: Sandbox) -> None:
-    """The session is begun anew, and so are the files."""
+    """The session begins again, and so do the files."""
     async with sandbox.session() as session, session.interpreter("bash") as shell:
         await shell.run("x=1; touch file")
         running = asyncio.create_task(shell.run("sleep 5; echo late"))
@@ -221,7 +221,7 @@ async def test_a_cancelled_input_does_not_answer_the_next(sandbox: Sandbox) -> N
 
 
 async def test_a_session_that_is_killed_is_a_result(sandbox: Sandbox) -> None:
-    """Of the input under way; then it begins anew."""
+    """Of the input under way; then it begins again."""
     async with sandbox.session() as session:
         assert isinstance(session, SupervisedSession)
         async with session.interpreter("bash") as shell:
