@@ -16,30 +16,40 @@ from outloop.buffer.trajectories.reading import read_trajectories
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 NUM_STEPS, GROUPS_PER_STEP, GROUP_SIZE = 4, 3, 2
-NUM_TURNS = 4
+NUM_TURNS_PER_CONVERSATION = 2
 ROLLOUTS = f'''
 import json
 import time
 
 
 def tasks():
-    return [{{"question": f"say {{i}}", "is_long": i % 4 == 0}} for i in range(64)]
+    """Of the first six groups, which start before the first publish, every second one is long."""
+    max_tokens = {{0: 160, 2: 130, 4: 100}}
+    return [{{"question": f"say {{i}}", "max_tokens": max_tokens.get(i)}} for i in range(64)]
 
 
 def eval_tasks():
-    return [{{"question": "hold", "is_long": False}}]
+    return [{{"question": "hold", "max_tokens": None}}]
 
 
 async def play(task, episode):
-    """One short call, or a long conversation without a pause between its calls; nothing is tried
-    twice, and every call is written down."""
+    """One short call; or, where `max_tokens` is given, calls without a pause between them until the
+    policy's first publish: a call is then in the middle of its answer when the trainer takes the
+    memory, whenever that is. The lengths differ, so that the pauses between two calls do not meet.
+    Nothing is tried twice, and every call is written down."""
     client = episode.client.with_options(max_retries=0)
-    messages, score = [], 0
-    for number in range({NUM_TURNS} if task.payload["is_long"] else 1):
-        messages.append({{"role": "user", "content": f"{{task.payload['question']}} {{number}}"}})
+    max_tokens = task.payload["max_tokens"]
+    limit = 24 if max_tokens is None else max_tokens
+    messages, score, is_over = [], 0, False
+    while not is_over:
+        if len(messages) == 2 * {NUM_TURNS_PER_CONVERSATION}:
+            messages = []
+        messages.append({{"role": "user", "content": task.payload["question"]}})
         began_at, failure = time.monotonic(), ""
         try:
-            answer = await client.chat.completions.create(model="policy", messages=messages)
+            answer = await client.chat.completions.create(
+                model="policy", messages=messages, max_tokens=limit
+            )
         except Exception as error:
             failure = repr(error)
             raise
@@ -49,6 +59,7 @@ async def play(task, episode):
         text = answer.choices[0].message.content or ""
         messages.append({{"role": "assistant", "content": text}})
         score += sum(character.isdigit() for character in text)
+        is_over = max_tokens is None or answer.system_fingerprint != "policy_version=0"
     return float(score)
 '''
 
@@ -70,8 +81,8 @@ def test_turns_wait_for_the_trainer_and_go_on_from_their_tokens(
         "buffer.group_size": GROUP_SIZE,
         "buffer.over_provision": 2.0,
         "buffer.drop_zero_signal": False,
-        "sampling.max_new_tokens": 48,
-        "model.max_context_tokens": 384,
+        "sampling.max_new_tokens": 160,
+        "model.max_context_tokens": 512,
         "eval.every": 0,
         "env.episode_deadline_s": 180,
     }
