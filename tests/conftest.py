@@ -203,7 +203,7 @@ def start_torch_server() -> Iterator[Callable[..., ServerThread]]:
             "server": server,
         }
         from outloop.buffer.settings import build_settings
-        from outloop.engine.serve.main import serve_torch
+        from outloop.engine.serve.torch_server.process import serve_torch
 
         serve = partial(
             serve_torch,

@@ -21,9 +21,9 @@ import uvicorn
 
 from outloop.buffer.settings import build_settings
 from outloop.engine.publish.flattened_bucket import read_bucket
-from outloop.engine.serve.main import build_engine
 from outloop.engine.serve.torch_server.app import ServerApp
 from outloop.engine.serve.torch_server.generate import Progress
+from outloop.engine.serve.torch_server.process import build_engine
 from outloop.engine.serve.torch_server.scheduler import Engine
 
 ASSERTED = ("/release_memory_occupation", "/resume_memory_occupation", "/continue_generation")

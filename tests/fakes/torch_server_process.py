@@ -54,7 +54,7 @@ def _serve(tree: dict[str, object], sender: Connection) -> None:
     import torch
 
     from outloop.buffer.settings import build_settings
-    from outloop.engine.serve.main import serve_torch
+    from outloop.engine.serve.torch_server.process import serve_torch
 
     async def on_bound(url: str) -> None:
         sender.send(url)

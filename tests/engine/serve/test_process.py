@@ -18,8 +18,9 @@ from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
-from outloop.engine.serve.main import serve, serve_torch
+from outloop.engine.serve.main import serve
 from outloop.engine.serve.sglang.arguments import argument_table
+from outloop.engine.serve.torch_server.process import serve_torch
 
 PROMPT = list(range(20, 40))
 
