@@ -12,18 +12,22 @@ from outloop.buffer.settings.recipes import EFFECTS, RL_ONLY, Recipe, trainer_de
 
 
 class CriticSettings(BaseModel):
-    """The value model of `advantage = "gae"`, and what advantages are made of its values.
-
-    It is a model of its own on the trainer's ranks, split as the policy is.
-    """
+    """The critic of `advantage = "gae"`, and what advantages are made of its values."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    kind: Literal["model", "head"] = "model"
+    """model: a model of its own on the trainer's ranks, split as the policy is. head: a linear head
+    on the policy's last hidden states."""
     path: Path | None = None
-    """Hugging Face folder that its layers begin with, of the policy's vocabulary; left out:
-    model.path. Its head begins at zero."""
+    """Of kind = "model": Hugging Face folder that its layers begin with, of the policy's
+    vocabulary; left out: model.path. A head begins at zero."""
+    value_coefficient: float = Field(0.0, ge=0)
+    """Of kind = "head": weight of the value loss in the policy's own gradient; 0: the value loss
+    trains the head alone."""
     learning_rate: float = Field(1e-5, gt=0)
-    """Of its own optimizer; betas, decay and weight decay are the trainer's."""
+    """Of its own optimizer; betas, decay and weight decay are the trainer's. A head's update moves
+    a value by up to this times the hidden size."""
     warmup_steps: int = Field(0, ge=0)
     """Updates over which its learning rate rises from zero."""
     steps_alone: int = Field(0, ge=0)
@@ -44,6 +48,20 @@ class CriticSettings(BaseModel):
     """Of the critic's targets; left out: gae_lambda."""
     normalizes_advantages: bool = True
     """Advantages of a take get mean 0 and deviation 1 over its trained tokens."""
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> CriticSettings:
+        if self.kind == "head" and self.path is not None:
+            raise ValueError(
+                f"trainer.critic.path={str(self.path)!r} has no effect with trainer.critic.kind="
+                '"head", whose layers are the policy\'s; leave it out, or set kind = "model"'
+            )
+        if self.kind == "model" and self.value_coefficient:
+            raise ValueError(
+                f"trainer.critic.value_coefficient={self.value_coefficient} has no effect: it "
+                'needs trainer.critic.kind = "head"; leave it out, or set that'
+            )
+        return self
 
 
 class TeacherSettings(BaseModel):

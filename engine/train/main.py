@@ -42,7 +42,7 @@ from outloop.engine.train.ranks.rank_worker import RankWorker
 from outloop.engine.train.ranks.watchdog import Watchdog
 from outloop.engine.train.reward_model import run_reward_model
 from outloop.engine.train.sft import run_sft
-from outloop.engine.train.step.critic_update import read_critic_config
+from outloop.engine.train.step.critic_update import describe_critic
 from outloop.engine.train.step.reference_model import read_reference_config
 from outloop.engine.train.step.teacher import read_teacher_config
 from outloop.engine.train.step.teacher_endpoint import TeacherEndpoint
@@ -180,14 +180,15 @@ def _check_files(run: Run, config: model_and_optimizer.PolicyConfig) -> None:
         read_reference_config(run.settings, config)
     if trainer.teacher is not None and trainer.teacher.path is not None:
         read_teacher_config(run.settings, config)
+    critic = None
     if trainer.mode == "rl" and trainer.advantage in VALUE_ADVANTAGES:
-        read_critic_config(run.settings, config)
+        critic = describe_critic(run.settings, config)
     if trainer.resume and trainer.mode == "rl":
         found = latest_checkpoint(run.dir / "checkpoints")
         if found is not None:
             check_model(found, config)
-            if trainer.advantage in VALUE_ADVANTAGES:
-                check_critic(found, read_critic_config(run.settings, config))
+            if critic is not None:
+                check_critic(found, critic)
 
 
 def _lead(

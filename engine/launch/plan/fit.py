@@ -82,7 +82,7 @@ class Fit:
     reference: float
     """Bytes of a frozen reference; 0: there is none."""
     critic: float
-    """Bytes of a critic and its optimizer; 0: there is none."""
+    """Bytes of a critic and its optimizer; 0: there is none, or it is a head on the policy."""
     rank_limit: float
     """Bytes that a rank may take."""
     checkpoint: float
@@ -121,7 +121,9 @@ def fit(settings: Settings, config: Mapping[str, Any], gpus: Gpus, *, source: st
     rank = _rank(settings, shape, layout)
     server = _server(settings, shape, gpus) if settings.server.num_servers else None
     reference = rank.weights if settings.trainer.kl != "none" else 0.0
-    critic = rank.total - rank.loss if settings.trainer.advantage == "gae" else 0.0
+    trainer = settings.trainer
+    has_own_critic = trainer.advantage == "gae" and trainer.critic.kind == "model"
+    critic = rank.total - rank.loss if has_own_critic else 0.0
     limit = (1.0 - RESERVE) * gpus.bytes
     checkpoint = 0.0
     if server is not None and settings.trainer.is_colocated:

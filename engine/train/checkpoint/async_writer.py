@@ -40,6 +40,7 @@ from outloop.engine.train.megatron.model_and_optimizer import (
     rendezvous_store,
 )
 from outloop.engine.train.megatron.optimizer_state import state_to_save
+from outloop.engine.train.megatron.value_head import ValueHead
 from outloop.engine.train.ranks.collectives import agree
 
 _POLL_S = 0.05
@@ -274,7 +275,7 @@ def begin_save(
     step: int,
     mark: CheckpointMark,
     keep: int,
-    critic: Policy | None = None,
+    critic: Policy | ValueHead | None = None,
     kl_coefficient: float | None = None,
     entropy_coefficient: float | None = None,
     reference: PolicyModel | None = None,
@@ -305,9 +306,14 @@ def begin_save(
     state = state_to_save(policy, has_moments=num_updates > 0)
     num_critic_updates = 0
     if critic is not None:
-        num_critic_updates = critic.scheduler.num_steps
-        own = state_to_save(critic, has_moments=num_critic_updates > 0)
-        state["critic"] = checkpoint_format.critic_state(own)
+        num_critic_updates = checkpoint_format.num_updates_of(critic)
+        state["critic"] = (
+            critic.sharded_state(has_moments=num_critic_updates > 0)
+            if isinstance(critic, ValueHead)
+            else checkpoint_format.critic_state(
+                state_to_save(critic, has_moments=num_critic_updates > 0)
+            )
+        )
     if reference is not None:
         state["reference"] = checkpoint_format.reference_state(reference)
     dist_checkpointing.save(
@@ -323,7 +329,7 @@ def begin_save(
         "model": policy.config.described,
         "reference_hash": reference_hash,
         "layout": dataclasses.asdict(policy.config.sizes),
-        "critic": None if critic is None else critic.config.described,
+        "critic": None if critic is None else checkpoint_format.described_critic(critic),
         "num_critic_updates": num_critic_updates,
         "kl_coefficient": kl_coefficient,
         "entropy_coefficient": entropy_coefficient,
@@ -340,7 +346,7 @@ def save_checkpoint(
     step: int,
     mark: CheckpointMark,
     keep: int,
-    critic: Policy | None = None,
+    critic: Policy | ValueHead | None = None,
     reference_hash: str = "",
 ) -> Path:
     """`begin_save`, and wait until it is complete.

@@ -28,6 +28,7 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import CheckpointMark
 from outloop.engine.train.megatron.model_and_optimizer import Policy, PolicyConfig, PolicyModel
 from outloop.engine.train.megatron.optimizer_state import put_state, state_to_fill
+from outloop.engine.train.megatron.value_head import ValueHead
 
 SCHEMA = 3
 STATE = "state.json"
@@ -52,7 +53,7 @@ class Checkpoint:
     layout: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Parallel sizes of the ranks that wrote it."""
     critic: dict[str, Any] | None = None
-    """What the critic's folder said of it; None: it holds none."""
+    """What the critic's folder said of it, or a head of itself; None: it holds none."""
     num_critic_updates: int = 0
     """Optimizer updates of the critic."""
     kl_coefficient: float | None = None
@@ -124,15 +125,19 @@ def check_model(checkpoint: Checkpoint, config: PolicyConfig) -> None:
     Raises:
         SettingsError: names what differs.
     """
-    if other := _differing(checkpoint.model, config):
+    if other := _differing(checkpoint.model, config.described):
         raise SettingsError(
             f"checkpoint {checkpoint.path} is of another model (checkpoint, model.path): {other}; "
             "start a new run.name, or give the model folder that this run began with"
         )
 
 
-def check_critic(checkpoint: Checkpoint, config: PolicyConfig) -> None:
-    """Refuse a checkpoint without a critic, or with one of another size; needs no process group.
+def check_critic(checkpoint: Checkpoint, critic: dict[str, Any]) -> None:
+    """Refuse a checkpoint without a critic, or with one of another kind or size; needs no process
+    group.
+
+    Args:
+        critic: that the run wants, as its configuration or `value_head.described` says it.
 
     Raises:
         SettingsError: names what differs.
@@ -143,7 +148,14 @@ def check_critic(checkpoint: Checkpoint, config: PolicyConfig) -> None:
             "it was written with another advantage. Start a new run.name from its weights, or go "
             "on with that advantage"
         )
-    if other := _differing(checkpoint.critic, config):
+    written, wanted = (one.get("kind", "model") for one in (checkpoint.critic, critic))
+    if written != wanted:
+        raise SettingsError(
+            f'checkpoint {checkpoint.path} holds a critic of trainer.critic.kind="{written}", and '
+            f'the run has trainer.critic.kind="{wanted}"; give the kind that it began with, or '
+            "start a new run.name from the checkpoint's weights"
+        )
+    if other := _differing(checkpoint.critic, critic):
         raise SettingsError(
             f"checkpoint {checkpoint.path} holds a critic of another model (checkpoint, "
             f"trainer.critic.path): {other}; start a new run.name, or give the folder that its "
@@ -151,8 +163,19 @@ def check_critic(checkpoint: Checkpoint, config: PolicyConfig) -> None:
         )
 
 
-def _differing(written: dict[str, Any], config: PolicyConfig) -> dict[str, tuple[Any, Any]]:
-    described = config.described
+def described_critic(critic: Policy | ValueHead) -> dict[str, Any]:
+    """What a checkpoint says of it."""
+    return critic.described if isinstance(critic, ValueHead) else critic.config.described
+
+
+def num_updates_of(critic: Policy | ValueHead) -> int:
+    """Its optimizer updates so far."""
+    if isinstance(critic, ValueHead):
+        return critic.num_updates
+    return critic.scheduler.num_steps
+
+
+def _differing(written: dict[str, Any], described: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     names = sorted(written.keys() | described.keys())
     pairs = {name: (written.get(name), described.get(name)) for name in names}
     return {name: (before, now) for name, (before, now) in pairs.items() if before != now}
@@ -179,7 +202,7 @@ def load_moved_reference(model: PolicyModel, checkpoint: Checkpoint) -> None:
 
 
 def load_checkpoint(
-    policy: Policy, checkpoint: Checkpoint, *, critic: Policy | None = None
+    policy: Policy, checkpoint: Checkpoint, *, critic: Policy | ValueHead | None = None
 ) -> None:
     """Put a checkpoint's weights, moments, schedule position and random states in place.
 
@@ -193,6 +216,7 @@ def load_checkpoint(
     Raises:
         SettingsError: the checkpoint is of another model, or holds no critic, or another.
     """
+    has_critic_moments = checkpoint.num_critic_updates > 0
     check_model(checkpoint, policy.config)
     if checkpoint.num_updates and checkpoint.optimizer != policy.optimizer_name:
         raise SettingsError(
@@ -202,19 +226,22 @@ def load_checkpoint(
             "checkpoint's weights"
         )
     if critic is not None:
-        check_critic(checkpoint, critic.config)
+        check_critic(checkpoint, described_critic(critic))
     is_same_layout = checkpoint.layout == dataclasses.asdict(policy.config.sizes)
     wanted = state_to_fill(policy, has_moments=checkpoint.num_updates > 0)
-    if critic is not None:
-        has_moments = checkpoint.num_critic_updates > 0
-        wanted["critic"] = critic_state(state_to_fill(critic, has_moments=has_moments))
+    if isinstance(critic, ValueHead):
+        wanted["critic"] = critic.sharded_state(has_moments=has_critic_moments)
+    elif critic is not None:
+        wanted["critic"] = critic_state(state_to_fill(critic, has_moments=has_critic_moments))
     if is_same_layout:
         wanted["random"] = random_states()
     state = _read(wanted, checkpoint)
     put_state(policy, state, num_updates=checkpoint.num_updates)
     policy.scheduler.num_steps = 0
     policy.scheduler.step(increment=checkpoint.num_updates)
-    if critic is not None:
+    if isinstance(critic, ValueHead):
+        critic.put_state(state["critic"], num_updates=checkpoint.num_critic_updates)
+    elif critic is not None:
         put_state(critic, state["critic"], num_updates=checkpoint.num_critic_updates)
         critic.scheduler.num_steps = 0
         critic.scheduler.step(increment=checkpoint.num_critic_updates)

@@ -128,12 +128,15 @@ def padded(row: Sample, *, before: int = 0, after: int = 0) -> Sample:
     columns: dict[str, Any] = {}
     for item in dataclasses.fields(row):
         column = getattr(row, item.name)
-        if isinstance(column, np.ndarray):
-            ends = [
-                np.full((num, *column.shape[1:]), filled.get(item.name, 0), column.dtype)
-                for num in (before, after)
-            ]
-            columns[item.name] = np.concatenate([ends[0], column, ends[1]])
+        if not isinstance(column, np.ndarray):
+            continue
+        ends = [
+            unknown_routes(num, column.dtype.itemsize)
+            if item.name == "routed_experts"
+            else np.full((num, *column.shape[1:]), filled.get(item.name, 0), column.dtype)
+            for num in (before, after)
+        ]
+        columns[item.name] = np.concatenate([ends[0], column, ends[1]])
     return replace(row, supports=None, **columns)
 
 

@@ -15,6 +15,8 @@ from outloop.engine.train.algorithms.user_functions import loss_of
 from outloop.engine.train.debug.step_dump import load_state, read_dump
 from outloop.engine.train.megatron import model_and_optimizer, parallel_config
 from outloop.engine.train.megatron.layer_kind import layers_of
+from outloop.engine.train.megatron.value_head import ValueHead
+from outloop.engine.train.step.head_update import HeadUpdate
 from outloop.engine.train.step.policy_update import rl_update
 
 _ROUNDING = 1e-4
@@ -78,7 +80,15 @@ def replay(folder: Path) -> list[Outcome]:
     policy = model_and_optimizer.build_policy(
         config, settings.trainer, num_updates=dump.num_updates
     )
-    load_state(policy, dump)
+    head = None
+    if dump.batch.returns is not None and settings.trainer.critic.kind == "head":
+        head = ValueHead(
+            config.hidden_size,
+            settings.trainer,
+            num_updates=dump.num_updates,
+            device=next(policy.model.parameters()).device,
+        )
+    load_state(policy, dump, head=head)
     loss = loss_of(settings)
     tolerance = _ROUNDING if settings.trainer.num_ranks > 1 else 0.0
     outcomes: list[Outcome] = []
@@ -93,6 +103,9 @@ def replay(folder: Path) -> list[Outcome]:
                 policy_version=dump.policy_version,
                 on_microbatch=lambda: None,
                 loss=loss,
+                values=None
+                if head is None
+                else HeadUpdate(head, dump.batch, settings.trainer, rows=rows),
             )
         except FloatingPointError as error:
             outcomes.append(Outcome(then=then, now=None, refusal=str(error)))

@@ -21,6 +21,7 @@ from outloop.buffer.settings import Settings, build_settings
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint, load_checkpoint
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
+from outloop.engine.train.megatron.value_head import ValueHead
 from outloop.engine.train.step.update_metrics import UpdateReport
 
 SCHEMA = 4
@@ -125,8 +126,9 @@ def read_dump(path: Path) -> StepDump:
     )
 
 
-def load_state(policy: Policy, dump: StepDump) -> None:
-    """Put weights, optimizer and schedule where they were before the step.
+def load_state(policy: Policy, dump: StepDump, *, head: ValueHead | None = None) -> None:
+    """Put weights, optimizer and schedule where they were before the step, those of a critic's
+    head too.
 
     Raises:
         SettingsError: the state is incomplete, or of another model.
@@ -134,7 +136,7 @@ def load_state(policy: Policy, dump: StepDump) -> None:
     found = latest_checkpoint(dump.path / "state")
     if found is None:
         raise SettingsError(f"path={str(dump.path / 'state')!r} holds no complete checkpoint")
-    load_checkpoint(policy, found)
+    load_checkpoint(policy, found, critic=head)
 
 
 def _write(path: Path, data: bytes) -> None:

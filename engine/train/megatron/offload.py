@@ -39,7 +39,8 @@ class Offload:
         self._frozen.append(model)
 
     def add_trained(self, policy: Policy) -> None:
-        """Let a model with an optimizer of its own, a critic, leave and come back too."""
+        """Let a model with an optimizer of its own, a critic, leave and come back too. A critic's
+        head stays: some KiB."""
         self._trained.append(policy)
 
     @property

@@ -56,6 +56,7 @@ from outloop.engine.train.megatron.model_and_optimizer import (
     build_reward_model,
 )
 from outloop.engine.train.megatron.offload import Offload
+from outloop.engine.train.megatron.value_head import ValueHead
 from outloop.engine.train.ranks.bucket_staging import BucketStaging
 from outloop.engine.train.ranks.collectives import agree, gather_bytes
 from outloop.engine.train.ranks.watchdog import Watchdog
@@ -64,8 +65,10 @@ from outloop.engine.train.step.critic_update import (
     cut_rows,
     read_critic_config,
     values_of,
+    with_value_targets,
     with_values,
 )
+from outloop.engine.train.step.head_update import HeadUpdate, update_head_alone
 from outloop.engine.train.step.policy_update import rl_update, sft_update
 from outloop.engine.train.step.recompute_logprobs import score, with_proximal
 from outloop.engine.train.step.reference_model import (
@@ -126,6 +129,9 @@ class RankWorker:
         self._loss = loss_of(run.settings)
         self._policy: Policy | None = None
         self._critic: Policy | None = None
+        """A critic that is a model of its own."""
+        self._head: ValueHead | None = None
+        """A critic that is a head on the policy."""
         self._kl_coefficient = run.settings.trainer.kl_coefficient
         """Of the next step; trainer.kl_target moves it."""
         self._entropy_coefficient = run.settings.trainer.entropy_coefficient
@@ -181,7 +187,16 @@ class RankWorker:
         names = [data.decode() for data in gather_bytes(own_gpu().encode())]
         self.gpus = tuple(names) if all(names) else ()
         self._placement = Offload(policy, is_colocated=self._settings.trainer.is_colocated)
-        if advantage_of(self._settings) in VALUE_ADVANTAGES:
+        if advantage_of(self._settings) not in VALUE_ADVANTAGES:
+            return
+        if self._settings.trainer.critic.kind == "head":
+            self._head = ValueHead(
+                self.config.hidden_size,
+                self._settings.trainer,
+                num_updates=num_updates,
+                device=next(policy.model.parameters()).device,
+            )
+        else:
             self._critic = self._build_critic(num_updates)
             self._placement.add_trained(self._critic)
 
@@ -331,10 +346,11 @@ class RankWorker:
         if self._settings.trainer.kl != "none" and len(batch):
             reference = self._score(self.reference.model, batch)
             batch, metrics = with_reference(batch, credit, reference, settings)
-        if self._critic is not None and updates:
-            batch, measured = self._train_critic(self._critic, batch, updates, credit)
+        if (self._critic is not None or self._head is not None) and updates:
+            alone = step <= self._settings.trainer.critic.steps_alone
+            batch, measured = self._ask_critic(batch, updates, credit, alone=alone)
             metrics |= measured
-            if step <= self._settings.trainer.critic.steps_alone:
+            if alone:
                 updates = []
         if self._settings.trainer.teacher is not None and updates:
             if batch.teacher_logprobs is None:
@@ -346,7 +362,10 @@ class RankWorker:
 
         def make(rows: Sequence[int], norm_limit: float) -> UpdateReport:
             self.policy.norm_limit = norm_limit
-            return rl_update(
+            values = None
+            if self._head is not None:
+                values = HeadUpdate(self._head, batch, settings.trainer, rows=rows)
+            report = rl_update(
                 self.policy,
                 batch,
                 settings.trainer,
@@ -354,7 +373,12 @@ class RankWorker:
                 policy_version=policy_version,
                 on_microbatch=self._watchdog.progress,
                 loss=self._loss,
+                values=values,
             )
+            if values is not None:
+                # Of a step's updates the first says what the critic was worth.
+                metrics.update(values.metrics | metrics)
+            return report
 
         reports = self._debugger.run(
             batch,
@@ -463,30 +487,46 @@ class RankWorker:
         elif trainer.reference_refresh_every and step % trainer.reference_refresh_every == 0:
             move_reference(self.reference.model, self.policy.model, decay=0.0)
 
-    def _train_critic(
+    def _ask_critic(
         self,
-        critic: Policy,
         batch: TrainBatch,
         updates: Sequence[Sequence[int]],
         credit: Credit,
+        *,
+        alone: bool,
     ) -> tuple[TrainBatch, dict[str, float]]:
         """The batch with the advantages that the critic gives it, and the metrics of the critic's
-        own updates, made after that on the same rows as the policy's."""
+        own updates, made after that on the same rows as the policy's.
+
+        A head is updated with the policy, unless it is trained alone.
+        """
         trainer = self._current_settings.trainer
-        assert isinstance(critic.model, ValueModel)
+        model = self.policy.model if self._critic is None else self._critic.model
         values, behind = values_of(
-            critic.model,
+            model,
             batch,
             cut_rows=cut_rows(batch, credit),
             max_tokens=trainer.max_microbatch_tokens,
             on_microbatch=self._watchdog.progress,
+            head=self._head,
         )
         batch, targets, metrics = with_values(batch, credit, values, behind, trainer)
+        if self._head is not None:
+            batch = with_value_targets(batch, targets)
+            if not alone:
+                return batch, metrics
+        on_microbatch = self._watchdog.progress
         for rows in updates:
             try:
-                measured = critic_update(
-                    critic, targets, trainer, rows=rows, on_microbatch=self._watchdog.progress
-                )
+                if self._critic is not None:
+                    measured = critic_update(
+                        self._critic, targets, trainer, rows=rows, on_microbatch=on_microbatch
+                    )
+                else:
+                    assert self._head is not None
+                    measured = update_head_alone(
+                        self._head, model, batch, trainer, rows=rows, on_microbatch=on_microbatch
+                    )
             except FloatingPointError as error:
                 raise UpdateRefused(f"the critic's update was refused: {error}") from error
             metrics = measured | metrics
@@ -541,7 +581,7 @@ class RankWorker:
         Raises:
             SettingsError: it is of another model.
         """
-        load_checkpoint(self.policy, checkpoint, critic=self._critic)
+        load_checkpoint(self.policy, checkpoint, critic=self._critic or self._head)
         if self._settings.trainer.kl_target is not None and checkpoint.kl_coefficient is not None:
             self._kl_coefficient = checkpoint.kl_coefficient
         if (
@@ -563,7 +603,7 @@ class RankWorker:
             step=step,
             mark=mark,
             keep=trainer.keep_checkpoints,
-            critic=self._critic,
+            critic=self._critic or self._head,
             kl_coefficient=self._kl_coefficient,
             entropy_coefficient=self._entropy_coefficient,
             reference=self.reference.model if self._reference_moves else None,
@@ -578,7 +618,7 @@ class RankWorker:
     def _save_state(self, folder: Path, *, step: int) -> None:
         """Write a checkpoint that acknowledges nothing into `folder`, and wait for it."""
         self._end_save()
-        save_checkpoint(self.policy, folder, step=step, mark=_NO_MARK, keep=1)
+        save_checkpoint(self.policy, folder, step=step, mark=_NO_MARK, keep=1, critic=self._head)
 
     def close(self) -> None:
         """Let a save that is under way end; otherwise the one before stays in use."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,12 +36,29 @@ from outloop.engine.train.data.batch_builder import Credit
 from outloop.engine.train.data.microbatch import Microbatch, Targets
 from outloop.engine.train.data.samples import with_one_more
 from outloop.engine.train.data.train_batch import TrainBatch
-from outloop.engine.train.megatron.model_and_optimizer import Policy, PolicyConfig, ValueModel
+from outloop.engine.train.megatron.model_and_optimizer import (
+    Policy,
+    PolicyConfig,
+    PolicyModel,
+    ValueModel,
+)
 from outloop.engine.train.megatron.model_config import read_config_beside
 from outloop.engine.train.megatron.parallel_rank import data_rank, is_reporting_rank
 from outloop.engine.train.megatron.pipeline_schedule import deal_rows, run_microbatches
+from outloop.engine.train.megatron.value_head import ValueHead, described
 from outloop.engine.train.ranks.collectives import gather_bytes
 from outloop.engine.train.step.recompute_logprobs import score
+
+
+def describe_critic(settings: Settings, policy: PolicyConfig) -> dict[str, Any]:
+    """The critic that the run wants, as a checkpoint says it.
+
+    Raises:
+        SettingsError: as `read_critic_config`.
+    """
+    if settings.trainer.critic.kind == "head":
+        return described(policy.hidden_size)
+    return read_critic_config(settings, policy).described
 
 
 def read_critic_config(settings: Settings, policy: PolicyConfig) -> PolicyConfig:
@@ -54,16 +72,18 @@ def read_critic_config(settings: Settings, policy: PolicyConfig) -> PolicyConfig
 
 
 def values_of(
-    model: ValueModel,
+    model: PolicyModel,
     batch: TrainBatch,
     *,
     cut_rows: Sequence[int],
     max_tokens: int,
     on_microbatch: Callable[[], None],
+    head: ValueHead | None = None,
 ) -> tuple[Float32, dict[int, float]]:
     """What the critic expects before each trained token, and after the last token of some rows.
 
     Args:
+        model: a ValueModel, or the policy under `head`.
         cut_rows: rows whose last state is asked for too.
         max_tokens: trainer.max_microbatch_tokens.
 
@@ -80,7 +100,7 @@ def values_of(
         longer,
         max_tokens=max_tokens + 1,
         on_microbatch=on_microbatch,
-        statistic=lambda critic, _, hidden_NH: critic.values(hidden_NH),
+        statistic=lambda critic, _, hidden_NH: (head or critic).values(hidden_NH),
     )
     is_own = np.ones(len(column), np.bool_)
     behind = {row: int(longer.starts[row + 1]) - 1 for row in cut}
@@ -139,6 +159,15 @@ def with_values(
     rows = batch.with_columns(advantages=advantages.astype(np.float32))
     targets = rows.with_columns(values=values, returns=returns)
     return rows, dataclasses.replace(targets, loss_mask=is_target), metrics
+
+
+def with_value_targets(rows: TrainBatch, targets: TrainBatch) -> TrainBatch:
+    """The policy's rows with what a head on the policy learns from them: values and returns, NaN
+    where no value is trained."""
+    assert targets.values is not None
+    assert targets.returns is not None
+    returns = np.where(targets.loss_mask, targets.returns, np.float32(np.nan))
+    return rows.with_columns(values=targets.values, returns=returns)
 
 
 def cut_rows(batch: TrainBatch, credit: Credit) -> list[int]:

@@ -26,11 +26,13 @@ from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy, PolicyModel
 from outloop.engine.train.megatron.parallel_rank import context_group, data_rank
 from outloop.engine.train.megatron.pipeline_schedule import deal_rows, run_microbatches
+from outloop.engine.train.step.head_update import HeadUpdate
 from outloop.engine.train.step.update_metrics import UpdateReport, merge_reports
 
 _MAX_CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
 """Logits alive at once: 64 MiB in float32, and 1 GiB where each chunk reads and writes the output
 layer's gradient in a device's memory."""
+
 
 TokenLosses = Callable[[Microbatch, slice, Tensor, Tensor, Sequences | None, UpdateReport], Tensor]
 """A microbatch and which of its trained tokens, their policy logprobs [N] or, with a teacher's most
@@ -47,6 +49,7 @@ def rl_update(
     policy_version: int,
     on_microbatch: Callable[[], None],
     loss: LossFunction | None = None,
+    values: HeadUpdate | None = None,
     max_chunk_logits: int | None = None,
 ) -> UpdateReport:
     """One policy-gradient update.
@@ -56,6 +59,7 @@ def rl_update(
         policy_version: of the weights before the update; the logprob gap is told by age from it.
         on_microbatch: called before every forward, for heartbeats.
         loss: in place of trainer.loss.
+        values: of a critic that is a head on the policy, updated in the same passes.
         max_chunk_logits: how many logits are alive at once; None: what suits the device.
 
     Raises:
@@ -123,6 +127,7 @@ def rl_update(
         token_losses,
         on_microbatch,
         sees_sequences=needs_sequences(function, settings),
+        values=values,
         max_chunk_logits=max_chunk_logits,
     )
 
@@ -195,6 +200,7 @@ def _update(
     on_microbatch: Callable[[], None],
     *,
     sees_sequences: bool,
+    values: HeadUpdate | None = None,
     max_chunk_logits: int | None = None,
 ) -> UpdateReport:
     report = UpdateReport()
@@ -231,7 +237,8 @@ def _update(
         report.num_tokens += microbatch.num_tokens
         report.num_padded_tokens += microbatch.row.num_padded_tokens
         report.num_trained_tokens += len(leaf)
-        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        return gradient if values is None else values.add(microbatch, hidden, gradient)
 
     all_lengths = batch.lengths
     lengths = [all_lengths[row] for row in rows]
@@ -247,7 +254,13 @@ def _update(
     report.loss = float(torch.stack(losses).sum()) if losses else 0.0
     report = merge_reports(report)
     report.imbalance = imbalance(dealt, lengths, policy.config.hidden_size)
-    report.grad_norm, report.learning_rate = policy.step()
+    if values is None:
+        report.grad_norm, report.learning_rate = policy.step()
+    else:
+        # A gradient of either that is refused leaves both as they were.
+        values.sum_gradients()
+        report.grad_norm, report.learning_rate = policy.step()
+        values.step()
     report.gradient_hash = policy.gradient_hash
     return report
 

@@ -34,12 +34,15 @@ with warnings.catch_warnings():
     from outloop.engine.train.data.train_batch import TrainBatch
     from outloop.engine.train.megatron import import_weights, model_and_optimizer
     from outloop.engine.train.megatron.export_weights import Exports
+    from outloop.engine.train.megatron.value_head import ValueHead
     from outloop.engine.train.step.critic_update import (
         critic_update,
         cut_rows,
         values_of,
+        with_value_targets,
         with_values,
     )
+    from outloop.engine.train.step.head_update import HeadUpdate
     from outloop.engine.train.step.policy_update import rl_update
     from outloop.engine.train.step.recompute_logprobs import score
 
@@ -100,7 +103,11 @@ def run_case(case: dict[str, Any], folder: Path, *, num_ranks: int) -> None:
         policy = model_and_optimizer.build_policy(config, settings, num_updates=10)
         import_weights.load_huggingface(policy.model, model)
         policy.take_weights()
-        critic = _critic(case, num_ranks) if case.get("critic") else None
+        critic = None
+        if case.get("critic") == "head":
+            critic = ValueHead(config.hidden_size, WITH_HEAD, num_updates=10)
+        elif case.get("critic"):
+            critic = _critic(case, num_ranks)
         exports = Exports(policy.model, message_bytes=MESSAGE_BYTES)
         is_bit_equal = _comes_back(exports, model)
         first = 0
@@ -204,8 +211,25 @@ WITH_CRITIC = TrainerSettings(
 )
 
 
+WITH_HEAD = WITH_CRITIC.model_copy(
+    update={"critic": CriticSettings(kind="head", value_coefficient=0.5, learning_rate=1e-2)}
+)
+
+
 def _critic_update(critic: model_and_optimizer.Policy, batch: TrainBatch) -> dict[str, float]:
-    """One update towards rewards that the episodes' names give; every second one is truncated."""
+    """One update towards rewards that the episodes' names give."""
+    rows, targets, metrics = _valued(critic.model, batch)
+    measured = critic_update(
+        critic, targets, WITH_CRITIC, rows=range(len(batch)), on_microbatch=lambda: None
+    )
+    return metrics | measured | {"advantages": float(np.abs(rows.advantages).sum())}
+
+
+def _valued(
+    model: Any, batch: TrainBatch, head: ValueHead | None = None
+) -> tuple[TrainBatch, TrainBatch, dict[str, float]]:
+    """What `with_values` makes of rewards that the episodes' names give; every second one is
+    truncated."""
     members: dict[str, list[int]] = {}
     for row, name in enumerate(batch.episode_ids):
         members.setdefault(name, []).append(row)
@@ -230,18 +254,14 @@ def _critic_update(critic: model_and_optimizer.Policy, batch: TrainBatch) -> dic
     group = ScoredGroup(group_id="g", task_id="t", episodes=tuple(episodes.values()))
     credit = Credit(groups=(group,), teaches=(True,), rows={0: tuple(map(tuple, members.values()))})
     values, behind = values_of(
-        critic.model,
+        model,
         batch,
         cut_rows=cut_rows(batch, credit),
         max_tokens=64,
         on_microbatch=lambda: None,
+        head=head,
     )
-    rows, targets, metrics = with_values(batch, credit, values, behind, WITH_CRITIC)
-    measured = critic_update(
-        critic, targets, WITH_CRITIC, rows=range(len(batch)), on_microbatch=lambda: None
-    )
-    pull = float(np.abs(rows.advantages).sum())
-    return metrics | measured | {"advantages": pull}
+    return with_values(batch, credit, values, behind, WITH_CRITIC)
 
 
 def _updates(
@@ -250,7 +270,7 @@ def _updates(
     first: int,
     count: int,
     order_seed: int = 0,
-    critic: model_and_optimizer.Policy | None = None,
+    critic: model_and_optimizer.Policy | ValueHead | None = None,
 ) -> dict[str, Any]:
     rows = []
     vocab_size = policy.config.vocab_size
@@ -266,9 +286,19 @@ def _updates(
         column = score(policy.model, batch, max_tokens=limit, on_microbatch=lambda: None)
         scored = np.split(column, batch.starts[1:-1])
         scores = [float(logprob) for place in np.argsort(order) for logprob in scored[place]]
-        report = rl_update(policy, batch, settings, policy_version=0, on_microbatch=lambda: None)
-        rows.append(report.metrics() | report.policy_metrics())
-        if critic is not None:
+        values, measured = None, {}
+        if isinstance(critic, ValueHead):
+            given, targets, measured = _valued(policy.model, batch, critic)
+            measured["advantages"] = float(np.abs(given.advantages).sum())
+            batch = with_value_targets(given, targets)
+            values = HeadUpdate(critic, batch, WITH_HEAD, rows=range(len(batch)))
+        report = rl_update(
+            policy, batch, settings, policy_version=0, on_microbatch=lambda: None, values=values
+        )
+        rows.append(report.metrics() | report.policy_metrics() | measured)
+        if values is not None:
+            rows[-1] |= values.metrics
+        elif isinstance(critic, model_and_optimizer.Policy):
             rows[-1] |= _critic_update(critic, batch)
     return {"updates": rows, "scores": scores}
 

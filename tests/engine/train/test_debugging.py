@@ -28,6 +28,7 @@ MakeSamples = Callable[..., list[Sample]]
         {},
         {"num_updates_per_take": 2, "proximal": "recompute", "correction": "token_tis"},
         {"kl": "k3", "loss": "gspo", "entropy_coefficient": 0.01},
+        {"advantage": "gae", "critic": {"kind": "head", "value_coefficient": 0.5}},
     ],
 )
 def test_a_dumped_step_is_made_again_bit_by_bit(chosen: dict[str, Any], setup: MakeRun) -> None:

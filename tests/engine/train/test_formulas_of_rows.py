@@ -44,7 +44,13 @@ from outloop.engine.train.data import (
     supports,
     train_batch,
 )
-from outloop.engine.train.step import critic_update, recompute_logprobs, reference_model
+from outloop.engine.train.megatron import value_head
+from outloop.engine.train.step import (
+    critic_update,
+    head_update,
+    recompute_logprobs,
+    reference_model,
+)
 
 VOCAB = 100
 
@@ -139,6 +145,8 @@ def check_row_ends(m: Any) -> None:
     assert longer.loss_mask.tolist() == [False] * 2 + first.loss_mask.tolist() + [False]
     assert longer.temperature[[0, 1, -1]].tolist() == [1.0] * 3
     assert longer.policy_versions[[0, 1, -1]].tolist() == [-1] * 3
+    sent = m.padded(dataclasses.replace(first, routed_experts=m.unknown_routes(8, 2)), after=1)
+    assert sent.routed_experts.tobytes() == b"\xff" * 18
     asked = m.with_one_more(first)
     assert asked.loss_mask.tolist() == [*first.loss_mask.tolist(), True]
     prompt = m.prompt_sample([5, 6, 7])
@@ -601,6 +609,131 @@ def check_proximal(m: Any) -> None:
         assert (row.correction[~mask] == 1.0).all()
 
 
+def check_value_targets(m: Any) -> None:
+    """The policy's rows keep their loss mask; what is no target has no return."""
+    rows, _ = episode_of_two_rows()
+    column = np.arange(len(rows.token_ids), dtype=np.float32)
+    is_target = rows.loss_mask & (column % 2 == 1)
+    assert is_target.any()
+    assert (rows.loss_mask & ~is_target).any()
+    targets = dataclasses.replace(
+        rows.with_columns(values=column / 2, returns=column), loss_mask=is_target
+    )
+    got = m.with_value_targets(rows, targets)
+    assert got.loss_mask.tolist() == rows.loss_mask.tolist()
+    assert got.values.tolist() == (column / 2).tolist()
+    assert np.isnan(got.returns).tolist() == (~is_target).tolist()
+    assert got.returns[is_target].tolist() == column[is_target].tolist()
+
+
+def with_a_head(**critic: Any) -> TrainerSettings:
+    """Of a head whose values go at most 0.2 from what they were."""
+    chosen = {"kind": "head", "value_coefficient": 0.25, "learning_rate": 0.5} | critic
+    return TrainerSettings(advantage="gae", critic=chosen, weight_decay=0.1)
+
+
+def check_head_update(m: Any) -> None:
+    """Loss, gradient of the head and share of the hidden states' gradient, in float64; row 0 is
+    not of this update, and one of the others' tokens is no target."""
+    generator = np.random.default_rng(5)
+    rows, _ = episode_of_two_rows()
+    rows = train_batch.TrainBatch.of([*rows, *rows, *rows])
+    size = len(rows.token_ids)
+    returns = generator.normal(size=size).astype(np.float32)
+    before = generator.normal(size=size).astype(np.float32)
+    chosen = [1, 2, 3, 5]
+    first = int(np.flatnonzero(rows.loss_mask[rows.starts[2] :])[0] + rows.starts[2])
+    returns[first] = np.nan
+    rows = rows.with_columns(values=before, returns=returns)
+    places = np.concatenate([np.arange(*rows.starts[row : row + 2]) for row in chosen])
+    places = places[rows.loss_mask[places]]
+    hidden = generator.normal(size=(len(places), 3))
+    given = generator.normal(size=(len(places), 3))
+    weight, bias = np.array([0.3, -0.2, 0.1]), 0.05
+    scale = float(np.isfinite(returns[places]).sum())
+    wanted_head, wanted_hidden, loss = np.zeros(4), given.copy(), 0.0
+    for index, place in enumerate(places.tolist()):
+        if place == first:
+            continue
+        value = float(hidden[index] @ weight + bias)
+        old, target = float(before[place]), float(returns[place])
+        near = old + min(0.2, max(-0.2, value - old))
+        errors = ((value - target) ** 2, (near - target) ** 2)
+        loss += 0.5 * max(errors) / scale
+        slope = (value - target) / scale if errors[0] >= errors[1] else 0.0
+        wanted_head += slope * np.append(hidden[index], 1.0)
+        wanted_hidden[index] += 0.25 * slope * weight
+    for trains_policy in (True, False):
+        head = value_head.ValueHead(3, with_a_head(), num_updates=5)
+        with torch.no_grad():
+            head.weight.copy_(torch.tensor(weight)[None])
+            head.bias.fill_(bias)
+        update = m.HeadUpdate(head, rows, with_a_head(), rows=chosen, trains_policy=trains_policy)
+        parts, begin = [], 0
+        for members in (chosen[:1], chosen[1:]):
+            packed = microbatch.build_microbatch(rows, members, torch.device("cpu"))
+            where = slice(begin, begin + packed.num_trained_tokens)
+            begin = where.stop
+            own = torch.tensor(hidden[where]).float(), torch.tensor(given[where]).float()
+            parts.append(update.add(packed, *own))
+        got = torch.cat(parts)
+        expected = wanted_hidden if trains_policy else given
+        assert got.double().numpy() == pytest.approx(expected, abs=1e-6)
+        assert head.weight.grad is not None
+        assert head.bias.grad is not None
+        found = torch.cat([head.weight.grad[0], head.bias.grad]).double().numpy()
+        assert found == pytest.approx(wanted_head, abs=1e-6)
+        update.sum_gradients()
+        update.step()
+        assert update.metrics == {
+            "train/value_loss": pytest.approx(loss, abs=1e-6),
+            "train/critic_grad_norm": pytest.approx(np.linalg.norm(wanted_head), abs=1e-6),
+            "train/critic_learning_rate": 0.5,
+        }
+
+
+def check_value_head(m: Any) -> None:
+    """Adam with decoupled decay of the matrix alone, clipped, over a warm-up, in float64; what a
+    checkpoint held goes on as if it had never been away."""
+    settings = with_a_head(max_grad_norm=0.5, warmup_steps=2)
+    gradients = np.array([[0.3, -0.4, 1.2], [0.1, 0.0, -0.2], [2.0, 1.0, -1.0]])
+    head = m.ValueHead(2, settings, num_updates=5)
+    assert head.values(torch.ones(2, 2)).tolist() == [0.0, 0.0]
+    weights, first, second = np.zeros(3), np.zeros(3), np.zeros(3)
+    for number, gradient in enumerate(gradients, 1):
+        norm = float(np.linalg.norm(gradient))
+        clipped = gradient * min(1.0, 0.5 / (norm + 1e-6))
+        rate = 0.5 * min(1.0, number / 2)
+        first = 0.9 * first + 0.1 * clipped
+        second = 0.999 * second + 0.001 * clipped**2
+        weights = weights * (1.0 - rate * 0.1 * np.array([1.0, 1.0, 0.0]))
+        hat = (second / (1 - 0.999**number)) ** 0.5
+        weights = weights - rate * first / (1 - 0.9**number) / (hat + 1e-8)
+        if number == 3:
+            away, state = head, head.sharded_state(has_moments=True)
+            head = m.ValueHead(2, settings, num_updates=5)
+            head.put_state({name: one.data for name, one in state.items()}, num_updates=2)
+            assert away.num_updates == head.num_updates == 2
+        head.zero_grad()
+        loss = (head.values(torch.eye(3)[:, :2]) * torch.tensor([1.0, 1.0, 0.0])).sum() * 0.0
+        loss.backward()
+        head.weight.grad += torch.tensor(gradient[:2]).float()
+        head.bias.grad += float(gradient[2])
+        assert head.sum_gradients() == pytest.approx(norm, rel=1e-5)
+        assert head.step(norm) == pytest.approx(rate)
+        got = torch.cat([head.weight[0], head.bias]).detach().double().numpy()
+        assert got == pytest.approx(weights, abs=1e-5)
+    assert head.values(torch.ones(1, 2)).item() == pytest.approx(weights.sum(), abs=1e-5)
+    assert head.described == m.described(2) == {"kind": "head", "hidden_size": 2}
+    head.zero_grad()
+    (head.values(torch.ones(1, 2)) * float("nan")).sum().backward()
+    try:
+        head.sum_gradients()
+    except FloatingPointError:
+        return
+    raise AssertionError("a gradient that is no number is refused")
+
+
 def check_moved_reference(m: Any) -> None:
     """A moving average; at 0 a copy."""
     for decay in (0.9, 0.0):
@@ -819,6 +952,35 @@ STEPS: tuple[Held, ...] = (
         ("paid.append(float(penalties[chain.places].sum()))", "paid.append(0.0)"),
     ),
     held(critic_update, "cut_rows", check_values, ("episode.is_truncated and ", "not ")),
+    held(
+        critic_update,
+        "with_value_targets",
+        check_value_targets,
+        ("targets.loss_mask", "rows.loss_mask"),
+    ),
+    held(
+        head_update,
+        "HeadUpdate.add",
+        check_head_update,
+        ("self._coefficient * leaf.grad", "leaf.grad"),
+        ("targets.values_N[where]", "targets.returns_N[where]"),
+        ("losses.sum() / self._scale", "losses.mean()"),
+        ("~np.isnan(batch.returns)", "batch.loss_mask", "HeadUpdate.__init__"),
+        ("if trains_policy else 0.0", "", "HeadUpdate.__init__"),
+    ),
+    held(
+        value_head,
+        "ValueHead.step",
+        check_value_head,
+        ("norm + 1e-6", "1.0"),
+        ("increment=1", "increment=2"),
+        ('"wd_mult": 0.0', '"wd_mult": 1.0', "ValueHead.__init__"),
+        ("critic.warmup_steps,", "0,", "ValueHead.__init__"),
+        ("not math.isfinite(norm)", "False", "ValueHead.sum_gradients"),
+        ("whole[-1:]", "whole[:1]", "ValueHead.sum_gradients"),
+        ("float(num_updates)", "1.0", "ValueHead.put_state"),
+        ("held.get(moment, ", "(", "ValueHead.sharded_state"),
+    ),
     held(
         recompute_logprobs,
         "with_proximal",

@@ -298,5 +298,11 @@ def test_settings_of_a_critic_need_one(tmp_path: Path) -> None:
     """Elsewhere they have no effect; a group of one is enough with it."""
     with pytest.raises(ValueError, match="trainer.critic=.* has no effect"):
         TrainerSettings(critic={"gamma": 0.5})
+    for critic, words in (
+        ({"kind": "head", "path": tmp_path}, "path=.* has no effect .*=.head., whose layers"),
+        ({"value_coefficient": 0.1}, "value_coefficient=0.1 has no effect: it needs .*head"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            TrainerSettings(advantage="gae", critic=critic)
     made = Settings(model={"path": tmp_path}, trainer={"recipe": "ppo"}, buffer={"group_size": 1})
     assert made.trainer.advantage == "gae"

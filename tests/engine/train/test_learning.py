@@ -24,6 +24,7 @@ ALGORITHMS = {
     "two_passes": RECOMPUTE | {"num_epochs_per_take": 2, "num_updates_per_take": 2},
     "reward_to_go": {"advantage": "reward_to_go"},
     "ppo": {"recipe": "ppo", "critic": {"learning_rate": 1e-2}},
+    "ppo_head": {"recipe": "ppo", "critic": {"kind": "head", "learning_rate": 1e-2}},
     "gspo": {"loss": "gspo"},
     "cispo": {"loss": "cispo"},
     "decoupled": RECOMPUTE,
@@ -136,6 +137,10 @@ TWO_TURNS = {
     "reward_to_go": {"advantage": "reward_to_go", "denominator": "episodes"},
     "ppo": {"recipe": "ppo", "critic": {"learning_rate": 1e-2}},
     "ppo_over_turns": {"recipe": "ppo", "critic": {"learning_rate": 1e-2, "over": "turns"}},
+    "ppo_head": {
+        "recipe": "ppo",
+        "critic": {"kind": "head", "learning_rate": 1e-2, "value_coefficient": 0.1},
+    },
     "geometric_mis": RECOMPUTE
     | {"correction": "geometric_mis", "correction_floor": 0.5, "num_updates_per_take": 2},
 }

@@ -17,6 +17,7 @@ from outloop.buffer.settings import Settings, TrainerSettings
 from outloop.engine.train.checkpoint.async_writer import save_checkpoint
 from outloop.engine.train.main import check_settings, join_ranks
 from outloop.engine.train.megatron import cpu_backend, model_and_optimizer
+from outloop.engine.train.megatron.value_head import ValueHead
 
 
 @pytest.mark.parametrize(
@@ -124,6 +125,32 @@ def test_a_checkpoint_with_a_critic_of_another_size_is_refused_first(
         join("qwen3", recipe="ppo")
     with pytest.raises(AssertionError, match="a process group is formed"):
         join("qwen3", recipe="ppo", critic={"path": tiny_folder("llama3")})
+
+
+def test_a_checkpoint_with_another_kind_of_critic_is_refused_first(
+    join: Callable[..., None],
+    make_policy: Callable[..., model_and_optimizer.Policy],
+    tiny_folder: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """A head where the run wants a model, a model where it wants a head, none at all."""
+    mark = CheckpointMark(fence=1, group_ids=(), next_slot=0, policy_version=1)
+    config = model_and_optimizer.read_config(tiny_folder("qwen3"), {})
+    settings = TrainerSettings(advantage="gae")
+    folder = tmp_path / "run" / "checkpoints"
+    head = ValueHead(config.hidden_size, settings, num_updates=1)
+    save_checkpoint(make_policy("qwen3"), folder, step=1, mark=mark, keep=1, critic=head)
+    with pytest.raises(SettingsError, match='kind="head", and the run has trainer.*="model"'):
+        join("qwen3", recipe="ppo")
+    with pytest.raises(AssertionError, match="a process group is formed"):
+        join("qwen3", recipe="ppo", critic={"kind": "head"})
+    model = model_and_optimizer.build_critic(config, settings, num_updates=1)
+    save_checkpoint(make_policy("qwen3"), folder, step=2, mark=mark, keep=1, critic=model)
+    with pytest.raises(SettingsError, match='kind="model", and the run has trainer.*="head"'):
+        join("qwen3", recipe="ppo", critic={"kind": "head"})
+    save_checkpoint(make_policy("qwen3"), folder, step=3, mark=mark, keep=1)
+    with pytest.raises(SettingsError, match="holds no critic"):
+        join("qwen3", recipe="ppo", critic={"kind": "head"})
 
 
 @pytest.mark.parametrize(

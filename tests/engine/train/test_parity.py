@@ -346,25 +346,26 @@ WITH_A_CRITIC = {
 
 
 @pytest.mark.timeout(500)
-def test_a_critic_is_the_same_in_every_layout(work: Path, job: Job) -> None:
-    """Values, advantages, loss, gradient norm of three updates; one that tensor-parallel ranks
-    wrote goes on in data-parallel ranks."""
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_a_critic_is_the_same_in_every_layout(kind: str, work: Path, job: Job) -> None:
+    """Values, advantages, loss, gradient norm of three updates, the policy's too where the critic
+    is a head on it; one that tensor-parallel ranks wrote goes on in data-parallel ranks."""
 
     def case(name: str, layout: str, **more: Any) -> dict[str, Any]:
         _, model, raw = MATRIX[layout]
-        megatron = {} if name.startswith("critic_alone") else raw
+        megatron = {} if name.startswith(f"{kind}_alone") else raw
         path = str(work / "models" / model)
-        return {"name": name, "model": path, "megatron": megatron, "critic": True} | more
+        return {"name": name, "model": path, "megatron": megatron, "critic": kind} | more
 
-    job(1, [case(f"critic_alone_{name}", at) for name, at in WITH_A_CRITIC.items()])
-    saved = {"num_updates": 2, "save": str(work / "critic_checkpoint")}
-    resumed = {"num_updates": 1, "load": str(work / "critic_checkpoint")}
+    job(1, [case(f"{kind}_alone_{name}", at) for name, at in WITH_A_CRITIC.items()])
+    saved = {"num_updates": 2, "save": str(work / f"{kind}_checkpoint")}
+    resumed = {"num_updates": 1, "load": str(work / f"{kind}_checkpoint")}
     job(
         2,
         [
-            *(case(f"critic_{name}", at, **RE_SPLIT) for name, at in WITH_A_CRITIC.items()),
-            case("critic_saved", "tp2_sp", **saved),
-            case("critic_resumed", "dp2_distributed", **resumed),
+            *(case(f"{kind}_{name}", at, **RE_SPLIT) for name, at in WITH_A_CRITIC.items()),
+            case(f"{kind}_saved", "tp2_sp", **saved),
+            case(f"{kind}_resumed", "dp2_distributed", **resumed),
         ],
     )
 
@@ -372,8 +373,8 @@ def test_a_critic_is_the_same_in_every_layout(work: Path, job: Job) -> None:
         found: list[dict[str, float]] = json.loads((work / f"{name}.json").read_text())["updates"]
         return found
 
-    pairs = [(updates(f"critic_alone_{n}"), updates(f"critic_{n}")) for n in WITH_A_CRITIC]
-    pairs.append((updates("critic_alone_dp2")[2:], updates("critic_resumed")))
+    pairs = [(updates(f"{kind}_alone_{n}"), updates(f"{kind}_{n}")) for n in WITH_A_CRITIC]
+    pairs.append((updates(f"{kind}_alone_dp2")[2:], updates(f"{kind}_resumed")))
     for want, got in pairs:
         assert len(want) == len(got) > 0
         for before, after in zip(want, got, strict=True):
