@@ -7,6 +7,7 @@ A message says what failed, `name=value`, what is allowed and what to do.
     |-- RecordError          a record breaks its invariants (also a ValueError)
     |-- SchemaMismatch       bytes were written by another release
     |-- BufferUnavailable    Redis is unreachable, full or read-only
+    |   |-- WritesRefused    it answers and cannot write: disk, memory, replicas
     |   `-- BufferLost       it answers, but does not hold the run: waiting does not help
     |       `-- WritesLost   it holds the run, without the last of what it had acknowledged
     |-- NotFound             no such episode, group or task
@@ -46,6 +47,10 @@ class SchemaMismatch(OutloopError):
 
 class BufferUnavailable(OutloopError):
     """Redis is unreachable, full or read-only, or does not hold the run."""
+
+
+class WritesRefused(BufferUnavailable):
+    """Redis answers, and cannot write: its disk or memory is full, or its replicas are missing."""
 
 
 class BufferLost(BufferUnavailable):

@@ -11,6 +11,8 @@ EventKind = Literal[
     "started",
     "part_restarted",
     "part_given_up",
+    "redis_cannot_write",
+    "redis_writes_again",
     "published",
     "alarm",
     "alarm_over",

@@ -42,6 +42,7 @@ from outloop.buffer.records import (
 from outloop.buffer.redis.client import connect_sync, translated
 from outloop.buffer.redis.keys import key, prefix
 from outloop.buffer.redis.outage import LOST_RUN, Continuity, Patience
+from outloop.buffer.redis.refused_writes import folder_of, probe, write_obstacle
 from outloop.buffer.redis.run_meta import check_joinable, init_run
 from outloop.buffer.redis.scripts import Clock, SyncScripts
 from outloop.buffer.registry import Registry
@@ -75,6 +76,7 @@ class BufferReader:
         client: redis.Redis,
         clock: Clock | None,
         continuity: Continuity | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self._issued = IssuedVersion(run.dir) if continuity is not None else None
         self._client = client
@@ -85,8 +87,10 @@ class BufferReader:
             clock,
             min_replicas=run.settings.buffer.min_replicas,
             continuity=continuity,
+            patience=patience,
         )
-        self.registry = Registry(client, self._prefix)
+        self._redis_folder = None if run.settings.buffer.redis_url else run.dir.absolute() / "redis"
+        self.registry = Registry(client, self._prefix, self._scripts)
         """The run's processes."""
         self.dead_letters = DeadLetters(client, self._prefix, self._scripts)
         """Groups that were dropped as failed or malformed."""
@@ -125,11 +129,12 @@ class BufferReader:
     @classmethod
     def connect_patiently(cls, run: Run) -> BufferReader:
         """Join `run`, also where its Redis comes up within buffer.max_outage_s. Every call waits as
-        long for one that went away, and repeats itself, which changes nothing more. What it
-        announces is noted in the run's folder too, for `recover` after a loss.
+        long for one that went away or cannot write, and repeats itself, which changes nothing more.
+        What it announces is noted in the run's folder too, for `recover` after a loss.
 
         Raises:
             BufferUnavailable: Redis is unreachable, or was away for longer.
+            WritesRefused: it could not write for longer.
             BufferLost: Redis does not hold the run.
             WritesLost: it lacks what it had acknowledged to this reader; so may every call.
             SettingsError, SchemaMismatch: it was started with other settings, by another release.
@@ -138,10 +143,9 @@ class BufferReader:
         if not max_outage_s:
             return cls.connect(run)
         continuity = Continuity(key(run.run_id, "meta"), key(run.run_id, "state"))
-        client = connect_sync(
-            run.redis_url, retry=Patience(max_outage_s), on_connect=continuity.check
-        )
-        reader = cls(run, client, None, continuity)
+        patience = Patience(max_outage_s)
+        client = connect_sync(run.redis_url, retry=patience, on_connect=continuity.check)
+        reader = cls(run, client, None, continuity, patience)
         reader._join(run)
         return reader
 
@@ -506,8 +510,8 @@ class BufferReader:
 
     def set_steps_left(self, num_steps: int) -> None:
         """No more groups are started than `num_steps` more steps will train."""
-        with translated("setting the number of steps left"):
-            self._client.hset(self._key("state"), "steps_left", num_steps)
+        what = "setting the number of steps left"
+        self._scripts.call("put_fields", "state", "steps_left", num_steps, what=what)
 
     def run_state(self) -> str:
         """`running`, `finished` or `failed`."""
@@ -527,16 +531,29 @@ class BufferReader:
         if not has_run:
             raise BufferLost(LOST_RUN)
 
+    def write_obstacle(self) -> str | None:
+        """Why Redis would not write now, as a sentence for a person; None: it would.
+
+        Raises:
+            BufferUnavailable: it does not answer.
+        """
+        with translated("asking Redis whether it can write"):
+            try:
+                self._client.execute_command(*probe(self._key("nothing")))
+            except redis.RedisError as error:
+                return write_obstacle(error, self._redis_folder or folder_of(self._client))
+        return None
+
     def run_status(self) -> dict[str, Any]:
-        """How the run stands, as `outloop.buffer.run_status`."""
+        """How the run stands, as `outloop.buffer.run_status`; "redis": why it cannot write."""
+        obstacle = self.write_obstacle()
         with translated("reading how the run stands"), self._client.pipeline() as pipeline:
             run_status.ask(pipeline, self._prefix)
-            return run_status.read(pipeline.execute())
+            return run_status.read(pipeline.execute(), obstacle)
 
     def set_run_state(self, state: Literal["running", "finished", "failed"]) -> None:
         """Set the run's state; only a running run gives out claims."""
-        with translated("setting the run state"):
-            self._client.hset(self._key("state"), "run_state", state)
+        self._scripts.call("put_fields", "state", "run_state", state, what="setting the run state")
 
     def stats(self) -> dict[str, float]:
         """Counters since the run began and sizes now; names as in `outloop.buffer.stats.STATS`."""

@@ -12,6 +12,7 @@ import redis
 
 from outloop.buffer.records import ServerEntry
 from outloop.buffer.redis.client import translated
+from outloop.buffer.redis.scripts import Argument, SyncScripts
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _TRAINER = "trainer"
@@ -100,40 +101,43 @@ def decode_frozen(entries: dict[bytes, bytes]) -> tuple[ServerEntry, ...]:
 class Registry:
     """The processes of one run, through a blocking client."""
 
-    def __init__(self, client: redis.Redis, prefix: str) -> None:
+    def __init__(self, client: redis.Redis, prefix: str, scripts: SyncScripts) -> None:
         self._client = client
         self._prefix = prefix
+        self._scripts = scripts
 
     def _key(self, name: str) -> str:
         return self._prefix + name
 
+    def _put(self, what: str, *fields: Argument) -> None:
+        """Key, field and value, over and over: written together, also into a full Redis."""
+        self._scripts.call("put_fields", *fields, what=what, is_counted=False)
+
     def register_server(self, entry: ServerEntry) -> None:
         """Enter a server and the version that it holds."""
-        with (
-            translated(f"registering server_id={entry.server_id}"),
-            self._client.pipeline(transaction=True) as pipeline,
-        ):
-            pipeline.hset(self._key("servers"), entry.server_id, encode_address(entry))
-            version = encode_version(entry.policy_version, entry.is_quarantined)
-            pipeline.hset(self._key("server_versions"), entry.server_id, version)
+        version = encode_version(entry.policy_version, entry.is_quarantined)
+        self._put(
+            f"registering server_id={entry.server_id}",
+            *("servers", entry.server_id, encode_address(entry)),
+            *("server_versions", entry.server_id, version),
             # A server that is entered has just started: it holds all of its memory.
-            pipeline.hdel(self._key("server_memory"), entry.server_id)
-            pipeline.execute()
+            *("server_memory", entry.server_id, b""),
+        )
 
     def set_server_version(
         self, server_id: str, policy_version: int | None, *, quarantined: bool
     ) -> None:
         """Enter the version that a server holds now."""
         version = encode_version(policy_version, quarantined)
-        with translated(f"entering the version of server_id={server_id}"):
-            self._client.hset(self._key("server_versions"), server_id, version)
+        what = f"entering the version of server_id={server_id}"
+        self._put(what, "server_versions", server_id, version)
 
     def register_frozen(self, entry: ServerEntry) -> None:
         """Enter a server of an earlier version, with the version that it holds now. Publishes pass
         it by."""
         held = msgspec.json.encode([entry.url, entry.kind, entry.policy_version])
-        with translated(f"registering server_id={entry.server_id}"):
-            self._client.hset(self._key("frozen_servers"), entry.server_id, held)
+        what = f"registering server_id={entry.server_id}"
+        self._put(what, "frozen_servers", entry.server_id, held)
 
     def frozen_servers(self) -> tuple[ServerEntry, ...]:
         """Every registered server of an earlier version, by id."""
@@ -156,8 +160,8 @@ class Registry:
     def set_released(self, server_id: str, tags: Sequence[str]) -> None:
         """Enter what of a server's memory is released; before it is asked, so that whoever comes
         later knows of it."""
-        with translated(f"entering the memory of server_id={server_id}"):
-            self._client.hset(self._key("server_memory"), server_id, msgspec.json.encode(tags))
+        what = f"entering the memory of server_id={server_id}"
+        self._put(what, "server_memory", server_id, msgspec.json.encode(tags))
 
     def claim_devices(self) -> tuple[str, ...]:
         """The trainer takes the GPUs that it shares with servers; no server starts from now on.
@@ -209,8 +213,7 @@ class Registry:
 
     def register_part(self, name: str, facts: dict[str, str]) -> None:
         """Enter a part's address and other facts."""
-        with translated(f"registering part={name}"):
-            self._client.hset(self._key("parts"), name, encode_facts(facts))
+        self._put(f"registering part={name}", "parts", name, encode_facts(facts))
 
     def forget_part(self, name: str) -> None:
         """A part has ended: its address is nobody's."""
@@ -225,8 +228,7 @@ class Registry:
 
     def report_status(self, part: str, fields: dict[str, str]) -> None:
         """Report what a part is doing; replaces its last report."""
-        with translated(f"reporting status of part={part}"):
-            self._client.hset(self._key("statuses"), part, encode_facts(fields))
+        self._put(f"reporting status of part={part}", "statuses", part, encode_facts(fields))
 
     def statuses(self) -> dict[str, dict[str, str]]:
         """The last report of every part."""

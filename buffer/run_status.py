@@ -31,8 +31,8 @@ def ask(pipeline: Any, prefix: str) -> None:
         getattr(pipeline, command)(prefix + name)
 
 
-def read(answers: Sequence[Any]) -> dict[str, Any]:
-    """JSON's types only."""
+def read(answers: Sequence[Any], obstacle: str | None) -> dict[str, Any]:
+    """JSON's types only. `obstacle`: why Redis cannot write; None: it can."""
     (run_state, highest, paused), parts, statuses, servers, versions, frozen, *sizes = answers
     return {
         "state": "running" if run_state is None else run_state.decode(),
@@ -50,4 +50,5 @@ def read(answers: Sequence[Any]) -> dict[str, Any]:
         ],
         "statuses": decode_facts(statuses),
         "queue": dict(zip(_QUEUE, map(int, sizes), strict=True)),
+        **({} if obstacle is None else {"redis": obstacle}),
     }

@@ -39,8 +39,9 @@ from outloop.buffer.redis.client import connect_async, translated
 from outloop.buffer.redis.keys import key, prefix
 from outloop.buffer.redis.pipelining import PipelinedScripts
 from outloop.buffer.redis.pubsub import Channel
+from outloop.buffer.redis.refused_writes import UNKNOWN_FOLDER, probe, write_obstacle
 from outloop.buffer.redis.run_meta import CLOSE_GRACE_S, check_joinable
-from outloop.buffer.redis.scripts import Abandoned, AsyncScripts, Clock, refusal
+from outloop.buffer.redis.scripts import Abandoned, Argument, AsyncScripts, Clock, refusal
 from outloop.buffer.registry import decode_frozen, decode_servers, encode_facts
 from outloop.buffer.run import Run
 from outloop.buffer.runner_keys import KnownKeys, decode_keys
@@ -402,10 +403,22 @@ class BufferWriter:
 
     async def run_status(self) -> dict[str, Any]:
         """How the run stands, as `outloop.buffer.run_status`."""
+        obstacle = await self._write_obstacle()
         with translated("reading how the run stands"):
             async with self._client.pipeline(transaction=True) as pipeline:
                 run_status.ask(pipeline, self._prefix)
-                return run_status.read(await pipeline.execute())
+                return run_status.read(await pipeline.execute(), obstacle)
+
+    async def _write_obstacle(self) -> str | None:
+        settings = self._run.settings.buffer
+        with translated("asking Redis whether it can write"):
+            try:
+                await self._client.execute_command(*probe(self._key("nothing")))
+            except redis.RedisError as error:
+                return write_obstacle(
+                    error, UNKNOWN_FOLDER if settings.redis_url else self._run.dir / "redis"
+                )
+        return None
 
     async def runner_keys(self) -> KnownKeys:
         """Runner keys that were added or revoked while the run is up."""
@@ -415,18 +428,19 @@ class BufferWriter:
 
     async def set_paused(self, paused: bool) -> None:
         """Stop claims, or allow them again, for every router of the run."""
-        with translated("pausing claims"):
-            await self._client.hset(self._key("state"), "paused", str(int(paused)))
+        await self._put("pausing claims", "state", "paused", str(int(paused)))
 
     async def register_part(self, name: str, facts: dict[str, str]) -> None:
         """Enter a part's address and other facts."""
-        with translated(f"registering part={name}"):
-            await self._client.hset(self._key("parts"), name, encode_facts(facts))
+        await self._put(f"registering part={name}", "parts", name, encode_facts(facts))
 
     async def report_status(self, part: str, fields: dict[str, str]) -> None:
         """Report what a part is doing; replaces its last report."""
-        with translated(f"reporting status of part={part}"):
-            await self._client.hset(self._key("statuses"), part, encode_facts(fields))
+        await self._put(f"reporting status of part={part}", "statuses", part, encode_facts(fields))
+
+    async def _put(self, what: str, *fields: Argument) -> None:
+        """Key, field and value, over and over: written together, also into a full Redis."""
+        await self._scripts.call("put_fields", *fields, what=what)
 
     def _key(self, name: str) -> str:
         return self._prefix + name

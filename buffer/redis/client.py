@@ -18,7 +18,13 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded, SettingsError
+from outloop.buffer.errors import (
+    BufferUnavailable,
+    DeadlineExceeded,
+    SettingsError,
+    WritesRefused,
+)
+from outloop.buffer.redis.refused_writes import refused_write
 
 SOCKET_TIMEOUT_S = 30.0
 """Longest wait for the answer to one command; blocking commands must wait much less."""
@@ -32,21 +38,6 @@ SENTINEL_SCHEME = "sentinel://"
 _SENTINEL_PORT = 26379
 _SENTINEL_OPTIONS = {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}
 """A sentinel that is away must not hold up the others' answers."""
-_ADVICE = (
-    (
-        "maxmemory",
-        "; it is full: raise buffer.max_memory_mb (or the server's maxmemory), or let the trainer "
-        "catch up. Nothing was evicted",
-    ),
-    ("MISCONF", "; it cannot write to its disk: free space where its data folder is"),
-    (
-        "good replicas",
-        "; its replicas are missing: bring them back, or lower its min-replicas-to-write",
-    ),
-    ("read only replica", "; point buffer.redis_url at the primary"),
-    ("no permissions", "; give its user the rights that docs/buffer-keys.md lists"),
-)
-"""Part of an error's text -> what to do."""
 
 
 def connect_sync(
@@ -206,12 +197,13 @@ def translated(what: str) -> Iterator[None]:
             "check that it runs and that buffer.redis_url is right"
         ) from error
     except redis.RedisError as error:
-        # Redis 6.2 wraps errors inside a script: only the text shows which error it was.
-        text = str(error)
-        advice = next((advice for sign, advice in _ADVICE if sign in text), "")
-        raise BufferUnavailable(
-            f"{what}: Redis refused ({type(error).__name__}: {text}){advice}"
-        ) from error
+        sentence = f"{what}: Redis refused ({type(error).__name__}: {error})"
+        if "no permissions" in str(error):
+            sentence += "; give its user the rights that docs/buffer-keys.md lists"
+        why = refused_write(error)
+        if why is None:
+            raise BufferUnavailable(sentence) from error
+        raise WritesRefused(f"{sentence}; {why}") from error
 
 
 def _options(timeout_s: float) -> dict[str, Any]:

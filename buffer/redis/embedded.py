@@ -133,7 +133,8 @@ class EmbeddedRedis:
         lock_timeout_s: float = _LOCK_TIMEOUT_S,
     ) -> None:
         """`lock_timeout_s`: how long to wait for another server to leave the folder."""
-        self._data_dir = data_dir.absolute()
+        self.data_dir = data_dir.absolute()
+        """Of its append-only file."""
         self._fsync = fsync
         self._max_memory_mb = max_memory_mb
         self._lock_timeout_s = lock_timeout_s
@@ -166,8 +167,8 @@ class EmbeddedRedis:
         if self._process is not None:
             return self.url
         program = find_server()
-        self._data_dir.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(self._data_dir, self._lock_timeout_s)
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(self.data_dir, self._lock_timeout_s)
         self._lock = lock
         try:
             self._socket_dir = _make_socket_dir()
@@ -237,7 +238,7 @@ class EmbeddedRedis:
             "port": "0",
             "unixsocket": str(self._socket_dir / "s"),
             "unixsocketperm": "700",
-            "dir": str(self._data_dir),
+            "dir": str(self.data_dir),
             "logfile": str(self._log_path),
             **durable_options(self._fsync, self._max_memory_mb),
         }
@@ -245,7 +246,7 @@ class EmbeddedRedis:
 
     @property
     def _log_path(self) -> Path:
-        return self._data_dir / "server.log"
+        return self.data_dir / "server.log"
 
     def _wait_for_answer(self) -> None:
         peer = f"the embedded server ({self._log_path})"

@@ -106,15 +106,13 @@ KEYS: tuple[KeySpec, ...] = (
     ),
     KeySpec("sft:NUMBER", "string", _RUN, "put_trajectories", "a trajectory for SFT, by arrival"),
     KeySpec("sft_keys", "set", _RUN, "put_trajectories", "idempotency keys used"),
-    KeySpec("servers", "hash", "launch", "register_server()", "server -> address and kind"),
-    KeySpec("server_versions", "hash", "launch", "set_server_version()", "server -> version held"),
-    KeySpec("server_memory", "hash", "launch", "set_released()", "server -> memory it gave away"),
-    KeySpec(
-        "frozen_servers", "hash", "launch", "register_frozen()", "server -> address, kind, version"
-    ),
+    KeySpec("servers", "hash", "launch", "put_fields", "server -> address and kind"),
+    KeySpec("server_versions", "hash", "launch", "put_fields", "server -> version held"),
+    KeySpec("server_memory", "hash", "launch", "put_fields", "server -> memory it gave away"),
+    KeySpec("frozen_servers", "hash", "launch", "put_fields", "server -> address, kind, version"),
     KeySpec("devices", "hash", "launch", "claim_devices()", "who holds shared GPUs"),
-    KeySpec("parts", "hash", "launch", "register_part()", "part -> facts, such as its URL"),
-    KeySpec("statuses", "hash", "launch", "report_status()", "part -> what it does now"),
+    KeySpec("parts", "hash", "launch", "put_fields", "part -> facts, such as its URL"),
+    KeySpec("statuses", "hash", "launch", "put_fields", "part -> what it does now"),
 )
 """`run`: as long as the run is kept. `launch`: emptied whenever the launcher starts the run."""
 

@@ -1,5 +1,7 @@
 """A blocking client that lives through a Redis that goes away and comes back.
 
+One that answers and cannot write, as with a full disk, is away for whoever writes.
+
 `Patience` repeats what failed, so it is for callers whose every write may be applied twice, as
 those of `outloop.buffer.reader` may. `Continuity` finds out, for each new connection and before
 anything is sent over it, whether the server still has what it had acknowledged.
@@ -18,6 +20,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from outloop.buffer.errors import BufferLost, WritesLost
+from outloop.buffer.redis.refused_writes import refused_write
 
 T = TypeVar("T")
 _AGAIN_S = 0.2
@@ -25,14 +28,15 @@ _AT_ONCE = Retry(NoBackoff(), 0)
 LOST_RUN = (
     "Redis came back without this run: its data folder or append-only file is gone, or another "
     "server answers there. Nothing can be trained on. Restore the data, or start the same command "
-    "again, which resumes from the last checkpoint and plays the rest anew"
+    "again, which resumes from the last checkpoint and plays again what that does not contain"
 )
 """The sentence on a Redis that was emptied while the run was up."""
 _log = structlog.get_logger()
 
 
 class Patience(Retry):
-    """Repeats a command, or a pipeline, until the server answers or was away for `max_outage_s`."""
+    """Repeats a command, or a pipeline, until the server executes it, or was away or refused to
+    write for `max_outage_s`."""
 
     __hash__ = Retry.__hash__
 
@@ -75,17 +79,27 @@ class Patience(Retry):
                 answer = do()
             except redis.AuthenticationError:
                 raise
-            except self._supported_errors as error:
-                if is_retryable and not is_retryable(error):
-                    raise
-                num_failures += 1
-                fail(error, num_failures) if with_failure_count else fail(error)
+            except redis.RedisError as error:
+                why = refused_write(error)
+                if why is None:
+                    if not isinstance(error, self._supported_errors):
+                        raise
+                    if is_retryable and not is_retryable(error):
+                        raise
+                    num_failures += 1
+                    # Closes the connection; over the one that brought a refusal all goes on.
+                    fail(error, num_failures) if with_failure_count else fail(error)
                 now = time.monotonic()
                 if began_at is None:
                     began_at = now
-                    _log.warning("redis_awaited", max_s=self._max_outage_s, error=str(error))
+                    what = "redis_awaited" if why is None else "redis_cannot_write"
+                    _log.warning(what, max_s=self._max_outage_s, error=str(error))
                 if now - began_at >= self._max_outage_s:
-                    raise
+                    if why is None:
+                        raise
+                    raise redis.ResponseError(
+                        f"{error}, for buffer.max_outage_s={self._max_outage_s:g}"
+                    ) from error
                 time.sleep(_AGAIN_S)
             else:
                 if began_at is not None:

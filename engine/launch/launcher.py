@@ -33,11 +33,13 @@ from outloop.buffer.errors import (
     DeadlineExceeded,
     PartFailed,
     SettingsError,
+    WritesRefused,
 )
 from outloop.buffer.events import record_event
 from outloop.buffer.reader import BufferReader, init_run
 from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.refused_writes import ended_for_room
 from outloop.buffer.redis.requirements import read_server
 from outloop.buffer.run import Run, create_run, make_run_folder, read_secret
 from outloop.buffer.settings import Settings
@@ -75,6 +77,10 @@ _TRAINER_STOP_TIMEOUT_S = 60.0
 _PARTS_THAT_END = frozenset({"trainer", "runner"})
 """Parts that end when the run is finished."""
 _WATCH_INTERVAL_S = 0.25
+_WRITE_INTERVAL_S = 1.0
+"""How often Redis is asked whether it can write."""
+_FULL_WAIT_S = 1.0
+"""Before a Redis that ended for want of room is started again."""
 _MODEL_FILES = {
     "config.json": "config.json",
     "tokenizer.json": "tokenizer.json",
@@ -112,6 +118,9 @@ class Launcher:
         self._redis = redis
         self._away_since: float | None = None
         """When Redis was first found away, by the monotonic clock; None: it answers."""
+        self.write_obstacle: str | None = None
+        """Why Redis cannot write, as it was asked last; whoever writes waits then."""
+        self._writes_asked_at = 0.0
         self._viewer_link: str | None = None
         self._restarts = Restarts(backoff)
         self._started: dict[str, float] = {_REDIS: time.monotonic()}
@@ -193,6 +202,7 @@ class Launcher:
         if self._away_since is not None:
             _log.warning("redis_is_back", after_s=round(time.monotonic() - self._away_since, 2))
             self._away_since = None
+        self._ask_redis_to_write()
         for name, process in list(self.parts.items()):
             code = process.exit_code
             part = self._commands[name][0]
@@ -227,7 +237,10 @@ class Launcher:
             now = time.monotonic()
             if self._away_since is None:
                 self._away_since = now
-                _log.warning("redis_is_away", max_s=max_s, error=str(error))
+                what = "redis_is_away"
+                if isinstance(error, WritesRefused):
+                    what = "redis_cannot_write"
+                _log.warning(what, max_s=max_s, error=str(error))
             if now - self._away_since >= max_s:
                 raise BufferUnavailable(
                     f"{error}. The run waited for it for buffer.max_outage_s={max_s:g}; start the "
@@ -246,7 +259,14 @@ class Launcher:
         reason = end_reason(code, "")
         now = time.monotonic()
         if _REDIS not in self._due:
-            wait_s = self._restarts.wait_s(_REDIS, lived_s=now - self._started[_REDIS])
+            words, folder = self._redis.last_words(), self._redis.data_dir
+            obstacle = ended_for_room(code, words, folder)
+            if obstacle is None:
+                wait_s = self._restarts.wait_s(_REDIS, lived_s=now - self._started[_REDIS])
+            else:
+                # Until there is room it ends with each write; who writes has a bound.
+                self._note_obstacle(obstacle)
+                wait_s, self._writes_asked_at = _FULL_WAIT_S, now + 3 * _FULL_WAIT_S
             if wait_s is None:
                 raise PartFailed(
                     f"the run's Redis ended too often ({reason}); its last lines:\n"
@@ -259,6 +279,25 @@ class Launcher:
             record_event(self.run.dir, "part_restarted", part=_REDIS, exit_code=code, reason=reason)
             self._started[_REDIS] = now
             self._redis.start_again()
+
+    def _ask_redis_to_write(self) -> None:
+        """Find out whether it can, now and then. It ends nothing here: each writer has its bound.
+
+        Raises:
+            BufferUnavailable: Redis does not answer.
+        """
+        now = time.monotonic()
+        if now - self._writes_asked_at < _WRITE_INTERVAL_S:
+            return
+        self._writes_asked_at = now
+        self._note_obstacle(self.reader.write_obstacle())
+
+    def _note_obstacle(self, found: str | None) -> None:
+        before, self.write_obstacle = self.write_obstacle, found
+        if found is not None and before is None:
+            record_event(self.run.dir, "redis_cannot_write", reason=found)
+        if found is None and before is not None:
+            record_event(self.run.dir, "redis_writes_again")
 
     def viewer_link(self) -> str | None:
         """Where the run's page is, with its key; None until it is there."""
@@ -699,10 +738,12 @@ def train(
         for index in range(settings.env.num_runners):
             launcher.start(f"runner-{index}", "runner")
         shown_link: str | None = None
+        shown_obstacle: str | None = None
         with progress:
             while not stop.is_set():
                 with launcher.riding_out():
                     launcher.check()
+                    shown_obstacle = _show_obstacle(launcher, shown_obstacle, console)
                     if launcher.has_trained:
                         break
                     if (link := launcher.viewer_link()) not in (None, shown_link):
@@ -723,6 +764,19 @@ def train(
         return 130
     _show_result(run, console)
     return 0
+
+
+def _show_obstacle(launcher: Launcher, shown: str | None, console: Console) -> str | None:
+    """Say that Redis stopped writing, or writes again; what is shown now."""
+    found = launcher.write_obstacle
+    if (found is None) == (shown is None):
+        return shown
+    sentence = found or "Redis writes again; the run goes on"
+    if found is not None:
+        bound_s = launcher.run.settings.buffer.outage_s
+        sentence += f". The run waits for it, for buffer.max_outage_s={bound_s:g} at most"
+    console.print(sentence, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    return found
 
 
 def _show_result(run: Run, console: Console) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from outloop.buffer.errors import BufferLost, RankKilled, SettingsError
+from outloop.buffer.errors import BufferUnavailable, RankKilled, SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import Settings
@@ -81,7 +81,7 @@ def train(run: Run, *, stop: threading.Event, on_hang: Callable[[str], None] | N
             _lead(run, reader, leases, publisher, stop, stack, on_hang=on_hang)
         except Exception as error:
             _log.exception("trainer_failed")
-            if not isinstance(error, RankKilled | BufferLost):
+            if not isinstance(error, RankKilled | BufferUnavailable):
                 reader.set_run_state("failed")
             raise
 

@@ -1,45 +1,22 @@
 """The whole loop with real processes."""
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
+from fakes.command_run import assert_nothing_is_left, processes_of, training
 from fakes.tls_front import make_authority, make_certificate
-from outloop.buffer.cli.open_run import joined
-from outloop.buffer.store.ledger import REACHED_TRAINER
-from outloop.buffer.telemetry import read_metrics as read_rows
-from outloop.buffer.trajectories.steps import read_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 Outloop = Callable[..., subprocess.CompletedProcess[str]]
 WriteConfig = Callable[..., Path]
 ReadMetrics = Callable[[Path], list[dict[str, float]]]
-
-
-def processes_of(folder: Path) -> list[psutil.Process]:
-    """Every process whose command line names the folder or that works in it."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "cwd"]):
-        words = [*(process.info["cmdline"] or []), process.info["cwd"] or ""]
-        if any(str(folder) in word for word in words):
-            found.append(process)
-    return found
-
-
-def assert_nothing_is_left(folder: Path) -> None:
-    """No process of the run outlives it; torch's own memory manager may take a moment to notice."""
-    _, alive = psutil.wait_procs(processes_of(folder), timeout=10)
-    assert not alive
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -181,32 +158,6 @@ def test_ctrl_c_stops_cleanly(workspace: Path, write_config: WriteConfig) -> Non
     assert_nothing_is_left(workspace)
 
 
-@contextmanager
-def training(workspace: Path) -> Iterator[subprocess.Popen[str]]:
-    """`outloop train` from its first recorded step on; killed on the way out if it still runs."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "outloop.cli", "train", "run.toml"],
-        cwd=workspace,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            wait_for_steps(workspace / "runs/tiny/metrics.jsonl", process)
-            yield process
-        finally:
-            process.kill()
-
-
-def wait_for_steps(path: Path, process: subprocess.Popen[str]) -> None:
-    """Return once the run has recorded a step; fail when it ends or takes too long."""
-    deadline = time.monotonic() + 90
-    while not (path.exists() and "train/loss" in path.read_text()):
-        assert process.poll() is None, process.stdout.read() if process.stdout else ""
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 @pytest.mark.parametrize(
     ("part", "number"),
     [
@@ -241,46 +192,6 @@ def test_a_part_that_ends_is_replaced_and_the_run_ends(
     assert_nothing_is_left(workspace)
 
 
-def kill_redis(workspace: Path) -> None:
-    """kill -9 of the run's Redis."""
-    (victim,) = [one for one in processes_of(workspace) if "/redis" in one.cwd()]
-    victim.kill()
-
-
-def test_a_run_goes_on_when_its_redis_is_killed(
-    workspace: Path, write_config: WriteConfig, read_metrics: ReadMetrics
-) -> None:
-    """Twice, in the middle: the launcher starts it again over its file, no other part ends, and
-    every step is made once, by groups of which none is trained twice."""
-    write_config(steps=8)
-    folder = workspace / "runs/tiny"
-    with training(workspace) as process:
-        kill_redis(workspace)
-        killed_at = time.time()
-        while len(made := [at for at in times_of_steps(folder) if at > killed_at]) < 2:
-            assert process.poll() is None
-            time.sleep(0.1)
-        assert made[1] - killed_at < 30
-        kill_redis(workspace)
-        output, _ = process.communicate(timeout=150)
-    assert process.returncode == 0, output
-    restarted = [line for line in output.splitlines() if "part_restarted" in line]
-    assert len(restarted) == 2, output
-    assert all("redis" in line for line in restarted)
-    rows = [row for row in read_metrics(folder) if "train/loss" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert [row["train/policy_version"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
-    steps = read_steps(folder).values()
-    groups = [group_id for step in steps for take in step.takes for group_id in take]
-    assert len(groups) == len(set(groups)) >= 8 * 8
-    with joined(folder) as reader:
-        ledger = reader.ledger()
-    ledger.check()
-    reached = [ledger.columns[name] for name in REACHED_TRAINER if name in ledger.columns]
-    assert sum(column.num_attempts for column in reached) == 8 * 8 * 4
-    assert_nothing_is_left(workspace)
-
-
 def test_a_run_whose_router_and_server_speak_https_trains(
     workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
 ) -> None:
@@ -307,33 +218,6 @@ def test_a_run_whose_router_and_server_speak_https_trains(
     assert len(ready) == 2
     assert all(url.startswith("https://127.0.0.1:") for url in ready)
     assert_nothing_is_left(workspace)
-
-
-def times_of_steps(folder: Path) -> list[float]:
-    """When each step was recorded."""
-    return [row["time"] for row in read_rows(folder) if "train/loss" in row]
-
-
-def test_a_redis_that_comes_back_empty_ends_the_run_with_a_sentence(
-    workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
-) -> None:
-    """Nothing is trained on without the run's data; the next start resumes from the checkpoint."""
-    write_config(steps=6)
-    folder = workspace / "runs/tiny"
-    with training(workspace) as process:
-        shutil.rmtree(folder / "redis/appendonlydir")
-        kill_redis(workspace)
-        output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1, output
-    assert "Redis came back without this run" in output.strip().splitlines()[-1]
-    assert "Traceback" not in output
-    assert_nothing_is_left(workspace)
-    answer = outloop("train", "run.toml")
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    rows = [row for row in read_metrics(folder) if "train/loss" in row]
-    assert {row["step"] for row in rows} == {1, 2, 3, 4, 5, 6}
-    versions = [row["train/policy_version"] for row in rows]
-    assert len(set(versions)) == len(versions)
 
 
 @pytest.mark.parametrize(

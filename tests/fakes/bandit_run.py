@@ -150,7 +150,7 @@ class BanditReader(BufferReader):
 
     def __init__(self, run: Run, *options: Any) -> None:
         super().__init__(run, *options)
-        self.registry = _NotingRegistry(options[0], prefix(run.run_id))
+        self.registry = _NotingRegistry(options[0], prefix(run.run_id), self._scripts)
         self.registry.on_wait = lambda sentence: self.on_wait(sentence)
         self.on_wait: Callable[[str], None] = lambda sentence: None
         """Called with what the trainer reports to wait for."""

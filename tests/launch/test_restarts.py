@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fakes.small_disk import small_disk
 from outloop.buffer.errors import BufferUnavailable, PartFailed
 from outloop.buffer.events import read_events
 from outloop.buffer.redis.embedded import EmbeddedRedis
@@ -136,6 +137,29 @@ def test_a_redis_that_ends_again_and_again_is_given_up(tmp_path: Path) -> None:
         # The launcher may look while the last threads of the process still end.
         with pytest.raises(PartFailed, match="Redis ended too often .ended by SIGKILL."):
             look_until(lambda: False, launcher)
+
+
+def test_a_redis_that_ended_for_want_of_room_is_started_until_there_is_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often: one that must sync every write ends with each. The run says why."""
+    with (
+        small_disk(tmp_path / "run/redis", monkeypatch, mounts=True) as disk,
+        watched(tmp_path, Backoff(max_short_lives=0), fsync="always") as launcher,
+    ):
+        disk.fill()
+        for _ in range(2):
+            with pytest.raises(BufferUnavailable):
+                # More than what is left of its file's last page.
+                launcher.reader.registry.report_status("part", {"text": "x" * 10_000})
+            look_until(lambda: launcher.write_obstacle is not None, launcher)
+            look_until(lambda: is_up(launcher), launcher)
+        assert f"disk full at {disk.folder} (it ended, 0.0 MiB free)" in launcher.write_obstacle
+        disk.make_room()
+        launcher.reader.set_steps_left(3)
+        look_until(lambda: launcher.write_obstacle is None, launcher)
+        kinds = [event["kind"] for event in read_events(launcher.run.dir)]
+        assert kinds.count("redis_cannot_write") == kinds.count("redis_writes_again") == 1
 
 
 def test_a_redis_of_somebody_else_is_waited_for_until_the_bound(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from outloop.buffer.errors import (
     TooManyReplaced,
 )
 from outloop.buffer.redis.client import translated
-from outloop.buffer.redis.outage import Continuity
+from outloop.buffer.redis.outage import Continuity, Patience
 
 Argument = bytes | str | int | float
 Clock = Callable[[], float]
@@ -50,6 +50,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "init_run": (),
     "append_turn": ("core",),
     "note_budget": ("core",),
+    "put_fields": ("core",),
 }
 """Scripts that do not have both core.lua and lifecycle.lua in front, and which they have."""
 
@@ -101,17 +102,19 @@ class SyncScripts:
         *,
         min_replicas: int = 0,
         continuity: Continuity | None = None,
+        patience: Patience | None = None,
     ) -> None:
         """`min_replicas`: so many have what a script wrote before its call returns. `continuity`:
-        counts the calls."""
+        counts the calls. `patience`: the client's own, which sees no errors inside a pipeline."""
         self._client = client
         self._meta_key = meta_key
         self._clock = clock
         self._min_replicas = min_replicas
         self._continuity = continuity
+        self._patience = patience
 
-    def call(self, name: str, *args: Argument, what: str) -> list[Any]:
-        """What the script returns after its `ok`.
+    def call(self, name: str, *args: Argument, what: str, is_counted: bool = True) -> list[Any]:
+        """What the script returns after its `ok`; `is_counted`: its loss would be one.
 
         Raises:
             BufferUnavailable: Redis did not execute it, or does not hold the run.
@@ -120,24 +123,32 @@ class SyncScripts:
         script = load_script(name)
         with translated(what):
             arguments = (self._meta_key, _now_ms(self._clock), *args)
+            continuity = self._continuity if is_counted else None
             try:
-                answer = self._execute("EVALSHA", script.sha1, arguments)
+                answer = self._execute(("EVALSHA", script.sha1, 1, *arguments), continuity)
             except redis.exceptions.NoScriptError:
-                answer = self._execute("EVAL", script.text, arguments)
+                answer = self._execute(("EVAL", script.text, 1, *arguments), continuity)
         return _unpack(answer, what)
 
-    def _execute(self, command: str, script: str, arguments: tuple[Argument, ...]) -> Any:
-        if not self._min_replicas and self._continuity is None:
-            return self._client.execute_command(command, script, 1, *arguments)
+    def _execute(self, command: tuple[Argument, ...], continuity: Continuity | None) -> Any:
+        if self._patience is None:
+            return self._send(command, continuity)
+        return self._patience.call_with_retry(
+            lambda: self._send(command, continuity), lambda error: None
+        )
+
+    def _send(self, command: tuple[Argument, ...], continuity: Continuity | None) -> Any:
+        if not self._min_replicas and continuity is None:
+            return self._client.execute_command(*command)
         with self._client.pipeline(transaction=False) as pipeline:
-            pipeline.execute_command(command, script, 1, *arguments)
-            if self._continuity is not None:
-                pipeline.execute_command(*self._continuity.count_command)
+            pipeline.execute_command(*command)
+            if continuity is not None:
+                pipeline.execute_command(*continuity.count_command)
             if self._min_replicas:
                 pipeline.execute_command(*wait_command(self._min_replicas))
             answer, *others = pipeline.execute(raise_on_error=False)
-        if self._continuity is not None:
-            self._continuity.note(others[0])
+        if continuity is not None:
+            continuity.note(others[0])
         if isinstance(answer, Exception):
             raise answer
         if self._min_replicas:

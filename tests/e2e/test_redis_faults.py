@@ -1,0 +1,118 @@
+"""A run whose Redis is killed, emptied, cut short or out of room."""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fakes.command_run import (
+    assert_nothing_is_left,
+    read_rest,
+    read_until,
+    redis_of,
+    times_of_steps,
+    training,
+)
+from fakes.small_disk import can_mount, small_disk
+from outloop.buffer.cli.open_run import joined
+from outloop.buffer.store.ledger import REACHED_TRAINER
+from outloop.buffer.trajectories.steps import read_steps
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+Outloop = Callable[..., subprocess.CompletedProcess[str]]
+WriteConfig = Callable[..., Path]
+ReadMetrics = Callable[[Path], list[dict[str, float]]]
+
+
+def test_a_run_goes_on_when_its_redis_is_killed(
+    workspace: Path, write_config: WriteConfig, read_metrics: ReadMetrics
+) -> None:
+    """Twice, in the middle: the launcher starts it again over its file, no other part ends, and
+    every step is made once, by groups of which none is trained twice."""
+    write_config(steps=8)
+    folder = workspace / "runs/tiny"
+    with training(workspace) as process:
+        redis_of(workspace).kill()
+        killed_at = time.time()
+        while len(made := [at for at in times_of_steps(folder) if at > killed_at]) < 2:
+            assert process.poll() is None
+            time.sleep(0.1)
+        assert made[1] - killed_at < 30
+        redis_of(workspace).kill()
+        output, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, output
+    restarted = [line for line in output.splitlines() if "part_restarted" in line]
+    assert len(restarted) == 2, output
+    assert all("redis" in line for line in restarted)
+    assert_each_step_was_made_once(8, folder, read_metrics)
+    assert_nothing_is_left(workspace)
+
+
+def assert_each_step_was_made_once(num_steps: int, folder: Path, read_metrics: ReadMetrics) -> None:
+    """By groups of which none was trained twice, and every attempt ended in one way."""
+    rows = [row for row in read_metrics(folder) if "train/loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
+    assert [row["train/policy_version"] for row in rows] == list(range(1, num_steps + 1))
+    steps = read_steps(folder).values()
+    groups = [group_id for step in steps for take in step.takes for group_id in take]
+    assert len(groups) == len(set(groups)) >= num_steps * 8
+    with joined(folder) as reader:
+        ledger = reader.ledger()
+    ledger.check()
+    reached = [ledger.columns[name] for name in REACHED_TRAINER if name in ledger.columns]
+    assert sum(column.num_attempts for column in reached) == num_steps * 8 * 4
+
+
+def test_a_redis_whose_disk_is_full_holds_the_run_and_ends_nothing(
+    workspace: Path,
+    write_config: WriteConfig,
+    outloop: Outloop,
+    read_metrics: ReadMetrics,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Terminal and `outloop status` name the folder; with room again the run goes on to its end, no
+    part has ended, and nothing was made twice."""
+    write_config(steps=6)
+    folder = workspace / "runs/tiny"
+    with small_disk(folder / "redis", monkeypatch, mounts=can_mount()) as disk:
+        with training(workspace) as process:
+            disk.fill(redis_of(workspace).pid)
+            sentence = f"Redis cannot write: disk full at {disk.folder} ("
+            read_until(sentence, process)
+            assert sentence in outloop("status", "runs/tiny").stdout
+            log = folder / "logs/trainer.log"
+            while "redis_cannot_write" not in log.read_text():
+                assert process.poll() is None
+                time.sleep(0.05)
+            disk.make_room()
+            read_until("Redis writes again", process)
+            output = read_rest(process)
+        assert process.returncode == 0, output
+        assert "part_restarted" not in output
+        assert_each_step_was_made_once(6, folder, read_metrics)
+    assert_nothing_is_left(workspace)
+
+
+def test_a_redis_that_comes_back_empty_ends_the_run_with_a_sentence(
+    workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
+) -> None:
+    """Nothing is trained on without the run's data; the next start resumes from the checkpoint."""
+    write_config(steps=6)
+    folder = workspace / "runs/tiny"
+    with training(workspace) as process:
+        shutil.rmtree(folder / "redis/appendonlydir")
+        redis_of(workspace).kill()
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert "Redis came back without this run" in output.strip().splitlines()[-1]
+    assert "Traceback" not in output
+    assert_nothing_is_left(workspace)
+    answer = outloop("train", "run.toml")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    rows = [row for row in read_metrics(folder) if "train/loss" in row]
+    assert {row["step"] for row in rows} == {1, 2, 3, 4, 5, 6}
+    versions = [row["train/policy_version"] for row in rows]
+    assert len(set(versions)) == len(versions)
