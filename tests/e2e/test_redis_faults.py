@@ -1,6 +1,8 @@
 """A run whose Redis is killed, emptied, cut short or out of room."""
 
+import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -93,6 +95,49 @@ def test_a_redis_whose_disk_is_full_holds_the_run_and_ends_nothing(
         assert process.returncode == 0, output
         assert "part_restarted" not in output
         assert_each_step_was_made_once(6, folder, read_metrics)
+    assert_nothing_is_left(workspace)
+
+
+def test_a_redis_without_its_last_writes_sends_the_trainer_back(
+    workspace: Path, write_config: WriteConfig, read_metrics: ReadMetrics
+) -> None:
+    """Killed, its file cut where it was a step ago, and started again: the trainer says so in the
+    terminal, resumes from its checkpoint, and no version is given out twice."""
+    write_config(steps=8)
+    folder = workspace / "runs/tiny"
+    with training(workspace) as process:
+        (file,) = (folder / "redis").glob("appendonlydir/*.incr.aof")
+        while not list((folder / "checkpoints").glob("step_2")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        size, num_made = file.stat().st_size, len(times_of_steps(folder))
+        while len(times_of_steps(folder)) <= num_made:
+            assert process.poll() is None
+            time.sleep(0.05)
+        # Nobody starts it again before its file is cut.
+        process.send_signal(signal.SIGSTOP)
+        redis = redis_of(workspace)
+        redis.kill()
+        while redis.status() != "zombie":
+            time.sleep(0.01)
+        os.truncate(file, size)
+        process.send_signal(signal.SIGCONT)
+        output = read_rest(process)
+    assert process.returncode == 0, output
+    (line,) = [line for line in output.splitlines() if "writes that it had acknowledged" in line]
+    assert "part_restarted" in line
+    assert "trainer" in line
+    rows = [row for row in read_metrics(folder) if "train/loss" in row]
+    assert {row["step"] for row in rows} == {1, 2, 3, 4, 5, 6, 7, 8}
+    assert len(rows) > 8
+    versions = [row["train/policy_version"] for row in rows]
+    assert len(set(versions)) == len(versions)
+    steps = read_steps(folder)
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6, 7, 8]
+    groups = [group_id for one in steps.values() for take in one.takes for group_id in take]
+    assert len(groups) == len(set(groups))
+    with joined(folder) as reader:
+        reader.ledger().check()
     assert_nothing_is_left(workspace)
 
 
