@@ -101,15 +101,15 @@ RECIPES: dict[str, dict[str, Tree]] = {
         },
         "buffer": _EVERY_GROUP,
     },
-    # arXiv:2501.03262 (v9), equations 4 and 5.
+    # arXiv:2501.03262 (v9), equations 4 and 5, in the objective of equation 1.
     "reinforce_pp": {
-        "trainer": _PPO | {"advantage": "reinforce_pp", "denominator": "tokens", "kl": "k1"},
+        "trainer": _PPO | {"advantage": "reinforce_pp", "denominator": "episode_means", "kl": "k1"},
         "buffer": _EVERY_GROUP,
     },
     # The same paper's variant for groups: its KL is k2, in the loss.
     "reinforce_pp_baseline": {
         "trainer": _PPO
-        | {"advantage": "reinforce_pp_baseline", "denominator": "tokens", "kl": "k2"},
+        | {"advantage": "reinforce_pp_baseline", "denominator": "episode_means", "kl": "k2"},
         "buffer": _EVERY_GROUP,
     },
     # arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2, whose code masks weights above 5.

@@ -171,15 +171,16 @@ def k1(one: Played) -> float:
 
 
 def reinforce_pp(take: Take) -> float:
-    """arXiv:2501.03262 (v9), equations 4 and 5: the whole batch is the baseline."""
+    """arXiv:2501.03262 (v9), equations 4 and 5, in equation 1, whose answers weigh the same however
+    long they are: the whole batch is the baseline."""
     rewards = [one.reward - 1e-3 * k1(one) for group in take for one in group]
     middle, std = mean(rewards), deviation(rewards, 0)
     answers = [one for group in take for one in group]
     total = 0.0
     for one, reward in zip(answers, rewards, strict=True):
         advantage = (reward - middle) / (std + 1e-6)
-        total += math.fsum(clipped(r, advantage, 0.2, 0.2) for r in one.ratios)
-    return total / sum(len(one.policy) for one in answers)
+        total += mean([clipped(r, advantage, 0.2, 0.2) for r in one.ratios])
+    return total / len(answers)
 
 
 def reinforce_pp_baseline(take: Take) -> float:
@@ -189,10 +190,12 @@ def reinforce_pp_baseline(take: Take) -> float:
     answers = [one for group in take for one in group]
     total = 0.0
     for one, value in zip(answers, centred, strict=True):
+        of_answer = 0.0
         for ratio, p, r in zip(one.ratios, one.policy, one.reference, strict=True):
             objective = clipped(ratio, value / (std + 1e-6), 0.2, 0.2)
-            total += objective - 1e-3 * min(ratio, 2.0) * (p - r) ** 2 / 2
-    return total / sum(len(one.policy) for one in answers)
+            of_answer += objective - 1e-3 * min(ratio, 2.0) * (p - r) ** 2 / 2
+        total += of_answer / len(one.policy)
+    return total / len(answers)
 
 
 def decoupled_ppo(take: Take) -> float:
