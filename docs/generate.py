@@ -205,19 +205,31 @@ schedule exceeds, by the name of what sets it ([bounds](#bounds)).
 
 ## Stragglers on few servers
 
-What a synchronous batch would gain if its last turns moved to few servers, which other systems do so that the empty
-ones load later weights: `outloop plan docs/scaling.toml` prints this table too. Moving is taken to cost nothing.
+`router.packed_turns_per_server = N`: when few episodes of training are in flight, their next turns are placed on as few
+servers as hold them with at most N turns on each, so that the other servers become empty. What that gives at the end of
+a synchronous batch, by the same command; a turn that moves is taken to cost nothing, and the share of servers without an
+episode is of the time in which some episode is in flight.
 
 {packing}
 
-* Turns on fewer servers are slower, by little, and a synchronous loop has nothing for the empty servers to do: no
-  episode starts before the next version. What they would do, `over_provision` and `max_staleness` 1 do on all
-  servers, and gain as the table above says. So turns are not repacked.
-* Empty servers are not needed to load weights either: with `publish.mode = "in_place"` a turn in flight goes on under
-  the new version, with the others it goes on from its tokens.
-* Where servers and trainer share GPUs, an empty server could give its memory back early. A step needs every GPU, so it
-  would still wait for the last server.
-* The last column counts the trainer's time too, in which all servers are empty.
+* **A batch ends no earlier.** It ends with its longest episode, which is no faster on a server of its own. What packing
+  gives is empty servers, early and all at once: evaluation gets them (its turns go to servers without training), one
+  that is stopped or taken back by a spot market has no turn to hand over (`GET /servers` of the router: `is_spare`), and
+  one that loads weights mixes no versions in a turn. Without any use for them leave the setting out, as it is by default.
+* N is a number of turns that a server generates about as fast as one: decoding reads the weights once a step, whatever
+  the batch, so that 8 to 16 cost little where caches fit. Servers do not report how much of their KV memory is free: N is
+  what bounds it.
+* Fewer servers are used only where at most half as many as before are enough with a quarter of their N turns to spare,
+  and no episode came within the last second. So a turn moves at most log2(servers) times in a batch, and none goes back
+  and forth. Training's turns go on all servers again when the next batch starts.
+* An episode moves between two turns, never within one. The move costs one prefill of its context: 16,000 tokens at the
+  {prefill} tokens a second of the example are {move_s} s, once or twice in an episode of minutes. Where contexts
+  are long and turns are few, `router.packed_max_context_tokens` keeps long ones where their prefix is cached; their
+  servers do not become empty then.
+* While the trainer is busy and nothing is in flight, all servers are empty anyway. `over_provision` and `max_staleness` 1
+  use the servers for training instead, and gain what the table of levels says.
+* Where servers and trainer share GPUs, a step needs every GPU and waits for the last server: empty ones do not give their
+  memory back early.
 
 ## Long tasks first
 
@@ -521,6 +533,8 @@ def scaling_page() -> str:
         inputs=(DOCS / "scaling.toml").read_text().strip(),
         levels=shown["Levels,"],
         packing=shown["Turns"],
+        prefill=f"{plan.inputs.servers.prefill_tokens_per_s:,.0f}",
+        move_s=f"{16000 / plan.inputs.servers.prefill_tokens_per_s:.1f}",
         order=shown["Long"],
         sizes=shown["Best"],
         memory=shown["Memory"],

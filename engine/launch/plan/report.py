@@ -98,8 +98,9 @@ def level_table(found: Sequence[Level]) -> Table:
 
 
 def packing_table(plan: Plan) -> Table:
-    """Turns of a synchronous batch on all servers or on as few as can be, under the tail that is
-    given and one without; empty without [servers].
+    """router.packed_turns_per_server: the last turns of a synchronous batch on all servers or on
+    few, under the tail that is given and one without; empty without [servers], or where packing
+    can do nothing.
 
     Laminar (arXiv 2510.12633) repacks stragglers, so that the servers they leave load later
     weights; in a synchronous loop there are none before the batch has ended.
@@ -109,7 +110,7 @@ def packing_table(plan: Plan) -> Table:
             plan.inputs.loop.rules(), max_staleness=0, pipeline_depth=0.0, over_provision=1.0
         )
     )
-    if scenario.servers is None:
+    if scenario.servers is None or min(scenario.servers.max_running, scenario.servers.count) < 2:
         return Table("Turns on few servers", (), ())
     most, mean = scenario.servers.max_running, scenario.episodes.seconds.mean()
     light = Lengths.mixture([Part(share=1.0, low=0.5 * mean, high=1.5 * mean)])
@@ -117,7 +118,7 @@ def packing_table(plan: Plan) -> Table:
     rows = []
     for name, seconds in tails.items():
         spread: float | None = None
-        for packed in (None, max(1, most // 4), most):
+        for packed in (None, max(2, most // 4), most):
             servers = replace(scenario.servers, packed=packed)
             episodes = replace(scenario.episodes, seconds=seconds)
             found = simulate(replace(scenario, servers=servers, episodes=episodes))
@@ -125,13 +126,21 @@ def packing_table(plan: Plan) -> Table:
             rows.append(
                 (
                     name,
-                    "all servers alike" if packed is None else f"{packed} on a server",
+                    "all servers alike" if packed is None else f"packed, {packed} on a server",
                     _number(found.steps_per_hour),
                     f"{found.steps_per_hour / spread:.3f}",
-                    _share(found.idle_server_share),
+                    _share(found.free_server_share),
+                    f"{found.moves_per_step:.0f}",
                 )
             )
-    names = ("tail", "turns", "steps/h", "of all alike", "servers without a turn")
+    names = (
+        "tail",
+        "turns",
+        "steps/h",
+        "of all alike",
+        "servers without an episode",
+        "turns moved a step",
+    )
     return Table("Turns on few servers, synchronous", names, tuple(rows))
 
 

@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.packing import servers_to_keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class Servers:
     """Of a server that runs `max_running` sequences, together."""
     max_running: int
     packed: int | None = None
-    """As few servers as can be run the turns, so many on each; None: all servers do, equally."""
+    """router.packed_turns_per_server; None: all servers run the turns, equally."""
 
     def __post_init__(self) -> None:
         if self.tokens_per_s > self.max_running * self.tokens_per_s_alone * (1 + 1e-9):
@@ -41,10 +42,10 @@ class Servers:
                 "same server"
             )
 
-        if self.packed is not None and not 1 <= self.packed <= self.max_running:
+        if self.packed is not None and not 2 <= self.packed <= self.max_running:
             raise SettingsError(
                 f"servers.packed={self.packed} turns on a server that runs servers.max_running="
-                f"{self.max_running}; 1 to {self.max_running} is allowed"
+                f"{self.max_running}; 2 to {self.max_running} is allowed"
             )
 
     def seconds_per_token(self, running: float) -> float:
@@ -55,10 +56,6 @@ class Servers:
         full = self.max_running / self.tokens_per_s
         slope = (full - alone) / (self.max_running - 1)
         return alone + slope * (max(running, 1.0) - 1.0)
-
-    def in_use(self, running: int) -> int:
-        """Servers that run `running` turns of the pool."""
-        return min(self.count, -(-running // (self.packed or 1)))
 
     @property
     def capacity(self) -> float:
@@ -81,6 +78,8 @@ class Serving:
         self._waiting: deque[tuple[float, object]] = deque()
         self._number = 0
         self._is_paused = False
+        self.num_kept = servers.count
+        """Servers that the turns are placed on."""
         self.tokens = 0.0
         """Sampled so far."""
         self.idle_s = 0.0
@@ -89,15 +88,26 @@ class Serving:
     def _speed(self) -> float:
         if self._is_paused or not self._running:
             return 0.0
-        number, servers = len(self._running), self._servers
-        return 1.0 / servers.seconds_per_token(number / servers.in_use(number))
+        number = len(self._running)
+        return 1.0 / self._servers.seconds_per_token(number / min(self.num_kept, number))
+
+    def keep(self, num_episodes: int) -> int:
+        """Place turns as the router does with so many episodes in flight; returns how many of them
+        have their next turn on another server."""
+        before, packed = self.num_kept, self._servers.packed
+        if packed is None:
+            return 0
+        self.num_kept = servers_to_keep(
+            before, num_episodes, num_servers=self._servers.count, turns_per_server=packed
+        )
+        return round(num_episodes * max(0.0, 1.0 - self.num_kept / before))
 
     def advance(self, now: float) -> None:
         """Let time pass until `now`."""
         gained = (now - self._now) * self._speed()
         self._gained += gained
         self.tokens += gained * len(self._running)
-        num_idle = self._servers.count - self._servers.in_use(len(self._running))
+        num_idle = self._servers.count - min(self.num_kept, len(self._running))
         self.idle_s += (now - self._now) * num_idle
         self._now = now
 

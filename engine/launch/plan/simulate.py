@@ -6,7 +6,8 @@ Invariant: a simulation is a pure function of its scenario.
 
 Where it is simpler than a run: turns are balanced over servers perfectly; an episode's turns are of
 equal length with equal waits behind them, and at most MAX_TURNS are simulated apart; claims and
-closes take no time beyond `overhead_s`; evaluation is not simulated.
+closes take no time beyond `overhead_s`; evaluation is not simulated; a turn that is placed apart
+from its prefix takes no longer, and turns are packed as soon as they may be.
 """
 
 from __future__ import annotations
@@ -121,6 +122,10 @@ class Simulated:
     """Tokens of the pool over what it could give."""
     idle_server_share: float
     """Of the servers' time, that without a turn."""
+    free_server_share: float
+    """Of the servers' time while episodes are in flight, that without an episode."""
+    moves_per_step: float
+    """Turns whose prefix is on another server because turns are packed."""
     episodes_in_flight: float
     """On average."""
     staleness: dict[int, float]
@@ -162,6 +167,9 @@ class _Counts:
     tokens_before: float = 0.0
     idle_before_s: float = 0.0
     in_flight_s: float = 0.0
+    playing_s: float = 0.0
+    free_s: float = 0.0
+    num_moved: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
     num_lost: int = 0
     num_groups: int = 0
@@ -215,6 +223,8 @@ class _Simulation:
             self._admission.steps_left = scenario.num_steps
         self._claim()
         while self._step < scenario.num_steps:
+            if self._serving is not None:
+                self._counts.num_moved += self._serving.keep(self._num_playing)
             at = self._events[0][0] if self._events else float("inf")
             turn_at = self._serving.next_end() if self._serving else float("inf")
             assert min(at, turn_at) < float("inf"), "nothing will happen any more"
@@ -229,6 +239,11 @@ class _Simulation:
 
     def _pass(self, now: float) -> None:
         self._counts.in_flight_s += (now - self._now) * self._num_playing
+        if self._serving is not None and self._scenario.servers and self._num_playing:
+            num_free = self._scenario.servers.count - self._serving.num_kept
+            num_free = max(num_free, self._scenario.servers.count - self._num_playing)
+            self._counts.playing_s += now - self._now
+            self._counts.free_s += (now - self._now) * num_free
         self._now = now
         if self._serving is not None:
             self._serving.advance(now)
@@ -444,7 +459,8 @@ class _Simulation:
         capacity = scenario.servers.capacity if scenario.servers else 0.0
         tokens = (self._serving.tokens if self._serving else 0.0) - counts.tokens_before
         idle_s = (self._serving.idle_s if self._serving else 0.0) - counts.idle_before_s
-        servers_s = elapsed_s * (scenario.servers.count if scenario.servers else 0)
+        num_servers = scenario.servers.count if scenario.servers else 0
+        servers_s, playing_s = elapsed_s * num_servers, counts.playing_s * num_servers
         num_taken = max(1, sum(counts.staleness.values()))
         started = counts.num_started_slow / max(1, counts.num_started)
         trained = counts.num_trained_slow / max(1, counts.num_trained)
@@ -456,6 +472,8 @@ class _Simulation:
             trainer_wait_share=counts.wait_s / elapsed_s,
             server_share=tokens / (capacity * elapsed_s) if capacity else 0.0,
             idle_server_share=idle_s / servers_s if servers_s else 0.0,
+            free_server_share=counts.free_s / playing_s if playing_s else 0.0,
+            moves_per_step=counts.num_moved / max(1, counts.num_steps),
             episodes_in_flight=counts.in_flight_s / elapsed_s,
             staleness={age: number / num_taken for age, number in sorted(counts.staleness.items())},
             discarded_share=counts.num_lost / max(1, counts.num_lost + counts.num_trained),

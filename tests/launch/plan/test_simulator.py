@@ -17,8 +17,9 @@ from outloop.engine.launch.plan.bounds import (
     synchronous_steps_per_hour,
 )
 from outloop.engine.launch.plan.lengths import Lengths, Part
-from outloop.engine.launch.plan.serving import Servers
+from outloop.engine.launch.plan.serving import Servers, Serving
 from outloop.engine.launch.plan.simulate import Episodes, Scenario, simulate
+from outloop.router.servers.packing import Packing
 
 TAIL = Lengths.mixture(
     [
@@ -141,6 +142,55 @@ def test_turns_on_few_servers_are_slower_and_leave_the_others_idle() -> None:
     assert packed.idle_server_share == pytest.approx((1.0 + seconds / 2) / (1.0 + seconds))
     with pytest.raises(SettingsError, match="servers.packed=5"):
         replace(servers, packed=5)
+
+
+def test_servers_that_are_left_are_free_while_the_last_episodes_go_on() -> None:
+    """Nine episodes on four servers, of 1 s or of 10 s: one long one leaves three servers free
+    either way; three such are on three servers, or packed on one."""
+    servers = Servers(count=4, tokens_per_s_alone=1e6, tokens_per_s=1e6, max_running=4)
+
+    def free(packed: int | None, num_long: int) -> float:
+        seconds = Lengths.mixture(
+            [
+                Part(share=9 - num_long, low=1.0, high=1.0),
+                Part(share=num_long, low=10.0, high=10.0),
+            ]
+        )
+        one = scenario(0.0, tokens=1e-9, servers=replace(servers, packed=packed), groups=1, size=9)
+        episodes = replace(one.episodes, seconds=seconds)
+        ranks = (np.arange(9) + 0.5) / 9
+        return simulate(
+            replace(one, episodes=episodes, quantiles=lambda slot: ranks)
+        ).free_server_share
+
+    assert free(None, 1) == free(4, 1) == pytest.approx(0.9 * 0.75, abs=1e-6)
+    assert free(None, 3) == pytest.approx(0.9 * 0.25, abs=1e-6)
+    assert free(4, 3) == pytest.approx(0.9 * 0.75, abs=1e-6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    num_servers=st.integers(1, 64),
+    most=st.integers(2, 64),
+    numbers=st.lists(st.integers(0, 4000), min_size=1, max_size=40),
+)
+def test_turns_are_packed_as_the_router_packs_them(
+    num_servers: int, most: int, numbers: list[int]
+) -> None:
+    """On as many servers, and as many of them move, as soon as the router has seen that no more
+    episodes come."""
+    serving = Serving(
+        Servers(
+            count=num_servers, tokens_per_s_alone=1.0, tokens_per_s=1.0, max_running=64, packed=most
+        )
+    )
+    packing = Packing(turns_per_server=most, count_move=lambda: None)
+    servers = [f"server-{number:02}" for number in range(num_servers)]
+    for number in numbers:
+        serving.keep(number)
+        for _ in range(5):
+            packing.observe(servers, number)
+        assert serving.num_kept == (len(packing.kept) or num_servers)
 
 
 def test_tasks_that_took_long_are_played_first() -> None:
