@@ -36,6 +36,8 @@ def test_a_generated_page_is_what_the_code_says(name: str, generate: ModuleType)
     assert generate.PAGES[name]() == (ROOT / "docs" / name).read_text(), "run make docs"
 
 
+# Half a minute of computing, on a machine that may have more to do.
+@pytest.mark.timeout(600)
 def test_the_scaling_page_is_what_its_plan_says(generate: ModuleType) -> None:
     """`make docs` was run after the last change of a formula, the simulator or its file."""
     assert generate.scaling_page() == (ROOT / "docs/scaling.md").read_text(), "run make docs"
