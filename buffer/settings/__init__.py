@@ -234,7 +234,8 @@ class PublishSettings(_Section):
     bucket_mb: float = Field(128.0, gt=0)
     """Size of the buckets in which weights are sent; two are held at a time."""
     phase_timeout_s: float = Field(60.0, gt=0)
-    """Limit of each phase of a publish; a server that takes longer is quarantined."""
+    """Limit of each phase of a publish; a server that takes longer is quarantined. The first byte
+    over a new group (collective) has a third of it."""
     verify: Literal["checksum", "probe", "none"] | None = None
     """checksum: compare every tensor's bytes on every server. probe: compare the logprobs of a
     fixed prompt. None: probe for SGLang on a GPU or with experts spread over ranks, else

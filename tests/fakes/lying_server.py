@@ -4,7 +4,8 @@
 
 Behaviours: `wrong` holds other weights than it was sent; `hang` never answers PHASE; `error`
 answers PHASE with 500; `refuse` answers it with 200 and success=false; `claim` answers it with
-success and does nothing. Prints its URL on one line.
+success and does nothing. PHASE "first_byte" is the broadcast that tries a group, "broadcast" those
+of weights. Prints its URL on one line.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from outloop.engine.serve.torch_server.weight_update_groups import UpdateGroups
 PATHS = {
     "pause": "/pause_generation",
     "join": "/init_weights_update_group",
+    "first_byte": "/update_weights_from_distributed",
     "broadcast": "/update_weights_from_distributed",
     "begin": "/begin_weight_update",
     "bucket": "/update_weights_from_tensor",
@@ -47,6 +49,7 @@ class LyingServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.behaviour = behaviour
         self.path_of_phase = PATHS.get(phase, "")
+        self.is_for_byte = phase == "first_byte"
         self.sums: dict[str, str] = {}
         self.calls: list[str] = []
         self.info: dict[str, Any] = {}
@@ -74,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         lie = self.server
         lie.calls.append(self.path)
-        if self.path == lie.path_of_phase:
+        if self.path == lie.path_of_phase and _is_byte(body) == lie.is_for_byte:
             if lie.behaviour == "hang":
                 lie.closing.wait(60)
                 return None
@@ -108,7 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
             with contextlib.suppress(UpdateRefused):
                 groups.leave(body["group_name"])
         elif self.path == PATHS["broadcast"]:
-            return groups.receive(FromGroupBody(**body))
+            received = groups.receive(FromGroupBody(**body))
+            return [] if _is_byte(body) else received
         return []
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:
@@ -121,6 +125,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
         """Say nothing."""
+
+
+def _is_byte(body: dict[str, Any]) -> bool:
+    """Whether a call is for the byte that tries a group."""
+    return body.get("shapes") == [[1]]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,11 @@
 Every wait has a deadline. A server that does not join is left out, and the group is made of the
 others; a broadcast that breaks costs every member. Over NCCL SGLang answers before a byte came, so
 that an answer says nothing there, and verification does.
+
+A group that was just joined carries one byte before it carries weights, with a deadline of its own:
+NCCL makes its communicator in the first broadcast. SGLang takes part in one only between
+begin_weight_update and end_weight_update, and a server is not let go on between: it may hold what a
+trainer that died had sent. So the byte is sent when the update is open, before the first bucket.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import structlog
+import torch
 
 from outloop.buffer.errors import (
     DeadlineExceeded,
@@ -37,6 +43,11 @@ from outloop.engine.publish.transports.process_group import (
 
 _GONE = (DeadlineExceeded, ServerUnavailable)
 _LEAVE_TIMEOUT_S = 2.0
+_FIRST_BYTE_SHARE = 1 / 3
+"""Of a phase's deadline: for the byte that a new group carries."""
+_UNLOADED = "model.layers.0.self_attn.rotary_emb.inv_freq"
+"""The name of that byte. Old checkpoints hold a tensor of this name that models compute themselves:
+servers receive it and load nothing."""
 _REMEDY: dict[Backend, str] = {
     "gloo": "",
     "nccl": "; the server may wait in it until its own timeout, and is to be started again",
@@ -74,6 +85,8 @@ class GroupSender:
         self._members: tuple[tuple[str, str], ...] = ()
         """(server_id, url) in the order of their ranks, which begin with 1."""
         self._name = ""
+        self._has_carried = False
+        """Whether the group has carried its first byte."""
         self._numbers = itertools.count()
         self._posts: dict[str, Future[None]] = {}
         self._broadcast: Future[None] | None = None
@@ -95,13 +108,16 @@ class GroupSender:
             self._try_to_join(fanout)
 
     def start(self, fanout: Fanout, bucket: Filled) -> None:
-        """Announce the bucket to every server and begin to broadcast.
+        """Announce the bucket to every server and begin to broadcast; a new group is tried first.
 
         Raises:
             PublishFailed: no server is left.
         """
         # Without those that failed since.
         self.connect(fanout)
+        while not self._has_carried:
+            self._carry_first_byte(fanout)
+            self.connect(fanout)
         names = [place.spec.name for place in bucket.places]
         dtypes = [str(place.spec.dtype).removeprefix("torch.") for place in bucket.places]
         shapes = [list(place.spec.shape) for place in bucket.places]
@@ -208,9 +224,51 @@ class GroupSender:
         if is_complete and not any([*early.values(), *late.values()]):
             self._group, self._name, self._rendezvous = own.result(), name, rendezvous
             self._members = tuple((server_id, fanout.url_of(server_id)) for server_id in chosen)
+            self._has_carried = False
             return
         rendezvous.close()
         self._blame(fanout, early, late, "" if is_complete else str(error_of(own)))
+
+    def _carry_first_byte(self, fanout: Fanout) -> None:
+        """Broadcast one byte over the new group, or leave it and fail at least one of its servers.
+
+        Those that took no part fail, and over NCCL all: a communicator that was not made holds who
+        waits in it.
+        """
+        group, name = self._group, self._name
+        assert group is not None
+        limit_s = _FIRST_BYTE_SHARE * fanout.timeout_s
+        ends_at = time.monotonic() + limit_s
+
+        def post(client: ServerClient, deadline: float) -> None:
+            # Those that wait for others answer when the group has been left.
+            until = min(deadline, ends_at + _LEAVE_TIMEOUT_S)
+            client.update_from_group([_UNLOADED], ["uint8"], [[1]], name, until)
+
+        posts = fanout.start(post)
+        byte = torch.ones(1, dtype=torch.uint8, device=group.device_type)
+        own = in_thread(lambda: group.broadcast(byte, timeout_s=limit_s))
+        wait([own, *posts.values()], timeout=limit_s, return_when=FIRST_EXCEPTION)
+        early = {server_id: error_of(f) for server_id, f in posts.items() if f.done()}
+        broken = error_of(own) if own.done() else PublishFailed("it did not end by its deadline")
+        if len(early) == len(posts) and not broken and not any(early.values()):
+            self._has_carried = True
+            return
+        for server_id in [s for s, error in early.items() if error]:
+            self._ask_to_leave(server_id, fanout.url_of(server_id))
+        self._leave()
+        late = {server_id: error_of(f) for server_id, f in posts.items() if server_id not in early}
+        reason = (
+            f"the first byte over the group was not taken by all within {limit_s:.1f} s"
+            f"{f': {broken}' if broken else ''}{_REMEDY[self._backend]}"
+        )
+        _log.warning("group_does_not_carry", reason=reason)
+        if self._backend == "nccl":
+            for server_id in posts:
+                error = early.get(server_id) or late.get(server_id)
+                fanout.fail(server_id, "join", f"{f'{error}; ' if error else ''}{reason}")
+        else:
+            self._blame(fanout, early, late, reason)
 
     def _blame(
         self,

@@ -163,12 +163,15 @@ class Weights:
     def write(self, name: str, tensor: Tensor) -> None:
         """Copy `tensor` in under its Hugging Face name; `refresh` must follow before use.
 
-        A tied model skips `lm_head.weight`, as SGLang does.
+        As SGLang does, a tied model skips `lm_head.weight`, and every model the frequencies of
+        rotation that old checkpoints hold.
 
         Raises:
             WeightsRefused: unknown name or another shape.
         """
         if name == "lm_head.weight" and self.config.is_tied:
+            return
+        if name.endswith("rotary_emb.inv_freq"):
             return
         target = self.named.get(name)
         if target is None:

@@ -5,19 +5,22 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from fakes.deadly_tap import DeadlyTap
 from fakes.interrupted_tensors import InterruptedTensors
 from fakes.local_tensors import LocalTensors
+from fakes.lying_server import PATHS
 from outloop.buffer.errors import PublishFailed
 from outloop.engine.publish.transports.process_group import Rendezvous, join_group
 
 TINY_BUCKET_MB = 0.05
-SHORT_S = 6.0
-"""Of a phase; long enough for a busy machine to answer within half of it."""
+SHORT_S = 9.0
+"""Of a phase; long enough for a busy machine to answer within a third of it."""
 
 
 @pytest.fixture
@@ -99,16 +102,30 @@ def test_a_member_lost_in_the_middle_costs_a_fallback_and_the_group_is_built_aga
         assert greedy(three[server_id].url)["meta_info"]["weight_version"] == "3"
 
 
-@pytest.mark.parametrize("behaviour", ["hang", "claim", "error", "refuse"])
+@pytest.mark.parametrize(
+    ("behaviour", "phase"),
+    [
+        ("hang", "join"),
+        ("claim", "join"),
+        ("error", "join"),
+        ("refuse", "join"),
+        ("hang", "first_byte"),
+        ("refuse", "first_byte"),
+    ],
+)
 def test_a_member_that_never_joins_is_quarantined(
     server_process: Callable[..., Any],
     lying_server: Callable[..., Any],
     publish_to: Callable[..., Any],
     registry: Any,
     behaviour: str,
+    phase: str,
 ) -> None:
-    """It does not answer, says it has joined and has not, or refuses: the other one loads them."""
-    urls = {"good": server_process().url, "bad": lying_server(behaviour, "join").url}
+    """It does not answer, says it has joined and has not, or refuses: the other one loads them.
+
+    Or it joins, and does not answer or refuses when the group is to carry its first byte.
+    """
+    urls = {"good": server_process().url, "bad": lying_server(behaviour, phase).url}
     began_at = time.monotonic()
     report = publish_to(urls, phase_timeout_s=SHORT_S)(1)
     assert time.monotonic() - began_at < 6 * SHORT_S
@@ -118,23 +135,80 @@ def test_a_member_that_never_joins_is_quarantined(
     assert registry.state("good") == (1, False)
 
 
-@pytest.mark.parametrize("behaviour", ["hang", "claim", "error", "refuse", "wrong"])
+@pytest.mark.parametrize(
+    ("behaviour", "phase"),
+    [
+        ("hang", "broadcast"),
+        ("claim", "broadcast"),
+        ("error", "broadcast"),
+        ("refuse", "broadcast"),
+        ("wrong", "broadcast"),
+        ("claim", "first_byte"),
+    ],
+)
 def test_a_member_that_joined_and_does_not_take_buckets_is_quarantined(
     server_process: Callable[..., Any],
     lying_server: Callable[..., Any],
     publish_to: Callable[..., Any],
     registry: Any,
     behaviour: str,
+    phase: str,
 ) -> None:
     """It hangs, refuses, acknowledges what it did not receive, or holds something else.
 
     The other one loads the version, from disk where the broadcast broke.
     """
-    urls = {"good": server_process().url, "bad": lying_server(behaviour, "broadcast").url}
+    urls = {"good": server_process().url, "bad": lying_server(behaviour, phase).url}
     report = publish_to(urls, phase_timeout_s=SHORT_S, fallback="disk")(1)
     assert ("bad", None, True) in registry.history
     assert "good" not in report.quarantined
     assert registry.state("good") == (1, False)
+
+
+@pytest.fixture
+def stopping_server(
+    server_process: Callable[..., Any],
+) -> Iterator[Callable[[], str]]:
+    """The URL of a server process that is stopped (SIGSTOP) before the first byte of a group."""
+    taps: list[DeadlyTap] = []
+
+    def start() -> str:
+        server = server_process()
+        stopped = SimpleNamespace(url=server.url, kill=lambda: server.signal(signal.SIGSTOP))
+        taps.append(DeadlyTap(stopped, PATHS["begin"], "after"))
+        return taps[-1].url
+
+    yield start
+    for tap in taps:
+        tap.close()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_member_that_was_stopped_is_found_by_the_first_byte(
+    server_process: Callable[..., Any],
+    stopping_server: Callable[[], str],
+    publish_to: Callable[..., Any],
+    registry: Any,
+    greedy: Any,
+    is_late: bool,
+) -> None:
+    """In the first group, and in one that is made anew for a latecomer: no weights were sent to
+    it, and the other takes them as a group, without a fallback."""
+    urls = {"good": server_process().url}
+    if not is_late:
+        urls["stopped"] = stopping_server()
+    publish = publish_to(urls, phase_timeout_s=SHORT_S)
+    if is_late:
+        assert publish(1).quarantined == ()
+        registry.add("stopped", stopping_server())
+    began_at = time.monotonic()
+    report = publish(2)
+    # The byte's third of a phase, and what it costs to leave a server alone that does not answer.
+    assert time.monotonic() - began_at < 3 * SHORT_S
+    (bad,) = [result for result in report.results if result.is_quarantined]
+    assert (bad.server_id, bad.failed_phase) == ("stopped", "join")
+    assert registry.state("good") == (2, False)
+    assert greedy(urls["good"])["meta_info"]["weight_version"] == "2"
 
 
 def test_no_server_left_is_an_error_within_the_deadline(

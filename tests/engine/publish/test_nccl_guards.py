@@ -97,15 +97,19 @@ def test_a_group_of_nccl_does_not_block_and_does_not_end_the_process(
 
 
 class _Stuck:
-    """A group whose broadcast never ends, as NCCL's did in making a communicator."""
+    """A group of which a broadcast never ends; the first, where NCCL made the communicator."""
+
+    device_type = "cpu"
 
     def __init__(self, until: threading.Event) -> None:
-        self.num_broadcasts = 0
+        self.lengths: list[int] = []
+        self.num_carried = 0
         self._until = until
 
     def broadcast(self, content: torch.Tensor, *, timeout_s: float) -> None:
-        self.num_broadcasts += 1
-        self._until.wait(60.0)
+        self.lengths.append(len(content))
+        if len(self.lengths) > self.num_carried:
+            self._until.wait(60.0)
 
     def close(self) -> None:
         """Blocks too."""
@@ -134,7 +138,7 @@ class _Answering:
         return answers
 
     def fail(self, server_id: str, phase: str, error: str) -> None:
-        self.failed[server_id] = error
+        self.failed[server_id] = f"{phase}: {error}"
 
     def require_some(self) -> None:
         if not self.left:
@@ -149,22 +153,41 @@ def stuck() -> Iterator[_Stuck]:
     until.set()
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_a_broadcast_that_never_ends_costs_its_deadline(stuck: _Stuck, backend: Any) -> None:
-    """Every member is given up, within the deadline."""
-    servers: Any = _Answering()
-    group: Any = stuck
-    sender = GroupSender(host="127.0.0.1", backend=backend, join=lambda *_, **__: group)
-    sender.connect(servers)
-    spec = TensorSpec(name="t", shape=(4,), dtype=torch.float32)
-    (bucket,) = plan_buckets([spec], 64, PACKED)
-    began_at = time.monotonic()
-    sender.start(servers, Filled(torch.zeros(16, dtype=torch.uint8), bucket))
-    with pytest.raises(PublishFailed):
+@pytest.fixture
+def send(stuck: _Stuck) -> Iterator[Any]:
+    """`send(servers, backend)`: one bucket of 16 bytes over that group, from join to finish."""
+    senders: list[GroupSender] = []
+
+    def run(servers: Any, backend: Any) -> None:
+        group: Any = stuck
+        sender = GroupSender(host="127.0.0.1", backend=backend, join=lambda *_, **__: group)
+        senders.append(sender)
+        sender.connect(servers)
+        spec = TensorSpec(name="t", shape=(4,), dtype=torch.float32)
+        (bucket,) = plan_buckets([spec], 64, PACKED)
+        sender.start(servers, Filled(torch.zeros(16, dtype=torch.uint8), bucket))
         sender.finish(servers)
+
+    yield run
+    for sender in senders:
+        sender.close()
+
+
+@pytest.mark.parametrize("num_carried", [0, 1])
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_broadcast_that_never_ends_costs_its_deadline(
+    stuck: _Stuck, send: Any, backend: Any, num_carried: int
+) -> None:
+    """Every member is given up within the deadline, in the join where it is the group's first
+    byte: no weights are sent then."""
+    servers: Any = _Answering()
+    stuck.num_carried = num_carried
+    began_at = time.monotonic()
+    with pytest.raises(PublishFailed):
+        send(servers, backend)
     assert time.monotonic() - began_at < 10 * PHASE_S
+    assert stuck.lengths == [1, 16][: num_carried + 1]
     assert sorted(servers.failed) == ["a", "b"]
-    assert stuck.num_broadcasts == 1
-    if backend == "nccl":
-        assert "to be started again" in servers.failed["a"]
-    sender.close()
+    phase = ("join", "bucket")[num_carried]
+    assert all(failure.startswith(f"{phase}: ") for failure in servers.failed.values())
+    assert ("to be started again" in servers.failed["a"]) == (backend == "nccl")
