@@ -10,8 +10,9 @@ import threading
 from pathlib import Path
 
 from outloop.buffer.settings import Settings
-from outloop.engine.launch.gpu_placement import list_gpus, place_gpus
+from outloop.engine.launch.gpu_placement import place_gpus
 from outloop.engine.launch.launcher import Launcher, name_weights, running, start_and_wait
+from outloop.engine.visible_gpus import list_gpus
 
 
 def play_once(settings: Settings, out: Path, *, stop: threading.Event) -> int:

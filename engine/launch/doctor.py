@@ -24,10 +24,11 @@ from rich.table import Table
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.finding import Finding
-from outloop.engine.launch.gpu_placement import list_gpus, place_gpus
+from outloop.engine.launch.gpu_placement import place_gpus
 from outloop.engine.launch.nccl_release import check_nccl, nccl_release, uses_nccl
 from outloop.engine.launch.run_readiness import examine_run
 from outloop.engine.train.megatron.release import TRIED
+from outloop.engine.visible_gpus import list_gpus
 
 _MIN_MEMORY_GB = 4
 _MIN_SHM_MB = 64

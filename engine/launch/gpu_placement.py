@@ -7,27 +7,12 @@ one, else as nvidia-smi lists them.
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
-from outloop.engine.visible_gpus import VISIBLE, visible_gpus
-
-_QUERY = ("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
-_QUERY_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
-    """One device; `id` is what CUDA_VISIBLE_DEVICES takes."""
-
-    id: str
-    name: str = ""
-    memory_mb: int = 0
+from outloop.engine.visible_gpus import VISIBLE, Gpu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,30 +55,6 @@ class GpuPlacement:
 
 NOT_PLACED = GpuPlacement(gpus=(), servers=(), trainer=None)
 """Every part sees what its starter sees."""
-
-
-def list_gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
-    """The GPUs that a process with this environment sees; none without NVIDIA's driver."""
-    program = shutil.which("nvidia-smi", path=environment.get("PATH"))
-    found: list[tuple[str, Gpu]] = []
-    if program is not None:
-        answer = subprocess.run(
-            [program, *_QUERY],
-            capture_output=True,
-            text=True,
-            timeout=_QUERY_TIMEOUT_S,
-            check=False,
-        )
-        lines = answer.stdout.splitlines() if answer.returncode == 0 else []
-        for fields in (line.split(", ") for line in lines):
-            if len(fields) == 4:
-                index, uuid, name, memory = fields
-                size = int(memory) if memory.isdecimal() else 0
-                found.append((index, Gpu(id=uuid, name=name, memory_mb=size)))
-    if VISIBLE not in environment:
-        return tuple(gpu for _, gpu in found)
-    by_name = dict(found) | {gpu.id: gpu for _, gpu in found}
-    return tuple(by_name.get(name, Gpu(id=name)) for name in visible_gpus(environment))
 
 
 def place_gpus(

@@ -51,12 +51,7 @@ from outloop.buffer.trajectories.trained import keeps_trajectories
 from outloop.engine.launch.child_process import PartProcess, part_command
 from outloop.engine.launch.console import RunProgress
 from outloop.engine.launch.cpu_usage import CpuUsage
-from outloop.engine.launch.gpu_placement import (
-    NOT_PLACED,
-    GpuPlacement,
-    list_gpus,
-    place_gpus,
-)
+from outloop.engine.launch.gpu_placement import NOT_PLACED, GpuPlacement, place_gpus
 from outloop.engine.launch.nccl_release import check_nccl
 from outloop.engine.launch.placement import HERE, Placement
 from outloop.engine.launch.restarts import (
@@ -70,6 +65,7 @@ from outloop.engine.launch.run_summary import draw_curve, result_table
 from outloop.engine.port_reservation import hold_port
 from outloop.engine.publish.server_client import ServerClient
 from outloop.engine.serve.sglang.arguments import check_arguments
+from outloop.engine.visible_gpus import list_gpus
 
 LAUNCHER_FILE = "launcher.json"
 _STOP_TIMEOUT_S = 15.0

@@ -34,7 +34,12 @@ from outloop.engine.train.debug.replay_run import RecordedSteps
 from outloop.engine.train.interfaces import LeaseRenewer, Publisher, Reader
 from outloop.engine.train.loop import RlLoop
 from outloop.engine.train.megatron import model_and_optimizer
-from outloop.engine.train.megatron.device import device_of, gpu_number, set_precision
+from outloop.engine.train.megatron.device import (
+    device_of,
+    gpu_number,
+    limit_connections,
+    set_precision,
+)
 from outloop.engine.train.megatron.layer_kind import layers_of
 from outloop.engine.train.megatron.parallel_config import check_world
 from outloop.engine.train.ranks.controller import RankController, follow
@@ -61,6 +66,7 @@ def train(run: Run, *, stop: threading.Event, on_hang: Callable[[str], None] | N
         on_hang: gets the sentence when there was no progress for trainer.hang_timeout_s; called in
             a thread of its own, it may end the process.
     """
+    limit_connections(run.settings.trainer)
     check_settings(run.settings)
     torch.set_num_threads(run.settings.trainer.num_threads)
     with ExitStack() as stack:

@@ -13,9 +13,10 @@ import pytest
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import Settings
-from outloop.engine.launch.gpu_placement import Gpu, GpuPlacement, list_gpus, place_gpus
+from outloop.engine.launch.gpu_placement import GpuPlacement, place_gpus
 from outloop.engine.launch.launcher import Launcher
 from outloop.engine.launch.restarts import DEFAULT_BACKOFF
+from outloop.engine.visible_gpus import Gpu, list_gpus
 
 EIGHT = tuple(Gpu(id=f"GPU-{number}", name="H100") for number in range(8))
 SGLANG = {"kind": "sglang", "device": "cuda", "dtype": "bfloat16"}
@@ -161,6 +162,21 @@ def driver(tmp_path: Path) -> dict[str, str]:
     program.write_text(NVIDIA_SMI)
     program.chmod(0o755)
     return {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "generation"),
+    [("9.0", 9), ("10.0", 10), ("12.1", 12), ("[N/A]", None)],
+)
+def test_the_generation_is_what_the_driver_says(
+    tmp_path: Path, answer: str, generation: int | None
+) -> None:
+    """By the compute capability; not known where the driver does not say."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '0, GPU-aa, NVIDIA H100, 81559, {answer}'\n")
+    program.chmod(0o755)
+    (gpu,) = list_gpus({"PATH": str(tmp_path)})
+    assert (gpu.id, gpu.memory_mb, gpu.generation) == ("GPU-aa", 81559, generation)
 
 
 def test_gpus_are_those_that_this_process_sees(driver: dict[str, str]) -> None:

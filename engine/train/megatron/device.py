@@ -5,14 +5,23 @@ Needs no device: a choice that cannot be had is refused before anything is built
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Callable, MutableMapping, Sequence
 
+import structlog
 import torch
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings.trainer import TrainerSettings
+from outloop.engine.visible_gpus import Gpu, list_gpus
 
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""How many queues a process has to a device; CUDA reads it when the process first uses one."""
 _NUMBERED = re.compile(r"cuda:(\d+)")
+_LAST_ORDERED = 9
+"""Hopper. From Blackwell (10) on Megatron-LM asks for no number of queues."""
+_log = structlog.get_logger()
 
 
 def choose_device(wanted: str, *, num_gpus: int, num_ranks: int = 1) -> str:
@@ -82,3 +91,27 @@ def gpu_number(device: str) -> int | None:
     """N of "cuda:N"; None: it is left to the rank's place among the others."""
     number = _NUMBERED.fullmatch(device)
     return None if number is None else int(number[1])
+
+
+def limit_connections(
+    trainer: TrainerSettings,
+    *,
+    environment: MutableMapping[str, str] = os.environ,
+    gpus: Callable[[], Sequence[Gpu]] = list_gpus,
+) -> None:
+    """Give this rank one queue to its device where Megatron-core's layers rely on it.
+
+    Its tensor-parallel layers start a collective and then a matrix product, and overlap the two if
+    they begin in that order. The trainer that 0.19.2 brings refuses tensor and context parallelism
+    with more queues up to Hopper, unless batches overlap with the exchange of experts, which wants
+    several. What the environment has already is left alone. To be called before CUDA is used.
+    """
+    raw = trainer.megatron
+    sizes = (raw.get("tensor_model_parallel_size", 1), raw.get("context_parallel_size", 1))
+    overlaps_experts = bool(raw.get("overlap_moe_expert_parallel_comm"))
+    if trainer.device == "cpu" or sizes == (1, 1) or overlaps_experts or CONNECTIONS in environment:
+        return
+    generations = {gpu.generation for gpu in gpus()}
+    if any(each is not None and each <= _LAST_ORDERED for each in generations):
+        environment[CONNECTIONS] = "1"
+        _log.info("device_queues_limited", variable=CONNECTIONS, value="1")

@@ -11,10 +11,16 @@ import torch
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import TrainerSettings
-from outloop.engine.train.megatron.device import choose_device, gpu_number, set_precision
+from outloop.engine.train.megatron.device import (
+    choose_device,
+    gpu_number,
+    limit_connections,
+    set_precision,
+)
 from outloop.engine.train.megatron.model_and_optimizer import Policy, optimizer_parts
 from outloop.engine.train.megatron.optimizer_state import put_moments
 from outloop.engine.train.step.policy_update import logit_chunks
+from outloop.engine.visible_gpus import Gpu
 
 
 @pytest.mark.parametrize(
@@ -154,3 +160,45 @@ def test_a_resumed_fused_adam_counts_on() -> None:
         weight.grad = torch.ones(3, 4)
         each.step()
     torch.testing.assert_close(fresh.weight, model.weight, rtol=0, atol=0)
+
+
+HOPPER, BLACKWELL = Gpu(id="GPU-0", generation=9), Gpu(id="GPU-0", generation=10)
+UNKNOWN = Gpu(id="GPU-0")
+
+
+@pytest.mark.parametrize(
+    ("megatron", "gpu", "before", "after"),
+    [
+        ({"tensor_model_parallel_size": 2}, HOPPER, None, "1"),
+        ({"context_parallel_size": 2}, HOPPER, None, "1"),
+        ({"tensor_model_parallel_size": 2}, Gpu(id="GPU-0", generation=8), None, "1"),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, BLACKWELL, None, None),
+        ({"tensor_model_parallel_size": 2}, UNKNOWN, None, None),
+        ({"tensor_model_parallel_size": 2}, HOPPER, "8", "8"),
+        ({"tensor_model_parallel_size": 2}, HOPPER, "", ""),
+        (
+            {"tensor_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True},
+            HOPPER,
+            None,
+            None,
+        ),
+        ({"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, HOPPER, None, None),
+        ({}, HOPPER, None, None),
+    ],
+)
+def test_megatrons_layers_get_the_one_queue_that_they_rely_on(
+    megatron: dict[str, Any], gpu: Gpu, before: str | None, after: str | None
+) -> None:
+    """Tensor and context parallelism up to Hopper; what a user exported stays."""
+    trainer = TrainerSettings(megatron=megatron)
+    environment = {} if before is None else {"CUDA_DEVICE_MAX_CONNECTIONS": before}
+    limit_connections(trainer, environment=environment, gpus=lambda: (gpu, gpu))
+    assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == after
+
+
+def test_ranks_on_a_cpu_ask_no_driver() -> None:
+    """Nothing is set, and the list of GPUs is not read."""
+    trainer = TrainerSettings(device="cpu", megatron={"tensor_model_parallel_size": 2})
+    environment: dict[str, str] = {}
+    limit_connections(trainer, environment=environment, gpus=lambda: pytest.fail("was asked"))
+    assert environment == {}
