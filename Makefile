@@ -220,8 +220,8 @@ $(CLIENTS)/.installed: Makefile
 test-clients: $(STAMP) $(CLIENTS)/.installed
 	OUTLOOP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python OUTLOOP_NODE_MODULES=$(CURDIR)/$(CLIENTS)/node_modules OUTLOOP_CODEX=$(CURDIR)/$(CLIENTS)/node_modules/.bin/codex OUTLOOP_QWEN=$(CURDIR)/$(CLIENTS)/node_modules/.bin/qwen OUTLOOP_JS_TIKTOKEN=$(CURDIR)/$(CLIENTS)/node_modules/js-tiktoken $(BIN)/python -m pytest -m clients tests/router/test_clients.py tests/router/test_families.py tests/examples/test_third_party.py tests/examples/test_software.py
 
-# A real OpenEnv server and a real verifiers environment, whose packages need hundreds of megabytes that we
-# do not, and pins that contradict ours: an environment for each.
+# A real OpenEnv server, a real verifiers environment and real servers of NeMo-Gym, whose packages need hundreds of
+# megabytes that we do not, and pins that contradict ours: an environment for each.
 ADAPTERS := .venv-adapters
 $(ADAPTERS)/.installed: Makefile
 	test -x $(ADAPTERS)/bin/python || $(PYTHON) -m venv $(ADAPTERS)
@@ -234,9 +234,20 @@ $(VERIFIERS)/.installed: Makefile
 	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0
 	touch $@
 
+# It asks for Python 3.13.14 and runs on earlier ones of 3.13; without any its tests are skipped.
+NEMO_GYM := .venv-nemo-gym
+NEMO_GYM_PYTHON ?= python3.13
+$(NEMO_GYM)/.installed: Makefile
+	mkdir -p $(NEMO_GYM)
+	PYENV_VERSION=$$(pyenv versions --bare 2> /dev/null | paste -sd:); export PYENV_VERSION; \
+	  if ! $(NEMO_GYM_PYTHON) --version; then echo "$(NEMO_GYM_PYTHON) is not here: NeMo-Gym is not tested"; exit 0; fi; \
+	  test -x $(NEMO_GYM)/bin/python || $(NEMO_GYM_PYTHON) -m venv $(NEMO_GYM); \
+	  $(NEMO_GYM)/bin/python -m pip install --quiet --disable-pip-version-check --ignore-requires-python nemo-gym==0.7.0
+	touch $@
+
 .PHONY: test-adapters
-test-adapters: $(STAMP) $(ADAPTERS)/.installed $(VERIFIERS)/.installed
-	OUTLOOP_OPENENV_PYTHON=$(CURDIR)/$(ADAPTERS)/bin/python OUTLOOP_VERIFIERS_PYTHON=$(CURDIR)/$(VERIFIERS)/bin/python $(BIN)/python -m pytest -m clients tests/envs/adapters
+test-adapters: $(STAMP) $(ADAPTERS)/.installed $(VERIFIERS)/.installed $(NEMO_GYM)/.installed
+	OUTLOOP_NEMO_GYM_PYTHON=$(CURDIR)/$(NEMO_GYM)/bin/python OUTLOOP_OPENENV_PYTHON=$(CURDIR)/$(ADAPTERS)/bin/python OUTLOOP_VERIFIERS_PYTHON=$(CURDIR)/$(VERIFIERS)/bin/python $(BIN)/python -m pytest -m clients tests/envs/adapters
 
 # Weights & Biases, MLflow with its server, and trackio: more than a gigabyte that only they need.
 TRACKERS := .venv-trackers

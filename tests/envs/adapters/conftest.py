@@ -14,7 +14,8 @@ async def serve() -> AsyncIterator[Serve]:
     runners: list[web.AppRunner] = []
 
     async def start(app: web.Application) -> str:
-        runner = web.AppRunner(app)
+        # As the real servers do: a client that leaves ends what it asked for.
+        runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
         runners.append(runner)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
