@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
+from fakes.redis_log import wait_until_written
 from outloop.buffer.codec.jsonl import format_line
 from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded
 from outloop.buffer.records import Trajectory, Turn
@@ -32,6 +33,7 @@ async def test_a_killed_redis_loses_nothing_acknowledged(
         running = await loop.open(claims[6])
         await loop.writer.append_turn(make_turn(running))
         leases = loop.take(1)
+        wait_until_written(loop.reader.client)
         os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(BufferUnavailable, match="did not answer"):
             await loop.close(running)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fakes.redis_log import wait_until_written
 from outloop.buffer.errors import BufferUnavailable, SettingsError
 from outloop.buffer.redis.client import connect_sync, translated
 from outloop.buffer.redis.embedded import SERVER_VARIABLE, EmbeddedRedis, find_server
@@ -36,6 +37,7 @@ def test_data_survives_an_orderly_stop_and_a_kill(tmp_path: Path) -> None:
         assert len(url.removeprefix("unix://")) < 100
         client = connect_sync(url)
         client.set(end, "kept")
+        wait_until_written(client)
         client.close()
         if end == "kill":
             os.kill(server.pid, signal.SIGKILL)
