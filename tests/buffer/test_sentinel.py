@@ -3,17 +3,16 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
+from fakes.ports import free_ports
 from outloop.buffer.errors import BufferUnavailable, SettingsError
 from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.embedded import find_server
@@ -27,9 +26,7 @@ class Watched:
     """Three data servers and three Sentinels on loopback."""
 
     def __init__(self, folder: Path) -> None:
-        with ExitStack() as held:
-            sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(6)]
-            ports = [one.getsockname()[1] for one in sockets]
+        ports = free_ports(6)
         self.data, self.sentinels = ports[:3], ports[3:]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         for port in self.data:

@@ -1,6 +1,5 @@
 """`outloop redis`: a server on TCP for parts on several machines."""
 
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,6 +9,8 @@ from pathlib import Path
 import pytest
 import redis
 
+from fakes.ports import free_ports
+from fakes.redis_log import wait_until_written
 from outloop.buffer.errors import BufferUnavailable, DeadlineExceeded
 from outloop.buffer.redis.client import wait_for_redis
 
@@ -26,8 +27,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     with ExitStack() as stack:
 
         def start() -> tuple[subprocess.Popen[bytes], int]:
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                port = listener.getsockname()[1]
+            (port,) = free_ports(1)
             command = [
                 *(sys.executable, "-m", "outloop.cli", "redis", "--dir", str(tmp_path / "data")),
                 *("--port", str(port), "--password-file", str(tmp_path / "password")),
@@ -48,6 +48,7 @@ def test_what_it_acknowledged_is_there_after_a_kill(serve: Serve) -> None:
         wanted = {"appendonly": "yes", "maxmemory-policy": "noeviction", "save": ""}
         assert {name: client.config_get(name)[name] for name in wanted} == wanted
         client.set("kept", 1)
+        wait_until_written(client)
     with redis.Redis(port=port) as stranger, pytest.raises(redis.AuthenticationError):
         stranger.get("kept")
     process.kill()
@@ -60,8 +61,7 @@ def test_what_it_acknowledged_is_there_after_a_kill(serve: Serve) -> None:
 
 def test_waiting_ends_with_a_reason(serve: Serve) -> None:
     """Nobody there, by a deadline; a wrong password at once."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        free = listener.getsockname()[1]
+    (free,) = free_ports(1)
     with pytest.raises(DeadlineExceeded, match="Redis"):
         wait_for_redis(f"redis://127.0.0.1:{free}", 0.2)
     _, port = serve()

@@ -1,6 +1,5 @@
 """A Redis with a password on TCP, and a user's folder, for parts that are started one by one."""
 
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import redis
 
 from fakes import user_folder
+from fakes.ports import free_ports
 from outloop.buffer.redis.embedded import find_server
 from outloop.engine.models.random_init import write_policy
 
@@ -30,9 +30,8 @@ SETTINGS = {
 
 @pytest.fixture
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """A port that nobody listens on."""
+    return free_ports(1)[0]
 
 
 @pytest.fixture

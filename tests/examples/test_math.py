@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from fakes.ports import free_ports
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -119,6 +121,4 @@ def wait_for_port(port: int, training: Future) -> None:
 @pytest.fixture
 def free_port() -> int:
     """A port without a listener."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    return free_ports(1)[0]

@@ -11,6 +11,7 @@ import redis
 from rich.console import Console
 
 from fakes import user_folder
+from fakes.ports import free_ports
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.settings import load_settings
@@ -120,8 +121,8 @@ def test_a_redis_that_does_not_answer_is_named(report: Report, tmp_path: Path) -
 
 
 def test_a_port_that_is_taken_is_named(report: Report) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    (port,) = free_ports(1)
+    with socket.create_server(("127.0.0.1", port)):
         code, text = report(f"router.port={port}")
         assert code == 1
         assert "stop what listens there" in row(text, f"port {port}")

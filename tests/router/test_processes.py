@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import psutil
 import pytest
 
 from fakes.fake_server import FakeServer, Script, serving
+from fakes.ports import free_ports
 from fakes.served_policy import publish
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.embedded import EmbeddedRedis
@@ -30,13 +30,6 @@ from outloop.router.peers import turn_locator
 
 TEXT = "a long answer that is told in many pieces"
 START_TIMEOUT_S = 150.0
-
-
-def free_port() -> int:
-    """A port without a listener."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class Routers:
@@ -196,7 +189,7 @@ async def test_one_episode_through_two_processes_is_one_branch(live_run, rendere
     ids = [*renderer.tokenizer.encode("fine"), stop]
     server = FakeServer(lambda request: Script(ids=ids, finish={"type": "stop", "matched": stop}))
     run = live_run
-    routers = Routers(run, free_port())
+    routers = Routers(run, free_ports(1)[0])
     runner = {"Authorization": f"Bearer {run.keys.runner_key}"}
     try:
         async with serving(server) as server_url:
@@ -244,7 +237,7 @@ async def test_a_retry_at_another_process_waits_for_the_turn_or_generates_it_whe
     stop = renderer.stop_ids[0]
     ids = [*renderer.tokenizer.encode("fine"), stop]
     server = FakeServer(lambda request: Script(ids=ids, finish={"type": "stop", "matched": stop}))
-    first, other = Routers(live_run, free_port()), Routers(live_run, free_port())
+    first, other = (Routers(live_run, port) for port in free_ports(2))
     runner = {"Authorization": f"Bearer {live_run.keys.runner_key}"}
     received: list[bytes] = []
     writer = await BufferWriter.connect(live_run)
