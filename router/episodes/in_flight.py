@@ -96,9 +96,14 @@ class InFlightTurn:
         return self._is_over.is_set()
 
     @property
+    def num_clients(self) -> int:
+        """How many clients wait for the answer."""
+        return sum(not client.is_gone for client in self._clients)
+
+    @property
     def has_client(self) -> bool:
         """True while some client waits for the answer."""
-        return any(not client.is_gone for client in self._clients)
+        return self.num_clients > 0
 
     @property
     def is_abandoned(self) -> bool:

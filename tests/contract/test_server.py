@@ -254,7 +254,7 @@ async def test_pause_with_requests_in_flight(server: Any, reference: Any, mode: 
     assert (await server.get("/health"))[0] == 200
     late = asyncio.create_task(server.generate(PROMPT, max_new_tokens=3, ignore_eos=True))
     await server.post("/update_weight_version", new_version="1", abort_all_requests=False)
-    await asyncio.sleep(0.05)
+    await asyncio.wait({task}, timeout=60 if mode == "abort" else 0.05)
     assert not late.done()
     assert task.done() == (mode == "abort")
     assert (await server.post("/continue_generation"))[0] == 200

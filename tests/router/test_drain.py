@@ -1,7 +1,6 @@
 """A router that is stopped finishes what it has begun."""
 
 import asyncio
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from fakes.fake_server import FakeServer, Script, serving
 from fakes.live_router import live_router
+from fakes.ports import free_ports
 from fakes.served_policy import publish
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
@@ -77,7 +77,10 @@ async def test_a_retry_of_a_running_turn_is_no_new_one(stage) -> None:
     again = asyncio.create_task(
         stage.post("/v1/chat/completions", BODY, episode["api_key"], **retry)
     )
-    await asyncio.sleep(0.05)
+    ((turn,),) = stage.app.state.parts.episodes.known(episode["episode_id"]).turns.values()
+    async with asyncio.timeout(60):
+        while turn.num_clients < 2:
+            await asyncio.sleep(0.005)
     first.cancel()
     stage.server.gate.set()
     assert (await again).json()["choices"][0]["message"]["content"] == "fine"
@@ -129,9 +132,7 @@ async def test_a_stopped_process_leaves_the_port_to_the_others(live_run, rendere
     server = FakeServer(
         lambda request: Script(ids=ids, finish={"type": "stop", "matched": stop_id})
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     stops = [asyncio.Event(), asyncio.Event()]
     runner = {"Authorization": "Bearer ol-runner-x"}
     lasting = httpx.Limits(keepalive_expiry=None)

@@ -55,6 +55,14 @@ async def begin(stage, episode, body=BODY, **headers):
     return task
 
 
+async def leave(stage, episode) -> None:
+    """Send a request and hang up; return when its router knows."""
+    task = await begin(stage, episode)
+    ((turn,),) = stage.app.state.parts.episodes.known(episode["episode_id"]).turns.values()
+    task.cancel()
+    await until(lambda: not turn.has_client)
+
+
 async def retry_elsewhere(stage, other, episode, body=BODY):
     """A retry at another router, which has learned that the turn is being generated."""
     task = asyncio.create_task(ask(other, episode, body, **RETRY))
@@ -193,7 +201,7 @@ async def test_a_router_that_never_answers_holds_a_retry_up_once(make_stage) -> 
 async def test_a_router_that_generates_and_falls_silent_is_not_waited_for(make_stage) -> None:
     """It said that it has the turn in flight, and then nothing more: the waiting router generates
     it."""
-    stage = await make_stage(timings=Timings(peer_answer_s=0.1, peer_round_s=0.05))
+    stage = await make_stage(timings=Timings(peer_answer_s=1.0, peer_round_s=0.05))
     stage.says("one")
     episode = await stage.open()
     channel, num_answers = stage.writer.channel, 0
@@ -260,8 +268,7 @@ async def test_who_left_and_asks_again_elsewhere_without_a_mark_gets_the_turn(pa
     first.says("one", "two")
     episode = await first.open()
     assert (await other.get("/v1/models", episode["api_key"])).status_code == 200
-    (await begin(first, episode)).cancel()
-    await asyncio.sleep(0.05)
+    await leave(first, episode)
     first.server.gate.set()
     await until(lambda: reply(first, Left))
     assert [text_of(await ask(other, episode)) for _ in range(2)] == ["one", "two"]
@@ -277,8 +284,7 @@ async def test_an_undelivered_turn_answers_after_a_restart(
     stage = await make_stage(timings=Timings(return_grace_s=0.01))
     stage.says("one", "two")
     episode = await stage.open()
-    (await begin(stage, episode)).cancel()
-    await asyncio.sleep(0.05)
+    await leave(stage, episode)
     stage.server.gate.set()
     await until(lambda: stage.turns(episode))
     other = await make_stage(beside=stage)

@@ -226,7 +226,8 @@ async def test_a_stream_that_cannot_go_on_ends_in_an_error(make_stage) -> None:
     episode = await stage.open()
     body = {**BODY, "stream": True}
     task = asyncio.create_task(stage.post("/v1/chat/completions", body, episode["api_key"]))
-    await asyncio.sleep(0.05)
+    while not stage.server.requests:
+        await asyncio.sleep(0.005)
     await pool.refresh()
     answer_text = (await task).text
     assert "was lost after" in answer_text

@@ -19,7 +19,7 @@ async def ask(stage, episode, body=BODY, **headers):
 
 
 async def leave(stage, episode, body=BODY) -> None:
-    """Send a request and hang up while it is generated."""
+    """Send a request and hang up while it is generated; return when the router knows."""
     stage.server.gate.clear()
     num_before = len(stage.server.requests)
     task = asyncio.create_task(ask(stage, episode, body))
@@ -28,6 +28,15 @@ async def leave(stage, episode, body=BODY) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    await until_waited_for(stage, episode, False)
+
+
+async def until_waited_for(stage, episode, has_client: bool) -> None:
+    """Somebody waits for the episode's last turn, which is generated, or nobody does."""
+    known = stage.app.state.parts.episodes.known(episode["episode_id"])
+    async with asyncio.timeout(60):
+        while [*known.turns.values()][-1][0].has_client != has_client:
+            await asyncio.sleep(0.005)
 
 
 async def test_a_fresh_identical_request_is_a_fresh_sample(stage) -> None:
@@ -73,7 +82,7 @@ async def test_a_retry_joins_the_turn_in_flight(stage, headers) -> None:
     episode = await stage.open()
     await leave(stage, episode)
     again = asyncio.create_task(ask(stage, episode, **headers))
-    await asyncio.sleep(0.05)
+    await until_waited_for(stage, episode, True)
     stage.server.gate.set()
     answer = await again
     assert answer.json()["choices"][0]["message"]["content"] == "one"

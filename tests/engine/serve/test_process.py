@@ -103,7 +103,9 @@ async def test_it_stops_while_turns_are_held(
     server = start_torch_server(make_model())
     await _post(f"{server.url}/pause_generation", mode="in_place")
     held = asyncio.create_task(_post(f"{server.url}/generate", input_ids=PROMPT))
-    await asyncio.sleep(0.2)
+    while not any(n for name, n in (await _loads(server.url)).items() if name.endswith("_reqs")):
+        assert not held.done()
+        await asyncio.sleep(0.005)
     await asyncio.to_thread(server.stop)
     status, answer = await held
     assert status == 200
