@@ -278,9 +278,12 @@ async def test_stopping_drains_then_aborts(
     """Short episodes end as they would; long ones are closed as aborted, without a reward."""
     router.num_episodes = 4
     (folder / "user.py").write_text(
-        "import asyncio\nimport itertools\ncount = itertools.count()\n\n\n"
+        "import asyncio\nimport itertools\nfrom pathlib import Path\n\n"
+        "count = itertools.count()\n\n\n"
         "async def play(task, episode):\n"
-        "    await asyncio.sleep(0.3 if next(count) % 2 else 60)\n    return 1.0\n\n\n"
+        "    if next(count) % 2:\n        await asyncio.sleep(60)\n"
+        "    while not Path('stopped').exists():\n        await asyncio.sleep(0.01)\n"
+        "    return 1.0\n\n\n"
         "def tasks():\n    return [{'question': 'q'}]\n"
     )
     stop = asyncio.Event()
@@ -290,14 +293,15 @@ async def test_stopping_drains_then_aborts(
             router_url=router.url,
             runner_key=fake_module.RUNNER_KEY,
             stop=stop,
-            drain_s=0.6,
+            drain_s=2.0,
         )
     )
     async with asyncio.timeout(10):
         while len(router.claims) < 4:
             await asyncio.sleep(0.01)
     stop.set()
-    await asyncio.wait_for(playing, 5)
+    (folder / "stopped").touch()
+    await asyncio.wait_for(playing, 20)
     assert sorted(router.closed("outcome")) == ["aborted", "aborted", "completed", "completed"]
     assert sorted(map(str, router.closed("failure_kind"))) == [
         "None",
