@@ -2,25 +2,38 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from fakes.ports import free_ports
 from outloop.buffer.trajectories.query import query
 
 ROLLOUT = '''
+import asyncio
+from pathlib import Path
+
+
 async def play(task, episode):
-    """Whoever says the longer thing wins."""
+    """Whoever says the longer thing wins. Once somebody has met nobody, games wait: each fails
+    once at most, however long the other stays away."""
+    while not Path("both").exists() or (Path("away").exists() and not Path("back").exists()):
+        await asyncio.sleep(0.05)
     lengths = []
     for model in ("policy", "other"):
-        answer = await episode.client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": task.payload["question"]}]
-        )
+        try:
+            answer = await episode.client.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": task.payload["question"]}]
+            )
+        except Exception:
+            # The first run is over.
+            if Path("runs/a/hf/model.safetensors").exists():
+                Path("away").touch()
+            raise
         lengths.append(len(answer.choices[0].message.content or ""))
     return float(lengths[0] > lengths[1])
 '''
@@ -63,13 +76,12 @@ STEPS = {"a": 2, "b": 40}
 pytestmark = pytest.mark.e2e
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+def wait_for(what: str, is_true: Callable[[], bool]) -> None:
+    """Return when it is true."""
+    deadline = time.monotonic() + 120
+    while not is_true():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -113,13 +125,21 @@ def test_two_runs_train_against_each_other(
             name=name, port=ports[name], other_port=ports[other], num_steps=STEPS[name]
         )
         (tmp_path / f"{name}.toml").write_text(text)
-        seed = str(ports[name])
+        seed = str(list(STEPS).index(name))
         made = start(f"policy-{name}", "new-policy", "--out", f"policy-{name}", "--seed", seed)
         assert made.wait(60) == 0
     runs = {name: start(name, "train", f"{name}.toml") for name in STEPS}
+    routers = [tmp_path / f"runs/{name}/logs/router-0.log" for name in STEPS]
+    wait_for(
+        "both routers",
+        lambda: all(log.exists() and "part_ready" in log.read_text() for log in routers),
+    )
+    (tmp_path / "both").touch()
     assert runs["a"].wait(200) == 0, (tmp_path / "a.log").read_text()
     after = ['run.name="a-served"', 'model.path="runs/a/hf"']
     start("served", "serve", "a.toml", *(word for one in after for word in ("--set", one)))
+    wait_for("the served weights", lambda: "base_url" in (tmp_path / "served.log").read_text())
+    (tmp_path / "back").touch()
     assert runs["b"].wait(200) == 0, (tmp_path / "b.log").read_text()
     for name, num_steps in STEPS.items():
         rows = [
