@@ -1,9 +1,15 @@
 """Self-play: the rules, who sits where, and a run against versions that it keeps."""
 
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -71,6 +77,57 @@ def test_the_best_player_wins(load_example: Callable[..., ModuleType]) -> None:
     assert tasks.wins_of(tasks.best_player, tasks.random_player, 2000) > 0.85
 
 
+NUM_EPISODES = 8 * 4
+"""Of a step."""
+NUM_STEPS = 4
+WAITING = f'''
+"""The example's games; those of the last step begin when the test lets them."""
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import rollout
+
+HERE = Path(__file__).parent
+
+
+async def play(task, episode):
+    for number in itertools.count():
+        try:
+            (HERE / f"start-{{number}}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        break
+    while number >= {(NUM_STEPS - 1) * NUM_EPISODES} and not (HERE / "go").exists():
+        await asyncio.sleep(0.05)
+    return await rollout.play(task, episode)
+'''
+
+
+def served_versions(run: Path) -> set[int]:
+    """The kept versions that the run's router sends turns to."""
+    log = run / "logs/router-0.log"
+    urls = re.findall(r'"url": "(http[^"]+)"', log.read_text()) if log.exists() else []
+    if not urls:
+        return set()
+    key = json.loads((run / "secrets.json").read_text())["admin_key"]
+    headers = {"Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{urls[0]}/servers", headers=headers)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        servers = json.load(answer)["servers"]
+    return {server["policy_version"] for server in servers if server["is_frozen"]}
+
+
+def wait_until_served(version: int, run: Path, training: Future[Any]) -> None:
+    """A server has loaded the kept version, and the router knows."""
+    deadline = time.monotonic() + 200
+    while version not in served_versions(run):
+        assert not training.done(), training.exception()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_it_trains_and_rates_its_versions(
@@ -95,17 +152,26 @@ def test_it_trains_and_rates_its_versions(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert warm.returncode == 0, warm.stdout + warm.stderr
-    rows = train_example(
-        "self_play",
-        model__path="runs/self-play-warm-start/hf",
-        trainer__num_steps=4,
-        server__frozen_every=2,
-        trainer__groups_per_step=8,
-        env__max_concurrent_episodes=32,
-        buffer__drop_zero_signal=False,
-    )
-    assert [row["train/failed_share"] for row in rows if "train/loss" in row] == [0] * 4
+    game = Path(shutil.copytree(folder, tmp_path / "game"))
+    (game / "waiting.py").write_text(WAITING)
     run = tmp_path / "runs/short"
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(
+            train_example,
+            "self_play",
+            env__import_dir=str(game),
+            env__rollout_function_path="waiting:play",
+            model__path="runs/self-play-warm-start/hf",
+            trainer__num_steps=NUM_STEPS,
+            server__frozen_every=2,
+            trainer__groups_per_step=8,
+            env__max_concurrent_episodes=NUM_EPISODES,
+            buffer__drop_zero_signal=False,
+        )
+        wait_until_served(2, run, training)
+        (game / "go").touch()
+        rows = training.result(timeout=200)
+    assert [row["train/failed_share"] for row in rows if "train/loss" in row] == [0] * NUM_STEPS
     assert kept_versions(run) == [2, 4]
     spans = query(
         run / "trajectories",
