@@ -1,6 +1,5 @@
 """A tiny model folder and a task that a random policy can already score on."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from fakes import user_folder
+from outloop.buffer.telemetry import read_metrics as read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,14 +17,36 @@ AGENT = ROOT / "examples/calculator/agent.py"
 MORE_CODE = '''
 
 import asyncio
+import itertools
 import os
-import random
 import sys
+from pathlib import Path
+
+count = itertools.count()
+
+
+async def held(task, episode):
+    """Plays once the file `allowed` says that so many may, of all that every process started."""
+    if episode.purpose == "train":
+        number = start_number()
+        while number >= int(Path("allowed").read_text()):
+            await asyncio.sleep(0.05)
+    return await play(task, episode)
+
+
+def start_number():
+    """How many started before, in any process of the run."""
+    for number in itertools.count():
+        try:
+            Path(f"start-{number}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        return number
 
 
 async def crash(task, episode):
     """Fails one episode in two."""
-    if random.random() < 0.5:
+    if next(count) % 2:
         raise RuntimeError("the agent broke")
     return await play(task, episode)
 
@@ -86,16 +108,35 @@ def workspace(tmp_path: Path, model_folder: Path) -> Path:
 
 @pytest.fixture
 def write_config(workspace: Path) -> Callable[..., Path]:
-    """Write run.toml with the given staleness and number of steps."""
+    """Write run.toml with the given staleness, number of steps and settings of the buffer.
 
-    def write(*, staleness: int = 1, steps: int = 4) -> Path:
+    `held_s`: its training episodes play when `allow` allows it, if not later than this.
+    """
+
+    def write(*, staleness: int = 1, steps: int = 4, held_s: float = 0.0, **buffer: Any) -> Path:
         path = workspace / "run.toml"
+        held = {"rollout_function_path": "rollouts:held", "episode_deadline_s": held_s}
         changes = SETTINGS | {
-            "buffer": {"max_staleness": staleness},
+            "buffer": {"max_staleness": staleness, **buffer},
             "trainer": SETTINGS["trainer"] | {"num_steps": steps},
+            "env": SETTINGS["env"] | (held if held_s else {}),
         }
         path.write_text(user_folder.settings_text(changes))
         return path
+
+    return write
+
+
+@pytest.fixture
+def allow(workspace: Path) -> Callable[..., None]:
+    """Let as many training episodes of a run that is held play as so many steps have, in the order
+    of their starts; the others wait, so that the run makes no more steps before more are allowed.
+    Without an argument: all."""
+
+    def write(num_steps: int = 1000) -> None:
+        num_episodes = num_steps * SETTINGS["trainer"]["groups_per_step"] * 4
+        (workspace / "allowed.new").write_text(str(num_episodes))
+        (workspace / "allowed.new").rename(workspace / "allowed")
 
     return write
 
@@ -110,12 +151,7 @@ def outloop(workspace: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
-    """Rows of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture
 def read_metrics() -> Callable[[Path], list[dict[str, float]]]:
-    """Read the rows of a run's metrics.jsonl."""
-    return metrics
+    """Read the rows of a run's metrics.jsonl, also while it is written."""
+    return read_rows

@@ -82,10 +82,14 @@ def test_two_ranks_complete_one_batch(
 
 
 def test_a_killed_rank_takes_the_trainer_with_it_and_the_run_goes_on(
-    workspace: Path, write_config: WriteConfig, read_metrics: ReadMetrics
+    workspace: Path,
+    write_config: WriteConfig,
+    read_metrics: ReadMetrics,
+    allow: Callable[..., None],
 ) -> None:
     """kill -9 of rank 1: no rank is left waiting, the trainer resumes, every step is there."""
-    write_config(steps=4)
+    write_config(steps=4, held_s=100)
+    allow(2)
     with subprocess.Popen(
         [sys.executable, "-m", "outloop.cli", "train", "run.toml", *TWO_RANKS],
         cwd=workspace,
@@ -101,6 +105,7 @@ def test_a_killed_rank_takes_the_trainer_with_it_and_the_run_goes_on(
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
             ranks_of(workspace)[-1].send_signal(signal.SIGKILL)
+            allow()
             output, _ = process.communicate(timeout=300)
         finally:
             process.kill()

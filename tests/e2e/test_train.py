@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from fakes.command_run import assert_nothing_is_left, processes_of, training
+from fakes.command_run import assert_nothing_is_left, part_of, training
 from fakes.tls_front import make_authority, make_certificate
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 Outloop = Callable[..., subprocess.CompletedProcess[str]]
 WriteConfig = Callable[..., Path]
 ReadMetrics = Callable[[Path], list[dict[str, float]]]
+Allow = Callable[..., None]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -174,14 +175,15 @@ def test_a_part_that_ends_is_replaced_and_the_run_ends(
     workspace: Path,
     write_config: WriteConfig,
     read_metrics: ReadMetrics,
+    allow: Allow,
 ) -> None:
     """Killed, or asked to stop as by a spot machine's notice: the run goes on to its last step, one
     step after the other."""
-    write_config(steps=6)
+    write_config(steps=6, held_s=100)
+    allow(2)
     with training(workspace) as process:
-        for victim in processes_of(workspace):
-            if part in victim.cmdline():
-                victim.send_signal(number)
+        part_of(workspace, part).send_signal(number)
+        allow()
         output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
     assert "part_restarted" in output

@@ -49,9 +49,12 @@ def test_a_run_is_watched(
     write_config: WriteConfig,
     read_metrics: ReadMetrics,
     webhook: tuple[str, list[tuple[str, bytes]]],
+    allow: Callable[..., None],
 ) -> None:
     """Two steps with three trackers (one away), a webhook and the page of metrics."""
-    write_config(steps=40)
+    # Too few steps for an alarm about them, and the run does not end.
+    write_config(steps=40, held_s=100)
+    allow(3)
     hook, posted = webhook
     (workspace / "hook").write_text(f"{hook}/key")
     trackers = '["fakes.noting_tracker:Noting", "tensorboard", "otlp"]'
@@ -106,6 +109,7 @@ def test_a_run_is_watched(
         wait_for("the tracker that is away", lambda: b"OTLP" in (workspace / "out").read_bytes())
         wait_for("the webhook", lambda: posted)
     finally:
+        allow()
         run.terminate()
         run.wait(90)
     out_text = (workspace / "out").read_text()

@@ -58,9 +58,24 @@ def wait_for_steps(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.2)
 
 
+def part_of(folder: Path, part: str) -> psutil.Process:
+    """The process of a part, as the launcher started it."""
+    (found,) = [
+        process
+        for process in psutil.process_iter(["cmdline", "cwd"])
+        if process.info["cwd"] == str(folder)
+        and (process.info["cmdline"] or [])[1:4] == ["-m", "outloop.cli", part]
+    ]
+    return found
+
+
 def redis_of(folder: Path) -> psutil.Process:
     """The run's own."""
-    (found,) = [one for one in processes_of(folder) if "/redis" in one.cwd()]
+    (found,) = [
+        process
+        for process in psutil.process_iter(["cwd"])
+        if (process.info["cwd"] or "") == str(folder / "runs/tiny/redis")
+    ]
     return found
 
 
