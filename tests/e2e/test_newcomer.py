@@ -8,14 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from fakes import user_folder
+from outloop.buffer.telemetry import read_metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +25,28 @@ BLOCK = re.compile(r"^```\w+ title=(\S+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # A process per episode on a busy machine takes seconds.
 PATIENT = ("--set", "trainer.take_timeout_s=400", "--set", "env.episode_deadline_s=200")
 SMALL = ("--set", "trainer.num_steps=2", "--set", "trainer.groups_per_step=1", *PATIENT)
+NUM_FIRST = 16
+HOLD = f'''
+
+import itertools
+import os
+import time
+from pathlib import Path
+
+
+def hold():
+    """Until the test says so, whoever is not among the first; under the runner's process id."""
+    for number in itertools.count():
+        try:
+            Path(f"start-{{number}}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        break
+    if number >= {NUM_FIRST}:
+        Path(f"held-{{os.getppid()}}-{{number}}").touch()
+        while not Path("go").exists():
+            time.sleep(0.05)
+'''
 ROLLOUT = """
 [model]
 path = "policy"
@@ -90,9 +113,7 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 def steps(folder: Path) -> list[dict[str, float]]:
     """The steps that a run has made."""
-    path = folder / "runs/your-agent/metrics.jsonl"
-    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return [row for row in rows if "train/loss" in row]
+    return [row for row in read_metrics(folder / "runs/your-agent") if "train/loss" in row]
 
 
 def assert_trained(folder: Path, answer: subprocess.CompletedProcess[str]) -> None:
@@ -124,32 +145,31 @@ def test_the_same_agent_in_javascript_trains(folder: Path, policy: Path, outloop
 def test_the_same_agent_as_a_rollout_function_trains_with_two_runners(
     folder: Path, policy: Path
 ) -> None:
-    """Both runners claim from one buffer; one is killed on the way."""
+    """Both runners claim from one buffer; one is killed while it plays, and the process that takes
+    its place plays too."""
     text = (folder / "run.toml").read_text()
     text = re.sub(
         r"agent_command = .*\nverifier = .*", 'rollout_function_path = "rollout:play"', text
     )
     (folder / "run.toml").write_text(text.replace("episodes = 4", "episodes = 2"))
-    # Slow enough that one runner cannot play everything before the other has started.
     play = (folder / "rollout.py").read_text()
     (folder / "rollout.py").write_text(
-        play.replace("    answer =", "    time.sleep(0.5)\n    answer =")
+        play.replace("    answer =", "    hold()\n    answer =") + HOLD
     )
-    with (folder / "rollout.py").open("a") as file:
-        file.write("\n\nimport time\n")
+
+    def held() -> Counter[int]:
+        """How many episodes each runner's process holds, or held when it was killed."""
+        return Counter(int(path.name.split("-")[1]) for path in folder.glob("held-*"))
+
     with started(
         folder,
         *("train", "run.toml", "--set", "env.num_runners=2", "--set", "trainer.num_steps=5"),
-        *PATIENT,
+        *("--set", "env.max_runner_silence_s=5", *PATIENT),
     ) as process:
-        wait_until(lambda: len(steps(folder)) >= 2, process)
-        runners = [
-            child
-            for child in psutil.Process(process.pid).children(recursive=True)
-            if "runner" in child.cmdline()
-        ]
-        assert len(runners) == 2
-        runners[0].kill()
+        wait_until(lambda: sorted(held().values()) == [2, 2] and steps(folder) != [], process)
+        os.kill(min(held()), signal.SIGKILL)
+        wait_until(lambda: len(held()) == 3, process)
+        (folder / "go").touch()
         output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     rows = steps(folder)
