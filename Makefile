@@ -367,6 +367,10 @@ $(BENCH)/.installed: Makefile
 bench-router: $(STAMP) $(BENCH)/.installed
 	$(ONE_THREAD) $(BIN)/python tests/bench/router.py
 
+.PHONY: bench-fleet
+bench-fleet: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python tests/bench/fleet.py
+
 bench-learning: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/recipes.py
 	$(ONE_THREAD) $(BIN)/python tests/bench/learning.py

@@ -31,19 +31,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import uvloop
 from figures import say
 from router_latency import seconds_added
-from router_load import Conversation, play
+from router_load import Conversation, Episodes, play
 from router_report import OUT, report, write
 from router_stage import Program, Stage
-
-from outloop.buffer.run import Run
 
 NUM_TURNS = 8
 NUM_REPEATS = 7
@@ -64,49 +60,6 @@ NUM_COMPARED = 4
 GROUP_SIZE = 8
 TOKEN_BYTES = 8
 STREAM_SIZES = (1024, 32768)
-
-
-class Episodes:
-    """Opens and closes episodes at the router under measurement."""
-
-    def __init__(self, run: Run, port: int, names: Iterator[str], *, first_claim: int = 0) -> None:
-        self._headers = {"Authorization": f"Bearer {run.keys.runner_key}"}
-        self._url = f"http://127.0.0.1:{port}"
-        self._num_claims = first_claim
-        self._names = names
-
-    async def register(self) -> None:
-        """The run's tasks."""
-        tasks = [{"task_id": f"t{i}", "payload": {}} for i in range(64)]
-        await self._post("/tasks", {"tasks": tasks, "eval_tasks": []})
-
-    async def open(self, number: int, **fields: Any) -> list[Conversation]:
-        """Conversations of new episodes."""
-        conversations: list[Conversation] = []
-        while len(conversations) < number:
-            self._num_claims += 1
-            count = min(1024, number - len(conversations))
-            body = {"key": f"claim-{self._num_claims}", "count": count, "open": True}
-            claims = (await self._post("/tasks/claim", body))["claims"]
-            for claim in claims:
-                key = claim["episode"]["api_key"]
-                conversations.append(Conversation(next(self._names), key, **fields))
-                conversations[-1].episode_id = claim["episode"]["episode_id"]
-        return conversations
-
-    async def close(self, conversations: Sequence[Conversation]) -> None:
-        """End them, scored."""
-        for one in conversations:
-            body = {"outcome": "completed", "reward": {"value": 1.0}, "key": "end"}
-            await self._post(f"/episodes/{one.episode_id}/close", body)
-
-    async def _post(self, path: str, body: Any) -> Any:
-        async with (
-            aiohttp.ClientSession(headers=self._headers) as session,
-            session.post(self._url + path, json=body) as answer,
-        ):
-            assert answer.status == 200, await answer.text()
-            return await answer.json()
 
 
 async def cpu_per_turn(

@@ -1,19 +1,23 @@
-"""Load for `make bench-router`: bare HTTP connections and growing conversations.
+"""Load for `make bench-router` and `make bench-fleet`: bare connections, growing conversations.
 
-Owns: requests on the wire and what is checked of their answers. Does not own: the programs that are
-measured. Invariant: a conversation hands its answers back as an agent would, and an answer that is
-not its own is counted.
+Owns: episodes, requests on the wire and what is checked of their answers. Does not own: the
+programs that are measured. Invariant: a conversation hands its answers back as an agent would, and
+an answer that is not its own is counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 import msgspec
 from router_mock import NUM_GENERATED
+
+from outloop.buffer.run import Run
 
 _LENGTH = re.compile(rb"content-length:\s*(\d+)", re.IGNORECASE)
 _CONTENT = re.compile(rb'"content":"((?:[^"\\]|\\.)*)"')
@@ -167,6 +171,49 @@ class Conversation:
         body = self.body()
         status, answer = await connection.post("/v1/chat/completions", body, self.key)
         self.hear(status, answer, is_checked=is_checked)
+
+
+class Episodes:
+    """Opens and closes episodes at the router under measurement."""
+
+    def __init__(self, run: Run, port: int, names: Iterator[str], *, first_claim: int = 0) -> None:
+        self._headers = {"Authorization": f"Bearer {run.keys.runner_key}"}
+        self._url = f"http://127.0.0.1:{port}"
+        self._num_claims = first_claim
+        self._names = names
+
+    async def register(self) -> None:
+        """The run's tasks."""
+        tasks = [{"task_id": f"t{i}", "payload": {}} for i in range(64)]
+        await self._post("/tasks", {"tasks": tasks, "eval_tasks": []})
+
+    async def open(self, number: int, **fields: Any) -> list[Conversation]:
+        """Conversations of new episodes."""
+        conversations: list[Conversation] = []
+        while len(conversations) < number:
+            self._num_claims += 1
+            count = min(1024, number - len(conversations))
+            body = {"key": f"claim-{self._num_claims}", "count": count, "open": True}
+            claims = (await self._post("/tasks/claim", body))["claims"]
+            for claim in claims:
+                key = claim["episode"]["api_key"]
+                conversations.append(Conversation(next(self._names), key, **fields))
+                conversations[-1].episode_id = claim["episode"]["episode_id"]
+        return conversations
+
+    async def close(self, conversations: Sequence[Conversation]) -> None:
+        """End them, scored."""
+        for one in conversations:
+            body = {"outcome": "completed", "reward": {"value": 1.0}, "key": "end"}
+            await self._post(f"/episodes/{one.episode_id}/close", body)
+
+    async def _post(self, path: str, body: Any) -> Any:
+        async with (
+            aiohttp.ClientSession(headers=self._headers) as session,
+            session.post(self._url + path, json=body) as answer,
+        ):
+            assert answer.status == 200, await answer.text()
+            return await answer.json()
 
 
 async def play(

@@ -1,6 +1,6 @@
 """What `make bench-router` puts behind the routers, and the bare relay: cheap programs.
 
-    python tests/bench/router_mock.py serve PORT | relay PORT MOCK_PORT
+    python tests/bench/router_mock.py serve PORT[,PORT...] [SECONDS] | relay PORT MOCK_PORT
 
 `serve` answers `/generate` (SGLang's form, with logprobs) and `/v1/chat/completions` a fixed time
 after the request, whatever the load. What it generates repeats the end of the prompt, so that an
@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -118,7 +120,8 @@ def chat_events() -> list[bytes]:
 class Mock(asyncio.Protocol):
     """One connection; answers in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, latency_s: float) -> None:
+        self.latency_s = latency_s
         self.transport: Any = None
         self.buffer = b""
         self.loop = asyncio.get_running_loop()
@@ -152,14 +155,14 @@ class Mock(asyncio.Protocol):
                 events = [
                     b"data: " + piece(ids, s, min(s + step, len(ids))) + b"\n\n" for s in starts
                 ]
-                self.loop.call_later(LATENCY_S, self.stream, [*events, b"data: [DONE]\n\n"])
+                self.loop.call_later(self.latency_s, self.stream, [*events, b"data: [DONE]\n\n"])
             else:
-                self.loop.call_later(LATENCY_S, self.send, piece(ids, 0, len(ids)))
+                self.loop.call_later(self.latency_s, self.send, piece(ids, 0, len(ids)))
         elif head.startswith(b"POST /v1/chat/completions"):
             if b'"stream":true' in body or b'"stream": true' in body:
-                self.loop.call_later(LATENCY_S, self.stream, chat_events())
+                self.loop.call_later(self.latency_s, self.stream, chat_events())
             else:
-                self.loop.call_later(LATENCY_S, self.send, CHAT)
+                self.loop.call_later(self.latency_s, self.send, CHAT)
         else:
             self.send(b'{"model_path": "policy", "status": "ok", "data": []}')
 
@@ -186,11 +189,12 @@ class Mock(asyncio.Protocol):
         self.loop.call_soon(self.next_event, events, index + 1)
 
 
-async def serve(port: int) -> None:
-    """Run the mock until killed."""
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(Mock, "127.0.0.1", port, backlog=4096)
-    await server.serve_forever()
+async def serve(ports: Sequence[int], latency_s: float) -> None:
+    """Run a mock on each port until killed."""
+    loop, make = asyncio.get_running_loop(), partial(Mock, latency_s)
+    for port in ports:
+        await loop.create_server(make, "127.0.0.1", port, backlog=4096)
+    await loop.create_future()
 
 
 class Relay:
@@ -242,11 +246,11 @@ def serve_relay(app: Any, port: int) -> None:
 def main() -> None:
     """Run one of the two until killed."""
     uvloop.install()
-    kind, port = sys.argv[1], int(sys.argv[2])
+    kind, ports = sys.argv[1], [int(port) for port in sys.argv[2].split(",")]
     if kind == "serve":
-        asyncio.run(serve(port))
+        asyncio.run(serve(ports, float(sys.argv[3]) if len(sys.argv) > 3 else LATENCY_S))
     else:
-        serve_relay(Relay(f"http://127.0.0.1:{sys.argv[3]}"), port)
+        serve_relay(Relay(f"http://127.0.0.1:{sys.argv[3]}"), ports[0])
 
 
 if __name__ == "__main__":

@@ -66,6 +66,8 @@ class LyingServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # Head and body are written apart: with it the second waits for the first's acknowledgement.
+    disable_nagle_algorithm = True
     server: LyingServer
 
     def do_GET(self) -> None:
