@@ -372,8 +372,7 @@ bench-fleet: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/fleet.py
 
 bench-learning: $(STAMP)
-	$(ONE_THREAD) $(BIN)/python tests/bench/recipes.py
-	$(ONE_THREAD) $(BIN)/python tests/bench/learning.py
+	$(ONE_THREAD) $(BIN)/python tests/bench/learning_table.py
 	$(ONE_THREAD) $(BIN)/python tests/bench/turn_credit.py
 
 # A trained calculator teaches a warm-started one; some minutes on an idle machine.

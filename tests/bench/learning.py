@@ -1,4 +1,4 @@
-"""`make bench-learning`: every algorithm on the calculator, with true and with shuffled rewards.
+"""Algorithms and settings compared on one example, by hand; every recipe is in `learning_table`.
 
 Each algorithm trains the calculator's policy from one warm start for the same few steps through the
 whole loop: agent, router, torch server, Redis, trainer; then once more with every episode given the
