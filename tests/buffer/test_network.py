@@ -139,7 +139,7 @@ async def test_a_server_that_falls_silent_is_given_up_in_time(
     """Amid a large write, which has one deadline for each silence; the next call gets through."""
     run = make_run(wire.url, trainer__mode="sft")
     loop = await loop_on(wire.url, again=True, trainer__mode="sft")
-    hasty = await BufferWriter.connect(run, connect_client=partial(connect_async, timeout_s=0.2))
+    hasty = await BufferWriter.connect(run, connect_client=partial(connect_async, timeout_s=1.0))
     many = [make_trajectory(f"s{index}", num_output=20_000) for index in range(16)]
     wire.delay_s = 60.0
     with pytest.raises(BufferUnavailable, match="Redis did not answer"):

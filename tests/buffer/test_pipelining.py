@@ -86,7 +86,7 @@ async def test_a_silent_server_is_given_up_and_asked_again_on_another_connection
         turns = [make_turn(episode_id) for episode_id in await open_all(loop)]
         run = load_run(tmp_path / "t")
         hasty = await BufferWriter.connect(
-            run, connect_client=partial(connect_async, timeout_s=0.3)
+            run, connect_client=partial(connect_async, timeout_s=1.0)
         )
         await hasty.append_turn(turns[0])
         os.kill(own.pid, signal.SIGSTOP)

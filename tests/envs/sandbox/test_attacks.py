@@ -411,7 +411,7 @@ async def test_however_it_ends_the_end_is_reported(
     session: SupervisedSession, code: str, ended: str
 ) -> None:
     """Sleepers, stopped ones and those that ignore signals are ended; the rest end as they did."""
-    result = await attack(session, code, BRIEF)
+    result = await attack(session, code, BRIEF if ended == "wall_time" else LIMITS)
     assert result.ended == ended
 
 
