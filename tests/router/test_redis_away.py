@@ -113,6 +113,10 @@ async def test_who_leaves_and_comes_back_meanwhile_gets_the_turn(stage) -> None:
     stage.server.gate.set()
     await awaited(stage)
     await hang_up(first)
+    ((left,),) = stage.app.state.parts.episodes.known(episode["episode_id"]).turns.values()
+    async with asyncio.timeout(20):
+        while left.has_client:
+            await asyncio.sleep(0.005)
     stage.buffer.twin.is_away = False
     answer = await stage.post("/v1/chat/completions", body, episode["api_key"])
     assert answer.json()["choices"][0]["message"]["content"] == "fine"
