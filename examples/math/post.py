@@ -10,6 +10,7 @@ episodes of a runner are.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import uuid
 from pathlib import Path
@@ -20,6 +21,7 @@ from tasks import eval_tasks, train_tasks
 from tokenizers import Tokenizer
 from verifier import verify
 
+import outloop
 from outloop.buffer.records import Task
 from outloop.buffer.run import load_run
 from outloop.envs.verifiers.result import Result
@@ -29,6 +31,11 @@ PROMPT = (
     "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 NUM_AT_ONCE = 32
+AWAY_S = 0.5
+
+
+class RunOver(Exception):
+    """The run has ended, and its router with it."""
 
 
 class Player:
@@ -36,29 +43,40 @@ class Player:
 
     def __init__(self, folder: Path, router_url: str, http: aiohttp.ClientSession) -> None:
         self._run = load_run(folder)
+        self._launched = outloop.Run(folder)
         self._router_url = router_url
         self._http = http
         self._tokenizer = Tokenizer.from_file(str(self._run.settings.model.path / "tokenizer.json"))
 
-    async def post(self, path: str, body: dict) -> dict:
-        """Ask the router; 503 is "not now", and every request may be repeated."""
-        headers = {"Authorization": f"Bearer {self._run.keys.runner_key}"}
+    async def request(self, method: str, path: str, key: str, body: dict | None = None) -> dict:
+        """Ask the router. 503 is "not now", as is a router that is away while the run is up: every
+        request may be repeated.
+
+        Raises:
+            RunOver: the run has ended meanwhile.
+        """
+        url, headers = self._router_url + path, {"Authorization": f"Bearer {key}"}
         while True:
-            async with self._http.post(
-                self._router_url + path, json=body, headers=headers
-            ) as answer:
-                if answer.status != 503:
-                    answer.raise_for_status()
-                    return await answer.json()
-                wait_s = float(answer.headers.get("Retry-After", 1))
+            is_up = self._launched.is_up
+            try:
+                async with self._http.request(method, url, json=body, headers=headers) as answer:
+                    if answer.status != 503:
+                        answer.raise_for_status()
+                        return await answer.json()
+                    wait_s = float(answer.headers.get("Retry-After", 1))
+            except aiohttp.ClientConnectionError as error:
+                if not is_up:
+                    raise RunOver from error
+                wait_s = AWAY_S
             await asyncio.sleep(wait_s)
+
+    async def post(self, path: str, body: dict) -> dict:
+        """As a runner."""
+        return await self.request("POST", path, self._run.keys.runner_key, body)
 
     async def servers(self) -> list[str]:
         """Servers that hold published weights."""
-        headers = {"Authorization": f"Bearer {self._run.keys.admin_key}"}
-        async with self._http.get(f"{self._router_url}/servers", headers=headers) as answer:
-            answer.raise_for_status()
-            found = (await answer.json())["servers"]
+        found = (await self.request("GET", "/servers", self._run.keys.admin_key))["servers"]
         return [one["url"] for one in found if not one["is_quarantined"]]
 
     async def play(self, claim: dict, server: str) -> dict:
@@ -125,25 +143,26 @@ async def main() -> None:
             "tasks": numbered("train", train_tasks()),
             "eval_tasks": numbered("eval", eval_tasks()),
         }
-        await player.post("/tasks", every)
-        while True:
-            claimed = await player.post(
-                "/tasks/claim", {"key": uuid.uuid4().hex, "count": NUM_AT_ONCE, "open": True}
-            )
-            if claimed["reason"] == "finished":
-                break
-            if claimed["claims"]:
-                servers = await player.servers()
-                played = await asyncio.gather(
-                    *(
-                        player.play(claim, servers[number % len(servers)])
-                        for number, claim in enumerate(claimed["claims"])
-                    )
+        with contextlib.suppress(RunOver):
+            await player.post("/tasks", every)
+            while True:
+                claimed = await player.post(
+                    "/tasks/claim", {"key": uuid.uuid4().hex, "count": NUM_AT_ONCE, "open": True}
                 )
-                answer = await player.post("/trajectories", {"trajectories": played})
-                num_posted += len(played)
-                num_counted += answer["num_accepted"]
-            await asyncio.sleep(claimed["retry_after_s"])
+                if claimed["reason"] == "finished":
+                    break
+                if claimed["claims"]:
+                    servers = await player.servers()
+                    played = await asyncio.gather(
+                        *(
+                            player.play(claim, servers[number % len(servers)])
+                            for number, claim in enumerate(claimed["claims"])
+                        )
+                    )
+                    answer = await player.post("/trajectories", {"trajectories": played})
+                    num_posted += len(played)
+                    num_counted += answer["num_accepted"]
+                await asyncio.sleep(claimed["retry_after_s"])
     await verify.tear_down()
     print(json.dumps({"posted": num_posted, "counted": num_counted}))
 
