@@ -87,6 +87,12 @@ test-mixture: venv-sglang
 demo: $(STAMP)
 	SEEDS=$(SEEDS) $(BIN)/python examples/demo.py $(EXAMPLE)
 
+# The curve in the README of an example that `make demo` does not know, into its folder: EXAMPLE=two_roles.
+SEED ?= 0
+.PHONY: curves
+curves: $(STAMP)
+	SEED=$(SEED) $(BIN)/python examples/curves.py $(EXAMPLE)
+
 # SmolLM2-135M-Instruct, from a package; about a quarter of an hour on two idle cores, no GPU.
 .PHONY: demo-llm
 demo-llm: $(STAMP)

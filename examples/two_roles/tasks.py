@@ -1,8 +1,11 @@
-"""Numbers to describe."""
+"""Numbers to describe, and a convention that the warm start learns badly."""
+
+import random
 
 from agent import DESCRIBE, GUESS
 
 WORDS = ("nought", "single", "pair", "trio", "square", "hand", "dice", "week", "spider", "cat")
+NUM_ROUNDS = 200
 
 
 def train_tasks() -> list[dict]:
@@ -11,10 +14,14 @@ def train_tasks() -> list[dict]:
 
 
 def conversations() -> list[dict]:
-    """A convention for the ten numbers, which a warm start could begin with."""
+    """The convention, with every second word and every second guess at random."""
+    rng = random.Random(0)
     rows = []
-    for number, word in enumerate(WORDS):
-        for role, text, answer in ((DESCRIBE, str(number), word), (GUESS, word, str(number))):
-            messages = [("system", role), ("user", text), ("assistant", answer)]
-            rows.append({"messages": [{"role": r, "content": c} for r, c in messages]})
-    return rows * 20
+    for _ in range(NUM_ROUNDS):
+        for number, word in enumerate(WORDS):
+            said = rng.choice([word, rng.choice(WORDS)])
+            guess = rng.choice([number, rng.randrange(len(WORDS))])
+            for role, text, answer in ((DESCRIBE, str(number), said), (GUESS, word, str(guess))):
+                messages = [("system", role), ("user", text), ("assistant", answer)]
+                rows.append({"messages": [{"role": r, "content": c} for r, c in messages]})
+    return rows
