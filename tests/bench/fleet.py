@@ -9,8 +9,9 @@ cores.
 
 router_cpu_us_N: CPU time of the router's process for a turn in front of N servers, everything that
 it does meanwhile included; router_cpu_8_vs_1, router_cpu_64_vs_1: over that in front of one,
-medians over repetitions whose parts met the same machine. turns_per_s_N is the machine's limit:
-client, servers and Redis share its cores.
+medians over repetitions whose parts met the same machine. As many turns of other episodes go
+before, so that connections are open. turns_per_s_N is the machine's limit: client, servers and
+Redis share its cores.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ NUM_REPEATS = 5
 NUM_IN_FLIGHT = 1024
 NUM_TURNS = 600
 """Of each repetition and fleet; each by an episode of its own."""
-NUM_WARM = 256
 LATENCY_S = 0.25
 BODY_BYTES = 1024
 SEEN_TIMEOUT_S = 60.0
@@ -90,7 +90,7 @@ async def measure_router(
     # Every episode that is measured is at its second turn.
     await play(stage.router.port, chats, 1, concurrency=num_in_flight, checked=True)
     num_measured = num_repeats * len(fleets) * num_turns
-    assert num_measured < num_episodes, f"{num_measured} turns of {num_episodes} episodes"
+    assert num_measured + num_turns <= num_episodes, f"{num_measured} of {num_episodes} episodes"
     fresh, spare = iter(chats[:num_measured]), chats[num_measured:]
     seconds: dict[int, list[float]] = {number: [] for number in fleets}
     speeds: dict[int, list[float]] = {number: [] for number in fleets}
@@ -99,7 +99,8 @@ async def measure_router(
             say(f"{number} servers, repetition {repeat + 1} of {num_repeats}")
             stage.register(number)
             await until_seen(stage, number)
-            await cpu_per_turn(stage, spare[:NUM_WARM], num_in_flight)
+            # Connections to the servers are open then, as many as are needed at once.
+            await cpu_per_turn(stage, spare[:num_turns], num_in_flight)
             asked = list(itertools.islice(fresh, num_turns))
             each, speed = await cpu_per_turn(stage, asked, num_in_flight)
             seconds[number].append(each)
