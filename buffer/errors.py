@@ -20,6 +20,7 @@ A message says what failed, `name=value`, what is allowed and what to do.
     |-- PublishFailed        weights did not reach a server, or reached it wrongly
     |-- UpdateRefused        a gradient was not finite or a spike, or groups could not be trained
     |-- CheckpointFailed     a checkpoint was not written; the one before it stays in use
+    |-- DiskFull             the run's folder had no room for as long as it may be waited for
     |-- TrackerFailed        a tracker did not take what it was given; the run goes on
     |-- EnvironmentFailure   raised by an env: its own machinery failed, not the policy
     `-- PartFailed           a process of the run ended; names it and its last words
@@ -116,6 +117,10 @@ class UpdateRefused(OutloopError):
 
 class CheckpointFailed(OutloopError):
     """A checkpoint could not be written; nothing was acknowledged by it."""
+
+
+class DiskFull(OutloopError):
+    """The run's folder had no room for longer than buffer.max_outage_s."""
 
 
 class TrackerFailed(OutloopError):

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
+
+import structlog
+
+from outloop.buffer.room import append_whole
+
+_log = structlog.get_logger()
 
 EventKind = Literal[
     "started",
@@ -23,10 +30,14 @@ EventKind = Literal[
 
 
 def record_event(run_dir: Path, kind: EventKind, **fields: str | int | float) -> None:
-    """Append an event with the time now; several processes may."""
+    """Append an event with the time now; several processes may. One for which there is no room is
+    dropped."""
     row = {"time": time.time(), "kind": kind, **fields}
-    with (run_dir / "events.jsonl").open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    try:
+        with FileIO(run_dir / "events.jsonl", "a") as file:
+            append_whole(file, (json.dumps(row) + "\n").encode())
+    except OSError as error:
+        _log.warning("event_dropped", kind=kind, error=str(error))
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:

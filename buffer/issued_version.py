@@ -7,7 +7,10 @@ other weights.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+
+from outloop.buffer.room import wait_for_room
 
 _FILE = "issued_version"
 
@@ -15,8 +18,10 @@ _FILE = "issued_version"
 class IssuedVersion:
     """The file of one run; its one trainer writes it."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, max_full_s: float, on_full: Callable[[str], None]) -> None:
+        """`max_full_s`: how long a note waits for room; `on_full`: gets a sentence when it does."""
         self._path = run_dir / _FILE
+        self._max_full_s, self._on_full = max_full_s, on_full
 
     def read(self) -> int:
         """-1 if none was noted."""
@@ -26,9 +31,17 @@ class IssuedVersion:
             return -1
 
     def note(self, policy_version: int) -> None:
-        """Note a version before it is announced; a higher one stays."""
+        """Note a version before it is announced; a higher one stays.
+
+        Raises:
+            DiskFull: there was no room in time.
+        """
         if policy_version <= self.read():
             return
         writing = self._path.with_name(f".{_FILE}.writing")
-        writing.write_text(str(policy_version))
-        os.replace(writing, self._path)
+
+        def write() -> None:
+            writing.write_text(str(policy_version))
+            os.replace(writing, self._path)
+
+        wait_for_room(write, self._path, max_s=self._max_full_s, on_full=self._on_full)

@@ -78,7 +78,15 @@ class BufferReader:
         continuity: Continuity | None = None,
         patience: Patience | None = None,
     ) -> None:
-        self._issued = IssuedVersion(run.dir) if continuity is not None else None
+        self._issued: IssuedVersion | None = None
+        if continuity is not None:
+            self._issued = IssuedVersion(
+                run.dir,
+                max_full_s=run.settings.buffer.outage_s,
+                on_full=lambda sentence: self.registry.report_status(
+                    "trainer", {"warning": sentence}
+                ),
+            )
         self._client = client
         self._prefix = prefix(run.run_id)
         self._scripts = SyncScripts(

@@ -12,12 +12,16 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
+
+from outloop.buffer.room import append_whole, wait_for_room
 
 _DROP_REASONS = ("stale", "no_signal", "filtered", "failed", "overlong", "malformed")
 """records.DropReason, without loading numpy."""
@@ -261,14 +265,24 @@ METRIC_PREFIXES: dict[str, str] = {
 class MetricsWriter:
     """Append one JSON object per call to `metrics.jsonl`; non-finite values become null."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        max_full_s: float = 0.0,
+        on_full: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        """`max_full_s`: how long a row waits for room; `on_full`: gets a sentence when it does."""
+        self._path = run_dir / "metrics.jsonl"
+        self._max_full_s, self._on_full = max_full_s, on_full
+        self._file = FileIO(self._path, "a")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` for `step`.
 
         Raises:
             KeyError: a name is not declared in METRICS or METRIC_PREFIXES.
+            DiskFull: there was no room in time.
         """
         prefixes = tuple(METRIC_PREFIXES)
         undeclared = [n for n in values if n not in METRICS and not n.startswith(prefixes)]
@@ -276,10 +290,16 @@ class MetricsWriter:
             raise KeyError(f"undeclared metrics {undeclared}; declare them in buffer/telemetry.py")
         row: dict[str, float | int | None] = {"step": step, "time": time.time()}
         row |= {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps(row) + "\n")
+        line = (json.dumps(row) + "\n").encode()
+        wait_for_room(
+            lambda: append_whole(self._file, line),
+            self._path,
+            max_s=self._max_full_s,
+            on_full=self._on_full,
+        )
 
     def close(self) -> None:
-        """Flush and close the file."""
+        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> MetricsWriter:
@@ -303,8 +323,26 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
+class _LossyStream:
+    """A stream that drops what it cannot write: a part does not end because its log's disk is
+    full."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            return self._stream.write(text)
+        return 0
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+
 def configure_logging(part: str, level: str) -> None:
-    """Send this process's structlog events to stderr: JSON lines, or colours on a terminal."""
+    """Send this process's structlog events to stderr: JSON lines, or colours on a terminal. What a
+    full disk does not take is dropped."""
     renderer: Any = (
         structlog.dev.ConsoleRenderer()
         if sys.stderr.isatty()
@@ -319,7 +357,7 @@ def configure_logging(part: str, level: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _LossyStream(sys.stderr))),
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(part=part)

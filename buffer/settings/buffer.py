@@ -47,9 +47,10 @@ class BufferSettings(BaseModel):
     lease_s: float = Field(120.0, gt=0)
     """A trainer that does not renew for so long loses the groups it took."""
     max_outage_s: float | None = Field(None, ge=0)
-    """How long trainer, servers and launcher wait for a Redis that went away, before the run ends
-    with a sentence; left out: half of lease_s, which is the most, since leases must outlive the
-    wait. Turns wait for router.buffer_timeout_s."""
+    """How long trainer, servers and launcher wait for a Redis that went away or cannot write, and
+    the trainer for room on the disk of the run's folder, before the run ends with a sentence; left
+    out: half of lease_s, which is the most, since leases must outlive the wait. Turns wait for
+    router.buffer_timeout_s."""
     pipeline_depth: float | Literal["auto"] = "auto"
     """How many steps ahead of the trainer episodes may start: beyond those for the step that comes
     next, pipeline_depth * groups_per_step groups are in flight or ready. 0: none. auto: as few as

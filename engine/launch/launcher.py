@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -73,6 +74,8 @@ _TRAINER_STOP_TIMEOUT_S = 60.0
 _PARTS_THAT_END = frozenset({"trainer", "runner"})
 """Parts that end when the run is finished."""
 _WATCH_INTERVAL_S = 0.25
+_REDIS_TIMEOUT_S = 5.0
+"""One that does not answer for so long is away: stopped, or behind a network that is."""
 _WRITE_INTERVAL_S = 1.0
 """How often Redis is asked whether it can write."""
 _FULL_WAIT_S = 1.0
@@ -469,7 +472,9 @@ def running(
             redis_url = redis.url
         run = create_run(settings, run_dir.absolute(), redis_url)
         _enter(run)
-        reader = BufferReader.connect(run)
+        reader = BufferReader.connect(
+            run, connect_client=partial(connect_sync, timeout_s=_REDIS_TIMEOUT_S)
+        )
         stack.callback(reader.close)
         stack.enter_context(named_launcher(run.dir))
         launcher = Launcher(run, reader, stop, gpus, backoff, placement, redis)

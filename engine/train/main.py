@@ -218,7 +218,11 @@ def _lead(
         timeout_s=settings.trainer.rank_timeout_s,
     )
     stack.enter_context(ranks.ending())
-    metrics = MetricsWriter(run.dir)
+    metrics = MetricsWriter(
+        run.dir,
+        max_full_s=settings.buffer.outage_s,
+        on_full=lambda sentence: reader.registry.report_status("trainer", {"warning": sentence}),
+    )
     stack.callback(metrics.close)
     if settings.trainer.mode == "sft":
         train_supervised = run_sft if settings.trainer.reward_model is None else run_reward_model

@@ -21,7 +21,7 @@ ON_HOSTS = ("partitioned",)
 SLOW_CYCLE_S = 0.2
 SLOW_SHARE = 0.1
 """A slowed process runs for this share of its time."""
-SPARE_BYTES = 4 * 2**20
+SPARE_BYTES = 0
 """Address space that a process may still take under a memory limit."""
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from faults import FAULTS, LASTING, ON_HOSTS, fault
 from hosts import Host, hosts, why_not
-from reliability_page import record_cell
+from reliability_page import record_audit, record_cell
 from stack import PARTS, PHASES, Stack
 from tiny import make_model
 
@@ -33,6 +33,10 @@ HOLD_S = 8.0
 LOOK_S = 0.1
 USUAL = ("short_episodes", "no_signal")
 """Warnings of a policy that is not worth training."""
+NOTICE_S = 2.0
+SHOWN = ("warning from ", "Redis cannot write")
+"""How lines of the terminal begin that name a trouble."""
+USUAL_SHOWN = ("trained episodes are shorter", "no signal")
 START_S = 240.0
 PHASE_S = 25.0
 """For how long a phase is waited for; without it the fault comes in another one."""
@@ -69,8 +73,8 @@ class Signs:
     def _sign(self) -> str:
         events = read_events(self._stack.run_dir)
         for event in events[-5:]:
-            if event["time"] >= self._began_at and event["kind"].startswith("part_"):
-                return f"{event['kind']} {event['part']}"
+            if event["time"] >= self._began_at and event["kind"].startswith(("part_", "redis_")):
+                return f"{event['kind']} {event.get('part', '')}".strip()
         for path in self._logs():
             with suppress(OSError):
                 if path.stat().st_size <= self._sizes.get(path, 0):
@@ -79,6 +83,8 @@ class Signs:
                     file.seek(self._sizes.get(path, 0))
                     lines = file.read().decode(errors="replace").splitlines()
                 for line in lines:
+                    if line.startswith(SHOWN) and not any(words in line for words in USUAL_SHOWN):
+                        return f"terminal: {line}"
                     with suppress(json.JSONDecodeError):
                         row = json.loads(line)
                         if not isinstance(row, dict) or row.get("event") in USUAL:
@@ -139,6 +145,13 @@ class Cell:
             f"no step within {self.patience_s:.0f} s; ended {stack.ended}; {stack.log()[-1500:]}"
         )
         back_s = [at for _, at in stack.steps() if at > ended_at][1] - ended_at
+
+        def is_noticed() -> bool:
+            signs.look()
+            return signs.first is not None
+
+        # The run may be faster than what is said of it.
+        stack.wait_until(is_noticed, NOTICE_S)
         # A launcher that gave the run up is only seen when it has ended.
         after, rows = self._counted(), stack.steps()
         highest = max((step for step, _ in steps), default=0)
@@ -250,7 +263,7 @@ def play_cells(
         places = context.enter_context(hosts(ON_A_HOST) if has_hosts else nullcontext({}))
         stack = Stack(folder, model, changes, places)
         context.callback(stack.stop)
-        num_failed = 0
+        num_failed, played = 0, list[str]()
         if not stack.wait_until(lambda: len(stack.steps()) >= 2, words.patience_s):
             print(f"{part}: the run did not start: {stack.log()}", flush=True)
             cells.clear()
@@ -266,16 +279,20 @@ def play_cells(
                 bound = f"{words.bound_s:.0f} s are allowed"
                 figures["failed"] = f"back after {figures['back_s']} s, {bound}"
             record_cell(cell.name, figures)
+            played.append(cell.name)
             print(f"{cell.name}: {figures}", flush=True)
             if "failed" in figures:
                 num_failed += 1
                 break
+        verdict = "clean"
         try:
             assert stack.end_training(120), "it does not stop"
             print(f"{part}: {stack.audit()}, starts {dict(stack.starts)}", flush=True)
         except AssertionError as error:
             num_failed += 1
+            verdict = f"**failed**: {error}"
             print(f"{part}: audit FAILED: {error}", flush=True)
+        record_audit(played, verdict)
         return num_failed
 
 

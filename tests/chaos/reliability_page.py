@@ -40,6 +40,14 @@ def record_cell(name: str, figures: Mapping[str, Any]) -> None:
     _record("faults", name, figures)
 
 
+def record_audit(names: Sequence[str], verdict: str) -> None:
+    """Of the run in which these cells of the fault matrix were played."""
+    tree = _read()
+    for name in names:
+        tree["faults"][name]["audit"] = verdict
+    _write(tree)
+
+
 def record_ledger(figures: Mapping[str, Any]) -> None:
     """Of a run that was killed many times."""
     _record("ledger", "run", figures)
@@ -58,6 +66,10 @@ def record_hosts(name: str, figures: Mapping[str, Any]) -> None:
 def _record(section: str, name: str, figures: Mapping[str, Any]) -> None:
     tree = _read()
     tree.setdefault(section, {})[name] = {**figures, **_stamp()}
+    _write(tree)
+
+
+def _write(tree: Mapping[str, Any]) -> None:
     FIGURES.write_text(json.dumps(tree, indent=1) + "\n")
     write_page()
 
@@ -93,14 +105,15 @@ def _faults(cells: Mapping[str, Any]) -> str:
     for name, cell in sorted(cells.items()):
         part, kind, _ = name.split("/")
         found.setdefault((part, kind), []).append(cell)
-        sign = f"{cell['noticed_s']} s: {cell['sign']}" if cell.get("sign") else "nothing"
+        sign = f"{cell['noticed_s']} s: {cell['sign'][:70]}" if cell.get("sign") else "nothing"
         lost = ", ".join(f"{number} {what}" for what, number in cell.get("lost", {}).items())
         ended = "; the run ended and was started again" if cell.get("run_ended") else ""
         back = f"{cell['back_s']} s" if "back_s" in cell else ""
         result = f"**failed**: {cell['failed'][:120]}" if "failed" in cell else back
         words = (
             *(part, kind, cell.get("phase", ""), sign, str(cell.get("steps_meanwhile", ""))),
-            *(result + ended, lost or "nothing", f"{cell['load']}, {cell['date']}"),
+            *(result + ended, lost or "nothing", cell.get("audit", "not noted")[:120]),
+            f"{cell['load']}, {cell['date']}",
         )
         lines.append([word.replace("\n", " ").replace("|", "/") for word in words])
     overview = [
@@ -109,7 +122,7 @@ def _faults(cells: Mapping[str, Any]) -> str:
     ]
     header = ["part", "fault", "began while", "first sign", "steps meanwhile", "back", "lost"]
     return "\n\n".join(
-        (table(["part", *ALL_FAULTS], overview), table([*header, "load, date"], lines))
+        (table(["part", *ALL_FAULTS], overview), table([*header, "audit", "load, date"], lines))
     )
 
 
@@ -143,14 +156,24 @@ def _soak(cells: Mapping[str, Any]) -> str:
         return "Not run."
     found = cells["run"]
     rows = [
-        [name, *(f"{number:,.1f}" for number in found["series"][name])] for name in found["series"]
+        [name, *(f"{number:,.1f}" for number in found["series"][name]), _slope(found, name)]
+        for name in found["series"]
     ]
     sentence = (
         f"{found['minutes']:.0f} minutes, {found['num_steps']} steps, {found['num_faults']} faults "
         f"({', '.join(f'{number} {name}' for name, number in found['faults'].items())}); load "
         f"{found['load']}, {found['date']}. {found['verdict']}"
     )
-    return sentence + "\n\n" + table(["measured", "first third", "second", "last"], rows)
+    return (
+        sentence
+        + "\n\n"
+        + table(["measured", "first third", "second", "last", "by hour, 95 %"], rows)
+    )
+
+
+def _slope(found: Mapping[str, Any], name: str) -> str:
+    slope = found["slopes"].get(name)
+    return "not known" if slope is None else f"{slope[0]:+,.1f} +- {slope[1]:,.1f}"
 
 
 def _ledger(cells: Mapping[str, Any]) -> str:

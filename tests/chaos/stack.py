@@ -36,6 +36,7 @@ PARTS = ("redis", "launcher", "router", "server", "trainer", "runner", "archiver
 ROLLOUTS = '''
 import functools
 
+from outloop.buffer.errors import EnvironmentFailure
 from outloop.envs.sandbox.api import Limits
 from outloop.envs.sandbox.backends import open_sandbox
 
@@ -72,6 +73,8 @@ async def play(task, episode):
     result = await sandbox().run(
         {"main.py": VERIFIER, "answer.txt": text}, ("python", "main.py"), Limits(wall_s=30)
     )
+    if result.ended != "exited":
+        raise EnvironmentFailure(f"{result.ended}: {result.stderr[-200:]!r}")
     return float(result.stdout or b"0")
 '''
 _POLL_S = 0.01
