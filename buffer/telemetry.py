@@ -323,19 +323,24 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-class _LossyStream:
+class LossyStream:
     """A stream that drops what it cannot write: a part does not end because its log's disk is
     full."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
     def write(self, text: str) -> int:
+        """As the stream does, if it can."""
         with suppress(OSError):
             return self._stream.write(text)
         return 0
 
     def flush(self) -> None:
+        """As the stream does, if it can."""
         with suppress(OSError):
             self._stream.flush()
 
@@ -357,7 +362,7 @@ def configure_logging(part: str, level: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _LossyStream(sys.stderr))),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LossyStream(sys.stderr))),
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(part=part)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -265,13 +266,14 @@ def train(
     """
     from rich.console import Console
 
+    from outloop.buffer.telemetry import LossyStream
     from outloop.engine.launch import launcher
     from outloop.engine.launch.model_folder import with_model_folder
 
     resolved = with_model_folder(_resolve(config, settings))
     launcher.check_before_start(resolved)
     run = Run._starting(resolved.run.dir / resolved.run.name)
-    shown = console or Console(quiet=not wait)
+    shown = console or Console(file=cast(TextIO, LossyStream(sys.stdout)), quiet=not wait)
 
     def work(stopping: threading.Event) -> int:
         if single_process:
