@@ -377,6 +377,7 @@ bench-router: $(STAMP) $(BENCH)/.installed
 bench-fleet: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/fleet.py
 
+# Every recipe on three tasks: about half an hour on an idle machine; what is finished is not run again.
 bench-learning: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/learning_table.py
 	$(ONE_THREAD) $(BIN)/python tests/bench/turn_credit.py

@@ -80,25 +80,34 @@ def test_what_the_table_says(program: ModuleType, tmp_path: Path) -> None:
     assert [row.recipe for row in rows] == ["grpo", "ppo"]
     assert program.sentences(rows) == []
     text = program.table({"calculator": rows, "bandit": []})
-    assert "2 recipes complete (3 seeds, 1 with exchanged rewards)" in text
+    assert "complete (3 seeds, 1 with exchanged rewards): 2 of 2 recipes" in text
     assert "| `grpo` | 0.200 | 0.720 | 0.520 +- 0.012 | 0.050 | 3 |" in text
     assert "difference of" in text
     (tmp_path / "calculator-ppo-2.json").unlink()
     text = program.table({"calculator": program.rows_of("calculator", recipes, tmp_path)})
-    assert "1 recipes complete" in text
+    assert ": 1 of 2 recipes" in text
     assert "| 2, incomplete |" in text
 
 
 def test_what_is_not_learned_or_learned_from_nothing_is_named(
     program: ModuleType, tmp_path: Path
 ) -> None:
-    """By the spread of all recipes of the task."""
-    fill(program, tmp_path, control=0.6)
+    """By the spread of all recipes of the task, controls by that of the others' controls."""
+    fill(program, tmp_path)
     for seed, last in enumerate((0.2, 0.22, 0.19)):
         program.Cell("calculator", "ppo", seed, False).keep(found(last), tmp_path)
-    sentences = program.sentences(program.rows_of("calculator", ["grpo", "ppo"], tmp_path))
-    assert sentences == [
+    recipes = ["grpo", "ppo", "rloo", "dapo", "gspo", "cispo"]
+    for recipe, last in zip(recipes, (0.8, 0.15, 0.22, 0.25, 0.1, 0.2), strict=True):
+        program.Cell("calculator", recipe, 0, True).keep(found(last), tmp_path)
+    assert program.sentences(program.rows_of("calculator", recipes, tmp_path)) == [
         "calculator, grpo: something is learned from exchanged ones",
         "calculator, ppo: nothing is learned from true rewards",
-        "calculator, ppo: something is learned from exchanged ones",
     ]
+    # Too few controls say nothing; together they can say what none of them does.
+    few = program.rows_of("calculator", recipes[:3], tmp_path)
+    assert [one for one in program.sentences(few) if "exchanged" in one] == []
+    for recipe, last in zip(recipes, (0.30, 0.28, 0.32, 0.3, 0.27, 0.31), strict=True):
+        program.Cell("calculator", recipe, 0, True).keep(found(last), tmp_path)
+    assert "calculator: exchanged rewards teach the recipes together" in program.sentences(
+        program.rows_of("calculator", recipes, tmp_path)
+    )

@@ -74,7 +74,7 @@ EVERYWHERE: dict[str, dict[str, Any]] = {
     "dapo": {"overlong_penalty": 0.0},
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ppo_head": ("ppo", {"critic": {"kind": "head", "learning_rate": 1e-2}}),
+    "ppo_head": ("ppo", {"critic": {"kind": "head"}}),
 }
 """Names beside the recipes' own: of which recipe, and what is different."""
 
@@ -83,15 +83,18 @@ def trainer_settings(task: str, recipe: str) -> dict[str, Any]:
     """[trainer] of one cell."""
     base, different = VARIANTS.get(recipe, (recipe, {}))
     of = TASKS[task]
-    return {
+    found = {
         "num_steps": of.num_steps,
         "checkpoint_every": 0,
         **of.settings,
         "recipe": base,
         **EVERYWHERE.get(base, {}),
         **of.more.get(base, {}),
-        **different,
     }
+    for name, value in different.items():
+        own = found.get(name)
+        found[name] = own | value if isinstance(own, dict) else value
+    return found
 
 
 def play_bandit(recipe: str, *, seed: int, is_exchanged: bool, folder: Path) -> dict[str, Any]:

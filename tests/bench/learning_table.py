@@ -17,9 +17,9 @@ choose cells, `JOBS=2` how many run at once; `DRAW=1` runs none.
 
 Per cell: the mean reward of the first and last `NUM_COMPARED` steps, and the gain. Errors are
 pooled over the recipes of a task, since three seeds of one say little of their spread: a recipe has
-learned when its mean gain is beyond what chance gives once in a thousand, and a control must not
-be. The difference of two recipes' gains that so many seeds show is stated, with a power of 0.8 at
-0.05.
+learned when its mean gain is beyond what chance gives once in a thousand. A control must not be
+beyond that by the spread of the other recipes' controls. The difference of two recipes' gains that
+so many seeds show is stated, with a power of 0.8 at 0.05.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ NUM_COMPARED = 4
 CHANCE = 1e-3
 """How often a run that learns nothing may pass as one that does."""
 CELL_TIMEOUT_S = 900.0
+MIN_OTHERS = 4
+"""Controls of other recipes by which one is judged."""
 NO_REWARDS = ("distill",)
 """Recipes that learn from a teacher: bench-distillation."""
 
@@ -352,20 +354,36 @@ def limit(deviation: float, degrees: int, num_seeds: int) -> float:
     return student_quantile(1.0 - CHANCE, degrees) * deviation / math.sqrt(num_seeds)
 
 
+def control_limit(others: Sequence[float]) -> float:
+    """The gain of one more control that chance gives once in a thousand, by the spread of these;
+    infinite where they are too few to tell."""
+    if len(others) < MIN_OTHERS:
+        return math.inf
+    deviation = float(np.std(others, ddof=1)) * math.sqrt(1 + 1 / len(others))
+    return student_quantile(1.0 - CHANCE, len(others) - 1) * deviation
+
+
 def sentences(rows: Sequence[Row]) -> list[str]:
-    """What the complete rows of a task do not show."""
-    deviation, degrees = spread(rows)
-    if not degrees:
-        return []
+    """What the complete rows of a task do not show.
+
+    A control is measured by those of the other recipes: a policy that wanders without aim spreads
+    more than one that learns the same from every seed.
+    """
     found = []
+    deviation, degrees = spread(rows)
     for row in rows:
-        if len(row.cells) == NUM_SEEDS and np.mean(row.gains) <= limit(
-            deviation, degrees, NUM_SEEDS
-        ):
+        has_all = degrees > 0 and len(row.cells) == NUM_SEEDS
+        if has_all and np.mean(row.gains) <= limit(deviation, degrees, NUM_SEEDS):
             found.append(f"{row.task}, {row.recipe}: nothing is learned from true rewards")
+        others = [gain(one) for other in rows if other is not row for one in other.controls]
         for control in row.controls:
-            if gain(control) > limit(deviation, degrees, 1):
+            if gain(control) > control_limit(others):
                 found.append(f"{row.task}, {row.recipe}: something is learned from exchanged ones")
+    controls = [gain(one) for row in rows for one in row.controls]
+    if len(controls) > MIN_OTHERS:
+        own = float(np.std(controls, ddof=1))
+        if np.mean(controls) > limit(own, len(controls) - 1, len(controls)):
+            found.append(f"{rows[0].task}: exchanged rewards teach the recipes together")
     return found
 
 
@@ -380,8 +398,8 @@ def table(every: dict[str, list[Row]]) -> str:
         lines = [
             f"**{task}**, {TASKS[task].num_steps} steps of "
             f"{rows[0].cells[0]['num_episodes'] if rows[0].cells else 64:.0f} episodes; "
-            f"{num_complete} recipes complete ({NUM_SEEDS} seeds, {NUM_CONTROLS} with exchanged "
-            "rewards).",
+            f"complete ({NUM_SEEDS} seeds, {NUM_CONTROLS} with exchanged rewards): {num_complete} "
+            f"of {len(rows)} recipes.",
             "",
             "| recipe | first | last | gain | rewards exchanged: gain | seeds |",
             "|---|---|---|---|---|---|",
@@ -400,8 +418,8 @@ def table(every: dict[str, list[Row]]) -> str:
             lines += [
                 "",
                 f"A difference of {detectable(deviation, degrees):.3f} between two recipes' gains "
-                f"would be found; chance gives one run a gain above "
-                f"{limit(deviation, degrees, 1):.3f} once in a thousand times.",
+                f"would be found; a mean gain above {limit(deviation, degrees, NUM_SEEDS):.3f} "
+                "comes by chance once in a thousand times.",
             ]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
