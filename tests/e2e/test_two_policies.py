@@ -1,15 +1,14 @@
 """Two policies that learn against each other: two runs, each the other's upstream."""
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from fakes import user_folder
 from fakes.ports import free_ports
 from outloop.buffer.trajectories.query import query
 
@@ -90,15 +89,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     started: list[subprocess.Popen[str]] = []
 
     def run(name: str, *words: str) -> "subprocess.Popen[str]":
-        with (tmp_path / f"{name}.log").open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "outloop.cli", *words],
-                cwd=tmp_path,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        process = user_folder.start(tmp_path, *words, log=tmp_path / f"{name}.log")
         started.append(process)
         return process
 

@@ -7,7 +7,6 @@ OUTLOOP_CLIENTS_PYTHON; other runs leave this test out.
 import json
 import os
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from fakes import user_folder
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import Trajectory
 from outloop.buffer.run import load_run
@@ -90,28 +90,17 @@ def workspace(tmp_path: Path) -> Path:
         for prompt in PROMPTS
     ]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    outloop(
+    user_folder.start(
         tmp_path,
         *("new-policy", "--out", "model", "--conversations", "prompts.jsonl"),
         *("--vocab-size", "4000", "--max-context-tokens", "8192"),
+        log=tmp_path / "out.log",
     ).wait(120)
     text = CONFIG.format(
         python=PYTHON, program=PROGRAM, witness=tmp_path / "witness", steps=NUM_STEPS
     )
     (tmp_path / "run.toml").write_text(text)
     return tmp_path
-
-
-def outloop(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """The command line, its output in out.log."""
-    with (folder / "out.log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "outloop.cli", *arguments],
-            cwd=folder,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
@@ -179,7 +168,7 @@ def as_items(given: Any) -> list[dict[str, Any]]:
 
 def test_agents_of_other_projects_are_trained(workspace: Path) -> None:
     """What the buffer holds is what went over the wire: turns, ids, branches and rewards."""
-    training = outloop(workspace, "train", "run.toml")
+    training = user_folder.start(workspace, "train", "run.toml", log=workspace / "out.log")
     try:
         while len(steps_of(workspace)) < NUM_STEPS - 1:
             log = (workspace / "out.log").read_text()

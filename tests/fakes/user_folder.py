@@ -4,6 +4,7 @@ Owns: a rollout function that random weights score on, and settings that name it
 a test changes of them. Invariant: `write` leaves a folder from which `outloop train` works.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -64,16 +65,18 @@ def write(
     (folder / "model").symlink_to(model)
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """The command line in the background; its output is one text."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "outloop.cli", *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def start(folder: Path, *arguments: str, log: Path | None = None) -> subprocess.Popen[str]:
+    """The command line in the background; its output is one text, at the end of `log` if given."""
+    with contextlib.ExitStack() as stack:
+        sink = subprocess.PIPE if log is None else stack.enter_context(log.open("a"))
+        return subprocess.Popen(
+            [sys.executable, "-m", "outloop.cli", *arguments],
+            cwd=folder,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
 
 
 def run(folder: Path, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import httpx
 import pytest
 from aiohttp import web
 
+from fakes.ports import free_ports
 from outloop.engine.models.random_init import Sizes, write_policy
 from outloop.envs.adapters import nemo_gym_host
 
@@ -117,15 +117,6 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
             process.wait()
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now, all different."""
-    found = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(each.getsockname()[1]) for each in found]
-    for each in found:
-        each.close()
-    return ports
-
-
 def started(
     command: list[str], folder: str, log: Path, names: dict[str, str]
 ) -> "subprocess.Popen[bytes]":
@@ -138,7 +129,7 @@ def started(
 
 def wait_for(url: str, processes: "list[subprocess.Popen[bytes]]", logs: list[Path]) -> None:
     """Until it answers."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while True:
         try:
             with urllib.request.urlopen(url, timeout=2):
@@ -175,7 +166,7 @@ async def policy(serve: Serve) -> str:
     return f"{await serve(app)}/v1"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_an_episode_is_a_reward_a_failure_of_the_agent_or_no_result(
     hosts: dict[str, str], policy: str
 ) -> None:
@@ -247,7 +238,7 @@ def train_tasks():
 """
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 def test_it_trains(hosts: dict[str, str], tmp_path: Path) -> None:
     """Two steps through the router, on what the policy said to the real agent server."""
     says = [{"messages": [{"role": "user", "content": "Say 12."},
