@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -230,8 +231,11 @@ def test_a_node_learns_whoever_is_killed(is_colocated: bool, start: Callable[...
     assert versions == sorted(set(versions))
     gaps = [row["train/logprob_gap_max"] for row in steps.values()]
     assert max(gap for gap in gaps if gap is not None) < 1e-3
-    evaluations = [row["eval/sampled_reward"] for row in node.rows if "eval/sampled_reward" in row]
-    assert evaluations[-1] > evaluations[0] + 0.1, evaluations
+    evaluations = [row["step"] for row in node.rows if "eval/sampled_reward" in row]
+    assert evaluations == [0, NUM_STEPS]
+    # Of more than a thousand episodes: an evaluation's 128 differ by as much as is learned.
+    rewards = [steps[step]["train/reward_mean"] for step in sorted(steps)]
+    assert fmean(rewards[3:]) > fmean(rewards[:3]) + 0.06, rewards
     left = [p for p in psutil.process_iter(["cmdline"]) if folder in str(p.info["cmdline"])]
     assert not psutil.wait_procs(left, timeout=20)[1]
 
