@@ -34,11 +34,17 @@ async def held(task, episode):
     return await play(task, episode)
 
 
-def start_number():
-    """How many started before, in any process of the run."""
+async def graded(task, episode):
+    """Every second attempt at a task is good, so that each group has signal."""
+    await play(task, episode)
+    return float(start_number(task.task_id) % 2)
+
+
+def start_number(name="start"):
+    """How many called this before with the same name, in any process of the run."""
     for number in itertools.count():
         try:
-            Path(f"start-{number}").touch(exist_ok=False)
+            Path(f"{name}-{number}").touch(exist_ok=False)
         except FileExistsError:
             continue
         return number

@@ -46,7 +46,8 @@ def test_two_ranks_train_and_publish(
 ) -> None:
     """Two halves make one policy: logprobs agree with the server, the folder is whole."""
     write_config(steps=3)
-    answer = outloop("train", "run.toml", *TWO_RANKS, timeout_s=300.0)
+    graded = ("--rollout-function-path", "rollouts:graded")
+    answer = outloop("train", "run.toml", *TWO_RANKS, *graded, timeout_s=300.0)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
     assert [row["train/policy_version"] for row in rows] == [1, 2, 3]

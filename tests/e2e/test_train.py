@@ -18,6 +18,7 @@ Outloop = Callable[..., subprocess.CompletedProcess[str]]
 WriteConfig = Callable[..., Path]
 ReadMetrics = Callable[[Path], list[dict[str, float]]]
 Allow = Callable[..., None]
+GRADED = ("--rollout-function-path", "rollouts:graded")
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -30,7 +31,7 @@ def test_the_loop_trains_at_every_staleness(
 ) -> None:
     """Versions advance, staleness keeps its bound, logprobs agree, no process is left."""
     write_config(staleness=staleness, steps=4)
-    answer = outloop("train", "run.toml")
+    answer = outloop("train", "run.toml", *GRADED)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
     assert [row["train/policy_version"] for row in rows] == [1, 2, 3, 4]
@@ -87,7 +88,7 @@ def test_one_list_is_imitated_beside_rl_on_another(
     shown = "\n\ndef shown():\n    return [{'question': f'show {i}'} for i in range(64)]\n"
     code.write_text(code.read_text() + shown)
     answer = outloop(
-        *("train", "run.toml", "--set", "sampling.top_p=0.8", "--set", "eval.every=0"),
+        *("train", "run.toml", *GRADED, "--set", "sampling.top_p=0.8", "--set", "eval.every=0"),
         *("--set", 'env.tasks={own={source="rollouts:tasks"},shown={source="rollouts:shown"}}'),
         *("--set", 'trainer.sources={shown={loss="sft",min_reward=1.0,weight=0.5}}'),
     )
