@@ -238,13 +238,14 @@ class Stack:
             return "evaluating"
         return "generating" if attempts else "training"
 
-    def num_keys(self) -> int | None:
-        """In Redis; None while it is away."""
+    def num_keys(self) -> tuple[int, int] | None:
+        """(keys that stay, keys that expire) in Redis; None while it is away."""
         try:
             if self._client is None:
                 run = self.run()
                 self._client, self._prefix = connect_sync(run.redis_url), prefix(run.run_id)
-            return int(self._client.dbsize())
+            found = self._client.info("keyspace").get("db0", {"keys": 0, "expires": 0})
+            return found["keys"] - found["expires"], found["expires"]
         except Exception:  # noqa: BLE001 (as in `phase`)
             self._client = None
             return None
