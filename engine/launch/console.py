@@ -59,6 +59,8 @@ class RunProgress:
         self._console = console
         self._num_steps = num_steps
         self._rows: list[dict[str, Any]] = []
+        """The last that are shown: a run may make a million."""
+        self._rewards: list[float] = []
         self._evals: list[str] = []
         self._status = "starting"
         self._warnings: dict[str, str] = {}
@@ -126,7 +128,9 @@ class RunProgress:
             if self._live is None:
                 self._console.print(text, highlight=False, soft_wrap=True)
         if "train/loss" in row:
-            self._rows.append(row)
+            self._rows = [*self._rows, row][-_NUM_ROWS:]
+            if row.get("train/reward_mean") is not None:
+                self._rewards.append(row["train/reward_mean"])
             self._bar.update(self._task, completed=row["step"])
             if self._live is None:
                 left = time_left(self._rows, self._num_steps)
@@ -136,15 +140,14 @@ class RunProgress:
     def _picture(self) -> Group:
         table = Table(box=None, pad_edge=False, show_header=bool(self._rows))
         table.add_column("step", justify="right")
-        shown = self._rows[-_NUM_ROWS:]
+        shown = self._rows
         columns = [c for c in _COLUMNS if any(_is_shown(row, c[1]) for row in shown)]
         for heading, _, _ in columns:
             table.add_column(heading, justify="right")
         for row in shown:
             table.add_row(str(row["step"]), *(_cell(row, name, form) for _, name, form in columns))
         status = f"waiting for {self._status}" if self._status else ""
-        name = "train/reward_mean"
-        rewards = [row[name] for row in self._rows if row.get(name) is not None]
+        rewards = self._rewards
         curve = f"reward {sparkline(rewards)} {rewards[-1]:.3f}" if len(rewards) > 1 else ""
         left = time_left(self._rows, self._num_steps)
         lines = (line for line in (curve, *self._evals[-3:]) if line)
