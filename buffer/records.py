@@ -545,6 +545,20 @@ class CloseResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Libraries:
+    """Releases that a process computes and communicates with on GPUs; empty: none, or not known."""
+
+    torch: str = ""
+    cuda: str = ""
+    """The runtime that torch was built for."""
+    nccl: str = ""
+
+    def __str__(self) -> str:
+        named = {"NCCL": self.nccl, "torch": self.torch, "CUDA": self.cuda}
+        return ", ".join(f"{name} {release}" for name, release in named.items() if release)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServerEntry:
     """A server in the run's registry."""
 
@@ -558,6 +572,8 @@ class ServerEntry:
     """Of its tensor-parallel ranks, as CUDA_VISIBLE_DEVICES names them; empty: not known."""
     released: tuple[str, ...] = ()
     """What of its memory it was asked to give to a trainer on the same GPUs, by SGLang's tags."""
+    libraries: Libraries = Libraries()
+    """As the server told when it registered."""
     is_frozen: bool = False
     """It holds an earlier version, which no publish replaces, and serves that one by name alone."""
 

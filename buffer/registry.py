@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import redis
 
-from outloop.buffer.records import ServerEntry
+from outloop.buffer.records import Libraries, ServerEntry
 from outloop.buffer.redis.client import translated
 from outloop.buffer.redis.scripts import Argument, SyncScripts
 
@@ -44,9 +44,18 @@ def advertised_url(host: str, port: int, advertise: str | None, *, is_tls: bool 
     return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"
 
 
+class _Address(msgspec.Struct, array_like=True, frozen=True):
+    """What does not change while a server runs; runs of earlier releases have no libraries."""
+
+    url: str
+    kind: str
+    gpus: tuple[str, ...]
+    libraries: Libraries = Libraries()
+
+
 def encode_address(entry: ServerEntry) -> bytes:
-    """Bytes of a server's address, kind and GPUs."""
-    return msgspec.json.encode([entry.url, entry.kind, entry.gpus])
+    """Bytes of a server's address, kind, GPUs and libraries."""
+    return msgspec.json.encode(_Address(entry.url, entry.kind, entry.gpus, entry.libraries))
 
 
 def encode_version(policy_version: int | None, quarantined: bool) -> bytes:
@@ -62,18 +71,19 @@ def decode_servers(
     """Every registered server, by id."""
     entries = []
     for server_id, data in sorted(addresses.items()):
-        url, kind, gpus = msgspec.json.decode(data, type=tuple[str, str, tuple[str, ...]])
+        address = msgspec.json.decode(data, type=_Address)
         version, quarantined = msgspec.json.decode(
             versions.get(server_id, b"[null,false]"), type=tuple[int | None, bool]
         )
         entries.append(
             ServerEntry(
                 server_id=server_id.decode(),
-                url=url,
-                kind=kind,
+                url=address.url,
+                kind=address.kind,
                 policy_version=version,
                 is_quarantined=quarantined,
-                gpus=gpus,
+                gpus=address.gpus,
+                libraries=address.libraries,
                 released=msgspec.json.decode(released.get(server_id, b"[]"), type=tuple[str, ...]),
             )
         )

@@ -238,8 +238,7 @@ class PublishSettings(_Section):
     over a new group (collective) has a third of it."""
     verify: Literal["checksum", "probe", "none"] | None = None
     """checksum: compare every tensor's bytes on every server. probe: compare the logprobs of a
-    fixed prompt. None: probe for SGLang on a GPU or with experts spread over ranks, else
-    checksum."""
+    fixed prompt. None: probe for SGLang with experts spread over ranks, else checksum."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Mean difference of logprobs, nats; none: 0.01 in float32, 0.25 in bfloat16."""
     overlaps_training: bool = True
@@ -371,7 +370,7 @@ class Settings(BaseSettings):
                 'publish.mode="in_place" with trainer.is_colocated=true: turns that are held in '
                 'place need the memory that the trainer takes; "retract" and "abort" are allowed'
             )
-        if self.publish.transport == "collective" and self.server.device.startswith("cuda"):
+        if self.joins_by_nccl:
             raise ValueError(
                 'publish.transport="collective" with trainer.is_colocated=true: NCCL refuses two '
                 'processes on one GPU; set publish.transport="cuda_ipc"'
@@ -505,6 +504,11 @@ class Settings(BaseSettings):
     def verification(self) -> Literal["checksum", "probe", "none"]:
         """`publish.verify`, or what fits the servers."""
         return self.publish.verify or ("checksum" if self.server.has_checksums else "probe")
+
+    @property
+    def joins_by_nccl(self) -> bool:
+        """Whether weights go over a group of NCCL, which servers of its release only can join."""
+        return self.publish.transport == "collective" and self.server.device.startswith("cuda")
 
     @property
     def pause_mode(self) -> Literal["in_place", "retract", "abort"]:

@@ -23,9 +23,10 @@ from rich.table import Table
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
+from outloop.engine.gpu_libraries import libraries_of
 from outloop.engine.launch.finding import Finding
 from outloop.engine.launch.gpu_placement import place_gpus
-from outloop.engine.launch.nccl_release import check_nccl, nccl_release, uses_nccl
+from outloop.engine.launch.nccl_release import check_nccl, uses_nccl
 from outloop.engine.launch.run_readiness import examine_run
 from outloop.engine.train.megatron.release import TRIED
 from outloop.engine.visible_gpus import list_gpus
@@ -92,7 +93,7 @@ def _placement(settings: Settings, trainer_python: Path) -> list[Finding]:
     if uses_nccl(settings):
         try:
             check_nccl(settings, trainer_python=trainer_python)
-            release = nccl_release(trainer_python) or "none here"
+            release = libraries_of(trainer_python).nccl or "none here"
             findings.append(Finding(what="NCCL", found=release, is_ok=True, is_required=True))
         except SettingsError as error:
             findings.append(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,10 +18,12 @@ from types import TracebackType
 import structlog
 
 from outloop.buffer.errors import DeadlineExceeded, OutloopError, PublishFailed
-from outloop.buffer.records import ServerEntry
+from outloop.buffer.records import Libraries, ServerEntry
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
+from outloop.engine.gpu_libraries import own_libraries
 from outloop.engine.publish.buckets.pipeline import Sent
+from outloop.engine.publish.nccl_compatibility import NcclCompatibility
 from outloop.engine.publish.server_client import KeyRefused, ServerClient
 from outloop.engine.publish.server_fanout import Fanout, ServerResult
 from outloop.engine.publish.server_memory import Registry, ServerMemory
@@ -75,7 +77,8 @@ class PublishReport:
 class Publisher:
     """Publishes one version after the other; `close` removes what it used."""
 
-    def __init__(self, run: Run, registry: Registry) -> None:
+    def __init__(self, run: Run, registry: Registry, *, libraries: Libraries | None = None) -> None:
+        """`libraries`: of the trainer; None: what this process has loaded."""
         settings = run.settings
         self._settings = settings
         self._registry = registry
@@ -97,6 +100,9 @@ class Publisher:
                 start_timeout_s=settings.server.start_timeout_s,
                 key=run.server_key,
             )
+        self._nccl: NcclCompatibility | None = None
+        if settings.joins_by_nccl:
+            self._nccl = NcclCompatibility(libraries or own_libraries())
         self._transport = build_transport(run, settings.publish.transport)
         self._fallback: Transport | None = None
         if settings.publish.fallback != "none" and settings.publish.transport != "disk":
@@ -168,12 +174,15 @@ class Publisher:
         """
         entries = self._wait_for_servers(on_wait)
         began_at = time.monotonic()
-        holders, main, spare = self._divide(entries, policy_version)
+        refusals = {} if self._nccl is None else self._nccl.refusals(entries)
+        holders, main, spare = self._divide(entries, policy_version, refusals)
         error: PublishFailed | None = None
         with _Passes(
             entries, self._registry, self._settings, self._key, self._memory, policy_version
         ) as passes:
             try:
+                if self._fallback is None:
+                    passes.refuse(refusals, has_others=bool(holders or main))
                 if main:
                     passes.send(self._transport, main, source)
             except PublishFailed as failure:
@@ -201,9 +210,10 @@ class Publisher:
         return replace(report, pause_s=time.monotonic() - self._taken_at)
 
     def _divide(
-        self, entries: Sequence[ServerEntry], policy_version: int
+        self, entries: Sequence[ServerEntry], policy_version: int, refusals: Mapping[str, str]
     ) -> tuple[list[ServerEntry], list[ServerEntry], list[ServerEntry]]:
-        """Servers that hold the version, those for the transport, those for the fallback."""
+        """Servers that hold the version, those for the transport, those for the fallback; without
+        one, those that the transport cannot reach are in none."""
         holders = [
             e
             for e in entries
@@ -213,12 +223,12 @@ class Publisher:
         ]
         rest = [e for e in entries if e not in holders]
         if self._fallback is None:
-            return holders, rest, []
+            return holders, [e for e in rest if e.server_id not in refusals], []
         # The group would be built for the latecomers alone, and then again for all.
         if self._transport.is_joint and holders:
             return holders, [], rest
-        main = [e for e in rest if not e.is_quarantined]
-        return holders, main, [e for e in rest if e.is_quarantined]
+        main = [e for e in rest if not e.is_quarantined and e.server_id not in refusals]
+        return holders, main, [e for e in rest if e not in main]
 
     def _wait_for_servers(self, on_wait: Callable[[str], None]) -> Sequence[ServerEntry]:
         """Servers to send to: before the first publish all that are expected, later those present.
@@ -323,6 +333,20 @@ class _Passes:
     def has_any(self) -> bool:
         """True once a server has loaded the weights, and has not failed since."""
         return any(fanout.left for fanout, _ in self._sent)
+
+    def refuse(self, refusals: Mapping[str, str], *, has_others: bool) -> None:
+        """Enter servers as failed that the transport cannot reach.
+
+        Raises:
+            PublishFailed: there are no others.
+        """
+        for server_id, sentence in refusals.items():
+            self._results[server_id] = ServerResult(
+                server_id=server_id, is_quarantined=True, failed_phase="join", error=sentence
+            )
+            self._quarantine(server_id)
+        if refusals and not has_others:
+            raise PublishFailed(f"no server took the weights. {'; '.join(refusals.values())}")
 
     def send(
         self, transport: Transport, entries: Sequence[ServerEntry], source: TensorSource

@@ -10,14 +10,17 @@ import asyncio
 import contextlib
 import time
 
+import msgspec
 import structlog
 
-from outloop.buffer.errors import DeadlineExceeded
+from outloop.buffer.errors import DeadlineExceeded, OutloopError
+from outloop.buffer.records import Libraries
 from outloop.buffer.run import Run
+from outloop.engine.publish.server_client import ServerClient
 from outloop.engine.publish.verification.logprob_probe import UNVERIFIED
 from outloop.engine.serve.health import Watch
 from outloop.engine.serve.logprob_convention import check_logprobs
-from outloop.engine.serve.registration import Registration
+from outloop.engine.serve.registration import UNTOLD, Registration
 
 _POLL_S = 0.5
 _PROBE_TIMEOUT_S = 5.0
@@ -44,6 +47,11 @@ async def attach(run: Run, registration: Registration, url: str, *, stop: asynci
     timeout_s = run.settings.server.start_timeout_s
     deadline = time.monotonic() + timeout_s
     is_entered = False
+
+    async def enter() -> None:
+        libraries = await asyncio.to_thread(_libraries_at, registration.server_id, url, key)
+        await asyncio.to_thread(registration.enter, url, libraries)
+
     try:
         while not stop.is_set():
             # The registry first: a publish sets the version on the server before the registry.
@@ -53,11 +61,11 @@ async def attach(run: Run, registration: Registration, url: str, *, stop: asynci
                 await asyncio.to_thread(
                     check_logprobs, registration.server_id, url, timeout_s=timeout_s, key=key
                 )
-                await asyncio.to_thread(registration.enter, url)
+                await enter()
                 _log.info("server_attached", server_id=registration.server_id, url=url)
                 is_entered = True
             elif held is not None and _is_another(held, entered):
-                await asyncio.to_thread(registration.enter, url)
+                await enter()
                 _log.warning("server_started_anew", server_id=registration.server_id, url=url)
             elif is_entered and watch.is_lost:
                 await asyncio.to_thread(registration.withdraw)
@@ -72,6 +80,19 @@ async def attach(run: Run, registration: Registration, url: str, *, stop: asynci
     finally:
         await asyncio.to_thread(registration.withdraw)
         watch.close()
+
+
+def _libraries_at(server_id: str, url: str, key: str | None) -> Libraries:
+    """What a server tells of its libraries: the torch server all, SGLang 0.5.23 nothing."""
+    client = ServerClient(server_id, url, key=key)
+    try:
+        told = client.server_info(time.monotonic() + _PROBE_TIMEOUT_S).get("libraries", {})
+        return msgspec.convert(told, Libraries)
+    except (OutloopError, msgspec.ValidationError) as error:
+        _log.info("libraries_not_told", server_id=server_id, error=str(error))
+        return UNTOLD
+    finally:
+        client.close()
 
 
 def _is_another(held: str, entered: int | None) -> bool:

@@ -12,11 +12,15 @@ import time
 from collections.abc import Callable
 
 from outloop.buffer.errors import DeadlineExceeded, SettingsError
+from outloop.buffer.records import Libraries
 from outloop.buffer.run import Run
+from outloop.buffer.settings.server import ServerSettings
+from outloop.engine.gpu_libraries import libraries_of, own_libraries
 from outloop.engine.serve.external_server import attach
 from outloop.engine.serve.frozen_server import FrozenServer
 from outloop.engine.serve.logprob_convention import check_logprobs
-from outloop.engine.serve.registration import Registration
+from outloop.engine.serve.registration import UNTOLD, Registration
+from outloop.engine.serve.sglang.cpu_environment import find_python
 from outloop.engine.serve.sglang.process import serve_sglang
 from outloop.engine.serve.torch_server.process import serve_torch
 
@@ -64,7 +68,8 @@ async def serve(
             timeout_s=server.start_timeout_s,
             key=run.server_key,
         )
-        await asyncio.to_thread(registration.enter, url)
+        libraries = await asyncio.to_thread(_libraries, server)
+        await asyncio.to_thread(registration.enter, url, libraries)
         if is_colocated:
             await asyncio.to_thread(registration.end_start)
         on_ready(url)
@@ -134,6 +139,15 @@ async def serve_frozen(
     )
     for task in following:
         await task
+
+
+def _libraries(server: ServerSettings) -> Libraries:
+    """What a server that was started here has; of SGLang on a CPU nobody needs to know."""
+    if server.kind == "torch":
+        return own_libraries()
+    if not server.device.startswith("cuda"):
+        return UNTOLD
+    return libraries_of(find_python(server.sglang_python))
 
 
 async def _wait_for_trainer(run: Run, registration: Registration, stop: asyncio.Event) -> bool:

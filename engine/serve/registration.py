@@ -7,9 +7,12 @@ version until a publish gives it one.
 from __future__ import annotations
 
 from outloop.buffer.reader import BufferReader
-from outloop.buffer.records import ServerEntry
+from outloop.buffer.records import Libraries, ServerEntry
 from outloop.buffer.run import Run
 from outloop.engine.visible_gpus import visible_gpus
+
+UNTOLD = Libraries()
+"""Of a server that does not say what it has."""
 
 
 class Registration:
@@ -20,7 +23,7 @@ class Registration:
         self._run = run
         self._is_entered = False
 
-    def enter(self, url: str) -> None:
+    def enter(self, url: str, libraries: Libraries = UNTOLD) -> None:
         """Answering at `url`, so that all weights are loaded before it serves."""
         entry = ServerEntry(
             server_id=self.server_id,
@@ -29,6 +32,7 @@ class Registration:
             policy_version=None,
             is_quarantined=False,
             gpus=visible_gpus(),
+            libraries=libraries,
         )
         reader = BufferReader.connect_patiently(self._run)
         try:

@@ -4,18 +4,23 @@ Another environment is a program that answers as its torch would; real ones diff
 """
 
 import io
+import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.records import Libraries
 from outloop.buffer.settings import Settings
+from outloop.engine.gpu_libraries import libraries_of, own_libraries
 from outloop.engine.launch.doctor import examine
-from outloop.engine.launch.nccl_release import check_nccl, nccl_release
+from outloop.engine.launch.nccl_release import check_nccl
 
 GPU = {"kind": "sglang", "device": "cuda", "dtype": "bfloat16"}
 
@@ -26,7 +31,8 @@ def python_with(tmp_path: Path) -> Callable[[str], Path]:
 
     def make(release: str) -> Path:
         path = tmp_path / f"python-{release.replace(' ', '.')}"
-        path.write_text(f"#!/bin/sh\necho warnings of others\necho NCCL {release}\n")
+        told = json.dumps({"torch": "2.13.0", "cuda": "13.0", "nccl": release.replace(" ", ".")})
+        path.write_text(f"#!/bin/sh\necho of others\necho 'OUTLOOP-LIBRARIES {told}'\n")
         path.chmod(0o755)
         return path
 
@@ -44,9 +50,13 @@ def settings_of(python: Path, **publish: Any) -> Settings:
 
 def test_a_release_is_what_torch_loads(python_with: Callable[[str], Path]) -> None:
     """Without CUDA there is none; a program that cannot be started has none that is known."""
-    assert nccl_release(python_with("2 30 7")) == "2.30.7"
-    assert nccl_release(python_with("")) is None
-    assert nccl_release(Path("/nowhere/python")) is None
+    assert libraries_of(python_with("2 30 7")) == Libraries(
+        torch="2.13.0", cuda="13.0", nccl="2.30.7"
+    )
+    assert libraries_of(python_with("")).nccl == ""
+    assert libraries_of(Path("/nowhere/python")) == Libraries()
+    assert libraries_of(Path(sys.executable)) == own_libraries()
+    assert own_libraries().torch == torch.__version__
 
 
 def test_another_release_is_refused_with_the_remedy(
@@ -54,7 +64,7 @@ def test_another_release_is_refused_with_the_remedy(
 ) -> None:
     """Where weights go by NCCL only; what cannot be known is not refused."""
     ours = python_with("2 29 7")
-    sentence = "the trainer has NCCL 2.29.7 and .* NCCL 2.30.7.*nvidia-nccl-cu13==2.30.7"
+    sentence = "the trainer has NCCL 2.29.7.* and .* NCCL 2.30.7.*nvidia-nccl-cu13==2.30.7"
     with pytest.raises(SettingsError, match=sentence):
         check_nccl(settings_of(python_with("2 30 7")), trainer_python=ours)
     check_nccl(settings_of(ours), trainer_python=ours)

@@ -11,11 +11,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from outloop.engine.gpu_libraries import own_libraries
 from outloop.engine.publish.flattened_bucket import PayloadRefused, read_bucket
 from outloop.engine.publish.transports.process_group import in_thread
 from outloop.engine.serve.torch_server.constrained_decoding import Grammars
@@ -296,6 +298,7 @@ class ServerApp:
                 "context_length": engine.max_tokens,
                 "max_running_requests": engine.cache.max_running,
                 "vocab_size": config.vocab_size,
+                "libraries": msgspec.to_builtins(own_libraries()),
             }
 
         @app.get("/v1/loads")

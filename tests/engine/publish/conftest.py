@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from outloop.buffer.records import ServerEntry
+from outloop.buffer.records import Libraries, ServerEntry
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
 from outloop.engine.publish.publisher import Publisher
@@ -91,17 +91,23 @@ def make_publisher(
         num_servers: int = 1,
         start_timeout_s: float = 5.0,
         is_colocated: bool = False,
+        device: str = "cpu",
+        libraries: Libraries | None = None,
         **publish: Any,
     ) -> Publisher:
         publish.setdefault("phase_timeout_s", 5.0)
         tree = {
             "model": {"path": str(make_model())},
-            "server": {"num_servers": num_servers, "start_timeout_s": start_timeout_s},
+            "server": {
+                "num_servers": num_servers,
+                "start_timeout_s": start_timeout_s,
+                "device": device,
+            },
             "publish": publish,
             "trainer": {"is_colocated": is_colocated},
         }
         run = create_run(build_settings(tree, source="test"), tmp_path / "run", "unix:///none")
-        made.append(Publisher(run, registry))
+        made.append(Publisher(run, registry, libraries=libraries))
         return made[-1]
 
     yield make

@@ -16,6 +16,7 @@ from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import build_settings
+from outloop.engine.gpu_libraries import own_libraries
 from outloop.engine.publish.server_client import ServerClient
 from outloop.engine.serve.main import serve
 
@@ -66,6 +67,7 @@ async def test_it_is_entered_lost_and_entered_again(
     async with attached(folder, tmp_path, first.url) as (_, reader, task, stop):
         entry = await entry_when(reader, lambda e: not e.is_quarantined)
         assert (entry.url, entry.policy_version) == (first.url, None)
+        assert entry.libraries == own_libraries()
         await asyncio.to_thread(
             reader.registry.set_server_version, "server-0", 3, quarantined=False
         )
