@@ -23,8 +23,9 @@ from outloop.engine.publish.tensor_source import TensorSource
 NUM_PROMPTS = 4
 NUM_IDS = 32
 """Ids of each prompt."""
-TOLERANCES: dict[Literal["float32", "bfloat16"], float] = {"float32": 0.01, "bfloat16": 0.25}
-"""By server.dtype, nats. Rounding of bfloat16 costs hundredths; a lost layer costs whole ones."""
+TOLERANCES: dict[Literal["float32", "bfloat16"], float] = {"float32": 0.03, "bfloat16": 0.25}
+"""By server.dtype, nats: above what rounding costs, below what the tensor costs whose loss shows
+least; docs/gpu.md has both. On GPUs float32 takes TF32: 11 bits, where bfloat16 has 8."""
 UNVERIFIED = "unverified-"
 """Prefix of the version that a server has while it is probed."""
 _EMBEDDING = "model.embed_tokens.weight"
