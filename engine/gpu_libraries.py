@@ -10,7 +10,6 @@ import subprocess
 from pathlib import Path
 
 import msgspec
-import torch
 
 from outloop.buffer.records import Libraries
 
@@ -26,6 +25,9 @@ _ASK_TIMEOUT_S = 120.0
 
 def own_libraries() -> Libraries:
     """What this process has loaded."""
+    # Only processes that compute call this; the launcher asks others and stays without torch.
+    import torch
+
     cuda = torch.version.cuda or ""
     nccl = ".".join(str(number) for number in torch.cuda.nccl.version()) if cuda else ""
     return Libraries(torch=str(torch.__version__), cuda=cuda, nccl=nccl)

@@ -111,8 +111,9 @@ def test_servers_whose_nccl_would_refuse_the_trainers_are_refused(
     """Before any part starts, by what each environment's torch says."""
 
     def python_with(release: str) -> str:
-        path = tmp_path / f"python-{release.replace(' ', '.')}"
-        path.write_text(f"#!/bin/sh\necho NCCL {release}\n")
+        path = tmp_path / f"python-{release}"
+        told = json.dumps({"torch": "2.13.0", "cuda": "13.0", "nccl": release})
+        path.write_text(f"#!/bin/sh\necho 'OUTLOOP-LIBRARIES {told}'\n")
         path.chmod(0o755)
         return str(path)
 
@@ -120,10 +121,10 @@ def test_servers_whose_nccl_would_refuse_the_trainers_are_refused(
         server = {"kind": "sglang", "device": "cuda", "dtype": "bfloat16", "sglang_python": python}
         return make_settings(server=server, publish={"transport": "collective"})
 
-    monkeypatch.setattr(sys, "executable", python_with("2 29 7"))
-    launcher.check_before_start(settings_of(python_with("2 29 7")))
-    with pytest.raises(SettingsError, match=r"trainer has NCCL 2\.29\.7 and .* NCCL 2\.30\.7"):
-        launcher.check_before_start(settings_of(python_with("2 30 7")))
+    monkeypatch.setattr(sys, "executable", python_with("2.29.7"))
+    launcher.check_before_start(settings_of(python_with("2.29.7")))
+    with pytest.raises(SettingsError, match=r"trainer has NCCL 2\.29\.7.* and .* NCCL 2\.30\.7"):
+        launcher.check_before_start(settings_of(python_with("2.30.7")))
 
 
 def test_a_run_folder_that_cannot_be_written_is_a_sentence(
