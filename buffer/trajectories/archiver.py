@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import structlog
 
@@ -22,7 +21,13 @@ from outloop.buffer.trajectories.ended import Entry
 from outloop.buffer.trajectories.folder import FOLDER, Folder, Part, part_paths, writing
 from outloop.buffer.trajectories.object_store import copied_to
 from outloop.buffer.trajectories.queue import TrajectoryQueue
-from outloop.buffer.trajectories.tables import Decoder, is_kept, tables_of, write_tables
+from outloop.buffer.trajectories.tables import (
+    Decoder,
+    is_kept,
+    merge_files,
+    tables_of,
+    write_tables,
+)
 from outloop.buffer.trajectories.trained import remove_trained_before
 from outloop.buffer.trajectories.vocabulary import load_tokenizer, write_vocabulary
 
@@ -173,8 +178,6 @@ class Archiver:
         if len(tail) < _MERGED_PARTS or sum(p.num_bytes for p in tail) > _MAX_MERGED_BYTES:
             return False
         paths = [part_paths(self._folder.folder, part) for part in tail]
-        episodes = pa.concat_tables(pq.read_table(path) for path, _ in paths)
-        turns = pa.concat_tables(pq.read_table(path) for _, path in paths)
         name = self._folder.new_name(tail[0].first)
         merged = Part(
             name=name,
@@ -184,7 +187,7 @@ class Archiver:
             num_episodes=sum(part.num_episodes for part in tail),
             num_tokens=sum(part.num_tokens for part in tail),
             num_bytes=self._folder.write_files(
-                name, lambda e, t: write_tables(episodes, turns, e, t)
+                name, lambda episodes, turns: merge_files(paths, episodes, turns)
             ),
             first_ended_at=min(part.first_ended_at for part in tail),
             last_ended_at=max(part.last_ended_at for part in tail),

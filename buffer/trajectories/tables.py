@@ -87,6 +87,7 @@ end of each."""
 _EPISODE_ROWS = 4096
 _TURN_ROWS = 256
 """Rows of a row group; one episode's turns are found by the statistics of their groups."""
+_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": False}
 
 
 class Decoder:
@@ -202,9 +203,33 @@ def _turn_row(index: int, turn: Turn, prompt_text: str, output_text: str) -> dic
 
 def write_tables(episodes: pa.Table, turns: pa.Table, to_episodes: Path, to_turns: Path) -> None:
     """Write the files of a part."""
-    options: dict[str, Any] = {"compression": "zstd", "use_dictionary": False}
-    pq.write_table(turns, to_turns, row_group_size=_TURN_ROWS, **options)
-    pq.write_table(episodes, to_episodes, row_group_size=_EPISODE_ROWS, **options)
+    pq.write_table(turns, to_turns, row_group_size=_TURN_ROWS, **_OPTIONS)
+    pq.write_table(episodes, to_episodes, row_group_size=_EPISODE_ROWS, **_OPTIONS)
+
+
+def merge_files(parts: Sequence[tuple[Path, Path]], to_episodes: Path, to_turns: Path) -> None:
+    """Write the files of a part with the rows of several, in order; `parts`: (episodes, turns).
+
+    A row group is in memory at a time, however large the parts are.
+    """
+    _merge([turns for _, turns in parts], to_turns, num_rows=_TURN_ROWS)
+    _merge([episodes for episodes, _ in parts], to_episodes, num_rows=_EPISODE_ROWS)
+    pa.default_memory_pool().release_unused()
+
+
+def _merge(paths: Sequence[Path], to: Path, *, num_rows: int) -> None:
+    with pq.ParquetWriter(to, pq.read_schema(paths[0]), **_OPTIONS) as writer:
+        waiting: pa.Table | None = None
+        for path in paths:
+            with pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(batch_size=num_rows):
+                    table = pa.Table.from_batches([batch])
+                    waiting = table if waiting is None else pa.concat_tables([waiting, table])
+                    if waiting.num_rows >= num_rows:
+                        writer.write_table(waiting.slice(0, num_rows), row_group_size=num_rows)
+                        waiting = waiting.slice(num_rows)
+        if waiting is not None and waiting.num_rows:
+            writer.write_table(waiting, row_group_size=num_rows)
 
 
 def turn_of(row: dict[str, Any]) -> Turn:

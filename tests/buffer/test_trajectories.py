@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -19,7 +20,7 @@ from outloop.buffer.settings.trajectories import TrajectorySettings
 from outloop.buffer.trajectories.archiver import Archiver
 from outloop.buffer.trajectories.folder import FOLDER, Folder, part_paths, read_manifest, writing
 from outloop.buffer.trajectories.reading import read_trajectories
-from outloop.buffer.trajectories.tables import Decoder
+from outloop.buffer.trajectories.tables import Decoder, merge_files
 from outloop.engine.train.debug.recorded_groups import read_groups
 
 NO_TEXT = Decoder(None)
@@ -312,6 +313,26 @@ async def test_parts_are_merged_and_the_oldest_removed(
     assert kept == sorted(kept)
     assert kept[-1] == 19
     assert manifest.num_removed == 40 - len(kept)
+
+
+def test_merged_files_have_every_row_in_order_in_whole_row_groups(tmp_path: Path) -> None:
+    """Whatever the sizes of the parts, so that one row group at a time is in memory."""
+    sizes, first, parts = (100, 300, 1, 700), 0, list[tuple[Path, Path]]()
+    for size in sizes:
+        table = pa.table({"row": range(first, first + size), "ids": [[first]] * size})
+        paths = (tmp_path / f"episodes-{first}", tmp_path / f"turns-{first}")
+        for path in paths:
+            pq.write_table(table, path, row_group_size=200)
+        parts.append(paths)
+        first += size
+    episodes, turns = tmp_path / "episodes", tmp_path / "turns"
+    merge_files(parts, episodes, turns)
+    for number, merged in enumerate((episodes, turns)):
+        before = pa.concat_tables(pq.read_table(pair[number]) for pair in parts)
+        assert pq.read_table(merged).equals(before)
+    metadata = pq.read_metadata(turns)
+    groups = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+    assert groups == [256, 256, 256, 256, 77]
 
 
 async def test_a_share_keeps_whole_groups(start: Callable[..., Any], tmp_path: Path) -> None:
