@@ -18,7 +18,8 @@ def test_playing_and_training_may_be_done_apart(
 ) -> None:
     """Episodes played without a trainer are trained without a server, their logprobs agreeing."""
     write_config(staleness=1, steps=1)
-    played = outloop("rollout", "run.toml", "--out", "played.jsonl", "--set", "run.name=played")
+    graded = ("--set", "env.rollout_function_path=rollouts:graded", "--set", "run.name=played")
+    played = outloop("rollout", "run.toml", "--out", "played.jsonl", *graded)
     assert played.returncode == 0, played.stdout + played.stderr
     lines = (workspace / "played.jsonl").read_text().splitlines()
     episodes = [json.loads(line) for line in lines]
