@@ -59,7 +59,12 @@ def play(url: str, cut: dict[str, Any], name: str, parent: Turn | None = None) -
         url + "/generate",
         json={
             "input_ids": before + prompt,
-            "sampling_params": {"max_new_tokens": 24, **cut},
+            # A random model may sample the end at once; a schema says itself when it ends.
+            "sampling_params": {
+                "max_new_tokens": 24,
+                "ignore_eos": "json_schema" not in cut,
+                **cut,
+            },
             "return_logprob": True,
             "return_sampling_mask": True,
         },
