@@ -264,6 +264,18 @@ a slice, with the whole's update and publish. `after failures` takes off what fa
 * Where `trainer` binds, servers are idle, and the other way round.
 * Servers may be spot GPUs, since a lost server costs a turn's unrecorded tokens; a trainer GPU costs a restart.
 
+## A host added to a run
+
+`outloop plan --run runs/NAME --runners N` says how fast that run would be with N runners. `make bench-hosts` (as root) checks it over
+network namespaces: Redis, router, trainer, a server and a runner with 8 places on one host, then a second host with another server
+and another runner joins the run. Episodes sleep for 6 to 14 seconds, so that places are the limit. 2026-11-23, six counted steps of 24
+episodes each, beside other work at a load average of 14 to 28 on two cores (the run's processes at a nice of -8):
+
+| | measured, steps/h | simulated | measured over simulated |
+|---|---|---|---|
+| one host | 121.4 | 115.7 | 1.049 |
+| two hosts, planned from the run on one | 245.9 | 244.1 | 1.007 |
+
 ## Memory of a trainer rank
 
 Four ranks, tensor-parallel by two, microbatches of 16,384 tokens, recomputation.

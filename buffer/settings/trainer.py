@@ -46,6 +46,10 @@ class CriticSettings(BaseModel):
     """Of advantages: 1 trusts rewards alone, 0 the critic after one step of time."""
     value_lambda: float | None = Field(None, ge=0, le=1)
     """Of the critic's targets; left out: gae_lambda."""
+    bootstrap: Literal["limits", "cut_answers", "none"] = "limits"
+    """Where the critic's value stands for what an episode would have earned behind its last token.
+    limits: in episodes that a limit of turns, time or tokens ended. cut_answers: in those too whose
+    last answer was cut (finish_reason = "length"). none: what it earned by then is all."""
     normalizes_advantages: bool = True
     """Advantages of a take get mean 0 and deviation 1 over its trained tokens."""
 

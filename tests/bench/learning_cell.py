@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 import tomllib
+import traceback
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,13 +61,13 @@ TASKS = {
     ),
     "guess_number": Task(
         example="guess_number",
-        num_steps=24,
-        num_warm_steps=150,
+        num_steps=30,
+        num_warm_steps=300,
         tasks="small_games:train_tasks",
         conversations="small_games:conversations",
-        settings={"groups_per_step": 8, "learning_rate": 2e-3},
+        settings={"groups_per_step": 8, "learning_rate": 1e-3},
         # Three answers of 8 tokens.
-        more={"dr_grpo": {"token_budget": 24}, "ppo": {"critic": {"learning_rate": 2e-3}}},
+        more={"dr_grpo": {"token_budget": 24}, "ppo": {"critic": {"learning_rate": 1e-3}}},
     ),
 }
 EVERYWHERE: dict[str, dict[str, Any]] = {
@@ -175,6 +176,7 @@ def serve(task: str, answers: TextIO) -> None:
         try:
             answer = run(task, json.loads(line), model)
         except Exception as error:  # noqa: BLE001 - the table records it
+            traceback.print_exc()
             answer = {"failure": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

@@ -9,8 +9,8 @@ trained.
 
 Finished cells are kept in runs/bench/learning_table/ and not run again, unless what they would run
 has changed. Several run side by side. A line for each finished one, with how long the rest will
-take. At the end: runs/bench/learning_table.json, a picture for each task, and with DOCS=1 the table
-in docs/algorithms.md and its pictures.
+take. At the end: runs/bench/learning_table.json, a picture for each recipe, and with DOCS=1 the
+table in docs/algorithms.md and its pictures.
 
 `TASKS="bandit"`, `RECIPES="grpo ppo"`, `SEEDS=3` and `CONTROLS=1` (seeds with exchanged rewards)
 choose cells, `JOBS=2` how many run at once; `DRAW=1` runs none.
@@ -425,36 +425,31 @@ def table(every: dict[str, list[Row]]) -> str:
     return "\n\n".join(parts)
 
 
-def draw(task: str, rows: Sequence[Row], path: Path) -> None:
-    """Rewards by step: a small picture for each recipe, every seed a line, the control in grey."""
+def draw(recipe: str, every: dict[str, list[Row]], path: Path) -> None:
+    """Rewards of a recipe by step: a small picture for each task, every seed a line, the control in
+    grey."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    columns = 4
-    height = -(-len(rows) // columns)
     figure, grid = plt.subplots(
-        height,
-        columns,
-        figsize=(10, 2.1 * height),
-        dpi=110,
-        sharex=True,
-        sharey=True,
-        squeeze=False,
+        1, len(every), figsize=(8, 2.1), dpi=100, sharey=True, squeeze=False
     )
-    for axes, row in zip(grid.flat, rows, strict=False):
-        for cells, colour in ((row.controls, "0.75"), (row.cells, "C0")):
-            for cell in cells:
-                rewards = cell["rewards"]
-                axes.plot(range(1, len(rewards) + 1), rewards, color=colour, linewidth=1.1)
-        axes.set_title(row.recipe, size=9, loc="left")
+    for axes, (task, rows) in zip(grid.flat, every.items(), strict=True):
+        for row in rows:
+            if row.recipe != recipe:
+                continue
+            for cells, colour in ((row.controls, "0.75"), (row.cells, "C0")):
+                for cell in cells:
+                    rewards = cell["rewards"]
+                    axes.plot(range(1, len(rewards) + 1), rewards, color=colour, linewidth=1.1)
+        axes.set_title(task, size=9, loc="left")
         axes.set_ylim(0, 1.02)
         axes.grid(alpha=0.25)
-    for axes in list(grid.flat)[len(rows) :]:
-        axes.set_axis_off()
-    figure.supxlabel(f"{task}: step", size=9)
-    figure.supylabel("mean reward", size=9)
+        axes.set_xlabel("step", size=8)
+        axes.tick_params(labelsize=8)
+    grid.flat[0].set_ylabel("mean reward", size=8)
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
@@ -477,22 +472,15 @@ def write(every: dict[str, list[Row]]) -> None:
     report = {"name": "learning_table", "machine": machine(), "figures": figures}
     (OUT / "learning_table.json").write_text(json.dumps(report, indent=1))
     is_for_docs = os.environ.get("DOCS") == "1"
-    for task, rows in known.items():
-        draw(task, rows, OUT / f"learning_table_{task}.png")
-        if is_for_docs:
-            draw(task, rows, IMAGES / f"learning_table_{task}.png")
+    for recipe in dict.fromkeys(row.recipe for rows in known.values() for row in rows):
+        draw(recipe, known, (IMAGES if is_for_docs else OUT) / f"recipe_{recipe}.png")
     text = table(known)
     print(text)
     if is_for_docs:
-        pictures = "\n\n".join(
-            f"![{task}: mean reward by step of every recipe; rewards exchanged in grey]"
-            f"(images/learning_table_{task}.png)"
-            for task in known
-        )
         page = PAGE.read_text()
         before, rest = page.split(BEGIN)
         _, after = rest.split(END)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{pictures}\n\n{END}{after}")
+        PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
 
 
 def chosen(name: str, every: Sequence[str]) -> list[str]:

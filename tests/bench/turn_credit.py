@@ -300,7 +300,8 @@ def train(
     settings = Settings(
         model={"path": folder},
         run={"seed": seed},
-        env={} if one_number else {"turn_scores": "train"},
+        # Luck adds to every reward, so any reward may be below zero.
+        env={"failure_reward": -100.0} | ({} if one_number else {"turn_scores": "train"}),
         buffer={"group_size": GROUP_SIZE, "drop_zero_signal": False},
         trainer=WAYS[way],
     )

@@ -51,6 +51,15 @@ def gae(
     return found
 
 
+def goes_on(episode: ScoredEpisode, settings: CriticSettings) -> bool:
+    """Whether an episode would have earned more behind its last token, had no limit ended it: its
+    chain ends in the critic's value there, and in 0 otherwise."""
+    if settings.bootstrap == "none":
+        return False
+    is_cut = settings.bootstrap == "cut_answers" and episode.is_truncated
+    return is_cut or episode.outcome == "truncated"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
     """The trained tokens of an episode, in order: K of them."""

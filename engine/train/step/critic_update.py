@@ -21,11 +21,12 @@ from torch import Tensor
 
 from outloop.buffer.records import Float32
 from outloop.buffer.settings import Settings
-from outloop.buffer.settings.trainer import TrainerSettings
+from outloop.buffer.settings.trainer import CriticSettings, TrainerSettings
 from outloop.engine.train.algorithms.advantages import Float64
 from outloop.engine.train.algorithms.credit import ScoredEpisode
 from outloop.engine.train.algorithms.gae import (
     Chain,
+    goes_on,
     normalized,
     rewards_on,
     targets_on,
@@ -122,7 +123,7 @@ def with_values(
 
     Args:
         values: [T] before each trained token.
-        behind: value after the last token of rows of truncated episodes.
+        behind: value after the last token of `cut_rows`.
     """
     critic = settings.critic
     advantages = np.zeros(batch.token_ids.shape, np.float64)
@@ -144,7 +145,7 @@ def with_values(
             chain,
             earned,
             values[chain.places].astype(np.float64),
-            bootstrap=behind[last_row] if episode.is_truncated else 0.0,
+            bootstrap=behind[last_row] if goes_on(episode, critic) else 0.0,
             settings=critic,
         )
         advantages[chain.places] = found.advantages
@@ -170,13 +171,13 @@ def with_value_targets(rows: TrainBatch, targets: TrainBatch) -> TrainBatch:
     return rows.with_columns(values=targets.values, returns=returns)
 
 
-def cut_rows(batch: TrainBatch, credit: Credit) -> list[int]:
-    """The rows behind whose last token GAE goes on: those with the last trained token of a
-    truncated episode (6.1 rule 9)."""
+def cut_rows(batch: TrainBatch, credit: Credit, settings: CriticSettings) -> list[int]:
+    """The rows behind whose last token GAE goes on: those with the last trained token of an episode
+    that would have gone on itself."""
     found = []
     for episode, members in _episodes(credit):
         chain, last_row = _chain(batch, members)
-        if episode.is_truncated and len(chain.places):
+        if len(chain.places) and goes_on(episode, settings):
             found.append(last_row)
     return found
 

@@ -759,6 +759,22 @@ def check_effective_share(m: Any) -> None:
 # The critic.
 
 
+def check_goes_on(m: Any) -> None:
+    """Where a limit ended the episode, where its last answer was cut, or nowhere."""
+    whole = credit.ScoredEpisode(episode_id="whole", reward=0.0)
+    cut = credit.ScoredEpisode(episode_id="cut", reward=0.0, is_truncated=True)
+    late = credit.ScoredEpisode(
+        episode_id="late", reward=0.0, is_truncated=True, outcome="truncated"
+    )
+    for bootstrap, wanted in (
+        ("limits", [False, False, True]),
+        ("cut_answers", [False, True, True]),
+        ("none", [False, False, False]),
+    ):
+        settings = CriticSettings(bootstrap=bootstrap)
+        assert [m.goes_on(one, settings) for one in (whole, cut, late)] == wanted
+
+
 def check_gae(m: Any) -> None:
     """A weighted sum of the errors of all later steps, with a value after the last."""
     generator = np.random.default_rng(3)
@@ -1144,6 +1160,14 @@ HELD: tuple[Held, ...] = (
         ("np.append(values[1:], bootstrap)", "np.append(values[1:], 0.0)"),
         ("gamma * gae_lambda * carried", "gae_lambda * carried"),
         ("len(errors) - 1, -1, -1", "len(errors) - 1, 0, -1"),
+    ),
+    held(
+        gae,
+        "goes_on",
+        check_goes_on,
+        ('settings.bootstrap == "none"', "False"),
+        ('settings.bootstrap == "cut_answers" and episode', "episode"),
+        ('is_cut or episode.outcome == "truncated"', "is_cut"),
     ),
     held(
         gae,

@@ -31,6 +31,7 @@ from outloop.buffer.records import (
     VersionSpan,
 )
 from outloop.buffer.settings import Settings, TrainerSettings
+from outloop.buffer.settings.trainer import CriticSettings
 from outloop.engine.train import data
 from outloop.engine.train.algorithms.credit import reward_to_go
 from outloop.engine.train.data import (
@@ -569,13 +570,19 @@ def episode_of_two_rows() -> tuple[Any, Any]:
 def check_values(m: Any) -> None:
     """One chain over both rows in the order of turns, with a value after the last token."""
     rows, credit = episode_of_two_rows()
-    assert m.cut_rows(rows, credit) == [1]
     chosen = TrainerSettings(
         advantage="gae",
         kl="k1",
         kl_coefficient=0.1,
-        critic={"gamma": 0.9, "gae_lambda": 0.8, "normalizes_advantages": False},
+        critic={
+            "gamma": 0.9,
+            "gae_lambda": 0.8,
+            "normalizes_advantages": False,
+            "bootstrap": "cut_answers",
+        },
     )
+    assert m.cut_rows(rows, credit, chosen.critic) == [1]
+    assert m.cut_rows(rows, credit, CriticSettings()) == []
     values = np.random.default_rng(0).normal(size=len(rows.token_ids)).astype(np.float32)
     got, targets, metrics = m.with_values(rows, credit, values, {1: 1.5}, chosen)
     order = [int(np.flatnonzero(rows.token_ids == i)[0]) for i in (2, 3, 5, 6, 8, 10, 11)]
@@ -946,12 +953,12 @@ STEPS: tuple[Held, ...] = (
         critic_update,
         "with_values",
         check_values,
-        ("behind[last_row] if episode.is_truncated else 0.0", "0.0"),
+        ("behind[last_row] if goes_on(episode, critic) else 0.0", "0.0"),
         ("rewards_on(chain, episode) - penalties", "rewards_on(chain, episode) + penalties"),
         ("np.lexsort((everywhere, by_turn))", "np.argsort(everywhere)", "_chain"),
         ("paid.append(float(penalties[chain.places].sum()))", "paid.append(0.0)"),
     ),
-    held(critic_update, "cut_rows", check_values, ("episode.is_truncated and ", "not ")),
+    held(critic_update, "cut_rows", check_values, ("and goes_on(episode, settings)", "")),
     held(
         critic_update,
         "with_value_targets",

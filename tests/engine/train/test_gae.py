@@ -136,6 +136,7 @@ def played(make_samples: Callable[..., list[Sample]]) -> tuple[TrainBatch, Credi
         ScoredEpisode(
             episode_id=name,
             reward=reward,
+            outcome="truncated" if is_truncated else "completed",
             is_truncated=is_truncated,
             turns=(turn("a", reward=0.5), turn("b")),
         )
@@ -187,7 +188,7 @@ def test_a_step_of_the_critic_is_that_of_the_formulas(
     batch, credit = played(make_samples)
     critic = make_critic(learning_rate=1e-4)
     assert isinstance(critic.model, ValueModel)
-    assert cut_rows(batch, credit) == [3]
+    assert cut_rows(batch, credit, CriticSettings()) == [3]
     head = critic.model.output_layer.weight.detach().clone()
     wanted = [reference_values(tiny_folder(), head, row) for row in batch]
     settings = TrainerSettings(
