@@ -22,15 +22,15 @@ from outloop.buffer.records import Libraries, ServerEntry
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
 from outloop.engine.gpu_libraries import own_libraries
-from outloop.engine.publish.buckets.pipeline import Sent
 from outloop.engine.publish.nccl_compatibility import NcclCompatibility
+from outloop.engine.publish.sending.sent import RankTraffic, Sent
 from outloop.engine.publish.server_client import KeyRefused, ServerClient
 from outloop.engine.publish.server_fanout import Fanout, ServerResult
 from outloop.engine.publish.server_memory import Registry, ServerMemory
 from outloop.engine.publish.tensor_source import TensorSource
 from outloop.engine.publish.transports.base import Transport
 from outloop.engine.publish.transports.registry import build_transport
-from outloop.engine.publish.verification.accounts import accounts_for
+from outloop.engine.publish.verification.accounts import verify
 from outloop.engine.publish.verification.logprob_probe import TOLERANCES, UNVERIFIED, Probe
 
 _POLL_S = 0.05
@@ -56,12 +56,15 @@ class PublishReport:
     """Weight bytes moved to each server."""
     num_buckets: int
     peak_extra_bytes: int
-    """The most that staging held at once, beside the model itself."""
+    """The most that a trainer rank's staging held at once, beside the model itself."""
     bucket_bytes: int
     """Size of the largest bucket; staging holds two at most."""
     pause_s: float
     """From the first pause until the last server goes on."""
     results: tuple[ServerResult, ...]
+    ranks: tuple[RankTraffic, ...] = ()
+    """What each trainer rank sent and received, in the last pass; empty where each had all of the
+    weights."""
 
     @property
     def quarantined(self) -> tuple[str, ...]:
@@ -358,13 +361,7 @@ class _Passes:
         """
         settings = self._settings
         is_summed = settings.verification == "checksum"
-        kinds = [entry.kind for entry in entries] if is_summed else []
-        accounts = accounts_for(
-            kinds,
-            num_ranks=settings.server.tensor_parallel_size,
-            specs=source.specs,
-            is_gpu=settings.server.device != "cpu",
-        )
+        kinds = sorted({entry.kind for entry in entries}) if is_summed else []
         fanout = Fanout(
             entries,
             phase_timeout_s=settings.publish.phase_timeout_s,
@@ -380,7 +377,7 @@ class _Passes:
                     self._probe = self._probe or Probe(
                         source, tolerance=tolerance or TOLERANCES[settings.server.dtype]
                     )
-                transport.prepare(source, fanout, accounts)
+                transport.prepare(source, fanout, kinds)
                 if self._probe is not None:
                     # Servers must go on to be probed: no turn may come to them meanwhile.
                     for server_id in fanout.left:
@@ -427,6 +424,7 @@ class _Passes:
             bucket_bytes=max((part.bucket_bytes for part in sent), default=0),
             pause_s=self._pause_s,
             results=tuple(self._results.values()),
+            ranks=sent[-1].ranks if sent else (),
         )
 
     def _can_stage(self, entries: Sequence[ServerEntry]) -> bool:
@@ -467,11 +465,12 @@ class _Passes:
             self._registry.set_server_version(server_id, self._policy_version, quarantined=False)
 
     def _compare_checksums(self, sent: Sent, fanout: Fanout) -> None:
-        def verify(client: ServerClient, deadline: float) -> None:
-            sent.accounts[self._kinds[client.server_id]].verify(client, deadline)
+        def compare(client: ServerClient, deadline: float) -> None:
+            kind = self._kinds[client.server_id]
+            verify(kind, sent.sums[kind], client, deadline)
 
-        if sent.accounts:
-            fanout.run("verify", verify)
+        if sent.sums:
+            fanout.run("verify", compare)
 
     def _let_probe(self, probe: Probe, fanout: Fanout, version: str) -> None:
         """Resume under a placeholder version, so that servers can be probed.

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import structlog
-import torch
 
 from outloop.buffer.errors import UpdateRefused
 from outloop.buffer.records import Lease
@@ -27,7 +26,6 @@ from outloop.buffer.telemetry import MetricsWriter
 from outloop.buffer.trajectories.steps import StepRecord, UpdateResult, write_step
 from outloop.buffer.trajectories.trained import keeps_trajectories, write_trained
 from outloop.engine.kept_versions import remove_from, remove_needless
-from outloop.engine.publish.weights_copy import WeightsCopy
 from outloop.engine.train.checkpoint.acknowledgement import Acknowledgements
 from outloop.engine.train.checkpoint.best_checkpoint import BestCheckpoint
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint
@@ -39,6 +37,7 @@ from outloop.engine.train.evaluation import Evaluations
 from outloop.engine.train.interfaces import LeaseRenewer, Publisher, Reader
 from outloop.engine.train.publishing import Publishing, PublishingBeside, PublishingWithin
 from outloop.engine.train.ranks.controller import RankController
+from outloop.engine.train.ranks.copied_weights import CopiedWeights
 from outloop.engine.train.ranks.rank_worker import RankWorker
 from outloop.engine.train.step.teacher_endpoint import TeacherEndpoint
 from outloop.engine.train.step.update_metrics import (
@@ -219,10 +218,7 @@ class RlLoop:
         if self._is_colocated or not (is_ahead and settings.publish.overlaps_training):
             take = partial(self._take_devices, weights_only=True)
             return PublishingWithin(ranks, registry, publisher, self._wait_for_servers, take)
-        copy = WeightsCopy(
-            torch.float32 if settings.server.dtype == "float32" else torch.bfloat16,
-            is_probed=settings.verification == "probe",
-        )
+        copy = CopiedWeights(ranks, is_probed=settings.verification == "probe")
         return PublishingBeside(ranks, registry, publisher, self._wait_for_servers, copy=copy)
 
     def _resume(self) -> None:

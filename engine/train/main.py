@@ -21,6 +21,7 @@ from outloop.buffer.settings import Settings
 from outloop.buffer.settings.buffer import beyond_age
 from outloop.buffer.settings.recipes import recipe_sentence
 from outloop.buffer.telemetry import MetricsWriter
+from outloop.engine.publish.buckets.staging import start_memory_manager
 from outloop.engine.publish.publisher import Publisher as TransactionalPublisher
 from outloop.engine.train.algorithms.credit import VALUE_ADVANTAGES
 from outloop.engine.train.algorithms.user_functions import check_custom
@@ -150,6 +151,8 @@ def join_ranks(
     )
     _log.info("trainer_model", device=device_of(trainer), dtype=trainer.dtype, layers=config.layers)
     _check_files(run, config)
+    if trainer.num_ranks > 1 and run.settings.publish.transport == "shared_memory":
+        start_memory_manager()
     join_group(
         seed=settings.run.seed,
         sizes=config.sizes,
@@ -291,6 +294,12 @@ def check_settings(settings: Settings) -> None:
             f"trainer.rank_timeout_s={trainer.rank_timeout_s} does not exceed "
             f"server.start_timeout_s={settings.server.start_timeout_s}: the other ranks would give "
             "up while rank 0 waits for servers. Raise the first or lower the second."
+        )
+    if trainer.num_ranks > 1 and trainer.rank_timeout_s <= settings.publish.phase_timeout_s:
+        raise SettingsError(
+            f"trainer.rank_timeout_s={trainer.rank_timeout_s} does not exceed "
+            f"publish.phase_timeout_s={settings.publish.phase_timeout_s}: the other ranks would "
+            "give up while one of them waits for servers. Raise the first or lower the second."
         )
     set_precision(device_of(trainer))
     if trainer.mode == "rl" and settings.model.max_context_tokens > trainer.max_microbatch_tokens:

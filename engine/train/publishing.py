@@ -18,9 +18,9 @@ import torch
 
 from outloop.buffer.errors import PublishFailed
 from outloop.engine.publish.tensor_source import TensorSource
-from outloop.engine.publish.weights_copy import WeightsCopy
 from outloop.engine.train.interfaces import Publisher, PublishReport, Registry
 from outloop.engine.train.ranks.controller import RankController
+from outloop.engine.train.ranks.copied_weights import CopiedWeights
 
 _POLL_S = 0.5
 """How often servers that joined are looked for, and the other ranks told that this one waits."""
@@ -134,7 +134,7 @@ class PublishingBeside:
         publisher: Publisher,
         on_wait: OnWait,
         *,
-        copy: WeightsCopy,
+        copy: CopiedWeights,
     ) -> None:
         self._ranks = ranks
         self._registry = registry
@@ -161,7 +161,7 @@ class PublishingBeside:
         while not self._in_use.acquire(timeout=_POLL_S):
             self._repeat()
         try:
-            self._copy.fill(self._ranks)
+            self._copy.fill()
             # No server that joins gets these weights under the number of the last ones.
             self._policy_version = -1
         finally:

@@ -20,7 +20,7 @@ from outloop.buffer.settings import build_settings
 from outloop.engine.publish.buckets.plan import Place
 from outloop.engine.publish.publisher import Publisher
 from outloop.engine.publish.server_client import ServerClient
-from outloop.engine.publish.verification.accounts import accounts_for
+from outloop.engine.publish.verification.accounts import accounts_for, verify
 
 PROMPT = [5, 17, 300, 8, 9, 44, 120, 7, 61, 2]
 
@@ -136,7 +136,7 @@ async def test_experts_are_fed_and_verified(
         account.add(changed[spec.name].reshape(-1).view(torch.uint8), (place,))
     client = ServerClient("server-0", url)
     with pytest.raises(PublishFailed, match=r"layers\.1\.mlp\.experts\.w13_weight"):
-        await asyncio.to_thread(account.verify, client, time.monotonic() + 60)
+        await asyncio.to_thread(verify, "sglang", account.sums(), client, time.monotonic() + 60)
     client.close()
 
 

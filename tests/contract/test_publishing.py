@@ -12,13 +12,15 @@ from safetensors.torch import load_file
 
 from fakes.local_tensors import LocalTensors
 from fakes.one_server import OneServer
+from fakes.sharing_ranks import SharingRanks
 from outloop.buffer.errors import PublishFailed
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
 from outloop.engine.publish.buckets.plan import Place, TensorSpec
 from outloop.engine.publish.publisher import Publisher
+from outloop.engine.publish.sending.orders import Join
 from outloop.engine.publish.server_client import ServerClient
-from outloop.engine.publish.verification.accounts import accounts_for
+from outloop.engine.publish.verification.accounts import accounts_for, verify
 
 PROMPT = [5, 17, 300, 8, 9, 44, 120, 7, 61, 2]
 
@@ -83,6 +85,41 @@ async def test_published_weights_are_served(
         assert spans == [{"version": str(version), "start": 0, "end": 16}]
 
 
+async def test_two_ranks_send_over_groups_of_their_own(
+    server: Any, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The server is a member of both, takes their buckets in turn, and then samples by the weights
+    of both shares; twice over the same groups."""
+    tree = {
+        "model": {"path": str(server.folder)},
+        "server": {"kind": server.kind, "tensor_parallel_size": server.num_ranks},
+        "publish": {
+            "transport": "collective",
+            "fallback": "none",
+            "bucket_mb": 0.05,
+            "phase_timeout_s": 60,
+        },
+    }
+    run = create_run(build_settings(tree, source="test"), tmp_path / "run", "unix:///none")
+    registry = OneServer(server.url, server.kind)
+    publisher = Publisher(run, registry)
+    tensors = load_file(server.folder / "model.safetensors")
+    ranks = SharingRanks(tensors, run.settings)
+    for version, seed in ((5, 1), (6, 0)):
+        folder = make_model(seed=seed)
+        tensors |= load_file(folder / "model.safetensors")
+        report = await asyncio.to_thread(publisher.publish, ranks, version)
+        assert report.quarantined == ()
+        assert min(rank.sent_bytes for rank in report.ranks) > 0
+        answer = await server.generate(
+            PROMPT, temperature=0, max_new_tokens=16, ignore_eos=True, extra_key=f"two-{version}"
+        )
+        assert answer["output_ids"] == _greedy(folder, 16)
+    assert [order.rank for order in ranks.orders if isinstance(order, Join)] == [0, 1]
+    await asyncio.to_thread(publisher.close)
+    ranks.close()
+
+
 async def test_turns_in_flight_go_on_and_carry_both_versions(
     server: Any, publisher: tuple[Publisher, OneServer], make_model: Callable[..., Path]
 ) -> None:
@@ -118,10 +155,10 @@ async def test_weights_that_were_not_sent_are_found(
             account.add(sent.reshape(-1).view(torch.uint8), (place,))
         deadline = time.monotonic() + 60
         if changed is None:
-            await asyncio.to_thread(account.verify, client, deadline)
+            await asyncio.to_thread(verify, server.kind, account.sums(), client, deadline)
             continue
         with pytest.raises(PublishFailed, match="differ from what was sent"):
-            await asyncio.to_thread(account.verify, client, deadline)
+            await asyncio.to_thread(verify, server.kind, account.sums(), client, deadline)
     client.close()
 
 

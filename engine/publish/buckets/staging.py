@@ -24,6 +24,15 @@ _SHARED_MEMORY = Path("/dev/shm")
 _GROWTH_BYTES = 1 << 16
 
 
+def start_memory_manager() -> None:
+    """Start torch's manager of shared memory now, for ranks that will need it.
+
+    It is a process that keeps what it inherits: started later, it would hold a killed rank's
+    connections to the others open, and they would wait for it until their deadline.
+    """
+    SharedBuffer().reserve(1)
+
+
 class Buffer(Protocol):
     """Grows to what is asked of it and is reused from bucket to bucket."""
 

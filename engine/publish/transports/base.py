@@ -1,24 +1,25 @@
 """Sending a model in buckets: the double-buffered pipeline, and the sender for shared memory.
 
-One bucket is filled while servers read the one before; no third bucket is ever held.
+Every sending rank fills one bucket while servers read the one before; none holds a third. Servers
+take the ranks' buckets one after the other, in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
-import torch
-
-from outloop.engine.publish.buckets.pipeline import Filled, Filler, Sent
-from outloop.engine.publish.buckets.plan import ALIGNMENT
-from outloop.engine.publish.buckets.staging import Staging
-from outloop.engine.publish.flattened_bucket import write_bucket
+from outloop.buffer.errors import PublishFailed
+from outloop.engine.publish.buckets.plan import Bucket
+from outloop.engine.publish.sending.orders import Begin, Describe, End, Fill, Release
+from outloop.engine.publish.sending.ranks import OrderedRanks, OwnRank, SendingRanks
+from outloop.engine.publish.sending.sending_rank import Packing
+from outloop.engine.publish.sending.sent import Sent
 from outloop.engine.publish.server_client import ServerClient
 from outloop.engine.publish.server_fanout import Fanout
 from outloop.engine.publish.tensor_source import TensorSource
-from outloop.engine.publish.verification.accounts import Account
 
 
 class Transport(Protocol):
@@ -28,10 +29,12 @@ class Transport(Protocol):
     """Servers receive over one group, so that a failed or late one would cost the others time: its
     weights are loaded by the fallback."""
 
-    def prepare(
-        self, source: TensorSource, fanout: Fanout, accounts: Mapping[str, Account]
-    ) -> None:
-        """What can be done before servers are paused."""
+    def prepare(self, source: TensorSource, fanout: Fanout, kinds: Sequence[str]) -> None:
+        """What can be done before servers are paused.
+
+        Args:
+            kinds: of the servers for which checksums are kept.
+        """
 
     def stage(self, fanout: Fanout) -> None:
         """Send what servers can hold beside the weights that they go on serving.
@@ -52,16 +55,24 @@ class Transport(Protocol):
         """Release everything that is held."""
 
 
-class Sender(Protocol):
-    """Sends a bucket to every server of a fanout."""
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A bucket that a rank has filled."""
 
-    alignment: int
+    rank: int
+    index: int
+    places: Bucket
+
+
+class Sender(Protocol):
+    """Has the ranks send their buckets to every server of a fanout."""
+
     is_joint: bool
 
-    def connect(self, fanout: Fanout) -> None:
+    def connect(self, fanout: Fanout, ranks: OrderedRanks) -> None:
         """Before servers are paused."""
 
-    def start(self, fanout: Fanout, bucket: Filled) -> None:
+    def start(self, fanout: Fanout, bucket: Outgoing) -> None:
         """Begin to send; the bucket's memory must not change until `finish`."""
 
     def finish(self, fanout: Fanout) -> None:
@@ -71,41 +82,40 @@ class Sender(Protocol):
         """Release everything that is held."""
 
 
-class Bucketed:
-    """Buckets in two staging buffers, sent by a sender."""
+def ranks_of(source: TensorSource, own: OwnRank, transport: str) -> OrderedRanks:
+    """Where the source's tensors leave from: its ranks, or this process."""
+    ranks = source if isinstance(source, SendingRanks) else own.reading(source)
+    return OrderedRanks(ranks, transport)
 
-    def __init__(
-        self, sender: Sender, staging: Staging, *, bucket_bytes: int, dtype: torch.dtype
-    ) -> None:
+
+class Bucketed:
+    """Buckets in two staging buffers on each sending rank."""
+
+    def __init__(self, name: str, sender: Sender, packing: Packing, own: OwnRank) -> None:
+        """`name`: of the transport, in `publish.transport`."""
         self.is_joint = sender.is_joint
+        self._name = name
         self._sender = sender
-        self._staging = staging
-        self._bucket_bytes = bucket_bytes
-        self._dtype = dtype
-        self._filler: Filler | None = None
-        self._sent = Sent({})
+        self._packing = packing
+        self._own = own
+        self._ranks: OrderedRanks | None = None
+        self._plans: list[list[Bucket]] = []
+        self._sent = Sent()
         self._is_staged = False
 
-    def prepare(
-        self, source: TensorSource, fanout: Fanout, accounts: Mapping[str, Account]
-    ) -> None:
-        """Connect, and fill the first bucket.
+    def prepare(self, source: TensorSource, fanout: Fanout, kinds: Sequence[str]) -> None:
+        """Connect, and fill each rank's first bucket.
 
         Raises:
             PublishFailed: nothing to publish, no memory for it, or no server left.
         """
-        self._sent = Sent(accounts)
+        self._sent = Sent()
         self._is_staged = False
-        self._sender.connect(fanout)
-        self._filler = Filler(
-            source,
-            self._staging,
-            bucket_bytes=self._bucket_bytes,
-            dtype=self._dtype,
-            alignment=self._sender.alignment,
-            on_filled=self._sent.account,
-        )
-        self._filler.fill_first()
+        self._ranks = ranks_of(source, self._own, self._name)
+        self._plans = self._packing.plan(self._ranks.shares)
+        self._sender.connect(fanout, self._ranks)
+        self._ranks.all(Begin(tuple(kinds)))
+        self._ranks.all(Fill(0))
 
     def stage(self, fanout: Fanout) -> None:
         """Open the update and send every bucket, unless a server has an update open.
@@ -125,56 +135,81 @@ class Bucketed:
 
     def send(self, fanout: Fanout) -> Sent:
         """Open the update and send every bucket, unless that was done; close the update."""
-        assert self._filler is not None
+        assert self._ranks is not None
         if not self._is_staged:
             fanout.run("begin", ServerClient.begin_update)
             self._send_buckets(fanout)
         fanout.run("end", ServerClient.end_update)
-        self._sent.peak_bytes = self._filler.peak_bytes
-        self._sent.bucket_bytes = self._filler.max_bytes
+        self._sent.complete(self._ranks, self._plans)
         return self._sent
 
     def _send_buckets(self, fanout: Fanout) -> None:
-        assert self._filler is not None
-        for bucket in self._filler.filled():
-            if self._sent.num_buckets:
+        assert self._ranks is not None
+        num_rounds = max(map(len, self._plans))
+        for index in range(num_rounds):
+            to_fill = [index + 1] if index + 1 < num_rounds else []
+            for rank, plan in enumerate(self._plans):
+                if index >= len(plan):
+                    continue
+                self._sender.start(fanout, Outgoing(rank, index, plan[index]))
+                # All ranks at once, while the first one's bucket travels.
+                while to_fill:
+                    self._ranks.all(Fill(to_fill.pop()))
                 self._sender.finish(fanout)
-            self._sender.start(fanout, bucket)
-            self._sent.count(bucket)
-        self._sender.finish(fanout)
 
     def end(self) -> None:
         """Release what this publish read and staged."""
-        self._filler = None
-        self._staging.end()
+        if self._ranks is not None:
+            self._ranks.tell(End())
 
     def release(self) -> None:
         """Give staging back; the next publish takes it again."""
-        self._staging.close()
+        if self._ranks is not None:
+            self._ranks.tell(Release())
 
     def close(self) -> None:
-        """Give staging back and leave what the sender joined."""
+        """Give this process's staging back and leave what the sender joined; other ranks do that
+        for themselves when they end."""
         self._sender.close()
-        self._staging.close()
+        self._own.close()
 
 
 class PayloadSender:
     """Servers on this machine map the bucket: shared memory, or CUDA-IPC when staging is there."""
 
-    alignment = ALIGNMENT
     is_joint = False
 
     def __init__(self, num_ranks: int = 1) -> None:
         """Each server has `num_ranks` tensor-parallel ranks, which all read whole buckets."""
         self._num_ranks = num_ranks
+        self._ranks: OrderedRanks | None = None
         self._in_flight: dict[str, Future[None]] = {}
 
-    def connect(self, fanout: Fanout) -> None:
+    def connect(self, fanout: Fanout, ranks: OrderedRanks) -> None:
         """Nothing to do."""
+        self._ranks = ranks
 
-    def start(self, fanout: Fanout, bucket: Filled) -> None:
-        """Post the bucket's payload to every server."""
-        self._in_flight = fanout.start(self._post_of(bucket, len(fanout.left)))
+    def start(self, fanout: Fanout, bucket: Outgoing) -> None:
+        """Post the bucket's payload to every server.
+
+        Raises:
+            PublishFailed: the rank could not say where it lies.
+        """
+        assert self._ranks is not None
+        servers = fanout.left
+        order = Describe(bucket.rank, bucket.index, len(servers))
+        outcome = self._ranks.one(bucket.rank, order)
+        if outcome.error:
+            raise PublishFailed(outcome.error)
+        payloads = outcome.payloads
+        if len(payloads) == 1:
+            payloads *= len(servers)
+        payload_of = dict(zip(servers, payloads, strict=True))
+
+        def post(client: ServerClient, deadline: float) -> None:
+            client.update_from_bucket([payload_of[client.server_id]] * self._num_ranks, deadline)
+
+        self._in_flight = fanout.start(post)
 
     def finish(self, fanout: Fanout) -> None:
         """Wait for the answers."""
@@ -183,22 +218,3 @@ class PayloadSender:
 
     def close(self) -> None:
         """Nothing to remove."""
-
-    def _post_of(self, bucket: Filled, num_servers: int) -> Callable[[ServerClient, float], Any]:
-        if bucket.content.is_cuda:
-            # The copies must be complete before a reader starts. Nothing is needed afterwards:
-            # torch waits for the reader's stream when the handle is released, before the answer.
-            torch.cuda.current_stream(bucket.content.device).synchronize()
-
-            def post_own(client: ServerClient, deadline: float) -> None:
-                # Each reader of a CUDA handle holds a reference of its own.
-                client.update_from_bucket([write_bucket(bucket.content, bucket.places)], deadline)
-
-            return post_own
-        num_ranks = self._num_ranks
-        payload = write_bucket(bucket.content, bucket.places, num_readers=num_servers * num_ranks)
-
-        def post(client: ServerClient, deadline: float) -> None:
-            client.update_from_bucket([payload] * num_ranks, deadline)
-
-        return post

@@ -15,12 +15,13 @@ from concurrent.futures import Future
 import torch
 
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.buckets.pipeline import Filled, Sent, refuse_repeats
 from outloop.engine.publish.buckets.plan import ALIGNMENT, Bucket, largest, plan_buckets
+from outloop.engine.publish.sending.sending_rank import refuse_repeats
+from outloop.engine.publish.sending.sent import Sent
 from outloop.engine.publish.server_client import ServerClient
 from outloop.engine.publish.server_fanout import Fanout
 from outloop.engine.publish.tensor_source import DeviceSource, TensorSource
-from outloop.engine.publish.verification.accounts import Account
+from outloop.engine.publish.verification.accounts import Account, accounts_for
 
 
 class PerDevice:
@@ -28,18 +29,20 @@ class PerDevice:
 
     is_joint = False
 
-    def __init__(self, *, bucket_bytes: int, dtype: torch.dtype, num_ranks: int) -> None:
-        """Each server has `num_ranks` tensor-parallel ranks."""
+    def __init__(
+        self, *, bucket_bytes: int, dtype: torch.dtype, num_ranks: int, is_gpu: bool = False
+    ) -> None:
+        """Each server has `num_ranks` tensor-parallel ranks; `is_gpu`: on GPUs."""
+        self._is_gpu = is_gpu
+        self._accounts: dict[str, Account] = {}
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._num_ranks = num_ranks
         self._source: DeviceSource | None = None
         self._buckets: list[Bucket] = []
-        self._sent = Sent({})
+        self._sent = Sent()
 
-    def prepare(
-        self, source: TensorSource, fanout: Fanout, accounts: Mapping[str, Account]
-    ) -> None:
+    def prepare(self, source: TensorSource, fanout: Fanout, kinds: Sequence[str]) -> None:
         """Plan, and leave out servers on devices that no trainer rank has.
 
         Raises:
@@ -49,7 +52,10 @@ class PerDevice:
             raise PublishFailed("these tensors are in one process, which stages on one device")
         planned = [dataclasses.replace(spec, dtype=self._dtype) for spec in source.specs]
         refuse_repeats(planned)
-        self._source, self._sent = source, Sent(accounts)
+        self._source, self._sent = source, Sent()
+        self._accounts = accounts_for(
+            kinds, num_ranks=self._num_ranks, specs=planned, is_gpu=self._is_gpu
+        )
         self._buckets = list(plan_buckets(planned, self._bucket_bytes, ALIGNMENT))
         for server_id in fanout.left:
             gpus = fanout.gpus_of(server_id)
@@ -80,13 +86,16 @@ class PerDevice:
             content, payloads = source.stage(
                 places, index=index, num_bytes=num_bytes, num_readers=num_readers
             )
-            sent.account(Filled(content, places))
+            for account in self._accounts.values():
+                account.add(content, places)
             if index:
                 fanout.finish("bucket", under_way)
             under_way = self._post(fanout, ranks, payloads)
-            sent.count(Filled(content, places))
+            sent.num_bytes += sum(place.end - place.start for place in places)
         fanout.finish("bucket", under_way)
         fanout.run("end", ServerClient.end_update)
+        sent.sums = {kind: account.sums() for kind, account in self._accounts.items()}
+        sent.num_buckets = len(self._buckets)
         sent.bucket_bytes = num_bytes
         sent.peak_bytes = num_bytes * min(2, len(self._buckets))
         return sent

@@ -27,11 +27,11 @@ class Account(Protocol):
     def add(self, content: Tensor, places: Bucket) -> None:
         """A bucket's bytes as sent (uint8), and which tensors lie where."""
 
-    def verify(self, client: ServerClient, deadline: float) -> None:
-        """Ask the server what it holds and compare.
+    def sums(self) -> list[dict[str, str]]:
+        """For each of a server's ranks, the checksum of every parameter.
 
         Raises:
-            PublishFailed: a parameter differs, is missing, or was never sent.
+            PublishFailed: a parameter was not sent whole.
         """
 
 
@@ -47,10 +47,9 @@ class TorchAccount:
             sent = content[place.start : place.end]
             self._sums[place.spec.name] = tensor_checksum(sent, _ALGORITHM)
 
-    def verify(self, client: ServerClient, deadline: float) -> None:
-        """Compare tensor by tensor."""
-        (held,) = client.checksums(_ALGORITHM, deadline)
-        compare_checksums(client.server_id, self._sums, held)
+    def sums(self) -> list[dict[str, str]]:
+        """By tensor; its ranks report the same."""
+        return [self._sums]
 
 
 class SGLangAccount:
@@ -58,40 +57,57 @@ class SGLangAccount:
 
     def __init__(self, num_ranks: int, specs: Sequence[TensorSpec], *, is_gpu: bool) -> None:
         self._sums = FusedChecksums(num_ranks, specs, is_gpu=is_gpu)
-        self._num_ranks = num_ranks
 
     def add(self, content: Tensor, places: Bucket) -> None:
         """Add every tensor to the parameter that it is part of."""
         for place in places:
             self._sums.add(place.spec, content[place.start : place.end])
 
-    def verify(self, client: ServerClient, deadline: float) -> None:
-        """Compare every rank's parameters.
+    def sums(self) -> list[dict[str, str]]:
+        """By parameter, rank by rank."""
+        return self._sums.result()
 
-        A server whose experts are spread over its ranks is distinguished from one that holds wrong
-        weights.
-        """
-        try:
-            self._compare(client, deadline)
-        except PublishFailed as error:
-            num_expert_ranks = _expert_ranks_of(client, deadline)
-            if num_expert_ranks == 1:
-                raise
-            raise PublishFailed(
-                f"{client.server_id} has ep_size={num_expert_ranks}: checksums of experts that are "
-                'spread over ranks are not known; set publish.verify to "probe" or "none", or '
-                "start it with ep_size=1"
-            ) from error
 
-    def _compare(self, client: ServerClient, deadline: float) -> None:
-        held = client.checksums(None, deadline)
-        if len(held) != self._num_ranks:
-            raise PublishFailed(
-                f"{client.server_id} has num_ranks={len(held)}; "
-                f"server.tensor_parallel_size={self._num_ranks} is expected"
-            )
-        for sent, of_rank in zip(self._sums.result(), held, strict=True):
-            compare_checksums(client.server_id, sent, of_rank)
+def verify(
+    kind: str, sums: Sequence[dict[str, str]], client: ServerClient, deadline: float
+) -> None:
+    """Ask a server of that kind what it holds, and compare it with the `sums` of an account.
+
+    Raises:
+        PublishFailed: a parameter differs, is missing, or was never sent.
+    """
+    if kind == "sglang":
+        _verify_sglang(sums, client, deadline)
+    else:
+        (held,) = client.checksums(_ALGORITHM, deadline)
+        compare_checksums(client.server_id, sums[0], held)
+
+
+def _verify_sglang(sums: Sequence[dict[str, str]], client: ServerClient, deadline: float) -> None:
+    """A server whose experts are spread over its ranks is distinguished from one that holds wrong
+    weights."""
+    try:
+        _compare_ranks(sums, client, deadline)
+    except PublishFailed as error:
+        num_expert_ranks = _expert_ranks_of(client, deadline)
+        if num_expert_ranks == 1:
+            raise
+        raise PublishFailed(
+            f"{client.server_id} has ep_size={num_expert_ranks}: checksums of experts that are "
+            'spread over ranks are not known; set publish.verify to "probe" or "none", or '
+            "start it with ep_size=1"
+        ) from error
+
+
+def _compare_ranks(sums: Sequence[dict[str, str]], client: ServerClient, deadline: float) -> None:
+    held = client.checksums(None, deadline)
+    if len(held) != len(sums):
+        raise PublishFailed(
+            f"{client.server_id} has num_ranks={len(held)}; "
+            f"server.tensor_parallel_size={len(sums)} is expected"
+        )
+    for sent, of_rank in zip(sums, held, strict=True):
+        compare_checksums(client.server_id, sent, of_rank)
 
 
 def accounts_for(

@@ -178,6 +178,7 @@ class Saving:
         self._store = rendezvous_store().clone() if self._num_ranks > 1 else None
         self._failure: Exception | None = None
         self._done = threading.Event()
+        self._has_lost_rank = threading.Event()
 
     def start(self) -> None:
         """Write in a thread, which ends with the process."""
@@ -201,6 +202,10 @@ class Saving:
     def wait(self, timeout_s: float = 0.0) -> bool:
         """Whether it is over, well or not, after at most `timeout_s`."""
         return self._done.wait(timeout_s)
+
+    def give_up_missing(self) -> None:
+        """A rank is gone: what it has not reported by now will not come."""
+        self._has_lost_rank.set()
 
     def result(self) -> Path:
         """The complete folder; on other ranks than 0 its name, once their shards are on disk.
@@ -250,16 +255,18 @@ class Saving:
         """What another rank reported.
 
         Raises:
-            CheckpointFailed: it reported nothing before the deadline.
+            CheckpointFailed: it reported nothing before the deadline, or before a rank was lost.
         """
         assert self._store is not None
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check([self._key(rank)]):
+            if self._has_lost_rank.is_set():
+                raise CheckpointFailed(f"the shards of trainer rank {rank} are missing")
             if time.monotonic() > deadline:
                 raise CheckpointFailed(
                     f"trainer rank 0 waited {self._timeout_s:g} s for the shards of rank {rank}"
                 )
-            self._done.wait(_POLL_S)
+            self._has_lost_rank.wait(_POLL_S)
         answer = msgspec.json.decode(self._store.get(self._key(rank)), type=_Answer)
         self._store.delete_key(self._key(rank))
         return answer

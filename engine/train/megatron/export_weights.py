@@ -1,13 +1,13 @@
-"""The whole model under Hugging Face names, gathered from the ranks a few tensors at a time.
+"""The model under Hugging Face names, gathered from the ranks a few tensors at a time.
 
-All ranks call `gather` with the same names in the same order. Rank 0 holds at most the tensors
-requested, or one receive buffer where the destination is not contiguous; other ranks allocate
-nothing.
+All ranks call `gather` or `gather_shares` with the same names in the same order. A rank holds at
+most the tensors that it reads, or one receive buffer where the destination is not contiguous; ranks
+that read none allocate nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from torch import Tensor
 from outloop.engine.models.safetensors_folder import folder_dtype, write_folder
 from outloop.engine.models.weight_map import expected_tensors, float32_tensors
 from outloop.engine.publish.buckets.plan import TensorSpec
+from outloop.engine.publish.sending.shares import Shares, share_out
 from outloop.engine.train.megatron.import_weights import Part, local_parts, read_part
 from outloop.engine.train.megatron.model_and_optimizer import PolicyModel, ValueModel
 from outloop.engine.train.ranks.collectives import gather_bytes
@@ -27,13 +28,17 @@ _MESSAGE_BYTES = 4 * 2**20
 
 
 class _Held(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a tensor that a rank holds."""
+    """A part of a tensor, and the ranks that hold it."""
 
     name: str
     dim: int | None
     start: int
     stop: int
-    rank: int = 0
+    ranks: tuple[int, ...] = ()
+
+    def nearest(self, rank: int) -> int:
+        """Which of its holders gives it to `rank`: itself if it can."""
+        return rank if rank in self.ranks else self.ranks[0]
 
 
 class Exports:
@@ -60,6 +65,29 @@ class Exports:
             if name in self._held or not isinstance(model, ValueModel)
         )
         """Every tensor, in the order of a forward pass."""
+        self.received_bytes = 0
+        """From other ranks so far, to put tensors together here."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self._rank
+
+    def shares(self, *, among: Collection[int]) -> Shares:
+        """Which rank of `among` sends which tensors; the same on every rank."""
+        holders = {name: [held.ranks[0] for held in parts] for name, parts in self._held.items()}
+        return share_out(self.specs, holders, num_ranks=self._num_ranks, among=among)
+
+    def gather_shares(
+        self, names: Sequence[Sequence[str]], into: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        """As `gather`, each rank its own: `names` are given for every rank, `into` for this one."""
+        for rank, of_rank in enumerate(names):
+            for index, name in enumerate(of_rank):
+                place = into[index] if rank == self._rank else None
+                tensor = self._gather(name, place, to=rank)
+                if tensor is not None:
+                    yield tensor
 
     def gather(
         self, names: Sequence[str], into: Sequence[Tensor] | None = None
@@ -70,7 +98,7 @@ class Exports:
         together from several ranks is written into its place in `into`, of any dtype, if given.
         """
         for index, name in enumerate(names):
-            tensor = self._gather(name, None if into is None else into[index])
+            tensor = self._gather(name, None if into is None else into[index], to=0)
             if tensor is not None:
                 yield tensor
 
@@ -89,7 +117,8 @@ class Exports:
                 if held.dim is not None:
                     cut = place.narrow(held.dim, held.start, held.stop - held.start)
                 source: Sequence[Tensor | None] = ()
-                if held.rank == self._rank:
+                sender = held.ranks[0]
+                if sender == self._rank:
                     assert mine is not None
                     source = self._messages(read_part(self._model, mine), dtype)
                 targets = self._messages(cut, dtype)
@@ -98,7 +127,7 @@ class Exports:
                         message = torch.empty(target.shape, dtype=dtype, device=self._device)
                         if rows is not None:
                             message.copy_(rows)
-                        dist.broadcast(message, src=held.rank)
+                        dist.broadcast(message, src=sender)
                         rows = message
                     assert rows is not None
                     target.copy_(rows)
@@ -119,30 +148,32 @@ class Exports:
         ]
         write_folder(folder, specs, self.gather, source=source)
 
-    def _gather(self, name: str, place: Tensor | None) -> Tensor | None:
-        senders = self._held[name]
+    def _gather(self, name: str, place: Tensor | None, *, to: int) -> Tensor | None:
+        """The tensor on rank `to`, nothing on the others."""
+        parts = self._held[name]
         mine = self._parts.get(name)
         dtype = self._dtype_of(name)
-        if self._rank:
-            if any(held.rank == self._rank for held in senders):
+        if self._rank != to:
+            if any(held.nearest(to) == self._rank for held in parts):
                 assert mine is not None
                 for rows in self._messages(read_part(self._model, mine), dtype):
-                    dist.send(rows.contiguous(), dst=0)
+                    dist.send(rows.contiguous(), dst=to)
             return None
         if mine is not None and mine.dim is None:
             return read_part(self._model, mine)
         whole = place
         if whole is None:
             whole = torch.empty(self._shapes[name], dtype=dtype, device=self._device)
-        for held in senders:
+        for held in parts:
             cut = whole
             if held.dim is not None:
                 cut = whole.narrow(held.dim, held.start, held.stop - held.start)
-            if held.rank == 0:
+            sender = held.nearest(to)
+            if sender == to:
                 assert mine is not None
                 cut.copy_(read_part(self._model, mine))
             else:
-                self._receive(cut, held.rank, dtype)
+                self._receive(cut, sender, dtype)
         return whole
 
     def _dtype_of(self, name: str) -> torch.dtype:
@@ -150,6 +181,7 @@ class Exports:
 
     def _receive(self, cut: Tensor, rank: int, dtype: torch.dtype) -> None:
         for rows in self._messages(cut, dtype):
+            self.received_bytes += rows.numel() * dtype.itemsize
             is_fit = rows.is_contiguous() and rows.dtype == dtype
             if is_fit and rows.device == self._device:
                 dist.recv(rows, src=rank)
@@ -165,12 +197,14 @@ class Exports:
 
 
 def _who_holds_what(parts: Iterable[Part]) -> dict[str, list[_Held]]:
-    """For every tensor the ranks that send it: of those that hold the same part, the first."""
+    """Every part of every tensor once, with the ranks that hold it in their order."""
     mine = [_Held(part.name, part.dim, part.start, part.stop) for part in parts]
     found: dict[str, dict[int, _Held]] = {}
     for rank, data in enumerate(gather_bytes(msgspec.msgpack.encode(mine))):
         for held in msgspec.msgpack.decode(data, type=list[_Held]):
-            is_empty = held.start == held.stop
-            if not is_empty and held.start not in found.setdefault(held.name, {}):
-                found[held.name][held.start] = msgspec.structs.replace(held, rank=rank)
+            if held.start == held.stop:
+                continue
+            of_name = found.setdefault(held.name, {})
+            before = of_name.get(held.start, held)
+            of_name[held.start] = msgspec.structs.replace(before, ranks=(*before.ranks, rank))
     return {name: list(by_start.values()) for name, by_start in found.items()}

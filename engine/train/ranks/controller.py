@@ -22,6 +22,7 @@ from torch import Tensor
 from outloop.buffer.errors import OutloopError, PartFailed, UpdateRefused
 from outloop.buffer.records import Float32
 from outloop.engine.publish.buckets.plan import Place, TensorSpec
+from outloop.engine.publish.sending.orders import Order, Outcome
 from outloop.engine.train.data.train_batch import plain, restored
 from outloop.engine.train.megatron.model_config import PolicyConfig
 from outloop.engine.train.ranks.collectives import broadcast_bytes
@@ -86,7 +87,8 @@ _DECODER = msgspec.msgpack.Decoder(Message)
 
 
 class RankController:
-    """All ranks of a run, as rank 0 sees them; a `TensorSource` of the policy for publishing."""
+    """All ranks of a run, as rank 0 sees them; a `TensorSource` of the policy for publishing, and
+    the `SendingRanks` of it."""
 
     def __init__(
         self, worker: RankWorker, watchdog: Watchdog, *, num_ranks: int, timeout_s: float
@@ -163,6 +165,15 @@ class RankController:
             finally:
                 for _ in tensors:
                     pass
+
+    @property
+    def shares(self) -> Sequence[Sequence[TensorSpec]]:
+        """Of every rank."""
+        return self.worker.shares.shares
+
+    def carry_out(self, transport: str, order: Order) -> Sequence[Outcome]:
+        """See `SendingRanks`."""
+        return self.run(RankWorker.carry_out, transport, order)
 
     @property
     def gpus(self) -> tuple[str, ...]:

@@ -25,6 +25,10 @@ from outloop.buffer.settings import Settings
 from outloop.buffer.trajectories.trained import keeps_trajectories
 from outloop.engine.kept_versions import version_folder
 from outloop.engine.publish.buckets.plan import Place, TensorSpec
+from outloop.engine.publish.sending.orders import Order, Outcome
+from outloop.engine.publish.sending.sending_rank import SendingRank, ShareReader
+from outloop.engine.publish.transports.registry import build_sending_rank
+from outloop.engine.publish.weights_copy import WeightsCopy
 from outloop.engine.train.algorithms.credit import VALUE_ADVANTAGES
 from outloop.engine.train.algorithms.kl import adapted_coefficient
 from outloop.engine.train.algorithms.objective import adapted_entropy_coefficient
@@ -54,11 +58,14 @@ from outloop.engine.train.megatron.model_and_optimizer import (
     build_critic,
     build_policy,
     build_reward_model,
+    rendezvous_store,
 )
 from outloop.engine.train.megatron.offload import Offload
 from outloop.engine.train.megatron.value_head import ValueHead
 from outloop.engine.train.ranks.bucket_staging import BucketStaging
 from outloop.engine.train.ranks.collectives import agree, gather_bytes
+from outloop.engine.train.ranks.model_shares import ModelShares
+from outloop.engine.train.ranks.order_channel import OrderChannel
 from outloop.engine.train.ranks.watchdog import Watchdog
 from outloop.engine.train.step.critic_update import (
     critic_update,
@@ -103,6 +110,8 @@ from outloop.engine.visible_gpus import own_gpu
 _LAST_SAVE_S = 30.0
 """Within what torchrun and the launcher grant a trainer that they end."""
 _log = structlog.get_logger()
+_OUTCOME = msgspec.msgpack.Decoder(Outcome)
+_ORDER = msgspec.msgpack.Decoder(tuple[str, Order])
 _NO_MARK = CheckpointMark(fence=0, group_ids=(), next_slot=0, policy_version=0)
 
 
@@ -143,6 +152,11 @@ class RankWorker:
         self._placement: Offload | None = None
         self._saving: Saving | None = None
         self._staging: BucketStaging | None = None
+        self._shares: ModelShares | None = None
+        self._copy: WeightsCopy | None = None
+        self._channel: OrderChannel | None = None
+        self._sending: dict[tuple[str, bool], SendingRank] = {}
+        """By transport, and whether it sends the copy."""
         self.gpus: tuple[str, ...] = ()
         """Of every rank, as CUDA_VISIBLE_DEVICES names it; empty where that is not set."""
         self._debugger = StepDebugger(run.settings, run.dir, self._save_state)
@@ -158,6 +172,18 @@ class RankWorker:
         """Its tensors under their Hugging Face names."""
         assert self._exports is not None, "build comes first"
         return self._exports
+
+    @property
+    def shares(self) -> ModelShares:
+        """What each rank sends of them."""
+        assert self._shares is not None, "build comes first"
+        return self._shares
+
+    @property
+    def copy(self) -> WeightsCopy:
+        """This rank's share as it was copied."""
+        assert self._copy is not None, "copy_weights comes first"
+        return self._copy
 
     @property
     def placement(self) -> Offload:
@@ -184,6 +210,7 @@ class RankWorker:
         policy.hashes_gradients = keeps_trajectories(self._settings.trajectories)
         self._policy = policy
         self._exports = Exports(policy.model)
+        self._shares = ModelShares(self._exports, self._settings.publish.transport)
         names = [data.decode() for data in gather_bytes(own_gpu().encode())]
         self.gpus = tuple(names) if all(names) else ()
         self._placement = Offload(policy, is_colocated=self._settings.trainer.is_colocated)
@@ -505,7 +532,7 @@ class RankWorker:
         values, behind = values_of(
             model,
             batch,
-            cut_rows=cut_rows(batch, credit),
+            cut_rows=cut_rows(batch, credit, trainer.critic),
             max_tokens=trainer.max_microbatch_tokens,
             on_microbatch=self._watchdog.progress,
             head=self._head,
@@ -624,7 +651,15 @@ class RankWorker:
         """Let a save that is under way end; otherwise the one before stays in use."""
         if self._staging is not None:
             self._staging.close()
-        if self._saving is not None and not self._saving.wait(_LAST_SAVE_S):
+        if self._channel is not None:
+            self._channel.close()
+        for sending in self._sending.values():
+            sending.close()
+        if self._saving is None:
+            return
+        if self._watchdog.has_lost_rank:
+            self._saving.give_up_missing()
+        if not self._saving.wait(_LAST_SAVE_S):
             _log.warning("checkpoint_given_up", step=self._saving.step)
 
     def _end_save(self) -> None:
@@ -650,6 +685,49 @@ class RankWorker:
     def send_weights(self, names: list[str]) -> None:
         """Send what this rank holds of these tensors to rank 0, which reads them."""
         self.exports.send(names)
+
+    def carry_out(self, transport: str, order: Order) -> list[Outcome]:
+        """Do what a publish asks of the ranks that send; the answers of all."""
+        mine = self._sending_rank(transport, self.shares).carry_out(order)
+        return [_OUTCOME.decode(data) for data in gather_bytes(msgspec.msgpack.encode(mine))]
+
+    def copy_weights(self) -> None:
+        """Copy this rank's share of the weights into host memory, to be published while the model
+        is trained on; the other ranks listen for rank 0's publishing thread from then on."""
+        if self._copy is None:
+            settings = self._settings
+            dtype = torch.float32 if settings.server.dtype == "float32" else torch.bfloat16
+            self._copy = WeightsCopy(self.shares, dtype)
+            self._channel = OrderChannel(
+                rendezvous_store(),
+                rank=dist.get_rank(),
+                num_ranks=dist.get_world_size(),
+                timeout_s=settings.trainer.rank_timeout_s,
+                is_broken=lambda: self._watchdog.has_lost_rank,
+            )
+            if dist.get_rank():
+                self._channel.follow(self._carry_out_copied)
+        self._copy.fill()
+
+    def carry_out_beside(self, transport: str, order: Order) -> list[Outcome]:
+        """As `carry_out`, with the copies, on rank 0 alone: for a thread beside the training.
+
+        Raises:
+            DeadlineExceeded, PartFailed: a rank did not answer, failed, or is lost.
+        """
+        assert self._channel is not None, "copy_weights comes first"
+        data = msgspec.msgpack.encode((transport, order))
+        return [_OUTCOME.decode(one) for one in self._channel.ask(data, self._carry_out_copied)]
+
+    def _carry_out_copied(self, data: bytes) -> bytes:
+        transport, order = _ORDER.decode(data)
+        return msgspec.msgpack.encode(self._sending_rank(transport, self.copy).carry_out(order))
+
+    def _sending_rank(self, transport: str, reader: ShareReader) -> SendingRank:
+        key = (transport, reader is self._copy)
+        if key not in self._sending:
+            self._sending[key] = build_sending_rank(self._settings, transport, reader)
+        return self._sending[key]
 
     def stage_bucket(
         self,

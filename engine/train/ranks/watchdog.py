@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from outloop.buffer.errors import (
 _FAILURE = "outloop/failure"
 _GLOO_TRANSPORT = re.compile(r"\[\S*gloo/transport/\S+\] |Application timeout caused pair closure")
 """How gloo's errors begin, which have no type of their own."""
+_RESUMES = "The run goes on from its last checkpoint when it is started again"
 _NUM_BEATS = 4
 """Beats that a rank may miss on a busy machine before it is called silent."""
 _CLOSE_S = 5.0
@@ -78,6 +79,8 @@ class Watchdog:
         self._progressed_at = time.monotonic()
         self._is_reported = False
         self._lease_failure: Exception | None = None
+        self.has_lost_rank = False
+        """Another rank ended, or did not come before a deadline."""
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._start("watchdog", self._watch)
@@ -145,8 +148,8 @@ class Watchdog:
         self._num_phases += 1
         self._num_ticks = 0
         began_at = time.monotonic()
-        self._mark()
         try:
+            self._mark()
             yield
         except RuntimeError as error:
             if self._num_ranks == 1 or not _is_collective(error):
@@ -220,15 +223,29 @@ class Watchdog:
         if self._num_ranks > 1:
             kind = "settings" if isinstance(error, SettingsError) else "part"
             text = str(error) if isinstance(error, OutloopError) else repr(error)
-            self._store.compare_set(_FAILURE, "", f"{self._rank}\n{kind}\n{phase}\n{text}")
+            # Where rank 0 has the store, it may be gone already.
+            with suppress(dist.DistError):
+                self._store.compare_set(_FAILURE, "", f"{self._rank}\n{kind}\n{phase}\n{text}")
 
     def _explain(self, phase: str, error: Exception, waited_s: float) -> OutloopError:
         """The error for a collective that failed: which rank is missing and why."""
+        try:
+            return self._explain_by_store(phase, error, waited_s)
+        except dist.DistError as gone:
+            # Where torchrun does not share its store, rank 0 has it.
+            self.has_lost_rank = True
+            return RankKilled(
+                f"trainer rank {self._rank} lost the store on which the ranks met in "
+                f"phase={phase!r} ({_last_line(gone)}). {_RESUMES}"
+            )
+
+    def _explain_by_store(self, phase: str, error: Exception, waited_s: float) -> OutloopError:
         if self._store.check([_FAILURE]):
             rank, kind, where, text = self._store.get(_FAILURE).decode().split("\n", 3)
             if kind == "settings":
                 return SettingsError(text)
             return PartFailed(f"trainer rank {rank} failed in phase={where!r}: {text}")
+        self.has_lost_rank = True
         missing = [
             f"trainer rank {rank} (no sign of life, in phase={self._phase_of(self._store, rank)!r})"
             for rank in self._silent_ranks(self._store)
@@ -240,11 +257,10 @@ class Watchdog:
                 peer=", ".join(missing) or "a trainer rank that is in the same phase",
                 after_s=waited_s,
             )
-        last = str(error).splitlines()[-1][:200]
         return RankKilled(
             f"trainer rank {self._rank} lost another rank in phase={phase!r} ("
-            f"{', '.join(missing) or 'all ranks were in the same phase'}): {last}. "
-            "The run goes on from its last checkpoint when it is started again"
+            f"{', '.join(missing) or 'all ranks were in the same phase'}): {_last_line(error)}. "
+            f"{_RESUMES}"
         )
 
     def _late(self, rank: int) -> str:
@@ -292,6 +308,10 @@ class Watchdog:
         if not store.check([key]):
             return "not started"
         return str(store.get(key).decode().split(" ", 1)[1])
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[-1][:200]
 
 
 def _is_collective(error: Exception) -> bool:

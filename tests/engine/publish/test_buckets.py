@@ -9,10 +9,10 @@ import torch
 from outloop.buffer.errors import PublishFailed, SettingsError
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
-from outloop.engine.publish.buckets.pipeline import Filled, Filler, OnFilled, Sent
-from outloop.engine.publish.buckets.plan import ALIGNMENT, PACKED, Bucket, TensorSpec
+from outloop.engine.publish.buckets.plan import ALIGNMENT, PACKED, TensorSpec, largest
 from outloop.engine.publish.buckets.staging import DeviceBuffer, SharedBuffer, Staging
-from outloop.engine.publish.server_client import ServerClient
+from outloop.engine.publish.sending.orders import Begin, Fill, Outcome, Report
+from outloop.engine.publish.sending.sending_rank import Packing, SendingRank
 from outloop.engine.publish.transports.registry import build_transport
 from outloop.engine.publish.verification.checksum import tensor_checksum
 
@@ -43,66 +43,67 @@ def _specs(*sizes: int) -> list[TensorSpec]:
     ]
 
 
-def _ignore(bucket: Filled) -> None:
-    """There are no other ranks."""
+class Reader:
+    """One share of a source, or the second of two."""
+
+    received_bytes = 0
+
+    def __init__(self, source: GatheredTensors, rank: int = 0) -> None:
+        self._source = source
+        self.rank = rank
+        self.shares = [[] for _ in range(rank)] + [list(source.specs)]
+
+    def begin(self) -> None:
+        """Nothing to do."""
+
+    def read(
+        self, specs: Sequence[Sequence[TensorSpec]], into: Sequence[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        """By the source."""
+        return self._source.read(specs[self.rank], into)
 
 
-def _filler(
-    source: GatheredTensors,
-    staging: Staging,
-    alignment: int = ALIGNMENT,
-    on_filled: OnFilled = _ignore,
-) -> Filler:
-    return Filler(
-        source,
-        staging,
-        bucket_bytes=4096,
-        dtype=torch.float32,
-        alignment=alignment,
-        on_filled=on_filled,
-    )
-
-
-class Recorded:
-    """An account of every tensor's checksum."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, str] = {}
-
-    def add(self, content: torch.Tensor, places: Bucket) -> None:
-        """Keep the checksums."""
-        for place in places:
-            self.sums[place.spec.name] = tensor_checksum(content[place.start : place.end])
-
-    def verify(self, client: ServerClient, deadline: float) -> None:
-        """It is not called."""
-        raise AssertionError
+def _packing(alignment: int = ALIGNMENT) -> Packing:
+    return Packing(bucket_bytes=4096, dtype=torch.float32, alignment=alignment)
 
 
 @pytest.mark.parametrize("alignment", [ALIGNMENT, PACKED])
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_two_buckets_at_most_are_held_whatever_the_model(is_shared: bool, alignment: int) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_buckets_at_most_are_held_whatever_the_model(
+    rank: int, is_shared: bool, alignment: int
+) -> None:
     """40 tensors in many buckets: staging holds two of them at most, and every byte is right."""
     source = GatheredTensors(_specs(*([300, 1000, 7, 1] * 10)))
     buffers = [SharedBuffer() if is_shared else DeviceBuffer(CPU) for _ in range(2)]
-    staging = Staging(*buffers)
-    account = Recorded()
-    sent = Sent({"any": account})
-    filler = _filler(source, staging, alignment, sent.account)
-    filler.fill_first()
-    for bucket in filler.filled():
-        sent.count(bucket)
+    reader, packing = Reader(source, rank), _packing(alignment)
+    sending = SendingRank(reader, packing, Staging(*buffers))
+    buckets = packing.plan(reader.shares)[rank]
+    assert sending.carry_out(Begin(("torch",))) == Outcome()
+    for index, places in enumerate(buckets):
+        before = source.num_read
+        assert sending.carry_out(Fill(index)) == Outcome()
         # The bucket after this one is not yet begun: its gathering would be memory too.
-        assert source.num_read == len(account.sums)
-    assert sent.num_buckets > 10
-    least = 2 * filler.max_bytes if not is_shared else 2 * (1 << 16)
-    assert filler.peak_bytes == least
+        assert source.num_read == before + len(places)
+    assert len(buckets) > 10
+    outcome = sending.carry_out(Report())
+    least = 2 * largest(buckets) if not is_shared else 2 * (1 << 16)
+    assert outcome.peak_bytes == least
+    assert outcome.sent_bytes == sum(spec.num_bytes for spec in source.specs)
     expected = {
         spec.name: tensor_checksum(torch.arange(spec.shape[0], dtype=torch.float32) + index)
         for index, spec in enumerate(source.specs)
     }
-    assert account.sums == expected
-    staging.close()
+    assert outcome.sums == {"torch": [expected]}
+    sending.close()
+
+
+def test_a_rank_without_room_says_so_before_the_ranks_wait_for_each_other() -> None:
+    """An answer to the first order, not an exception in the middle of gathering."""
+    specs = [TensorSpec(name="t", shape=(2**50,), dtype=torch.float32)]
+    sending = SendingRank(Reader(GatheredTensors(specs)), _packing(), Staging(SharedBuffer()))
+    outcome = sending.carry_out(Begin(()))
+    assert "has no room for a bucket of 4503599627370496 bytes" in outcome.error
 
 
 def test_exported_memory_lives_for_one_publish() -> None:
@@ -134,22 +135,11 @@ def test_memory_that_cannot_be_exported_is_refused(
         build_transport(run, "cuda_ipc")
 
 
-def test_the_first_bucket_can_be_filled_before_anybody_is_paused() -> None:
-    """fill_first reads one bucket, which is then given first, once."""
-    source = GatheredTensors(_specs(1000, 1000, 1000))
-    filler = _filler(source, Staging(DeviceBuffer(CPU), DeviceBuffer(CPU)))
-    filler.fill_first()
-    assert source.num_read == 1
-    names = [place.spec.name for bucket in filler.filled() for place in bucket.places]
-    assert names == ["t0", "t1", "t2"]
-
-
 def test_tensors_that_repeat_or_are_missing_are_refused() -> None:
-    """A name twice, or no tensor at all, is found before anything is read."""
-    specs = _specs(1, 2)
-    source = GatheredTensors([specs[0], specs[0]])
-    with pytest.raises(PublishFailed, match="name='t0' was given twice"):
-        _filler(source, Staging(DeviceBuffer(CPU)))
+    """A name twice, of one rank or of two, or no tensor at all: found before anything is read."""
+    first, second = _specs(1, 2)
+    for shares in ([[first, first]], [[second, first], [first]]):
+        with pytest.raises(PublishFailed, match="name='t0' was given twice"):
+            _packing().plan(shares)
     with pytest.raises(PublishFailed, match="no tensor to publish"):
-        _filler(GatheredTensors([]), Staging(DeviceBuffer(CPU)))
-    assert source.num_read == 0
+        _packing().plan([[], []])

@@ -16,7 +16,7 @@ from fakes.interrupted_tensors import InterruptedTensors
 from fakes.local_tensors import LocalTensors
 from fakes.lying_server import PATHS
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.transports.process_group import Rendezvous, join_group
+from outloop.engine.publish.process_group import Rendezvous, join_group
 
 TINY_BUCKET_MB = 0.05
 SHORT_S = 9.0

@@ -14,15 +14,20 @@ from fakes.local_tensors import LocalTensors
 from pathlib import Path
 from outloop.buffer.errors import PublishFailed
 from outloop.engine.publish.transports.disk import Disk
-from outloop.engine.publish.buckets.staging import SharedBuffer
+from outloop.engine.publish.buckets.plan import ALIGNMENT
+from outloop.engine.publish.buckets.staging import DeviceBuffer, SharedBuffer, Staging
+from outloop.engine.publish.sending.ranks import OwnRank
+from outloop.engine.publish.sending.sending_rank import Packing, SendingRank
 
 tensors = {f"t{index}": torch.zeros(50_000) for index in range(4)}
 # The kernel refuses to let any file grow beyond this, as a full disk would.
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 try:
     if sys.argv[1] == "disk":
-        disk = Disk(Path(sys.argv[3]), bucket_bytes=300_000, dtype=torch.float32)
-        disk.prepare(LocalTensors(tensors), None, {})
+        packing = Packing(bucket_bytes=300_000, dtype=torch.float32, alignment=ALIGNMENT)
+        staging = Staging(DeviceBuffer(torch.device("cpu")))
+        own = OwnRank(lambda reader: SendingRank(reader, packing, staging))
+        Disk(Path(sys.argv[3]), packing, own).prepare(LocalTensors(tensors), None, [])
     else:
         SharedBuffer().reserve(800_000)
 except PublishFailed as error:

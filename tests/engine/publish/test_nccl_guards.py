@@ -16,11 +16,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from fakes.local_tensors import LocalTensors
 from outloop.buffer.errors import PublishFailed
-from outloop.engine.publish.buckets.pipeline import Filled
-from outloop.engine.publish.buckets.plan import PACKED, TensorSpec, plan_buckets
+from outloop.engine.publish.buckets.plan import PACKED, TensorSpec
+from outloop.engine.publish.buckets.staging import DeviceBuffer, Staging
+from outloop.engine.publish.process_group import Rendezvous, join_group
+from outloop.engine.publish.sending.orders import Begin, Fill
+from outloop.engine.publish.sending.ranks import OrderedRanks, OwnRank
+from outloop.engine.publish.sending.sending_rank import Packing, SendingRank, ShareReader
+from outloop.engine.publish.transports.base import Outgoing
 from outloop.engine.publish.transports.broadcast import GroupSender
-from outloop.engine.publish.transports.process_group import Rendezvous, join_group
 
 GUARDS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
@@ -156,16 +161,28 @@ def stuck() -> Iterator[_Stuck]:
 @pytest.fixture
 def send(stuck: _Stuck) -> Iterator[Any]:
     """`send(servers, backend)`: one bucket of 16 bytes over that group, from join to finish."""
+    spec = TensorSpec(name="t", shape=(4,), dtype=torch.float32)
+    packing = Packing(bucket_bytes=64, dtype=torch.float32, alignment=PACKED)
     senders: list[GroupSender] = []
 
     def run(servers: Any, backend: Any) -> None:
         group: Any = stuck
-        sender = GroupSender(host="127.0.0.1", backend=backend, join=lambda *_, **__: group)
+
+        def make(reader: ShareReader) -> SendingRank:
+            staging = Staging(DeviceBuffer(torch.device("cpu")))
+            return SendingRank(
+                reader, packing, staging, backend=backend, join=lambda *_, **__: group
+            )
+
+        source = LocalTensors({spec.name: torch.zeros(4)})
+        ranks = OrderedRanks(OwnRank(make).reading(source), "collective")
+        sender = GroupSender(host="127.0.0.1", backend=backend)
         senders.append(sender)
-        sender.connect(servers)
-        spec = TensorSpec(name="t", shape=(4,), dtype=torch.float32)
-        (bucket,) = plan_buckets([spec], 64, PACKED)
-        sender.start(servers, Filled(torch.zeros(16, dtype=torch.uint8), bucket))
+        ranks.all(Begin(()))
+        ranks.all(Fill(0))
+        sender.connect(servers, ranks)
+        ((bucket,),) = packing.plan(ranks.shares)
+        sender.start(servers, Outgoing(0, 0, bucket))
         sender.finish(servers)
 
     yield run

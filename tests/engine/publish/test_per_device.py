@@ -83,7 +83,7 @@ def publish(
             transport = PerDevice(
                 bucket_bytes=BUCKET_BYTES, dtype=torch.float32, num_ranks=len(gpus_of_servers[0])
             )
-            transport.prepare(source, fanout, {})
+            transport.prepare(source, fanout, [])
             sent = transport.send(fanout)
             transport.end()
             results = fanout.results

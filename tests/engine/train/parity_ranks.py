@@ -246,6 +246,7 @@ def _valued(
         name: ScoredEpisode(
             episode_id=name,
             reward=float(int(name[1:]) % 3),
+            outcome="truncated" if int(name[1:]) % 2 else "completed",
             is_truncated=int(name[1:]) % 2 == 1,
             turns=(turn, turn),
         )
@@ -256,7 +257,7 @@ def _valued(
     values, behind = values_of(
         model,
         batch,
-        cut_rows=cut_rows(batch, credit),
+        cut_rows=cut_rows(batch, credit, WITH_CRITIC.critic),
         max_tokens=64,
         on_microbatch=lambda: None,
         head=head,

@@ -40,12 +40,14 @@ FOLDER = Path(sys.argv[1])
 MARK = CheckpointMark(fence=1, group_ids=(), next_slot=0, policy_version=0)
 
 
-class ShardsOnAFullDisk(Shards):
-    """Finds a full disk while a file "full" lies in the folder."""
+class ShardsOnABadDisk(Shards):
+    """Finds a full disk while a file "full" lies in the folder; waits while a file "held" does."""
 
     def write(self) -> Any:
         if (FOLDER / "full").exists():
             raise OSError(28, "No space left on device")
+        while (FOLDER / "held").exists():
+            time.sleep(0.05)
         return super().write()
 
 
@@ -139,19 +141,24 @@ def steps(ranks: RankController) -> dict[str, Any]:
 
 
 def saves(ranks: RankController) -> dict[str, Any]:
-    """A checkpoint that rank 1 cannot write, then one that it can."""
-    (FOLDER / "full").touch()
-    saving = ranks.run(RankWorker.save, step=5, mark=MARK, reference_hash="")
-    assert saving.wait(60.0)
-    failure = ""
-    try:
-        saving.result()
-    except CheckpointFailed as error:
-        failure = str(error)
-    (FOLDER / "full").unlink()
+    """Checkpoints that rank 1 cannot write, does not write in time, and can write."""
+    found = {}
+    for step, obstacle in ((4, "full"), (5, "held")):
+        (FOLDER / obstacle).touch()
+        saving = ranks.run(RankWorker.save, step=step, mark=MARK, reference_hash="")
+        if obstacle == "held":
+            assert not saving.wait(0.5)
+            saving.give_up_missing()
+        # Well before trainer.rank_timeout_s.
+        assert saving.wait(10.0)
+        try:
+            saving.result()
+        except CheckpointFailed as error:
+            found[obstacle] = str(error)
+        (FOLDER / obstacle).unlink()
     saving = ranks.run(RankWorker.save, step=6, mark=MARK, reference_hash="")
     assert saving.wait(60.0)
-    return {"failure": failure, "path": str(saving.result())}
+    return {**found, "path": str(saving.result())}
 
 
 def hang(ranks: RankController) -> dict[str, Any]:
@@ -169,7 +176,7 @@ def run_ranks() -> None:
     """The script, or following it."""
     make_worker = RankWorker
     if RANK == 1:
-        make_worker = functools.partial(StoppingWorker, make_shards=ShardsOnAFullDisk)
+        make_worker = functools.partial(StoppingWorker, make_shards=ShardsOnABadDisk)
     stays, travels = (load_run(FOLDER / name) for name in ("stays", "travels"))
     results: dict[str, Any] = {}
     with ExitStack() as stack:

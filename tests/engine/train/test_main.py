@@ -40,6 +40,20 @@ def test_impossible_settings_are_refused(sections: dict[str, Any], sentence: str
         check_settings(Settings(**({"model": {"path": "m"}} | sections)))
 
 
+@pytest.mark.parametrize("setting", ["server.start_timeout_s", "publish.phase_timeout_s"])
+def test_ranks_wait_for_longer_than_one_of_them_waits_for_servers(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise they would end while it waits."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    section, name = setting.split(".")
+    tree: dict[str, Any] = {"model": {"path": "m"}, section: {name: 50.0}}
+    others = {"server": {"start_timeout_s": 1.0}, "publish": {"phase_timeout_s": 1.0}}
+    tree = others | tree | {"trainer": {"num_ranks": 2, "rank_timeout_s": 50.0}}
+    with pytest.raises(SettingsError, match=rf"rank_timeout_s=50\.0 does not exceed {setting}"):
+        check_settings(Settings(**tree))
+
+
 def test_the_defaults_are_accepted(tiny_folder: Callable[..., Path]) -> None:
     """On a machine without CUDA."""
     check_settings(Settings(model={"path": tiny_folder()}))

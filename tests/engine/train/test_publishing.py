@@ -14,10 +14,10 @@ from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import Settings
 from outloop.engine.publish.tensor_source import TensorSource
-from outloop.engine.publish.weights_copy import WeightsCopy
 from outloop.engine.train.debug.recorded_groups import NoPublish
 from outloop.engine.train.publishing import PublishingBeside
 from outloop.engine.train.ranks.controller import RankController
+from outloop.engine.train.ranks.copied_weights import CopiedWeights
 
 WAIT_S = 20.0
 
@@ -84,7 +84,7 @@ def beside(
     run = create_run(Settings(model={"path": tiny_folder()}), tmp_path / "run", "unix:///nowhere")
     ranks, registry = make_ranks(run, num_updates=1), Registry()
     publisher = GatedPublisher(registry)
-    copy = WeightsCopy(torch.float32, is_probed=True)
+    copy = CopiedWeights(ranks, is_probed=True)
     made = PublishingBeside(ranks, registry, publisher, lambda sentence: None, copy=copy)
     yield made, publisher, registry, ranks
     publisher.may_go_on.set()

@@ -115,8 +115,9 @@ def test_an_update_that_several_ranks_refuse_names_its_episode(results: dict[str
 @pytest.mark.timeout(300)
 def test_one_rank_that_cannot_write_fails_the_checkpoint(results: dict[str, Any]) -> None:
     """Rank 0 raises its sentence, nothing appears under the name, and the next one is whole."""
-    assert "rank 1 could not write its shards" in results["saves"]["failure"]
-    assert "No space left" in results["saves"]["failure"]
+    assert "rank 1 could not write its shards" in results["saves"]["full"]
+    assert "No space left" in results["saves"]["full"]
+    assert "the shards of trainer rank 1 are missing" in results["saves"]["held"]
     found = latest_checkpoint(results["folder"] / "travels" / "checkpoints")
     assert found is not None
     assert found.step == 6

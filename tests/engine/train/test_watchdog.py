@@ -254,8 +254,28 @@ def test_a_rank_that_waits_in_vain_names_whom_and_where(two: tuple[Watchdog, Wat
 
 def test_a_rank_that_is_gone_is_named(two: tuple[Watchdog, Watchdog]) -> None:
     """A connection that breaks without a word: the run may be started again."""
+    assert not two[0].has_lost_rank
     with pytest.raises(RankKilled, match=r"rank 0 lost another rank .*rank 1 \(not started"):
         fail_in(two[0], "update", gone())
+    assert two[0].has_lost_rank
+
+
+def test_a_store_that_went_with_rank_0_is_a_lost_rank(tmp_path: Path) -> None:
+    """Where torchrun shares no store, rank 0 has it; the others end, to be started again."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    watchdog = Watchdog(
+        tmp_path, rank=1, num_ranks=2, hang_timeout_s=60.0, store=client, beat_s=0.0
+    )
+    try:
+        del server
+        with pytest.raises(RankKilled, match=r"rank 1 lost the store .*'update'.*started again"):
+            fail_in(watchdog, "update", gone())
+        assert watchdog.has_lost_rank
+        with pytest.raises(RankKilled, match=r"rank 1 lost the store .*'save'"):
+            fail_in(watchdog, "save", ValueError("it is not entered"))
+    finally:
+        watchdog.close()
 
 
 def test_the_sentence_of_the_rank_that_failed_first_is_reported(

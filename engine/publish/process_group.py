@@ -1,7 +1,7 @@
-"""A process group beside the default one, which publisher and servers join.
+"""A process group beside the default one, which a trainer rank and servers join.
 
 Joining and broadcasting end by their deadline. Keys and ranks are those of SGLang's
-init_custom_process_group, so that its servers and ours are members alike. Rank 0 is the publisher.
+init_custom_process_group, so that its servers and ours are members alike. Rank 0 sends.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 """What torch reads when it makes a group, and only then: the trainer's own groups keep theirs."""
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The network that gloo takes, in SGLang too; a name of this machine may lead to another."""
 _NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 """Seconds, read once in a process: how long calls of communicators that do not block may take."""
 
@@ -192,7 +194,11 @@ def _join_gloo(store: Store, rank: int, world_size: int, timeout: timedelta, add
     gloo = gloo_type._Options()
     gloo._timeout = timeout
     gloo._threads = _NUM_GLOO_THREADS
-    gloo._devices = [gloo_type.create_device(hostname=address)]
+    interface = os.environ.get(_INTERFACE)
+    if interface and address != _LOCAL_ADDRESS:
+        gloo._devices = [gloo_type.create_device(interface=interface)]
+    else:
+        gloo._devices = [gloo_type.create_device(hostname=address)]
     return gloo_type(store, rank, world_size, gloo)
 
 
@@ -244,11 +250,23 @@ def _store_prefix(name: str, backend: Backend) -> str:
 
 
 def _own_address(host: str, rank: int) -> str:
-    """What the other members connect to: for rank 0 the rendezvous' own address."""
-    if rank == 0:
-        return host
+    """What the other members connect to: for rank 0, where it is on the rendezvous' machine, that
+    one's address."""
     try:
         is_local = ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_local = host == "localhost"
-    return _LOCAL_ADDRESS if is_local else socket.gethostname()
+    if is_local:
+        return _LOCAL_ADDRESS
+    if rank == 0 and _is_own(host):
+        return host
+    return socket.gethostname()
+
+
+def _is_own(host: str) -> bool:
+    """Whether `host` is an address of this machine."""
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError:
+        return False
+    return True
