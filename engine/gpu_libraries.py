@@ -12,32 +12,22 @@ from pathlib import Path
 import msgspec
 
 from outloop.buffer.records import Libraries
+from outloop.engine import gpu_library_probe
+from outloop.engine.gpu_library_probe import MARK, releases
 
-_MARK = "OUTLOOP-LIBRARIES "
-_ASK = f"""
-import json, torch
-cuda = torch.version.cuda or ""
-nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else ""
-print({_MARK!r} + json.dumps(dict(torch=torch.__version__, cuda=cuda, nccl=nccl)))
-"""
 _ASK_TIMEOUT_S = 120.0
 
 
 def own_libraries() -> Libraries:
     """What this process has loaded."""
-    # Only processes that compute call this; the launcher asks others and stays without torch.
-    import torch
-
-    cuda = torch.version.cuda or ""
-    nccl = ".".join(str(number) for number in torch.cuda.nccl.version()) if cuda else ""
-    return Libraries(torch=str(torch.__version__), cuda=cuda, nccl=nccl)
+    return Libraries(**releases())
 
 
 def libraries_of(python: Path) -> Libraries:
     """What torch loads under an interpreter; nothing is known of one that cannot be asked."""
     try:
         answer = subprocess.run(
-            [str(python), "-c", _ASK],
+            [str(python), gpu_library_probe.__file__],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -47,8 +37,8 @@ def libraries_of(python: Path) -> Libraries:
     except (OSError, subprocess.TimeoutExpired):
         return Libraries()
     for line in answer.stdout.splitlines():
-        if line.startswith(_MARK):
-            return msgspec.convert(json.loads(line.removeprefix(_MARK)), Libraries)
+        if line.startswith(MARK):
+            return msgspec.convert(json.loads(line.removeprefix(MARK)), Libraries)
     return Libraries()
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _QUERY = (
-    "--query-gpu=index,uuid,name,memory.total,compute_cap",
+    "--query-gpu=index,uuid,name,memory.total,compute_cap,pci.bus_id",
     "--format=csv,noheader,nounits",
 )
 _QUERY_TIMEOUT_S = 30.0
@@ -25,6 +25,8 @@ class Gpu:
     memory_mb: int = 0
     generation: int | None = None
     """The first number of its compute capability: 8 Ampere, 9 Hopper, 10 and up Blackwell."""
+    pci: str = ""
+    """Its address on the bus as the kernel writes it, 0000:3b:00.0; empty where not known."""
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -57,9 +59,16 @@ def list_gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
                 size = int(memory) if memory.isdecimal() else 0
                 major = rest[0].partition(".")[0] if rest else ""
                 generation = int(major) if major.isdecimal() else None
-                gpu = Gpu(id=uuid, name=name, memory_mb=size, generation=generation)
+                pci = _kernel_address(rest[1]) if len(rest) > 1 else ""
+                gpu = Gpu(id=uuid, name=name, memory_mb=size, generation=generation, pci=pci)
                 found.append((index, gpu))
     if VISIBLE not in environment:
         return tuple(gpu for _, gpu in found)
     by_name = dict(found) | {gpu.id: gpu for _, gpu in found}
     return tuple(by_name.get(name, Gpu(id=name)) for name in visible_gpus(environment))
+
+
+def _kernel_address(bus_id: str) -> str:
+    """The driver writes 00000000:3B:00.0, the kernel 0000:3b:00.0."""
+    domain, _, rest = bus_id.strip().lower().partition(":")
+    return f"{domain[-4:]}:{rest}" if rest else ""

@@ -231,7 +231,7 @@ def _member(how: str, port: int, num_bytes: int, pipe: Any) -> None:
     content = torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE)
     receive: Callable[[], None]
     if how == "ours":
-        from outloop.engine.publish.transports.process_group import join_group
+        from outloop.engine.publish.process_group import join_group
 
         pipe.send("ready")
         group = join_group(
@@ -270,7 +270,7 @@ def _member(how: str, port: int, num_bytes: int, pipe: Any) -> None:
 
 
 def _group_of_two(how: str, *, timeout_s: float = 60.0) -> tuple[Any, Any, Any, Any]:
-    from outloop.engine.publish.transports.process_group import Rendezvous, join_group
+    from outloop.engine.publish.process_group import Rendezvous, join_group
 
     os.environ.update(NCCL_ENVIRONMENT, NCCL_HOSTID="trainer")
     context = multiprocessing.get_context("spawn")
@@ -367,7 +367,7 @@ def _expect_an_end(made: Any, *, timeout_s: float, what: str) -> None:
 
 
 def _expect_a_close(made: Any) -> None:
-    from outloop.engine.publish.transports.process_group import in_thread
+    from outloop.engine.publish.process_group import in_thread
 
     began_at = time.monotonic()
     closing = in_thread(made.close)

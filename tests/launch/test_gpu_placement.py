@@ -173,10 +173,13 @@ def test_the_generation_is_what_the_driver_says(
 ) -> None:
     """By the compute capability; not known where the driver does not say."""
     program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho '0, GPU-aa, NVIDIA H100, 81559, {answer}'\n")
+    program.write_text(
+        f"#!/bin/sh\necho '0, GPU-aa, NVIDIA H100, 81559, {answer}, 00000000:3B:00.0'\n"
+    )
     program.chmod(0o755)
     (gpu,) = list_gpus({"PATH": str(tmp_path)})
     assert (gpu.id, gpu.memory_mb, gpu.generation) == ("GPU-aa", 81559, generation)
+    assert gpu.pci == "0000:3b:00.0"
 
 
 def test_gpus_are_those_that_this_process_sees(driver: dict[str, str]) -> None:

@@ -19,6 +19,7 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Libraries
 from outloop.buffer.settings import Settings
 from outloop.engine.gpu_libraries import libraries_of, own_libraries
+from outloop.engine.gpu_library_probe import release_in
 from outloop.engine.launch.doctor import examine
 from outloop.engine.launch.nccl_release import check_nccl
 
@@ -71,6 +72,22 @@ def test_another_release_is_refused_with_the_remedy(
     check_nccl(settings_of(python_with("")), trainer_python=ours)
     by_memory = settings_of(python_with("2 30 7"), transport="shared_memory")
     check_nccl(by_memory, trainer_python=ours)
+
+
+def test_a_release_is_that_of_the_loaded_library() -> None:
+    """Not what torch was compiled with: nvidia-nccl-cu13 is replaced beneath it."""
+
+    class Library:
+        def __init__(self, code: int, status: int = 0) -> None:
+            self._code, self._status = code, status
+
+        def ncclGetVersion(self, out: Any) -> int:  # noqa: N802 - NCCL's name
+            out[0] = self._code
+            return self._status
+
+    assert release_in(Library(23007)) == "2.30.7"
+    assert release_in(Library(22100)) == "2.21.0"
+    assert release_in(Library(23007, status=3)) == ""
 
 
 def test_doctor_says_who_sits_where_and_which_nccl(

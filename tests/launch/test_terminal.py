@@ -11,6 +11,8 @@ import pytest
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import load_settings, trace_settings
 from outloop.engine.launch.console import sparkline, time_left
+from outloop.engine.models.random_init import Sizes, write_policy
+from outloop.project.write import write_project
 
 
 def outloop(*arguments: str, cwd: Path, text: str = "", **environment: str) -> str:
@@ -116,6 +118,37 @@ def test_init_writes_a_folder_whose_settings_hold(tmp_path: Path) -> None:
     )  # fmt: skip
     assert again.returncode == 2
     assert "not empty" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "learning_rate", "lengths"),
+    [
+        ("Qwen/Qwen3-0.6B", "bfloat16", 1e-6, (4096, 2048)),
+        ("Qwen/Qwen3-8B", "bfloat16", 1e-6, (8192, 4096)),
+        ("tiny", "float32", 1e-3, (64, 32)),
+    ],
+)
+def test_init_goes_by_the_models_size(
+    tmp_path: Path, policy: str, dtype: str, learning_rate: float, lengths: tuple[int, int]
+) -> None:
+    """Dtype of trainer and servers, learning rate, and lengths that the model knows."""
+    if policy == "tiny":
+        sizes = Sizes(max_context_tokens=64)
+        write_policy(tmp_path / policy, 0, (), sizes)
+        policy = str(tmp_path / policy)
+    write_project(tmp_path / "mine", agent="function", policy=policy)
+    settings = load_settings(tmp_path / "mine" / "run.toml")
+    assert (settings.trainer.dtype, settings.server.dtype) == (dtype, dtype)
+    assert settings.trainer.learning_rate == learning_rate
+    assert (settings.model.max_context_tokens, settings.sampling.max_new_tokens) == lengths
+
+
+def test_init_refuses_a_folder_without_a_model(tmp_path: Path) -> None:
+    """A sentence, and nothing is written."""
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SettingsError, match=r"config\.json cannot be read"):
+        write_project(tmp_path / "mine", agent="function", policy=str(tmp_path / "empty"))
+    assert not (tmp_path / "mine").exists()
 
 
 @pytest.mark.e2e

@@ -13,9 +13,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from outloop.buffer.errors import RANK_KILLED_EXIT_CODE, SETTINGS_EXIT_CODE, SettingsError
+from outloop.buffer.redis.client import ports_of
 from outloop.buffer.settings import Settings
 from outloop.buffer.settings.deploy import Part
 from outloop.engine.launch.deploy.files import as_yaml
@@ -515,11 +515,9 @@ class _Manifests:
         router, server = _port(ROUTER_PORT), _port(SERVER_PORT)
         weights = self.settings.publish.transport == "collective"
         to_redis: Tree = {"to": [self._peer("redis")], "ports": [redis]}
-        if not self.has_redis:
+        if (url := self.settings.buffer.redis_url) is not None:
             # Its name is in the settings; which addresses that means is not known here.
-            to_redis = {
-                "ports": [_port(urlsplit(self.settings.buffer.redis_url).port or REDIS_PORT)]
-            }
+            to_redis = {"ports": [_port(port) for port in ports_of(url)]}
         dns = {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
         # The group of a broadcast and the ranks' own connections take any free port.
         to_trainer: list[Tree] = [{"to": [self._peer("trainer")]}] if weights else []

@@ -312,6 +312,7 @@ class Plan:
     def __init__(self, inputs: Inputs, *, folder: Path = Path(), lengths: Episodes | None = None):
         """`lengths`: of a run, in place of [episodes]; `folder`: of a relative model.config."""
         self.inputs = inputs
+        self._folder = folder
         self.model = inputs.model.shape(folder) if inputs.model else None
         self.episodes = lengths or self._episodes()
         self._sampled_tokens = _lengths(inputs.episodes.tokens).mean()
@@ -334,6 +335,12 @@ class Plan:
             lost_share=given.lost_share,
             recovery_s=given.recovery_s,
         )
+
+    def with_places(self, places: int) -> Plan:
+        """The same with so many episodes at once, over all runners."""
+        loop = self.inputs.loop.model_copy(update={"max_concurrent_episodes": places})
+        inputs = self.inputs.model_copy(update={"loop": loop})
+        return Plan(inputs, folder=self._folder, lengths=self.episodes)
 
     def layout(self, trainer_gpus: int) -> Layout:
         """How so many ranks share the model."""

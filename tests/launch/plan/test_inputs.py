@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.settings import Settings
+from outloop.buffer.settings import Settings, build_settings
 from outloop.buffer.store.ledger import Ledger, LedgerColumn
 from outloop.cli import cli
 from outloop.engine.launch.plan.inputs import (
@@ -80,6 +80,28 @@ def test_a_plan_of_nothing_is_refused() -> None:
     shown = CliRunner().invoke(cli, ["plan"])
     assert isinstance(shown.exception, SettingsError)
     assert "give a file of times, or --run" in str(shown.exception)
+
+
+def test_more_runners_than_the_run_had() -> None:
+    """Twice the places, where places are the limit: twice as fast; only with --run."""
+    shown = CliRunner().invoke(cli, ["plan", "FILE", "--runners", "2"])
+    assert isinstance(shown.exception, SettingsError)
+    assert "--runners=2 goes with --run" in str(shown.exception)
+    settings = build_settings(
+        {
+            "model": {"path": "m"},
+            "env": {"max_concurrent_episodes": 4},
+            "buffer": {"group_size": 4, "max_staleness": 4},
+            "trainer": {"groups_per_step": 8},
+        },
+        source="test",
+    )
+    tree = measured_tree(settings, rows(4), ledger(40), source="run")
+    made = plan_of(tree, source="run", lengths=measured_lengths(ledger(40), source="run"))
+    twice = made.with_places(8)
+    assert twice.scenario().places == 8
+    ratio = simulate(twice.scenario()).steps_per_hour / simulate(made.scenario()).steps_per_hour
+    assert ratio == pytest.approx(2.0, abs=0.1)
 
 
 def rows(number: int) -> list[dict[str, float]]:
