@@ -16,6 +16,8 @@ from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.redis.client import of_run
+from outloop.buffer.redis.keys import hash_tag
 from outloop.buffer.settings import Settings, build_settings, digest_of
 from outloop.buffer.settings.buffer import BufferSettings, holds_password
 
@@ -50,7 +52,8 @@ class Run:
     dir: Path
     settings: Settings
     redis_url: str = field(repr=False)
-    """redis://host:port/db or unix:///path/to/socket, with the password and the files of TLS."""
+    """redis://host:port/db or unix:///path/to/socket, with the password and the files of TLS; of a
+    cluster with the hash tag of the run's keys."""
     keys: RunKeys = field(repr=False)
 
     @property
@@ -104,7 +107,7 @@ def create_run(settings: Settings, run_dir: Path, redis_url: str) -> Run:
         run_id=run_id,
         dir=run_dir,
         settings=settings,
-        redis_url=access,
+        redis_url=of_run(access, hash_tag(run_id)),
         keys=keys,
     )
 
@@ -190,7 +193,9 @@ def load_run(run_dir: Path) -> Run:
         run_id=facts["run_id"],
         dir=run_dir,
         settings=settings,
-        redis_url=with_access(facts["redis_url"], settings.buffer),
+        redis_url=of_run(
+            with_access(facts["redis_url"], settings.buffer), hash_tag(facts["run_id"])
+        ),
         keys=RunKeys(**json.loads(read_secret(keys_path, "run.keys_file"))),
     )
 

@@ -7,10 +7,11 @@ nothing.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, get_args
 
 import msgspec
@@ -51,17 +52,7 @@ from outloop.buffer.store.sft import put_async
 from outloop.buffer.tasks.durations import Candidate, longest_first, prompt_size, read_mean
 from outloop.buffer.tasks.mixture import Mixture, TaskSource
 from outloop.buffer.tasks.source_weights import encode_sources, encode_weights, load_mixture
-from outloop.buffer.tasks.validation import (
-    check_id,
-    check_sources,
-    deadline_of,
-    encode_priorities,
-    encode_suites,
-    encode_tasks,
-    refuse_cut,
-    refuse_overlap,
-    tasks_digest,
-)
+from outloop.buffer.tasks.validation import check_id, check_tasks, deadline_of
 
 _CLAIM_MEMORY_MS = 600_000
 _MAX_CLAIM_COUNT, _TASKS_PER_COMMAND, _CACHED_TASKS = 4096, 512, 8192
@@ -125,6 +116,7 @@ class BufferWriter:
         """Fix the run's tasks; the same tasks again change nothing.
 
         Args:
+            tasks: read several times; those of a list that makes them when asked need no memory.
             sources: the sources of `tasks`, one after the other; left out: there is one.
             suites: of which `eval_tasks` consist, in order: name and number of tasks; left out:
                 all are "validation".
@@ -136,29 +128,32 @@ class BufferWriter:
                 evaluation task, or its deadline is later than its group's.
         """
         suites = {"validation": len(eval_tasks)} if suites is None else suites
-        encoded = [encode_tasks(tasks, "tasks"), *encode_suites(eval_tasks, suites)]
-        refuse_overlap(tasks, eval_tasks)
-        refuse_cut(tasks, self._run.settings)
         what = "registering tasks"
         sources = sources or (TaskSource("tasks", len(tasks)),)
-        check_sources(sources, len(tasks))
-        weights = encode_weights([source.weight for source in sources])
-        priorities = encode_priorities(tasks, sources)
-        arguments = (tasks_digest(encoded, priorities), len(tasks), len(eval_tasks))
-        window = self._run.settings.buffer.priority_window
-        suites_text = " ".join(f"{name} {number}" for name, number in suites.items())
-        tail = (encode_sources(sources), weights, suites_text, priorities, window)
+        # Millions of tasks take seconds, in which the loop goes on.
+        settings = self._run.settings
+        checked = await asyncio.to_thread(check_tasks, tasks, eval_tasks, sources, suites, settings)
+        arguments = (checked.digest, len(tasks), len(eval_tasks))
+        tail = (
+            encode_sources(sources),
+            encode_weights([source.weight for source in sources]),
+            " ".join(f"{name} {number}" for name, number in suites.items()),
+            checked.priorities,
+            settings.buffer.priority_window,
+        )
         (complete,) = await self._scripts.call(
             "register_tasks", *arguments, "begin", *tail, what=what
         )
         if complete:
             return
-        for name, records in (("tasks", encoded[0]), ("eval_tasks", list(chain(*encoded[1:])))):
-            for start in range(0, len(records), _TASKS_PER_COMMAND):
-                chunk = enumerate(records[start : start + _TASKS_PER_COMMAND], start)
-                fields: Any = {str(index): record for index, record in chunk}
+        for name, records in (
+            ("tasks", map(records_codec.encode_task, tasks)),
+            ("eval_tasks", checked.held_out),
+        ):
+            numbered = enumerate(records)
+            while fields := list(chain.from_iterable(islice(numbered, _TASKS_PER_COMMAND))):
                 with translated(what):
-                    await self._client.hset(self._key(name), mapping=fields)
+                    await self._client.execute_command("HSET", self._key(name), *fields)
         await self._scripts.call("register_tasks", *arguments, "commit", *tail, what=what)
 
     async def claim(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import redis
 import redis.asyncio
@@ -24,6 +24,8 @@ from outloop.buffer.errors import (
     SettingsError,
     WritesRefused,
 )
+from outloop.buffer.redis.cluster import connect_owner, connect_owner_async
+from outloop.buffer.redis.primary import AsyncPrimaryConnection, PrimaryConnection
 from outloop.buffer.redis.refused_writes import refused_write
 
 SOCKET_TIMEOUT_S = 30.0
@@ -32,10 +34,12 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64
 """Per process and event loop; further commands wait for a free connection."""
 MAX_SENTINEL_CONNECTIONS = 1024
-"""The same where sentinels name the primary; further commands fail."""
+"""The same where sentinels or a cluster name the primary; further commands fail."""
 _POLL_S = 0.005
 SENTINEL_SCHEME = "sentinel://"
+CLUSTER_SCHEME = "redis+cluster://"
 _SENTINEL_PORT = 26379
+_REDIS_PORT = 6379
 _SENTINEL_OPTIONS = {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}
 """A sentinel that is away must not hold up the others' answers."""
 
@@ -47,8 +51,8 @@ def connect_sync(
     retry: Retry | None = None,
     on_connect: Callable[[Any], None] | None = None,
 ) -> redis.Redis:
-    """A blocking client for `url` (redis://, rediss://, unix:// or sentinel://); connects at the
-    first command.
+    """A blocking client for `url` (redis://, rediss://, unix://, sentinel:// or redis+cluster://);
+    connects at the first command.
 
     Args:
         timeout_s: longest wait for the answer to one command.
@@ -62,7 +66,11 @@ def connect_sync(
     if url.startswith(SENTINEL_SCHEME):
         sentinels, group, options = _read_sentinel_url(url, timeout_s)
         manager = redis.Sentinel(sentinels, sentinel_kwargs=_SENTINEL_OPTIONS, **options)
-        return manager.master_for(group, redis_class=_SentinelRedis, **again)
+        kinds: Any = {"redis_class": _SentinelRedis, "connection_class": PrimaryConnection}
+        return manager.master_for(group, **kinds, **again)
+    if url.startswith(CLUSTER_SCHEME):
+        nodes, tag, access = _read_cluster_url(url)
+        return connect_owner(nodes, tag, access, **_primary_options(timeout_s), **again)
     try:
         pool = redis.BlockingConnectionPool.from_url(url, **again, **_options(timeout_s))
     except ValueError as error:
@@ -79,8 +87,15 @@ def connect_async(url: str, *, timeout_s: float = SOCKET_TIMEOUT_S) -> redis.asy
     if url.startswith(SENTINEL_SCHEME):
         sentinels, group, options = _read_sentinel_url(url, timeout_s)
         manager = redis.asyncio.Sentinel(sentinels, sentinel_kwargs=_SENTINEL_OPTIONS, **options)
-        return manager.master_for(
-            group, redis_class=_AsyncSentinelRedis, retry=AsyncRetry(NoBackoff(), 0)
+        kinds: Any = {
+            "redis_class": _AsyncSentinelRedis,
+            "connection_class": AsyncPrimaryConnection,
+        }
+        return manager.master_for(group, **kinds, retry=AsyncRetry(NoBackoff(), 0))
+    if url.startswith(CLUSTER_SCHEME):
+        nodes, tag, access = _read_cluster_url(url)
+        return connect_owner_async(
+            nodes, tag, access, retry=AsyncRetry(NoBackoff(), 0), **_primary_options(timeout_s)
         )
     try:
         pool = redis.asyncio.BlockingConnectionPool.from_url(
@@ -112,33 +127,75 @@ class _AsyncSentinelRedis(redis.asyncio.Redis):
         await pool.sentinel_manager.aclose()
 
 
+def of_run(url: str, tag: str) -> str:
+    """`url`, of a cluster with the hash tag of the run's keys, by which its primary is found."""
+    if not url.startswith(CLUSTER_SCHEME):
+        return url
+    return f"{url.partition('?')[0]}?tag={quote(tag, safe='')}"
+
+
+def ports_of(url: str) -> list[int]:
+    """The ports that `url` names, each once; of a cluster's other nodes it says nothing."""
+    if url.startswith(SENTINEL_SCHEME):
+        return sorted({_REDIS_PORT, *(port for _, port in _read_hosts(url, _SENTINEL_PORT))})
+    return sorted({port for _, port in _read_hosts(url, _REDIS_PORT)})
+
+
+def _read_hosts(url: str, default_port: int) -> list[tuple[str, int]]:
+    """The hosts of a URL that may name several.
+
+    Raises:
+        SettingsError: it cannot be read.
+    """
+    hosts = []
+    try:
+        for host in urlsplit(url).netloc.rpartition("@")[2].split(","):
+            name, colon, port = host.rpartition(":")
+            hosts.append((name, int(port)) if colon else (port, default_port))
+        if not all(name for name, _ in hosts):
+            raise ValueError("a host is missing")
+    except ValueError as error:
+        raise _bad_url(url, error) from error
+    return hosts
+
+
+def _read_access(url: str) -> dict[str, str]:
+    """User and password."""
+    user, _, password = urlsplit(url).netloc.rpartition("@")[0].partition(":")
+    given = {"username": unquote(user), "password": unquote(password)}
+    return {name: word for name, word in given.items() if word}
+
+
 def _read_sentinel_url(
     url: str, timeout_s: float
 ) -> tuple[list[tuple[str, int]], str, dict[str, Any]]:
     """Addresses of the sentinels, the name of the group they watch, and options of its primary."""
-    parts = urlsplit(url)
-    access, _, hosts = parts.netloc.rpartition("@")
-    user, _, password = access.partition(":")
-    words = parts.path.strip("/").split("/")
+    sentinels = _read_hosts(url, _SENTINEL_PORT)
+    words = urlsplit(url).path.strip("/").split("/")
     try:
-        sentinels = []
-        for host in hosts.split(","):
-            name, colon, port = host.rpartition(":")
-            sentinels.append((name, int(port)) if colon else (port, _SENTINEL_PORT))
         group, database = words if len(words) == 2 else (*words, "0")
-        options = {**_options(timeout_s), "db": int(database)}
-        if not group or not all(name for name, _ in sentinels):
-            raise ValueError("a host or the name of the group is missing")
+        options = {**_primary_options(timeout_s), "db": int(database)}
+        if not group:
+            raise ValueError("the name of the group is missing")
     except ValueError as error:
         raise _bad_url(url, error) from error
-    # Its pool does not wait for a free connection.
+    return sentinels, group, options | _read_access(url)
+
+
+def _read_cluster_url(url: str) -> tuple[list[tuple[str, int]], str, dict[str, str]]:
+    """Addresses of some nodes, the hash tag whose primary is meant, user and password."""
+    parts = urlsplit(url)
+    if parts.path.strip("/") not in ("", "0"):
+        raise _bad_url(url, ValueError("a cluster has database 0 alone"))
+    tag = parse_qs(parts.query).get("tag", [""])[0]
+    return _read_hosts(url, _REDIS_PORT), tag, _read_access(url)
+
+
+def _primary_options(timeout_s: float) -> dict[str, Any]:
+    """As `_options`, for a pool that does not wait for a free connection."""
+    options = _options(timeout_s)
     del options["timeout"]
-    options["max_connections"] = MAX_SENTINEL_CONNECTIONS
-    if password:
-        options["password"] = unquote(password)
-    if user:
-        options["username"] = unquote(user)
-    return sentinels, group, options
+    return options | {"max_connections": MAX_SENTINEL_CONNECTIONS}
 
 
 def wait_for_redis(
@@ -223,6 +280,6 @@ def _bad_url(url: str, error: ValueError) -> SettingsError:
     # A URL may hold a password: only its scheme is repeated.
     return SettingsError(
         f"buffer.redis_url with scheme={url.partition(':')[0]!r} cannot be read ({error}); "
-        "redis://host:port/db, rediss://host:port/db, unix:///path/to/socket or "
-        "sentinel://host:port,host:port/group/db are allowed"
+        "redis://host:port/db, rediss://host:port/db, unix:///path/to/socket, "
+        "sentinel://host:port,host:port/group/db or redis+cluster://host:port,host:port are allowed"
     )

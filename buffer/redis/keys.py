@@ -24,9 +24,14 @@ class KeySpec:
     holds: str
 
 
+def hash_tag(run_id: str) -> str:
+    """What of a key decides which primary of a cluster has it: the same for all of a run."""
+    return f"{run_id}:{_SHARD}"
+
+
 def prefix(run_id: str) -> str:
     """The beginning of every key of the run."""
-    return f"{{{run_id}:{_SHARD}}}:"
+    return f"{{{hash_tag(run_id)}}}:"
 
 
 def key(run_id: str, name: str) -> str:

@@ -56,6 +56,13 @@ class RunSettings(_Section):
     tls_ca_file: Path | None = None
     """Certificates of the authorities by which the run's parts and its agents trust router and
     servers: parts set SSL_CERT_FILE to it, where the file is. None: those of the system."""
+    network_interface: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,14}$")
+    """Such as eth0: by which servers and trainer ranks reach each other, where a machine has
+    several. They set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to it, unless the environment has
+    them. None: NCCL and gloo choose."""
+    binds_numa: bool = False
+    """Each server and trainer rank runs on the cores beside its GPUs, and takes memory there, on
+    machines with several NUMA nodes. It was never measured, so it is off."""
 
 
 class ModelSettings(_Section):
@@ -242,8 +249,8 @@ class PublishSettings(_Section):
     probe_tolerance: float | None = Field(None, gt=0)
     """Mean difference of logprobs, nats; none: 0.03 in float32, 0.25 in bfloat16."""
     overlaps_training: bool = True
-    """true: where buffer.max_staleness allows it, the trainer copies its weights into memory (all,
-    in server.dtype, on rank 0) and trains on while they are published. false: it waits."""
+    """true: where buffer.max_staleness allows it, the trainer copies its weights into memory (in
+    server.dtype, each rank its share) and trains on while they are published. false: it waits."""
 
 
 class Settings(BaseSettings):

@@ -17,7 +17,8 @@ class BufferSettings(BaseModel):
 
     redis_url: str | None = None
     """None: start an embedded server in the run folder. sentinel://host:port,host:port/group/db:
-    the primary of the group that these Sentinels watch."""
+    the primary of the group that these Sentinels watch. redis+cluster://host:port,host:port: the
+    primary of a Redis Cluster that owns the run's keys."""
     min_replicas: int = Field(0, ge=0)
     """So many replicas have a record before it is acknowledged. 1: a primary that dies takes
     nothing with it that was acknowledged. 0: it may take the last records, and their episodes are

@@ -83,7 +83,7 @@ class ServerSettings(BaseModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the served weights."""
     tls_cert_file: Path | None = None
-    """A torch server speaks HTTPS with this certificate (PEM, its chain behind it), made for the
+    """Servers speak HTTPS with this certificate (PEM, its chain behind it), made for the
     address at which router and trainer reach it."""
     tls_key_file: Path | None = None
     """Its key, without a passphrase."""
@@ -125,11 +125,11 @@ class ServerSettings(BaseModel):
 
     def _refuse_tls(self) -> None:
         refuse_half_of_tls("server", self.tls_cert_file, self.tls_key_file)
-        if self.tls_cert_file is not None and (self.kind != "torch" or not self.num_servers):
+        if self.tls_cert_file is not None and not self.num_servers:
             raise ValueError(
-                f"server.tls_cert_file={str(self.tls_cert_file)!r} is for torch servers that the "
-                "run starts; leave it out, and keep SGLang's servers on a private network, or "
-                "attach to https:// addresses with server.urls"
+                f"server.tls_cert_file={str(self.tls_cert_file)!r} is for servers that the run "
+                "starts; leave it out, and give https:// addresses of servers that have one of "
+                "their own as server.urls"
             )
 
     @model_validator(mode="after")

@@ -6,7 +6,9 @@ The same tasks in the same order have the same digest in every process.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 
 import msgspec
 import numpy as np
@@ -34,20 +36,51 @@ def check_id(value: str, name: str) -> str:
     return value
 
 
-def encode_tasks(tasks: Iterable[Task], name: str) -> list[bytes]:
-    """Bytes of each task.
+@dataclass(frozen=True, slots=True)
+class CheckedTasks:
+    """What is known of a run's tasks once they were looked at."""
+
+    digest: str
+    priorities: bytes
+    """int32 by index; empty: all are equal."""
+    held_out: tuple[bytes, ...]
+    """Each evaluation task, suite after suite."""
+
+
+def check_tasks(
+    tasks: Sequence[Task],
+    eval_tasks: Sequence[Task],
+    sources: Sequence[TaskSource],
+    suites: Mapping[str, int],
+    settings: Settings,
+) -> CheckedTasks:
+    """Check a run's tasks; of the training tasks nothing but their ids is kept meanwhile.
+
+    Raises:
+        RecordError: names what is wrong.
+    """
+    held_out = encode_suites(eval_tasks, suites)
+    refuse_overlap(tasks, eval_tasks)
+    refuse_cut(tasks, settings)
+    check_sources(sources, len(tasks))
+    priorities = encode_priorities(tasks, sources)
+    trained = (len(tasks), encode_tasks(tasks, "tasks"))
+    digest = tasks_digest([trained, *((len(some), some) for some in held_out)], priorities)
+    return CheckedTasks(digest, priorities, tuple(chain.from_iterable(held_out)))
+
+
+def encode_tasks(tasks: Iterable[Task], name: str) -> Iterator[bytes]:
+    """Bytes of each task, one after the other.
 
     Raises:
         RecordError: an id is unusable or used twice, or a payload is not JSON-able.
     """
     seen: set[str] = set()
-    records = []
     for task in tasks:
         if check_id(task.task_id, f"{name}: task_id") in seen:
             raise RecordError(f"{name}: task_id={task.task_id!r} is used twice; ids must differ")
         seen.add(task.task_id)
-        records.append(records_codec.encode_task(task))
-    return records
+        yield records_codec.encode_task(task)
 
 
 def encode_suites(tasks: Sequence[Task], suites: Mapping[str, int]) -> list[list[bytes]]:
@@ -69,7 +102,8 @@ def encode_suites(tasks: Sequence[Task], suites: Mapping[str, int]) -> list[list
         )
     found, first = [], 0
     for name, number in suites.items():
-        found.append(encode_tasks(tasks[first : first + number], f"eval_tasks of {name!r}"))
+        own = tasks[first : first + number]
+        found.append(list(encode_tasks(own, f"eval_tasks of {name!r}")))
         first += number
     return found
 
@@ -80,13 +114,14 @@ def refuse_overlap(tasks: Iterable[Task], eval_tasks: Iterable[Task]) -> None:
     Raises:
         RecordError: names both.
     """
-    by_content = {msgspec.json.encode(t.payload, order="deterministic"): t for t in tasks}
-    for task in eval_tasks:
-        twin = by_content.get(msgspec.json.encode(task.payload, order="deterministic"))
+    held_out = {msgspec.json.encode(t.payload, order="deterministic"): t for t in eval_tasks}
+    # Of millions of training tasks nothing is kept.
+    for task in tasks if held_out else ():
+        twin = held_out.get(msgspec.json.encode(task.payload, order="deterministic"))
         if twin is not None:
             raise RecordError(
-                f"eval_tasks: task_id={task.task_id!r} has the payload of the training task "
-                f"task_id={twin.task_id!r}; evaluation must not be trained on. Remove it from one"
+                f"eval_tasks: task_id={twin.task_id!r} has the payload of the training task "
+                f"task_id={task.task_id!r}; evaluation must not be trained on. Remove it from one"
             )
 
 
@@ -114,16 +149,14 @@ def encode_priorities(tasks: Sequence[Task], sources: Sequence[TaskSource]) -> b
     Raises:
         RecordError: one is no whole number within bounds; names the field.
     """
-    values: list[int] = []
+    values = np.zeros(len(tasks), dtype="<i4")
+    places = enumerate(tasks)
     for source in sources:
         base = _check_priority(source.priority, f"sources: {source.name!r}: priority")
-        for task in tasks[len(values) : len(values) + source.num_tasks]:
-            values.append(
-                base + _check_priority(task.priority, f"tasks: {task.task_id!r}: priority")
-            )
-    if len(set(values)) <= 1:
-        return b""
-    return np.array(values, dtype="<i4").tobytes()
+        for place, task in islice(places, source.num_tasks):
+            own = _check_priority(task.priority, f"tasks: {task.task_id!r}: priority")
+            values[place] = base + own
+    return values.tobytes() if (values != values[:1]).any() else b""
 
 
 def deadline_of(task: Task, default_s: float) -> float:
@@ -148,11 +181,15 @@ def refuse_cut(tasks: Iterable[Task], settings: Settings) -> None:
             raise RecordError(str(error)) from error
 
 
-def tasks_digest(lists: Sequence[Sequence[bytes]], priorities: bytes = b"") -> str:
-    """SHA-256 over all encoded tasks, the lengths of their lists, and their priorities."""
+def tasks_digest(lists: Iterable[tuple[int, Iterable[bytes]]], priorities: bytes = b"") -> str:
+    """SHA-256 over all encoded tasks, the lengths of their lists, and their priorities.
+
+    Args:
+        lists: the number of tasks of each, and the tasks.
+    """
     digest = hashlib.sha256(priorities)
-    for records in lists:
-        digest.update(f"{len(records)}:".encode())
+    for number, records in lists:
+        digest.update(f"{number}:".encode())
         for record in records:
             digest.update(hashlib.sha256(record).digest())
     return digest.hexdigest()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 
 from outloop.buffer.records import Turn, VersionSpan
 from outloop.buffer.redis.keys import KEYS, markdown_table, prefix
-from outloop.buffer.tasks.order import task_index
+from outloop.buffer.tasks.order import STORED_ORDER_TASKS, task_index
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,9 +27,22 @@ def test_every_epoch_is_a_permutation(num_tasks: int, epoch: int, seed: int) -> 
     assert order == [task_index(slot, num_tasks, seed) for slot in slots]
 
 
+def test_an_epoch_of_a_long_list_is_a_permutation_too() -> None:
+    """Its order is computed slot by slot."""
+    num_tasks = STORED_ORDER_TASKS + 1
+    order = np.array([task_index(num_tasks + slot, num_tasks, 3) for slot in range(num_tasks)])
+    assert np.array_equal(np.sort(order), np.arange(num_tasks))
+    # Shuffled: neither place nor neighbour says anything. Ten standard deviations.
+    bound = 10 / num_tasks**0.5
+    assert abs(np.corrcoef(order, np.arange(num_tasks))[0, 1]) < bound
+    assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < bound
+
+
 def test_the_order_is_fixed() -> None:
     """A release that orders tasks otherwise would play other tasks after a resume."""
     assert [task_index(slot, 5, 0) for slot in range(10)] == [0, 2, 1, 4, 3, 3, 2, 4, 1, 0]
+    ten_million = [task_index(slot, 10**7, 0) for slot in (0, 1, 10**7 - 1, 10**7)]
+    assert ten_million == [4667264, 8882131, 2109939, 3540762]
 
 
 def test_epochs_and_seeds_differ() -> None:

@@ -1,9 +1,5 @@
 """A primary with two replicas, watched by three Sentinels: real processes, and its end."""
 
-import asyncio
-import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,46 +8,39 @@ from typing import Any
 import pytest
 import redis
 
+from fakes.outages import play_while
 from fakes.ports import free_ports
+from fakes.redis_servers import RedisServers
 from outloop.buffer.errors import BufferUnavailable, SettingsError
+from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.client import connect_sync
-from outloop.buffer.redis.embedded import find_server
+from outloop.buffer.run import Run
 from outloop.buffer.settings import build_settings
+from outloop.buffer.writer import BufferWriter
 
 GROUP = "outloop"
 REPLICATED = {"buffer__min_replicas": 1, "buffer__redis_url": "given below"}
 
 
-class Watched:
+class Watched(RedisServers):
     """Three data servers and three Sentinels on loopback."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         ports = free_ports(6)
         self.data, self.sentinels = ports[:3], ports[3:]
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         for port in self.data:
             lines = ["save ''", "appendonly no"]
             if port != self.data[0]:
                 lines.append(f"replicaof 127.0.0.1 {self.data[0]}")
-            self._start(folder, port, lines)
+            self.start(port, lines)
         for port in self.sentinels:
             lines = [
                 f"sentinel monitor {GROUP} 127.0.0.1 {self.data[0]} 2",
                 f"sentinel down-after-milliseconds {GROUP} 500",
                 f"sentinel failover-timeout {GROUP} 3000",
             ]
-            self._start(folder, port, lines, "--sentinel")
-
-    def _start(self, folder: Path, port: int, lines: list[str], *options: str) -> None:
-        home = folder / str(port)
-        home.mkdir(parents=True)
-        head = [f"port {port}", "bind 127.0.0.1", f"dir {home}", "repl-diskless-sync-delay 0"]
-        (home / "server.conf").write_text("\n".join([*head, *lines]) + "\n")
-        self._processes[port] = subprocess.Popen(
-            [str(find_server()), str(home / "server.conf"), *options],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+            self.start(port, lines, "--sentinel")
 
     @property
     def url(self) -> str:
@@ -85,16 +74,6 @@ class Watched:
         finally:
             client.close()
 
-    def kill(self, port: int) -> None:
-        """As a machine that loses power."""
-        os.kill(self._processes[port].pid, signal.SIGKILL)
-
-    def stop(self) -> None:
-        """End what is left."""
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
-
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[Watched]:
@@ -107,48 +86,26 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
         group.stop()
 
 
-async def until_accepted(call: Callable[[], Any]) -> tuple[Any, bool]:
-    """What the call returns once a primary answers, and whether it was refused before."""
-    was_refused = False
-    async with asyncio.timeout(60):
-        while True:
-            try:
-                return await call(), was_refused
-            except BufferUnavailable:
-                was_refused = True
-                await asyncio.sleep(0.05)
-
-
 async def test_nothing_acknowledged_is_lost_when_the_primary_is_killed(
-    watched: Watched, loop_on: Callable[..., Any], make_turn: Callable[..., Any]
+    watched: Watched,
+    make_run: Callable[..., Run],
+    loop_of: Callable[..., Any],
+    make_turn: Callable[..., Any],
 ) -> None:
-    """Turns are recorded without a pause while the primary dies; each is there once afterwards."""
-    loop = await loop_on(watched.url, **REPLICATED, buffer__group_size=8)
+    """Turns are recorded without a pause while the primary dies; each is there once afterwards. The
+    trainer waits for them over the kill, on a connection that has to find the new primary."""
+    changes = {"buffer__group_size": 8, "buffer__max_outage_s": 60}
+    run = make_run(watched.url, **REPLICATED, **changes)
     first = watched.primary()
     assert first == watched.data[0]
-    claims = (await loop.claim(count=16)).claims
-    episodes = [await loop.open(claim) for claim in claims]
-    refused = []
-
-    async def play(number: int, episode_id: str) -> None:
-        turn = make_turn(episode_id)
-        if number == len(episodes) // 2:
-            watched.kill(first)
-        _, was_refused = await until_accepted(lambda: loop.writer.append_turn(turn))
-        refused.append(was_refused)
-        await until_accepted(lambda: loop.close(episode_id))
-
-    async with asyncio.TaskGroup() as group:
-        for number, episode_id in enumerate(episodes):
-            group.create_task(play(number, episode_id))
-            # The kill must find turns before it acknowledged and others under way.
-            await asyncio.sleep(0.002)
-    assert any(refused)
+    writer = await BufferWriter.connect(run)
+    reader = BufferReader.connect_patiently(run)
+    loop = loop_of(writer, reader)
+    await loop.start()
+    await play_while(loop, make_turn, lambda: watched.kill(first), timeout_s=90)
     assert watched.primary() != first
-    (leases, _) = await until_accepted(lambda: asyncio.to_thread(loop.take, 2))
-    trained = [t.episode.episode_id for lease in leases for t in lease.group.trajectories]
-    assert sorted(trained) == sorted(episodes)
-    assert all(len(t.turns) == 1 for lease in leases for t in lease.group.trajectories)
+    reader.close()
+    await writer.close()
 
 
 async def test_a_record_that_no_replica_has_is_not_acknowledged(

@@ -70,8 +70,15 @@ def test_a_certificate_that_clients_would_refuse_is_one_sentence(
         ({"router": {"tls_key_file": "a.key"}}, "router.tls_cert_file and router.tls_key_file"),
         ({"server": {"tls_cert_file": "a.crt"}}, "server.tls_cert_file and server.tls_key_file"),
         (
-            {"server": {"kind": "sglang", "tls_cert_file": "a", "tls_key_file": "b"}},
-            "is for torch servers that the run starts",
+            {
+                "server": {
+                    "num_servers": 0,
+                    "urls": ["https://h"],
+                    "tls_cert_file": "a",
+                    "tls_key_file": "b",
+                }
+            },
+            "is for servers that the run starts",
         ),
         ({"run": {"tls_ca_file": "ca.crt"}}, "run.tls_ca_file='ca.crt' has no effect"),
     ],
