@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +13,7 @@ import structlog
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.envs.sandbox.api import Limits
 from outloop.envs.sandbox.cgroups import Cgroup, find_cgroups
-from outloop.envs.sandbox.guest_bundle import GUEST_FOLDER, boot_argv
+from outloop.envs.sandbox.guest_bundle import GUEST_FOLDER, boot_argv, system_python
 from outloop.envs.sandbox.supervised import SupervisedSandbox
 from outloop.envs.sandbox.supervisor_process import Launch, SupervisorProcess
 
@@ -58,7 +57,7 @@ class BubblewrapSandbox(SupervisedSandbox):
             )
         super().__init__(limits)
         self._bwrap = bwrap
-        self._python = python or _system_python()
+        self._python = python or system_python()
         self._python_path = tuple(str(path) for path in python_path)
         self._read_only = tuple(str(path) for path in (*python_path, *read_only))
         self._links = tuple((target, path) for path, target in links.items())
@@ -133,12 +132,6 @@ def session_user() -> int | None:
 def _base_words(base: Path) -> tuple[str, ...]:
     # OverlayFS makes a folder without any rights for itself, and enters it with those of the mount.
     return ("--ro-bind", str(base), _BASE, "--cap-add", "CAP_DAC_OVERRIDE")
-
-
-def _system_python() -> str:
-    """A Python that every user can run; the runner's may be in a private folder."""
-    found = shutil.which("python3", path="/usr/bin:/usr/local/bin:/bin")
-    return os.path.realpath(found or sys.executable)
 
 
 def _system_folders(python: str) -> list[str]:

@@ -5,8 +5,10 @@ All users can read the folder, and only this user can write it. `close` removes 
 
 from __future__ import annotations
 
+import os
 import py_compile
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -50,6 +52,12 @@ class Bundle:
     def close(self) -> None:
         """Remove the folder."""
         self._folder.cleanup()
+
+
+def system_python() -> str:
+    """A Python that every user can run; the runner's may be in a private folder."""
+    found = shutil.which("python3", path="/usr/bin:/usr/local/bin:/bin")
+    return os.path.realpath(found or sys.executable)
 
 
 def boot_argv(

@@ -90,6 +90,9 @@ def argument_table(settings: Settings, *, port: int, identity: str) -> dict[str,
         "incremental_streaming_output": True,
         "log_level": "warning",
     }
+    if server.tls_cert_file is not None and server.tls_key_file is not None:
+        table["ssl_certfile"] = str(server.tls_cert_file.absolute())
+        table["ssl_keyfile"] = str(server.tls_key_file.absolute())
     if settings.trainer.is_colocated and server.device != "cpu":
         # Without it the calls that release memory release none.
         table["enable_memory_saver"] = True

@@ -14,6 +14,7 @@ import time
 import uuid
 from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
 
 import psutil
 import structlog
@@ -21,6 +22,7 @@ import structlog
 from outloop.buffer.errors import DeadlineExceeded, PartFailed, SettingsError
 from outloop.buffer.registry import advertised_url
 from outloop.buffer.settings import Settings
+from outloop.buffer.tls import check_certificate
 from outloop.engine.parent_death import die_with_parent
 from outloop.engine.port_reservation import hold_port
 from outloop.engine.serve.health import Watch
@@ -73,7 +75,11 @@ async def _serve_at(
     advertise: str | None,
     key: str | None,
 ) -> None:
-    url = advertised_url(settings.server.host, port, advertise)
+    server = settings.server
+    is_tls = server.tls_cert_file is not None
+    url = advertised_url(server.host, port, advertise, is_tls=is_tls)
+    host = urlsplit(url).hostname
+    check_certificate("server", server, ca_file=settings.run.tls_ca_file, host=host)
     identity = f"started-{uuid.uuid4().hex[:12]}"
     command = start_command(settings, port=port, identity=identity)
     process = await asyncio.create_subprocess_exec(

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outloop.engine.gpu_libraries import own_libraries
 from outloop.engine.publish.flattened_bucket import PayloadRefused, read_bucket
-from outloop.engine.publish.transports.process_group import in_thread
+from outloop.engine.publish.process_group import in_thread
 from outloop.engine.serve.torch_server.constrained_decoding import Grammars
 from outloop.engine.serve.torch_server.generate import GenerateEndpoint
 from outloop.engine.serve.torch_server.scheduler import Engine

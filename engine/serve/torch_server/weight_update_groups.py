@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outloop.buffer.errors import PublishFailed
 from outloop.engine.publish.buckets.plan import PACKED, Bucket, TensorSpec, plan_buckets
-from outloop.engine.publish.transports.process_group import BACKENDS, Group, join_group
+from outloop.engine.publish.process_group import BACKENDS, Group, join_group
 from outloop.engine.serve.torch_server.schemas import FromGroupBody
 from outloop.engine.serve.torch_server.weight_update import UpdateRefused
 

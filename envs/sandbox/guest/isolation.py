@@ -217,7 +217,12 @@ def set_limits(
         ceiling = resource.getrlimit(name)[1]
         if ceiling != resource.RLIM_INFINITY:
             soft, hard = min(soft, ceiling), min(hard, ceiling)
-        resource.setrlimit(name, (soft, hard))
+        try:
+            resource.setrlimit(name, (soft, hard))
+        except ValueError:
+            # gVisor refuses a limit of what it has none of; Linux refuses to raise one only.
+            if name != resource.RLIMIT_MSGQUEUE:
+                raise
 
 
 def _mount_box(disk_bytes: int, max_files: int, base: str) -> None:

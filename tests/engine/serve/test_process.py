@@ -236,6 +236,19 @@ async def test_a_server_that_other_machines_reach_has_a_key(
         await serve_torch(settings, stop=asyncio.Event(), on_bound=on_bound)
 
 
+def test_sglang_gets_the_certificate(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    """By its own options, as absolute paths; none without."""
+    files = {f"tls_{name}_file": str(tmp_path / name) for name in ("cert", "key")}
+    for given in ({}, files):
+        server = {"kind": "sglang"} | given
+        settings = build_settings(
+            {"model": {"path": str(make_model("qwen3"))}, "server": server}, source="test"
+        )
+        table = argument_table(settings, port=1, identity="x")
+        found = (table.get("ssl_certfile"), table.get("ssl_keyfile"))
+        assert found == (given.get("tls_cert_file"), given.get("tls_key_file"))
+
+
 def test_sglang_keeps_shared_experts_apart(make_model: Callable[..., Path]) -> None:
     """Only of models that have some: on a GPU their checksums would be another parameter's."""
     for kind, is_set in (("glm4_moe", True), ("qwen3_moe", None), ("qwen3", None)):

@@ -26,7 +26,11 @@ LIMITS = Limits(
 
 
 @pytest.fixture(
-    params=["bubblewrap", "subprocess", pytest.param("container", marks=pytest.mark.container)]
+    params=[
+        "bubblewrap",
+        "subprocess",
+        *(pytest.param(name, marks=pytest.mark.container) for name in ("container", "gvisor")),
+    ]
 )
 async def session(request: pytest.FixtureRequest) -> AsyncIterator[Session]:
     """A session of each backend; containers by `make test-container IMAGE=...`."""
