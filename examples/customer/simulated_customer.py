@@ -1,4 +1,4 @@
-"""A customer played by another model, which knows what it wants and is not trained."""
+"""Two customers who know what they want: a script, and another model. Neither is trained."""
 
 from openai import AsyncOpenAI
 
@@ -9,19 +9,52 @@ PROMPT = (
 )
 
 
-class Customer:
-    """One conversation: `opening`, then `answer` until it is None.
+class ScriptedCustomer:
+    """Answers what is asked for, by the words `number` and `address`, and leaves otherwise.
 
     Args:
+        wish: `number` and `item` of an order, and the `address` that it is to be sent to;
+            without one it is to be cancelled.
+    """
+
+    def __init__(self, wish: dict[str, str]) -> None:
+        self._wish = wish
+
+    def wishes(self) -> str:
+        """The first thing it says."""
+        if "address" in self._wish:
+            return f"Send my {self._wish['item']} elsewhere."
+        return f"Cancel my {self._wish['item']}."
+
+    def replies(self, text: str) -> str | None:
+        """What it answers the agent; None when it leaves."""
+        known = [self._wish[name] for name in ("number", "address") if name in self._wish]
+        told = [known[0]] if "number" in text else []
+        if "address" in text:
+            told += known[1:]
+        return ", ".join(told) or None
+
+    async def opening(self) -> str:
+        return self.wishes()
+
+    async def answer(self, text: str) -> str | None:
+        return self.replies(text)
+
+
+class ModelCustomer:
+    """One conversation with another model: `opening`, then `answer` until it is None.
+
+    Args:
+        wish: as of `ScriptedCustomer`.
         model: its name at the episode's endpoint: a table `[router.upstreams.NAME]`.
     """
 
-    def __init__(self, wish: str, client: AsyncOpenAI, model: str) -> None:
+    def __init__(self, wish: dict[str, str], client: AsyncOpenAI, model: str) -> None:
         self._client = client
         self._model = model
         # From where the customer sits, the agent is the user.
         self._messages: list = [
-            {"role": "system", "content": PROMPT.format(wish=wish)},
+            {"role": "system", "content": PROMPT.format(wish=told(wish))},
             {"role": "user", "content": "Hello, how can I help?"},
         ]
 
@@ -42,3 +75,9 @@ class Customer:
         text = completion.choices[0].message.content or ""
         self._messages.append({"role": "assistant", "content": text})
         return text
+
+
+def told(wish: dict[str, str]) -> str:
+    """A wish, as the prompt of a model says it."""
+    aim = f"sent to {wish['address']}" if "address" in wish else "cancelled"
+    return f"You want your order of a {wish['item']} {aim}. Its number is {wish['number']}."

@@ -1,20 +1,27 @@
 """A small real corpus, Python's own documentation strings, and questions about it.
 
-    python tasks.py     # how many documents, and what a player who searches the question scores
+    python tasks.py     # how many documents, and what scripted players score
 
 A document is the name of a function or class of the standard library and the first paragraph of its
-documentation. The question is that paragraph's first sentence, with a third of its words left out;
-the answer is the name. Both are of the Python that runs this. A hash of the question decides its
-split: 8/10 for training, 1/10 validation, 1/10 test.
+documentation. The question is the rarest words of that paragraph's first sentence, of which a third
+was left out before; the answer is the name. Both are of the Python that runs this. A hash of the
+question decides its split: 8/10 for training (warm start and RL), 1/10 validation, 1/10 test.
 """
 
 import importlib
 import inspect
+import json
 import random
 import re
 import sqlite3
+from collections import Counter
+from functools import cache
+
+from agent import SEARCH, SYSTEM_PROMPT
 
 from outloop.envs.tasks.splits import split_of
+
+TITLE = "A research agent learns to search and to copy what it found"
 
 MODULES = (
     *("argparse", "asyncio", "base64", "bisect", "calendar", "collections", "configparser"),
@@ -38,8 +45,19 @@ MODULES = (
 )
 SHARES = {"train": 8, "validation": 1, "test": 1}
 NUM_SHOWN = 3
+SHOWN_CHARS = 40
+"""What a result shows of a text; the index has all of it."""
+NUM_WORDS = 3
+OPENING = "Which one? "
+
+NUM_CONVERSATIONS = 8_000
+SEARCH_SHARE = 0.6
+"""How often the scripted player searches; otherwise it says any name."""
+CAREFUL_SHARE = 0.5
+"""How often it then searches every word and takes the first name; otherwise some, or any name."""
 
 
+@cache
 def documents() -> dict[str, str]:
     """Name -> first paragraph; texts that stand under several names are left out."""
     found: dict[str, str] = {}
@@ -76,19 +94,34 @@ class Corpus:
             "SELECT name, text FROM documents WHERE documents MATCH ? ORDER BY rank LIMIT ?",
             (" OR ".join(f'"{word}"' for word in words), NUM_SHOWN),
         ).fetchall()
-        return "\n".join(f"{name}: {text}" for name, text in rows) or "nothing found"
+        shown = (f"{name}: {text[:SHOWN_CHARS]}" for name, text in rows)
+        return "\n".join(shown) or "nothing found"
+
+
+@cache
+def occurrences() -> Counter[str]:
+    """How many documents have a word."""
+    return Counter(w for text in documents().values() for w in {*words_of(text.lower())})
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"\w+", text)
+
+
+def question_of(name: str, text: str) -> str:
+    """The rarest words of a document's first sentence, in their order."""
+    words = words_of(re.split(r"(?<=[.;:])\s", text)[0])
+    rng = random.Random(name)
+    left = sorted(rng.sample(range(len(words)), (2 * len(words) + 2) // 3))
+    kept = list(dict.fromkeys(words[n] for n in left))
+    rare = sorted(kept, key=lambda word: (occurrences()[word.lower()], word))[:NUM_WORDS]
+    return OPENING + " ".join(word for word in kept if word in rare)
 
 
 def questions(split: str) -> list[dict[str, str]]:
     """Rows of a split, shuffled."""
-    found = []
-    for name, text in documents().items():
-        words = re.split(r"(?<=[.;:])\s", text)[0].split()
-        rng = random.Random(name)
-        kept = sorted(rng.sample(range(len(words)), (2 * len(words) + 2) // 3))
-        row = {"question": "Which one? " + " ".join(words[n] for n in kept), "answer": name}
-        if split_of(row, SHARES) == split:
-            found.append(row)
+    rows = [{"question": question_of(n, t), "answer": n} for n, t in documents().items()]
+    found = [row for row in rows if split_of(row, SHARES) == split]
     random.Random(0).shuffle(found)
     return found
 
@@ -103,13 +136,65 @@ def eval_tasks() -> list[dict[str, str]]:
     return questions("test")
 
 
-def searching_player(question: str, corpus: Corpus) -> str:
-    """Searches the question and takes the first name: what one good search is worth."""
-    return corpus.search(question).partition(":")[0]
+def searching_player(question: str, corpus: Corpus, rng: random.Random) -> tuple[str, str]:
+    """Searches every word and takes the first name: what one good search is worth."""
+    query = question.removeprefix(OPENING)
+    return query, corpus.search(query).partition(":")[0]
+
+
+def scripted_player(question: str, corpus: Corpus, rng: random.Random) -> tuple[str, str]:
+    """A careless player: its query, empty if it did not search, and its answer."""
+    if rng.random() >= SEARCH_SHARE:
+        return "", rng.choice([*documents()])
+    query, answer = searching_player(question, corpus, rng)
+    if rng.random() < CAREFUL_SHARE:
+        return query, answer
+    query = rng.choice([query, rng.choice(query.split())])
+    names = [line.partition(":")[0] for line in corpus.search(query).split("\n")]
+    return query, rng.choice(names)
+
+
+def played(question: str, query: str, answer: str, corpus: Corpus) -> dict:
+    """The conversation of such a player."""
+    function = {"name": "search", "arguments": json.dumps({"query": query})}
+    call = {"id": "call_0", "type": "function", "function": function}
+    found = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0", "content": corpus.search(query)},
+    ]
+    messages = [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": question},
+        *(found if query else []),
+        {"role": "assistant", "content": answer},
+    ]
+    return {"messages": messages, "tools": [SEARCH]}
+
+
+def conversations() -> list[dict]:
+    """What the warm start learns from: the careless player asked for words of training questions.
+
+    The words are mixed, so that copying them is learned and no question's answer.
+    """
+    rng, corpus = random.Random(1), Corpus()
+    words = [w for row in train_tasks() for w in row["question"].removeprefix(OPENING).split()]
+    found = []
+    for _ in range(NUM_CONVERSATIONS):
+        question = OPENING + " ".join(rng.sample(words, NUM_WORDS))
+        query, answer = scripted_player(question, corpus, rng)
+        found.append(played(question, query, answer, corpus))
+    return found
+
+
+def reward_of(player) -> float:
+    """Mean reward of a scripted player on held-out questions."""
+    rng, corpus, rows = random.Random(2), Corpus(), eval_tasks()
+    right = sum(player(row["question"], corpus, rng)[1] == row["answer"] for row in rows)
+    return right / len(rows)
 
 
 if __name__ == "__main__":
-    corpus, rows = Corpus(), eval_tasks()
-    right = sum(searching_player(row["question"], corpus) == row["answer"] for row in rows)
-    print(f"documents {len(documents())}, training questions {len(train_tasks())}")
-    print(f"searching_player {right / len(rows):.3f} of {len(rows)}, for example: {rows[0]}")
+    for player in (scripted_player, searching_player):
+        print(f"{player.__name__} {reward_of(player):.3f}")
+    counts = {split: len(questions(split)) for split in SHARES}
+    print(f"documents {len(documents())}, questions {counts}, for example: {eval_tasks()[0]}")

@@ -54,9 +54,10 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
 def is_echo(sent: Message, answer: Message) -> bool:
     """True if the client's assistant message `sent` is our `answer` handed back.
 
-    Clients leave reasoning out, and some re-serialise arguments; neither makes it another answer.
+    Clients leave reasoning out, some re-serialise arguments, and some strip the text, which may end
+    in white space where a call was cut off; none of it makes it another answer.
     """
-    if sent.role != "assistant" or sent.text != answer.text:
+    if sent.role != "assistant" or sent.text.strip() != answer.text.strip():
         return False
     if sent.reasoning and sent.reasoning != answer.reasoning:
         return False

@@ -100,7 +100,7 @@ def train_example(
 ) -> Callable[..., list[dict[str, Any]]]:
     """Two steps of an example from a random policy, as a user would; rows of metrics.jsonl."""
 
-    def train(name: str, **settings: object) -> list[dict[str, Any]]:
+    def train(name: str, config: str = "run.toml", **settings: object) -> list[dict[str, Any]]:
         def outloop(*arguments: str) -> None:
             answer = subprocess.run(
                 [sys.executable, "-m", "outloop.cli", *arguments],
@@ -120,7 +120,7 @@ def train_example(
         write_policy(tmp_path / "policy", 0, rows[:1000], Sizes(max_context_tokens=2048))
         settings = SHORT | settings
         flags = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in settings.items()]
-        outloop("train", str(folder / "run.toml"), *(w for flag in flags for w in ("--set", flag)))
+        outloop("train", str(folder / config), *(w for flag in flags for w in ("--set", flag)))
         text = (tmp_path / "runs/short/metrics.jsonl").read_text()
         return [json.loads(line) for line in text.splitlines()]
 

@@ -33,7 +33,44 @@ def test_a_wish_changes_one_order_that_was_not_sent(tasks: ModuleType) -> None:
     assert {len(numbers) for numbers in changes} == {0, 1}
     for row, numbers in zip(rows, changes, strict=True):
         assert all(row["orders"][number]["state"] == "open" for number in numbers)
-        assert all(number in row["wish"] for number in numbers)
+        assert all(number == row["wish"]["number"] for number in numbers)
+
+
+def test_held_out_numbers_are_in_no_training_wish(tasks: ModuleType) -> None:
+    """Of 900 numbers, each is in one split."""
+    trained = {number for row in tasks.train_tasks() for number in row["orders"]}
+    held_out = {number for row in tasks.eval_tasks() for number in row["orders"]}
+    assert not trained & held_out
+    assert len(held_out) > 50
+
+
+def test_a_careful_agent_is_right_and_an_idle_one_seldom(tasks: ModuleType) -> None:
+    """The scripted customer tells what it is asked for, so that every wish can be granted."""
+    assert tasks.reward_of(tasks.careful_player) == 1
+    assert tasks.reward_of(tasks.idle_player) < 0.3
+    assert 0.3 < tasks.reward_of(tasks.scripted_player) < 0.6
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("Which number?", "123"),
+        ("Which address?", "7 Elm Road"),
+        ("Which number and address?", "123, 7 Elm Road"),
+        ("Done.", None),
+        ("", None),
+    ],
+)
+async def test_the_scripted_customer_says_what_it_is_asked_for(
+    load_example: Callable[..., ModuleType], asked: str, said: str | None
+) -> None:
+    """And leaves when it is asked for nothing that it knows."""
+    customers = load_example("customer", "simulated_customer")
+    customer = customers.ScriptedCustomer(
+        {"number": "123", "item": "lamp", "address": "7 Elm Road"}
+    )
+    assert await customer.opening() == "Send my lamp elsewhere."
+    assert await customer.answer(asked) == said
 
 
 @pytest.mark.parametrize(
@@ -58,24 +95,25 @@ async def test_orders_decide_and_the_customer_is_another_model(
     rollout = load_example("customer", "rollout")
     row = next(
         row
-        for row in map(tasks.row, range(100))
-        if "cancelled" in row["wish"] and row["orders"] != row["wanted"]
+        for row in tasks.train_tasks()
+        if "address" not in row["wish"] and row["orders"] != row["wanted"]
     )
-    number = row["wish"].split()[-1].rstrip(".")
+    wish = row["wish"]
+    number = wish["number"]
     replies = iter(["Cancel it.", f"It is {number}.", "BYE"])
     acted = iter([{"role": "assistant", "content": "Which number?"}, *actions(number)])
     done = {"role": "assistant", "content": "It is done."}
 
     def answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
         if "You are a customer" in messages[0]["content"]:
-            assert row["wish"] in messages[0]["content"]
+            assert f"a {wish['item']} cancelled. Its number is {number}" in messages[0]["content"]
             return {"role": "assistant", "content": next(replies)}
-        assert row["wish"] not in json.dumps(messages)
+        assert "cancelled" not in json.dumps(messages[:2])
         return next(acted, done)
 
     router.answer = answer
     task, episode = open_episode(row)
-    assert await rollout.play(task, episode) == reward
+    assert await rollout.play_with_model(task, episode) == reward
     assert [*replies] == []
 
 
@@ -109,12 +147,23 @@ def scripted_customer() -> Iterator[str]:
 
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
-def test_it_trains(
+def test_it_trains(train_example: Callable[..., list[dict[str, Any]]]) -> None:
+    """Two steps with the scripted customer."""
+    rows = train_example("customer", buffer__drop_zero_signal=False)
+    steps = [row for row in rows if "train/loss" in row]
+    assert [row["train/episodes"] for row in steps] == [12, 12]
+    assert all(row["train/failed_share"] == 0 for row in steps)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(240)
+def test_it_trains_with_a_model_as_customer(
     train_example: Callable[..., list[dict[str, Any]]], scripted_customer: str
 ) -> None:
     """Two steps; what the customer says is context, and only the agent's answers are trained."""
     rows = train_example(
         "customer",
+        "model_customer.toml",
         router__upstreams__customer__base_url=scripted_customer,
         buffer__drop_zero_signal=False,  # a random policy grants no wish
     )

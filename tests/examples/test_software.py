@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -33,8 +34,8 @@ def tasks(workspace: Path, load_example: Callable[..., ModuleType]) -> ModuleTyp
 
 def row_of(tasks: ModuleType, language: str, tag: str) -> dict[str, Any]:
     """The task of one bug."""
-    (row,) = [one for one in tasks.rows([tag]) if Path(one["repository"]).name == language]
-    return row
+    found = [one for one in tasks.rows([tag]) if Path(one["repository"]).name == language]
+    return found[0]
 
 
 def calls_bash(*commands: str) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
@@ -209,13 +210,27 @@ def test_tasks_that_could_not_be_scored_are_refused(
         software.task(**right | change)
 
 
-def test_held_out_bugs_are_not_trained(tasks: ModuleType) -> None:
-    """Two bugs in each language, which no training task has."""
-    trained = {row["revision"] for row in tasks.train_tasks()}
-    held_out = {row["revision"] for row in tasks.eval_tasks()}
-    assert not trained & held_out
-    assert len(tasks.train_tasks()) == 12
-    assert len(tasks.eval_tasks()) == 6
+def test_held_out_issues_and_bugs_are_not_trained(tasks: ModuleType) -> None:
+    """Issues are in one split, and two bugs in each language are in no training task."""
+    trained, held_out, unseen = tasks.train_tasks(), tasks.eval_tasks(), tasks.unseen_bug_tasks()
+    assert not {row["issue"] for row in trained} & {row["issue"] for row in held_out}
+    bugs = [{row["revision"] for row in some} for some in (trained, held_out, unseen)]
+    assert bugs[0] == bugs[1] == set(tasks.BUGS) - bugs[2]
+    assert bugs[2] == set(tasks.HELD_OUT)
+    assert len(trained) > 200
+    assert len(held_out) > 20
+
+
+def test_every_bug_has_a_command_that_undoes_it(tasks: ModuleType, tmp_path: Path) -> None:
+    """In each language, and none of the others does."""
+    for path, source, *_ in tasks.LANGUAGES.values():
+        for tag in tasks.BUGS:
+            for other in tasks.BUGS:
+                (tmp_path / other).write_text(tasks.with_bug(source, tag))
+            fixes = "\n".join(tasks.fix(other, other) for other in tasks.BUGS)
+            subprocess.run(["bash", "-ec", fixes], cwd=tmp_path, check=True)
+            right = [one for one in tasks.BUGS if (tmp_path / one).read_text() == source]
+            assert right == [tag], path
 
 
 @pytest.mark.e2e

@@ -151,6 +151,20 @@ async def mini_swe_agent(mode: str, base_url: str, api_key: str) -> str:
     return f"{left['exit_status']} {left['submission']}"
 
 
+async def dspy_react(mode: str, base_url: str, api_key: str) -> str:
+    """DSPy's ReAct, whose calls are conversations of one request each."""
+    import dspy
+
+    def calculator(expression: str) -> str:
+        """Computes."""
+        return "84"
+
+    where = {"api_base": base_url, "api_key": api_key}
+    dspy.configure(lm=dspy.LM("openai/policy", cache=False, **where))
+    agent = dspy.ReAct("question -> answer", tools=[calculator], max_iters=3)
+    return (await agent.acall(question=QUESTION)).answer
+
+
 async def anthropic_runner(mode: str, base_url: str, api_key: str) -> str:
     """Anthropic's tool runner, which threads its conversations."""
     import anthropic
@@ -249,6 +263,7 @@ async def refusals(mode: str, base_url: str, api_key: str) -> str:
 
 AGENTS = {
     "anthropic-runner": anthropic_runner,
+    "dspy": dspy_react,
     "litellm": litellm,
     "refusals": refusals,
     "mini-swe-agent": mini_swe_agent,

@@ -31,6 +31,19 @@ async def test_a_client_that_drops_extra_fields_continues(stage) -> None:
 
 
 @pytest.mark.parametrize(
+    "said",
+    ["", "fine \n", "<tool_call>\n{x}\n</tool_call> \n", "<tool_call>\n{x \n", "a <think> b\n"],
+)
+async def test_a_client_that_strips_what_was_said_continues(stage, said: str) -> None:
+    """White space around an answer is nothing that a client rewrites, around a broken call too."""
+    episode = await stage.open()
+    reply = await turn(stage, episode, [SYSTEM, USER], text=said, tools=[TOOL])
+    echo = {"role": "assistant", "content": (reply["content"] or "").strip()}
+    await turn(stage, episode, [SYSTEM, USER, echo, USER], tools=[TOOL])
+    assert causes(stage, episode) == ["root", "extension"]
+
+
+@pytest.mark.parametrize(
     ("second", "fields", "cause"),
     [
         ([{**SYSTEM, "content": "Be long."}, USER, "said", USER], {}, "system_changed"),

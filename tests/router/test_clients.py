@@ -1,8 +1,8 @@
 """Unmodified agents of other projects against router and torch server, with a scripted policy.
 
 They live in an environment of their own, which `make test-clients` makes and names by
-OUTLOOP_CLIENTS_PYTHON, OUTLOOP_NODE_MODULES, OUTLOOP_CODEX and OUTLOOP_QWEN; other runs leave these
-tests out.
+OUTLOOP_CLIENTS_PYTHON, OUTLOOP_NODE_MODULES, OUTLOOP_CODEX, OUTLOOP_QWEN and OUTLOOP_CLAUDE; other
+runs leave these tests out.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ PYTHON = os.environ.get("OUTLOOP_CLIENTS_PYTHON", "")
 NODE_MODULES = os.environ.get("OUTLOOP_NODE_MODULES", "")
 QWEN = os.environ.get("OUTLOOP_QWEN", "")
 CODEX = os.environ.get("OUTLOOP_CODEX", "")
+CLAUDE = os.environ.get("OUTLOOP_CLAUDE", "")
 PROGRAMS = Path(__file__).resolve().parents[1] / "fakes" / "agent_programs.py"
 JAVASCRIPT = PROGRAMS.with_suffix(".mjs")
 THOUGHT = "<think>\nI need the tool.\n</think>\n\nLet me see.\n"
@@ -40,6 +41,8 @@ env_key = "OPENAI_API_KEY"
 request_max_retries = 0
 stream_max_retries = 0
 """
+BARE = ("--bare", "--tools", "Bash")
+"""Without this, Claude Code sends some 75 KB of tools and advice."""
 CONTEXT = 65_536
 QUESTION = "What is 12 * 7?"
 ONE_BRANCH = ["root", "extension"]
@@ -110,6 +113,19 @@ async def run_qwen_code(home: Path, base_url: str, api_key: str) -> str:
     )
 
 
+async def run_claude_code(home: Path, base_url: str, api_key: str, *options: str) -> str:
+    """What Claude Code says to the question; it wants to write into its home."""
+    command = (CLAUDE, *options, "-p", QUESTION, "--model", "policy", "--allowedTools", "Bash")
+    return await run_program(
+        *command,
+        HOME=str(home),
+        ANTHROPIC_API_KEY=api_key,
+        ANTHROPIC_BASE_URL=base_url.removesuffix("/v1"),
+        # No updates, telemetry, or request for a title of the session.
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+    )
+
+
 async def overheard(home: Path) -> list[str]:
     """Every text in the requests of agents whose server refuses them."""
     app, bodies = FastAPI(), []
@@ -120,13 +136,14 @@ async def overheard(home: Path) -> list[str]:
         return JSONResponse({"error": {"message": "not now", "code": "no"}}, status_code=400)
 
     async with serving(app) as url:
-        for run in (run_codex, run_qwen_code):
+        for run in (run_codex, run_qwen_code, run_claude_code):
             with suppress(AssertionError):
                 await run(home, f"{url}/v1", "none")
-    assert len(bodies) >= 2
+    assert len(bodies) >= 3
     texts = []
     for body in bodies:
         reply = [*body.get("messages", []), *body.get("input", []), body.get("instructions") or ""]
+        reply += [block["text"] for block in body.get("system", [])]
         for one in reply:
             content = one if isinstance(one, str) else one.get("content") or ""
             texts += [content] if isinstance(content, str) else [p["text"] for p in content]
@@ -263,3 +280,38 @@ async def test_qwen_code_plays_an_episode(scene, tmp_path: Path) -> None:
     assert "The answer is 84." in reply
     assert (tmp_path / "answer").read_text() == "84\n"
     assert scene.check_exact(episode)[:2] == ONE_BRANCH
+
+
+@pytest.mark.parametrize("options", [(), BARE], ids=["every tool", "bare"])
+async def test_claude_code_plays_an_episode(
+    scene, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """Its tool runs, its output comes back, and the loop is one branch."""
+    call = CALL % ("Bash", '{"command": "echo $((12 * 7)) > answer", "description": "Compute"}')
+    scene.says(THOUGHT + call, "The answer is 84.")
+    episode = await scene.open()
+    where = episode["base_url"], episode["api_key"]
+    reply = await run_claude_code(tmp_path, *where, *options)
+    assert reply.strip().endswith("The answer is 84.")
+    assert (tmp_path / "answer").read_text() == "84\n"
+    assert scene.check_exact(episode) == ONE_BRANCH
+
+
+async def test_dspy_asks_each_time_anew(scene) -> None:
+    """A module's call is a conversation of its own: each step retells the steps before."""
+    steps = (("calculator", '{"expression": "12 * 7"}'), ("finish", "{}"))
+    thoughts = (fields(next_thought="So.", next_tool_name=n, next_tool_args=a) for n, a in steps)
+    scene.says(*thoughts, fields(reasoning="So.", answer="The answer is 84."))
+    episode = await scene.open()
+    reply = await run_program(
+        PYTHON, str(PROGRAMS), "dspy", episode["base_url"], episode["api_key"]
+    )
+    assert reply.strip().endswith("The answer is 84.")
+    assert scene.check_exact(episode) == ["root", "new_conversation", "new_conversation"]
+
+
+def fields(**values: str) -> str:
+    """An answer as DSPy's chat adapter reads it."""
+    return "\n\n".join(
+        f"[[ ## {name} ## ]]\n{value}" for name, value in {**values, "completed": ""}.items()
+    )
