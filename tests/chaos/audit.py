@@ -107,6 +107,7 @@ def read_marks(run_dir: Path) -> list[Mark]:
 
 def surviving_groups(marks: Sequence[Mark], parents: Mapping[int, int]) -> list[str]:
     """Every group in the weights of the last checkpoint, once for each time it was trained."""
+    assert marks, "no checkpoint was written"
     lineage = lineage_of(marks[-1]["policy_version"], parents)
     return [
         group_id

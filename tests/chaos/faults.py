@@ -13,9 +13,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import psutil
+from starvation import starved
 
-LASTING = ("stopped", "slowed", "disk full", "memory limit")
+STARVED = "out of memory"
+LASTING = ("stopped", "slowed", "disk full", "memory limit", STARVED)
 FAULTS = ("killed", "asked to stop", *LASTING)
+LIMITED = ("disk full", "memory limit")
+"""Those that set a limit of a process, which the system refuses for sandboxes: they are another
+user's, in a user namespace."""
 ON_HOSTS = ("partitioned",)
 """Those that need a host for each part."""
 SLOW_CYCLE_S = 0.2
@@ -43,6 +48,9 @@ def fault(kind: str, victims: Sequence[psutil.Process]) -> Iterator[None]:
     elif kind == "disk full":
         # Writing to any file fails, as on a disk without room; sockets and pipes are no files.
         with _limited(victims, resource.RLIMIT_FSIZE, lambda process: 0):
+            yield
+    elif kind == STARVED:
+        with starved(victims):
             yield
     else:
         assert kind == "memory limit", kind

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from faults import FAULTS, LASTING, ON_HOSTS, fault
+import starvation
+from faults import FAULTS, LASTING, LIMITED, ON_HOSTS, STARVED, fault
 from hosts import Host, hosts, why_not
 from reliability_page import record_audit, record_cell
-from stack import PARTS, PHASES, Stack
+from stack import PARTS, PHASES, Stack, alive
 from tiny import make_model
 
 from outloop.buffer.events import read_events
@@ -125,15 +126,21 @@ class Cell:
         victims = stack.processes(self.part)
         counted, steps = self._counted(), stack.steps()
         signs, num_ended, began_at = Signs(stack, self.part), len(stack.ended), time.time()
+
+        def is_killed() -> bool:
+            return self.kind == STARVED and not alive(victims[:1])
+
+        was_killed = self.kind == "killed"
         with self._strike(victims):
             if self.kind in (*LASTING, *ON_HOSTS):
                 end = time.monotonic() + HOLD_S
 
                 def is_over() -> bool:
                     signs.look()
-                    return time.monotonic() > end
+                    return time.monotonic() > end or is_killed()
 
                 stack.wait_until(is_over, HOLD_S + 5)
+                was_killed = is_killed()
         ended_at = time.time()
         meanwhile = [step for step, at in stack.steps() if began_at < at < ended_at]
 
@@ -159,6 +166,7 @@ class Cell:
         lost["steps trained again"] = len({s for s, at in rows if at > began_at and s <= highest})
         return {
             "phase": self.phase if in_phase else "any",
+            "was_killed": was_killed,
             "noticed_s": None if signs.first is None else round(signs.first[0], 1),
             "sign": "" if signs.first is None else signs.first[1],
             "steps_meanwhile": len(meanwhile),
@@ -208,6 +216,8 @@ def cells_of(
     for number, kind in enumerate((*FAULTS, *ON_HOSTS)):
         if kind not in kinds or (kind in ON_HOSTS and not (has_hosts and part in ON_A_HOST)):
             continue
+        if part == "sandbox" and kind in LIMITED:
+            continue
         phases = PHASES
         if kind != "killed" and not all_phases:
             phases = (PHASES[(number + (*PARTS, "rank").index(part)) % len(PHASES)],)
@@ -229,6 +239,10 @@ def main() -> int:
     reason = "not wanted" if words.no_hosts else why_not()
     if reason:
         print(f"partitions are left out: {reason}")
+    kinds = words.faults.split(",")
+    if STARVED in kinds and (no_groups := starvation.why_not()):
+        print(f"{STARVED!r} is left out: {no_groups}")
+        kinds.remove(STARVED)
     num_failed = 0
     with tempfile.TemporaryDirectory() as model:
         make_model(Path(model))
@@ -237,7 +251,7 @@ def main() -> int:
                 (kind, phase)
                 for kind, phase in cells_of(
                     part,
-                    words.faults.split(","),
+                    kinds,
                     has_hosts=not reason,
                     all_phases=words.all_phases,
                 )
@@ -275,7 +289,7 @@ def play_cells(
                 figures = cell.play()
             except AssertionError as error:
                 figures = {"failed": str(error)}
-            if kind == "killed" and figures.get("back_s", 0.0) > words.bound_s:
+            if figures.get("was_killed") and figures["back_s"] > words.bound_s:
                 bound = f"{words.bound_s:.0f} s are allowed"
                 figures["failed"] = f"back after {figures['back_s']} s, {bound}"
             record_cell(cell.name, figures)

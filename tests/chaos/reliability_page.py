@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from faults import FAULTS, ON_HOSTS
+from faults import FAULTS, LIMITED, ON_HOSTS, STARVED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/reliability.md"
@@ -129,10 +129,14 @@ def _faults(cells: Mapping[str, Any]) -> str:
 def _overview(part: str, kind: str, cells: Sequence[Mapping[str, Any]]) -> str:
     if kind == "partitioned" and part in WITHOUT_NETWORK:
         return "-"
+    if kind in LIMITED and part == "sandbox":
+        return "-"
     if not cells:
         return "not run"
     if any("failed" in cell for cell in cells):
         return "**failed**"
+    if kind == STARVED and not any(cell["was_killed"] for cell in cells):
+        return "not killed"
     return f"{max(cell['back_s'] for cell in cells)} s ({len(cells)})"
 
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -41,24 +42,31 @@ FAULTS = (
 )
 REDIS_PORT, ROUTER_PORT, SERVER_PORT, RENDEZVOUS_PORT = 6379, 8000, 9000, 29500
 HANG_S = 20
+CHANGES: dict[str, dict[str, Any]] = {
+    "router": {"host": "0.0.0.0", "port": ROUTER_PORT},
+    "server": {"host": "0.0.0.0", "num_servers": 2},
+    "trainer": {"num_ranks": 2, "hang_timeout_s": HANG_S},
+    "buffer": {"max_staleness": 1},
+}
 _POLL_S = 0.05
 
 
 class Fleet:
     """The run, and what is started on each host."""
 
-    def __init__(self, folder: Path, model: Path, made: dict[str, Host]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        made: Mapping[str, Host],
+        changes: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """`made`: the host of each part, by the part's name."""
         self.folder, self.hosts = folder, made
         self.run_dir = folder / "runs/stack"
         self.down: set[str] = set()
         self.num_starts = 0
         (folder / "model").symlink_to(model)
-        changes: dict[str, dict[str, Any]] = {
-            "router": {"host": "0.0.0.0", "port": ROUTER_PORT},
-            "server": {"host": "0.0.0.0", "num_servers": 2},
-            "trainer": {"num_ranks": 2, "hang_timeout_s": HANG_S},
-            "buffer": {"max_staleness": 1},
-        }
         write_config(folder, (made["redis"].address, REDIS_PORT), {}, changes)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._start("redis")
@@ -82,8 +90,10 @@ class Fleet:
         if name.startswith("server"):
             where = ("--index", name[-1], "--port", str(SERVER_PORT), "--advertise", address)
             return self._outloop("server", *run, *where)
-        if name == "runner":
+        if name.startswith("runner"):
             return self._outloop("runner", *run)
+        if name == "trainer":
+            return self._outloop("trainer", *run)
         return [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
             *("--nproc-per-node", "1", "--rdzv-backend", "c10d", "--max-restarts", "100"),
@@ -96,7 +106,12 @@ class Fleet:
 
     def _start(self, name: str) -> None:
         self.num_starts += 1
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 self.hosts[name].command(self._command(name)),
@@ -108,7 +123,7 @@ class Fleet:
 
     def tend(self) -> None:
         """Start again what ended on hosts that are up."""
-        for name in NAMES:
+        for name in self.hosts:
             process = self.processes.get(name)
             if name not in self.down and (process is None or process.poll() is not None):
                 self._start(name)
@@ -185,7 +200,7 @@ def main() -> int:
     parser.add_argument("--hold-s", type=float, default=10.0)
     parser.add_argument("--patience-s", type=float, default=120.0)
     parser.add_argument("--start-s", type=float, default=180.0)
-    parser.add_argument("--only", default="", help="such as: lost,cut off")
+    parser.add_argument("--only", default="", help="such as: lost,cut off/node1")
     words = parser.parse_args()
     if reason := why_not():
         print(reason, file=sys.stderr)
@@ -195,13 +210,13 @@ def main() -> int:
         model = Path(context.enter_context(tempfile.TemporaryDirectory()))
         make_model(model)
         folder = Path(context.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
-        fleet = Fleet(folder, model, context.enter_context(hosts(NAMES)))
+        fleet = Fleet(folder, model, context.enter_context(hosts(NAMES)), CHANGES)
         context.callback(fleet.stop)
         if not fleet.wait(words.start_s, 2):
             print(f"the run did not start\n{fleet.logs()}")
             return 1
         for kind, name in FAULTS:
-            if words.only and kind not in words.only.split(","):
+            if words.only and not {kind, f"{kind}/{name}"} & set(words.only.split(",")):
                 continue
             figures = fleet.play(kind, name, words.hold_s, words.patience_s)
             record_hosts(f"{name}/{kind}", figures)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import random
 import sys
 import tempfile
@@ -68,11 +69,12 @@ def sample(stack: Stack) -> dict[str, float]:
 
 
 def folder_bytes(folder: Path) -> float:
-    """Of all files below."""
+    """Of all files below, those that go away meanwhile left out."""
     total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            total += path.lstat().st_size
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(Path(parent, name)).st_size
     return float(total)
 
 

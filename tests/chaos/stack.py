@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,7 @@ class Stack:
         """Those of a part, its main one first; none while it is being started."""
         if part in ("redis", "launcher"):
             process = self.redis if part == "redis" else self.launcher
-            return _alive([psutil.Process(process.pid)]) if process.poll() is None else []
+            return alive([psutil.Process(process.pid)]) if process.poll() is None else []
         found = []
         for process in self._below(self.launcher.pid):
             with suppress(psutil.Error):
@@ -188,7 +188,7 @@ class Stack:
             return found[-1:]
         if part == "sandbox" or not found:
             return found[:1]
-        return _alive([found[0], *self._below(found[0].pid)])
+        return alive([found[0], *self._below(found[0].pid)])
 
     @staticmethod
     def _below(pid: int) -> list[psutil.Process]:
@@ -364,7 +364,8 @@ def audit_of(run_dir: Path) -> str:
         return str(account_of(run))
 
 
-def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that run; one that nobody has waited for does not."""
     return [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
