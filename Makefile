@@ -219,12 +219,12 @@ test-wheel: $(STAMP) bwrap
 CLIENTS := .venv-clients
 $(CLIENTS)/.installed: Makefile
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check openai-agents 'pydantic-ai-slim[openai,anthropic]' 'smolagents[openai]' langgraph langchain-openai langchain-anthropic litellm mini-swe-agent
-	npm install --silent --no-fund --no-audit --prefix $(CLIENTS) @openai/codex @qwen-code/qwen-code js-tiktoken ai @ai-sdk/openai @ai-sdk/anthropic @anthropic-ai/sdk openai @langchain/openai @langchain/core
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check openai-agents 'pydantic-ai-slim[openai,anthropic]' 'smolagents[openai]' langgraph langchain-openai langchain-anthropic litellm mini-swe-agent dspy
+	npm install --silent --no-fund --no-audit --prefix $(CLIENTS) @openai/codex @qwen-code/qwen-code js-tiktoken ai @ai-sdk/openai @ai-sdk/anthropic @anthropic-ai/sdk openai @langchain/openai @langchain/core @anthropic-ai/claude-code
 	touch $@
 
 test-clients: $(STAMP) $(CLIENTS)/.installed
-	OUTLOOP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python OUTLOOP_NODE_MODULES=$(CURDIR)/$(CLIENTS)/node_modules OUTLOOP_CODEX=$(CURDIR)/$(CLIENTS)/node_modules/.bin/codex OUTLOOP_QWEN=$(CURDIR)/$(CLIENTS)/node_modules/.bin/qwen OUTLOOP_JS_TIKTOKEN=$(CURDIR)/$(CLIENTS)/node_modules/js-tiktoken $(BIN)/python -m pytest -m clients tests/router/test_clients.py tests/router/test_families.py tests/examples/test_third_party.py tests/examples/test_software.py
+	OUTLOOP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python OUTLOOP_NODE_MODULES=$(CURDIR)/$(CLIENTS)/node_modules OUTLOOP_CODEX=$(CURDIR)/$(CLIENTS)/node_modules/.bin/codex OUTLOOP_QWEN=$(CURDIR)/$(CLIENTS)/node_modules/.bin/qwen OUTLOOP_CLAUDE=$(CURDIR)/$(CLIENTS)/node_modules/.bin/claude OUTLOOP_JS_TIKTOKEN=$(CURDIR)/$(CLIENTS)/node_modules/js-tiktoken $(BIN)/python -m pytest -m clients tests/router/test_clients.py tests/router/test_families.py tests/examples/test_third_party.py tests/examples/test_software.py
 
 # A real OpenEnv server, a real verifiers environment and real servers of NeMo-Gym, whose packages need hundreds of
 # megabytes that we do not, and pins that contradict ours: an environment for each.
@@ -286,7 +286,7 @@ compose-check:
 compose-test: compose-check
 	$(PYTHON) -u tests/docker/stack.py
 
-# Sandboxes of docker and podman, whichever is here; IMAGE holds a Python 3.8 or newer as python3.
+# Sandboxes of docker, podman and gVisor, whichever is here; IMAGE holds a Python 3.8 or newer as python3.
 IMAGE ?= python:3.11-slim
 test-container: $(STAMP)
 	OUTLOOP_SANDBOX_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m container tests/envs/sandbox
@@ -329,6 +329,10 @@ test-ledger: $(STAMP)
 # Network namespaces; says so where it is not root.
 test-hosts: $(STAMP) bwrap
 	$(ONE_THREAD) $(BIN)/python -u tests/chaos/several_hosts.py
+# A host added to a run beside what `outloop plan` says of it; network namespaces too. Ten minutes.
+.PHONY: bench-hosts
+bench-hosts: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -u tests/chaos/added_host.py
 soak: MINUTES = 60
 soak: $(STAMP) bwrap
 	$(ONE_THREAD) $(BIN)/python -u tests/chaos/soak.py --minutes $(MINUTES)
@@ -347,6 +351,16 @@ bench-sandbox: $(STAMP) bwrap
 
 bench-buffer: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/buffer.py
+
+# Ten million tasks in one run; NUMS=10000,1000000 registers other numbers.
+.PHONY: bench-slots
+bench-slots: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python tests/bench/slots.py
+
+# What each primary of a Redis Cluster holds and takes; RUNS=6, TOKENS=2048 each.
+.PHONY: bench-cluster
+bench-cluster: $(STAMP)
+	PYTHONPATH=tests $(ONE_THREAD) $(BIN)/python tests/bench/cluster.py
 
 bench-view: $(STAMP) chromium
 	$(BIN)/python tests/bench/view.py

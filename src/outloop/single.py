@@ -39,6 +39,8 @@ class _PartThread:
         self._on_failure = on_failure
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
+        # A part may end by itself at the moment when it is asked to: a closed loop takes no calls.
+        self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -51,12 +53,14 @@ class _PartThread:
             self._on_failure(error)
         finally:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
+            with self._closing:
+                self._loop.close()
 
     def stop(self) -> None:
         """Ask the part to end and wait for it."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+        with self._closing:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_JOIN_TIMEOUT_S)
         if self._thread.is_alive():
             raise DeadlineExceeded(

@@ -10,6 +10,7 @@ import click
 from outloop.cli.options import print_table
 
 if TYPE_CHECKING:
+    from outloop.buffer.settings import Settings
     from outloop.engine.launch.plan.inputs import Plan
     from outloop.engine.launch.plan.simulate import Episodes
 
@@ -31,7 +32,12 @@ ORDER BY closed_at
     type=click.Path(path_type=Path, file_okay=False),
     help="Take what was measured from the run in this folder.",
 )
-def plan(file: Path | None, run_dir: Path | None) -> None:
+@click.option(
+    "--runners",
+    type=click.IntRange(min=1),
+    help="With --run: how fast it would be with so many runners.",
+)
+def plan(file: Path | None, run_dir: Path | None, runners: int | None) -> None:
     """Say how fast a run would be, what it would need and what it would cost.
 
     FILE is a TOML file of times and sizes, docs/scaling.md. With --run they come from a run's
@@ -40,6 +46,7 @@ def plan(file: Path | None, run_dir: Path | None) -> None:
     from dataclasses import replace
 
     from outloop.buffer.errors import SettingsError
+    from outloop.buffer.run import load_run_settings
     from outloop.engine.launch.plan.inputs import load_plan
     from outloop.engine.launch.plan.report import (
         level_table,
@@ -59,13 +66,23 @@ def plan(file: Path | None, run_dir: Path | None) -> None:
             "a plan is made from measurements: give a file of times, or --run with the folder of "
             "a run that has made some steps; one of the two"
         )
+    if runners is not None and run_dir is None:
+        raise SettingsError(
+            f"--runners={runners} goes with --run; in a file, loop.max_concurrent_episodes is the "
+            "number of places over all runners"
+        )
     if run_dir is not None:
-        made, measured, number, has_ended = _of_run(run_dir)
+        settings = load_run_settings(run_dir)
+        made, measured, number, has_ended = _of_run(run_dir, settings)
         same = replace(made.scenario(), num_steps=number + 1, num_warmup_steps=1, has_end=has_ended)
         click.echo(
             f"measured: {measured:.4g} steps per hour over {number} steps after the first; "
             f"simulated over as many: {simulate(same).steps_per_hour:.4g}"
         )
+        if runners is not None:
+            made = made.with_places(runners * settings.env.max_concurrent_episodes)
+            steps_per_hour = simulate(made.scenario()).steps_per_hour
+            click.echo(f"with {runners} runners: {steps_per_hour:.4g}; all that follows is so too")
     else:
         assert file is not None
         made = load_plan(file)
@@ -81,15 +98,14 @@ def plan(file: Path | None, run_dir: Path | None) -> None:
         print_table(table)
 
 
-def _of_run(run_dir: Path) -> tuple[Plan, float, int, bool]:
+def _of_run(run_dir: Path, settings: Settings) -> tuple[Plan, float, int, bool]:
     """The plan of a run, the steps per hour that it made after its first, how many, and whether
     they were all."""
     from outloop.buffer.cli.open_run import joined
-    from outloop.buffer.run import load_run_settings
     from outloop.buffer.telemetry import read_metrics
     from outloop.engine.launch.plan.inputs import measured_lengths, measured_tree, plan_of
 
-    settings, rows = load_run_settings(run_dir), read_metrics(run_dir)
+    rows = read_metrics(run_dir)
     with joined(run_dir) as reader:
         ledger = reader.ledger()
     source = f"run={str(run_dir)!r}"

@@ -7,6 +7,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.settings import Settings
+from outloop.engine.launch.model_folder import read_model_config
+from outloop.project.size_defaults import BY_SIZE, RANDOM, SizeDefaults, defaults_for
 
 _FILES = {
     "function": ("rollout.py", "tasks.jsonl", "verifier.py"),
@@ -28,7 +31,8 @@ def write_project(folder: Path, *, agent: str, policy: str) -> None:
         policy: "random": a small one is made; otherwise model.path.
 
     Raises:
-        SettingsError: the folder is there and not empty, or cannot be written.
+        SettingsError: the folder is there and not empty, or cannot be written; a policy's folder
+            without a model.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SettingsError(
@@ -37,14 +41,17 @@ def write_project(folder: Path, *, agent: str, policy: str) -> None:
     templates = files("outloop.project").joinpath("files")
     model = "policy" if policy == "random" else policy
     is_folder = policy != "random" and Path(policy).is_dir()
+    defaults, size = _defaults(policy)
     values = {
         # JSON's strings are TOML's.
         "NAME": json.dumps("".join(c if c.isalnum() or c in "._-" else "-" for c in folder.name)),
         "MODEL": json.dumps(str(Path(policy).absolute()) if is_folder else model),
         "WAY": _WAYS[agent],
-        "TOKENS": "512" if policy == "random" else "2048",
-        "ANSWER": "16" if policy == "random" else "256",
-        "RATE": "2e-3" if policy == "random" else "1e-6",
+        "TOKENS": str(defaults.max_context_tokens),
+        "ANSWER": str(defaults.max_new_tokens),
+        "RATE": f"{defaults.learning_rate:g}",
+        "DTYPE": json.dumps(defaults.dtype),
+        "SIZE": size,
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,3 +69,18 @@ def write_project(folder: Path, *, agent: str, policy: str) -> None:
         from outloop.engine.models.random_init import Sizes, write_policy
 
         write_policy(folder / "policy", 0, (), Sizes())
+
+
+def _defaults(policy: str) -> tuple[SizeDefaults, str]:
+    """What a policy begins with, and in words of which size that is."""
+    if policy == "random":
+        return RANDOM, "a tiny model"
+    try:
+        config, source = read_model_config(Settings.model_validate({"model": {"path": policy}}))
+        defaults, num_params = defaults_for(config, source=source)
+    except SettingsError:
+        if Path(policy).is_dir():
+            raise
+        # A repository of the hub, which may not be in reach yet.
+        return BY_SIZE[-1], "a model whose size is not known here"
+    return defaults, f"a model of {num_params / 1e6:,.0f} million parameters"
