@@ -304,18 +304,19 @@ chaos-chaos chaos-forked chaos-whole: chaos-%:
 .PHONY: test-levels
 test-levels: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -u tests/chaos/levels.py $(if $(LEVELS),--levels "$(LEVELS)")
-# The bill of materials of the locked environment in build/sbom.json, and what the index says is wrong with it; fails where
-# the index knows no advisories.
+# The bill of materials of the locked environment, in build/sbom.json.
 AUDIT := .venv-audit
 $(AUDIT)/.installed: Makefile
 	test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
 	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1 cyclonedx-bom==7.5.0
 	touch $@
-.PHONY: audit
-audit: $(AUDIT)/.installed
+.PHONY: sbom audit
+sbom: $(AUDIT)/.installed
 	mkdir -p build
 	$(AUDIT)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-file build/sbom.json requirements.lock
 	@echo build/sbom.json
+# What the index's advisories say of it; fails where the index has none.
+audit: sbom
 	$(AUDIT)/bin/pip-audit --requirement requirements.lock --no-deps --disable-pip --strict
 
 # Each writes its tables into docs/reliability.md; hours under load, below 40 minutes on an idle machine. As root,
