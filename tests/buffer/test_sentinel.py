@@ -37,8 +37,9 @@ class Watched(RedisServers):
         for port in self.sentinels:
             lines = [
                 f"sentinel monitor {GROUP} 127.0.0.1 {self.data[0]} 2",
-                f"sentinel down-after-milliseconds {GROUP} 500",
-                f"sentinel failover-timeout {GROUP} 3000",
+                # Longer than a busy machine lets a primary wait, which is not to be replaced then.
+                f"sentinel down-after-milliseconds {GROUP} 2000",
+                f"sentinel failover-timeout {GROUP} 10000",
             ]
             self.start(port, lines, "--sentinel")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import statistics
 import time
 
 import pytest
@@ -17,25 +18,23 @@ async def ask(stage, episode, content: str = "hi"):
     return await stage.post("/v1/chat/completions", body, episode["api_key"])
 
 
-async def latencies(stage, seconds: float) -> list[float]:
-    """Of turns of other episodes, eight at once for so long; a server takes 50 ms for each."""
+async def p99(stage) -> float:
+    """The latency that one in a hundred turns of other episodes exceeds, eight at once for 0.8 s; a
+    server takes 50 ms for each."""
     found: list[float] = []
-    until = time.monotonic() + seconds
+    episodes = [await stage.open() for _ in range(8)]
+    until = time.monotonic() + 0.8
 
-    async def play() -> None:
-        episode = await stage.open()
-        while time.monotonic() < until:
+    async def play(episode) -> None:
+        ended = 0.0
+        while ended < until:
             started = time.monotonic()
             assert (await ask(stage, episode)).status_code == 200
-            found.append(time.monotonic() - started)
+            ended = time.monotonic()
+            found.append(ended - started)
 
-    await asyncio.gather(*(play() for _ in range(8)))
-    return sorted(found)
-
-
-def p99(found: list[float]) -> float:
-    """The latency that one in a hundred exceeds."""
-    return found[int(0.99 * (len(found) - 1))]
+    await asyncio.gather(*map(play, episodes))
+    return sorted(found)[int(0.99 * (len(found) - 1))]
 
 
 @pytest.fixture
@@ -51,8 +50,11 @@ async def busy(make_stage):
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens"])
 async def test_long_texts_of_one_key_do_not_hold_up_the_others(busy, path: str) -> None:
     """While one key posts 8 MB again and again, plain and as 64 KB of gzip, from as many
-    connections as it likes, the p99 of the others' turns stays within three times what it was."""
-    alone = p99(await latencies(busy, 2.0))
+    connections as it likes, the p99 of the others' turns stays within three times what it was.
+
+    All are held up at once when the machine is, which is a p99 by itself: medians of several times.
+    """
+    alone = [await p99(busy) for _ in range(3)]
     episode = await busy.open()
     body = b'{"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "'
     body += LONG.encode() + b'"}]}'
@@ -71,14 +73,15 @@ async def test_long_texts_of_one_key_do_not_hold_up_the_others(busy, path: str) 
             asyncio.create_task(post(packed, **{"content-encoding": "gzip"})) for _ in range(2)
         ]
         await asyncio.sleep(0.2)
-        beside = p99(await latencies(busy, 4.0))
+        beside = [await p99(busy) for _ in range(5)]
         posting = False
         for task in flood:
             task.cancel()
         await asyncio.gather(*flood, return_exceptions=True)
         # What else the machine does moves both: the turns alone are timed before and after.
-        alone = max(alone, p99(await latencies(busy, 2.0)))
-    assert beside <= 3 * alone, (alone, beside)
+        after = [await p99(busy) for _ in range(3)]
+    bound = 3 * max(statistics.median(alone), statistics.median(after))
+    assert statistics.median(beside) <= bound, (alone, beside, after)
 
 
 async def test_a_text_that_cannot_fit_is_not_encoded(stage) -> None:

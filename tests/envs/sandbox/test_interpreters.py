@@ -150,8 +150,8 @@ async def test_each_input_has_its_own_output(session: Session) -> None:
         assert shown(late) == (0, "later\nnow\n")
         flood = await shell.run("yes")
         assert (flood.ended, flood.lost_state) == ("output", True)
-        await shell.run("(sleep 0.3; exec yes) &")
-        await asyncio.sleep(1)
+        await shell.run("(sleep 0.1; exec yes) &")
+        await asyncio.sleep(2)
         after = await shell.run("echo hi")
         assert (after.ended, after.lost_state) == ("output", True), "between inputs too"
         assert b"the input was not run" in after.stderr
