@@ -41,6 +41,7 @@ def key(run_id: str, name: str) -> str:
 
 _RUN = "run"
 _LETTER = "until resolved"
+_EVALS = "last evaluations, plus one hour"
 _HOUR_AFTER = "until its end, plus one hour"
 
 KEYS: tuple[KeySpec, ...] = (
@@ -99,12 +100,12 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("dead", "list", _RUN, "scripts", "groups dropped as failed or malformed, the last 256"),
     KeySpec("dead:GROUP", "hash", _LETTER, "scripts", "why it was dropped, slot, task, tallies"),
     KeySpec("dead:GROUP:episodes", "list", "16 dead letters", "scripts", "its scored episode ids"),
-    KeySpec("versions", "hash", _RUN, "announce_version", "version -> depth, or abandoned"),
-    KeySpec("version_parents", "hash", _RUN, "announce_version", "version -> parent or empty"),
+    KeySpec("versions", "hash", "last 10,000", "announce_version", "version -> depth, or abandoned"),
+    KeySpec("version_parents", "hash", "last", "announce_version", "version -> parent or empty"),
     KeySpec("evals", "list", _RUN, "request_eval", "names of evaluations whose episodes are kept"),
     KeySpec("eval_queue", "list", _RUN, "request_eval", "evaluation attempts to claim"),
-    KeySpec("eval:NAME", "hash", _RUN, "request_eval", "total, done, sampling, version, suite"),
-    KeySpec("eval:NAME:rewards", "hash", _RUN, "close", "attempt -> reward"),
+    KeySpec("eval:NAME", "hash", _EVALS, "request_eval", "total, done, sampling, version, suite"),
+    KeySpec("eval:NAME:rewards", "hash", _EVALS, "close", "attempt -> reward"),
     KeySpec("eval:NAME:episodes", "list", "last evaluations", "close", "closed episode ids"),
     KeySpec(
         "staged:TOKEN:NUMBER", "string", "10 minutes", "staging()", "a record about to be stored"

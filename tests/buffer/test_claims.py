@@ -339,6 +339,38 @@ async def test_the_episodes_of_an_evaluation_are_read_with_task_source_and_answe
     await writer.close()
 
 
+async def test_an_old_evaluation_makes_room_when_it_is_over(start: Callable[..., Any]) -> None:
+    """What is left of one that newer ones displaced expires, but not before its last attempt."""
+    loop = await start()
+    reader = loop.reader
+    for number in range(9):
+        reader.request_eval(f"{number}", policy_version=0, num_episodes=2, sampling={})
+    await loop.play_all()
+    assert reader.eval_progress("0").num_done == 2
+    for number in range(9, 12):
+        reader.request_eval(f"{number}", policy_version=0, num_episodes=2, sampling={})
+
+    def lifetime_s(name: str) -> float:
+        return float(reader.client.pttl(reader.key(name))) / 1000
+
+    for name in ("eval:0", "eval:0:rewards", "eval:1", "eval:3:rewards"):
+        assert 3590 < lifetime_s(name) <= 3600, name
+    assert lifetime_s("eval:4") < 0
+    assert not reader.eval_episodes("0")
+    assert len(reader.eval_episodes("4")) == 2
+    (late, *_) = (await loop.claim(1)).claims
+    for number in range(12, 20):
+        reader.request_eval(f"{number}", policy_version=0, num_episodes=2, sampling={})
+    assert late.eval_name == "9"
+    assert lifetime_s("eval:9") < 0
+    await loop.play(late)
+    await loop.play_all()
+    assert reader.eval_progress("9").num_done == 2
+    assert 3590 < lifetime_s("eval:9") <= 3600
+    assert not reader.client.exists(reader.key("eval:9:episodes"))
+    assert lifetime_s("eval:19") < 0
+
+
 async def test_an_evaluation_without_tasks_is_refused(start: Callable[..., Any]) -> None:
     """It would never finish."""
     loop = await start(num_eval_tasks=0)

@@ -4,7 +4,13 @@
 -- ARGV[2]  policy_version   ARGV[3] parent or ''
 -- Returns  {'ok'}; conflict: the number was used before, or the parent was abandoned.
 -- Keeps    numbers grow and are never reused; a version's depth is its parent's plus one, except for
---          the first one after a recover, which republishes the checkpoint's own weights.
+--          the first one after a recover, which republishes the checkpoint's own weights. The
+--          last KEPT_VERSIONS numbers stay on record; an earlier one counts with its number as its
+--          depth, which is no less than the depth it had, and far too old for every batch.
+
+-- Every one takes about 50 bytes for as long as the run is kept. Tokens and checkpoints refer to
+-- versions of the last hours.
+local KEPT_VERSIONS = 10000
 
 allow_when_full()
 local version = tonumber(ARGV[2])
@@ -27,7 +33,15 @@ if ARGV[3] ~= '' then
   end
   if redis.call('HGET', STATE, 'republished') ~= ARGV[3] then depth = depth + 1 end
 end
+if version - highest > KEPT_VERSIONS then
+  redis.call('DEL', VERSIONS)
+else
+  for old = math.max(highest - KEPT_VERSIONS + 1, 0), version - KEPT_VERSIONS do
+    redis.call('HDEL', VERSIONS, old)
+  end
+end
 redis.call('HSET', VERSIONS, ARGV[2], depth)
+redis.call('DEL', parents)
 redis.call('HSET', parents, ARGV[2], ARGV[3])
 redis.call('HSET', STATE, 'announced', version, 'highest', version)
 redis.call('HDEL', STATE, 'republished')

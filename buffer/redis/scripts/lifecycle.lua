@@ -430,6 +430,21 @@ local function is_fresh(episode_id)
   return (depth_of(served) or tonumber(served)) - depth <= max_age()
 end
 
+-- An evaluation that newer ones have displaced stays for repeated calls alone, once it is over.
+local function expire_eval(name)
+  local f = redis.call('HMGET', eval_key(name), 'done', 'total', 'displaced')
+  if f[3] and tonumber(f[1]) >= tonumber(f[2]) then
+    redis.call('PEXPIRE', eval_key(name), RETENTION_MS)
+    redis.call('PEXPIRE', eval_key(name) .. ':rewards', RETENTION_MS)
+    discard_episodes(eval_key(name) .. ':episodes')
+  end
+end
+
+local function count_eval_attempt(name)
+  redis.call('HINCRBY', eval_key(name), 'done', 1)
+  expire_eval(name)
+end
+
 -- The place of a lost attempt is played again from the start, or given up.
 local function replace_attempt(purpose, owner, attempt, kind, ms, tokens)
   if purpose == 't' and kind ~= 'stale' then count('resultless_attempts') end
@@ -440,7 +455,7 @@ local function replace_attempt(purpose, owner, attempt, kind, ms, tokens)
     count('lost_attempts')
     enter(purpose, 'discarded', ms, tokens)
     if purpose == 'e' then
-      redis.call('HINCRBY', owner_key, 'done', 1)
+      count_eval_attempt(owner)
     else
       redis.call('HINCRBY', owner_key, 'lost', 1)
       seal_if_complete(owner)
@@ -598,7 +613,7 @@ local function count_attempt(member, episode_id)
     local eval = eval_key(owner)
     redis.call('HSET', eval .. ':rewards', attempt, f[1])
     redis.call('RPUSH', eval .. ':episodes', episode_id)
-    redis.call('HINCRBY', eval, 'done', 1)
+    count_eval_attempt(owner)
     local of = redis.call('HMGET', eval, 'policy_version', 'newest_version')
     local newest = number(f[3])
     if newest and newest > tonumber(of[1]) then redis.call('HINCRBY', eval, 'mixed', 1) end

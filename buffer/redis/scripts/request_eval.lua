@@ -5,7 +5,8 @@
 -- ARGV[8]  how often each task is played; 0: all tasks, again and again
 -- ARGV[9]  1 if training waits for it: then claims serve it first
 -- Returns  {'ok'}; conflict: the name was used with other values; not_found: the suite has no tasks.
--- Keeps    one evaluation per name; the episodes of the oldest ones make room.
+-- Keeps    one evaluation per name; the oldest ones make room: their episodes at once, the rest an
+--          hour after they are over.
 
 local e = eval_key(ARGV[2])
 local was = redis.call('HMGET', e, 'requested', 'sampling')
@@ -27,10 +28,9 @@ for attempt = 0, tonumber(ARGV[3]) - 1 do
   redis.call('RPUSH', key('eval_queue'), ARGV[2] .. ':' .. attempt)
 end
 if redis.call('RPUSH', key('evals'), ARGV[2]) > tonumber(ARGV[6]) then
-  local oldest = eval_key(redis.call('LPOP', key('evals')))
-  for _, episode_id in ipairs(redis.call('LRANGE', oldest .. ':episodes', 0, -1)) do
-    discard_episode(episode_id)
-  end
-  redis.call('DEL', oldest .. ':episodes')
+  local oldest = redis.call('LPOP', key('evals'))
+  discard_episodes(eval_key(oldest) .. ':episodes')
+  redis.call('HSET', eval_key(oldest), 'displaced', 1)
+  expire_eval(oldest)
 end
 return {'ok'}
